@@ -33,8 +33,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specactor_ray.draft.lookup.ngram import NgramProposer
-from specactor_ray.draft.lookup.suffix import SuffixProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
 from specactor_ray.draft.proposer import packed
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.evaluation import replay

@@ -41,7 +41,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.controller.state import ClusterView
-from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.messages import (
@@ -362,6 +362,7 @@ class InstantModel:
     """A model without a forward: every token is 1."""
 
     device, dtype, vocab_size, max_positions = torch.device("cpu"), torch.float32, 8, LENGTH
+    ids, feature_size = None, 0
 
     def __init__(self, rows: int) -> None:
         self.cache = PagedCache([LayerShape(1, 1, 1)], 8 * rows * LENGTH, self.dtype, self.device)

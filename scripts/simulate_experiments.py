@@ -1,6 +1,6 @@
 """Run the experiments of docs/simulation.md: tables go to the terminal, plots replace those in docs/figures.
 
-python scripts/simulate_experiments.py [NAME ...]        # all, or some; half an hour on two cores
+python scripts/simulate_experiments.py [NAME ...]        # all, or some; ten minutes on two cores
 """
 
 from __future__ import annotations
@@ -21,28 +21,21 @@ PAIR = ["--config", "conf/simulation/qwen32b_5xh100.yaml"]
 WHOLE = ["--config", "conf/simulation/qwen32b_256xh100.yaml"]
 
 EXPERIMENTS: Mapping[str, list[str]] = {
-    "paper": [*WHOLE, "--oracle"],
-    "equal": ["--config", "conf/simulation/equal_drafters_6xh100.yaml", "--sweep", "correlation=0,0.5,1"],
+    "paper": WHOLE,
     "batch": [
-        *(*PAIR, "--oracle", "--sweep", "config.target.max_batch=16,64,128,256,512,1024,2048"),
+        *(*PAIR, "--compare", "plain,coupled,decoupled", "--sweep", "config.target.max_batch=16,64,128,256,512,1024"),
         *("workload.prompt_tokens=16", "workload.requests=512"),
     ],
-    "latency": [*PAIR, "--oracle", "--sweep", "skills.0.forward_ms=0.1,0.5,1,2,5,10,20,50"],
-    "speed": [*PAIR, "--oracle", "--compare", "plain,decoupled", "--sweep", "machines.slowness.1=0.5,1,2,4,8"],
-    "acceptance": [*PAIR, "--oracle", "--sweep", "skills.0.mean=0.2,0.4,0.6,0.7,0.8,0.9"],
-    "drafters": [
-        *(*PAIR, "--oracle", "--compare", "plain,decoupled", "--sweep", "config.drafters.0.replicas=1,2,4,8"),
-        *("config.target.replicas=3", "machines.nodes=6", "workload.requests=384"),
+    "latency": [
+        *(*PAIR, "--compare", "plain,coupled,decoupled", "--sweep", "skills.0.forward_ms=0.1,0.5,1,2,5,10,20"),
     ],
-    "branches": [
-        *(*PAIR, "--compare", "coupled,decoupled", "--sweep", "config.speculation.branches=0,4,8,16"),
-        *("config.target.max_batch=4", "config.speculation.window=16"),
+    "acceptance": [
+        *(*PAIR, "--compare", "plain,coupled,decoupled", "--sweep", "skills.0.mean=0.2,0.4,0.6,0.7,0.8,0.9"),
     ],
-    "heads": [
-        *(*PAIR, "--sweep", "config.target.max_batch=1,4,16,64", "config.speculation.branches=16"),
-        *("config.speculation.window=16", "workload.median_tokens=300", "workload.max_tokens=1200"),
+    "rows": [
+        *(*PAIR, "--sweep", "config.target.max_batch=1,4,16,64", "workload.requests=64"),
+        *("workload.median_tokens=300", "workload.max_tokens=1200"),
     ],
-    "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,4,25,110"],
 }
 
 
@@ -82,17 +75,12 @@ def markdown(report: Mapping[str, Any]) -> list[str]:
 
 
 def _variants(report: Mapping[str, Any]) -> list[str]:
-    head = (
-        "variant | GPUs (drafting) | rollout s | tokens/s/GPU | x | of oracle | acceptance length | waiting | protocol"
-    )
-    lines = [f"| {head} |", "|---" * 9 + "|"]
+    lines = ["| variant | GPUs (drafting) | rollout s | tokens/s/GPU | x | acceptance length |", "|---" * 6 + "|"]
     for one in report["results"]:
-        name, shares = one["variant"], one["shares"]
+        name = one["variant"]
         lines.append(
             f"| {name} | {one['devices']} ({one['draft_devices']}) | {one['rollout_s']:.1f} "
-            f"| {one['tokens_per_s_and_device']:,.0f} | {report['ratios'][name]:.2f} "
-            f"| {report['of_oracle'].get(name, 0.0):.0%} | {one['acceptance_length']:.2f} "
-            f"| {shares['waiting']:.0%} | {shares['protocol']:.0%} |"
+            f"| {one['tokens_per_s_and_device']:,.0f} | {report['ratios'][name]:.2f} | {one['acceptance_length']:.2f} |"
         )
     return lines
 

@@ -29,7 +29,7 @@ _MOST_SHOWN = 6
 
 @dataclass(frozen=True)
 class ScenarioOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     config: Path
     overrides: Sequence[str] = ()
@@ -90,6 +90,18 @@ def run_scenario(options: ScenarioOptions) -> None:
     with signals_deferred():
         _write(options, report, found[0].results if sweep is None else (), console)
     finish(report["status"])
+
+
+def plan_layout(config: Path, overrides: Sequence[str]) -> None:
+    """Print the layout that the plan search chooses on the scenario's machines."""
+    from specactor_ray.observability.plan_report import prediction_table
+    from specactor_ray.simulation.planning import plan_scenario
+    from specactor_ray.simulation.scenario import load_scenario
+
+    plan, console = plan_scenario(load_scenario(config, overrides)), make_console()
+    console.print(prediction_table(plan))
+    for line in (*plan.rejected, *plan.notes, plan.words()):
+        say(console, line)
 
 
 def parse_names(text: str | None) -> list[str] | None:

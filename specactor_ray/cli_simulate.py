@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from specactor_ray.cli_options import require_positive
-from specactor_ray.cli_scenario import ScenarioOptions, run_scenario
+from specactor_ray.cli_scenario import ScenarioOptions, plan_layout, run_scenario
 from specactor_ray.cli_validate import run_validation
 from specactor_ray.errors import InputError
 
-_OF_SCENARIOS = ("--compare", "--oracle", "--sweep", "--output", "--processes")
+_OF_SCENARIOS = ("--compare", "--oracle", "--sweep", "--output", "--processes", "--plan")
+_OF_PLANS = ("--plan", "--config")
 
 
 def simulate(
@@ -51,6 +52,10 @@ def simulate(
             "--validate", help="Measure this machine, simulate the same requests, and compare. --config: what to run."
         ),
     ] = False,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="--config: choose verifiers and drafters by cost models; nothing is simulated."),
+    ] = False,
     batch: Annotated[str, typer.Option(help="--validate: batch sizes.")] = "1,4,16",
 ) -> None:
     """Run the product's loops, dispatcher and controller on virtual time.
@@ -74,6 +79,9 @@ def simulate(
         _refuse(given, "needs a scenario; add --config FILE")
         _refuse(overrides, "overrides are of a scenario; add --config FILE")
         raise InputError("name a scenario, such as conf/simulation/two_cores.yaml, or use --validate")
+    elif plan:
+        _refuse([option for option in given if option not in _OF_PLANS], "does not go with --plan; leave it out")
+        plan_layout(config, overrides)
     else:
         _refuse(batch_given, "does not go with --config; leave it out")
         require_positive("--processes", processes)

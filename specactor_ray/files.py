@@ -18,6 +18,14 @@ from specactor_ray.errors import InputError
 logger = logging.getLogger(__name__)
 
 
+def cache_dir() -> Path:
+    """`$SPECACTOR_CACHE`, else `$XDG_CACHE_HOME/specactor_ray`, else `~/.cache/specactor_ray`. It need not exist."""
+    own = os.environ.get("SPECACTOR_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "specactor_ray"
+
+
 @contextlib.contextmanager
 def replacing(path: Path, temporary: Path | None = None, new: bool = False) -> Iterator[Path]:
     """Inside, write the file under the name that is yielded; afterwards it is flushed to disk and renamed to `path`.

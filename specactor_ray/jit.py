@@ -1,5 +1,8 @@
 """Numba kernels whose on-disk cache several processes may fill at once.
 
+Compiled code is kept by what its sources contain, not by where they are: another checkout, and what a Ray job uploads,
+finds it. `$NUMBA_CACHE_DIR` replaces the folder.
+
 Numba names compiled code by a running number and writes the index first. Two processes that compile two signatures of
 one function at the same time can leave an index that gives one signature the other's machine code, and one that starts
 after the source changed can load what the former source compiled to. Here one process at a time loads or compiles a
@@ -8,10 +11,14 @@ function: what several need at their start, such as verifiers, is compiled once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import hashlib
+import inspect
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +30,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.sigutils import normalize_signature
 from numba.types import CPointer, void
 
-from specactor_ray.files import locked
+from specactor_ray.files import cache_dir, locked
 
 
 class LockedCache(FunctionCache):
@@ -36,23 +43,57 @@ class LockedCache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any], sources: Sequence[ModuleType] = ()) -> None:
         super().__init__(function)
-        files = [os.stat(str(module.__file__)) for module in sources]
-        stamp = (self._impl.locator.get_source_stamp(), *((file.st_mtime, file.st_size) for file in files))
-        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
+        files = (inspect.getfile(function), *(str(module.__file__) for module in sources))
+        self._folder = _root() / f"{function.__module__}-{_digest(files)}"
+        self._cache_path = str(self._folder)
+        self._impl._locator = _Locator(self._folder)
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, "")
         self._is_held = False
 
-    @contextmanager
+    @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Hold the cache against other processes; reentrant. The lock of numba comes first: a kernel that compiles
         another one holds it."""
         self._impl.locator.ensure_cache_path()
-        path = Path(self.cache_path) / f"{self._impl.filename_base}.lock"
-        with global_compiler_lock, nullcontext() if self._is_held else locked(path):
+        path = self._folder / f"{self._impl.filename_base}.lock"
+        with global_compiler_lock, contextlib.nullcontext() if self._is_held else locked(path):
             before, self._is_held = self._is_held, True
             try:
                 yield
             finally:
                 self._is_held = before
+
+
+class _Locator:
+    """What numba asks for the folder of a cache."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def ensure_cache_path(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+
+@functools.cache
+def _root() -> Path:
+    """The folder of all caches: the first that can be written to."""
+    places = [Path(place) for place in [os.environ.get("NUMBA_CACHE_DIR")] if place]
+    places += [cache_dir() / "kernels", Path(tempfile.gettempdir()) / f"specactor_ray-{os.getuid()}" / "kernels"]
+    for place in places:
+        with contextlib.suppress(OSError):
+            place.mkdir(parents=True, exist_ok=True)
+            if os.access(place, os.W_OK):
+                return place
+    raise OSError(f"none of {', '.join(map(str, places))} can be written to; set NUMBA_CACHE_DIR to a folder that can")
+
+
+@functools.cache
+def _digest(files: tuple[str, ...]) -> str:
+    """Of what files contain."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def kernel(sources: Sequence[ModuleType] = (), **options: Any) -> Callable[[Callable[..., Any]], Any]:

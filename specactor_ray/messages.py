@@ -2,7 +2,7 @@
 
 Drafts are claims about absolute output positions. Output position 0 is the first generated token of a
 request; "committed length" counts output tokens, never prompt tokens. Every message may be lost, repeated,
-reordered or late; the receiver checks it against what it knows (`spec/table.py`, `draft/mirror.py`).
+reordered or late; the receiver checks it against what it knows (`verify/table.py`, `draft/mirror.py`).
 """
 
 from __future__ import annotations
@@ -163,8 +163,6 @@ class CommitBatch:
     last of its tokens; only for drafters that ask for it."""
     session: int = 0
     """Number of the seat's session, from 1; a newer one replaces all requests of older ones."""
-    step_s: float = 0.0
-    """Seconds of a verify step, in which a drafter drafts the next window; 0 if unknown."""
 
 
 class Branches(NamedTuple):

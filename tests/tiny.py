@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from specactor_ray.files import cache_dir
 from specactor_ray.models.builtin import quiet_transformers
-from specactor_ray.models.cache import cache_dir, cached_dir
+from specactor_ray.models.cache import cached_dir
 
 VOCAB_SIZE = 512
 CONTEXT = 512

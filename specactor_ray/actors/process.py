@@ -91,7 +91,7 @@ class ActorHost:
 
     def build_drafting(self, spec: VerifierSpec, engine: TargetEngine, *figures: Any) -> Drafting:
         """The drafts' side of a verifier. `figures`: acceptance and step cost, where they are not to be learned."""
-        from specactor_ray.spec.acceptance import Acceptance
+        from specactor_ray.verify.acceptance import Acceptance
         from specactor_ray.verify.drafting import Drafting
 
         coupled, sizes = spec.mode is Mode.COUPLED, (spec.target.max_batch, spec.max_drafts, spec.max_branches)

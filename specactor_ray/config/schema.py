@@ -280,14 +280,14 @@ class SpeculationConfig:
     verify: VerifyPolicy = VerifyPolicy.auto
     """How many supplied draft tokens a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft whole
     windows at every step."""
-    draft_wait_s: float = limited(
+    draft_wait_s: Auto[float] = limited(  # noqa: RUF009
         lambda value: 0.0 <= value < math.inf,
         "is not a time of 0 or more.",
-        "use 0 (never wait) or a number of seconds.",
-        default=0.0,
+        "use auto, 0 (never wait) or a number of seconds.",
+        default=_UNRESOLVED,
     )
-    """`decoupled`: longest wait per step for the first draft token of requests that have none. Drafters run ahead, so
-    waiting pays at the smallest batches at best (`docs/design/policy.md`)."""
+    """`decoupled`: longest wait per step for the first draft token of requests that have none. `auto`: as long as that
+    pays, at most a plain step: cheap drafters beside long steps of few requests (`docs/design/policy.md`). 0: none."""
     race: RaceName = RaceName.tail
     """When several draft methods race for one request: `off`, `tail` or `always`. In mode `coupled`, where drafters
     take turns with the verifier, only `always` races. With `always` drafting is never suspended."""

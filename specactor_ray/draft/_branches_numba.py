@@ -1,4 +1,4 @@
-"""The kernels behind `branches.py`, compiled by numba. In one file for the reason that `spec/_kernels.py` gives."""
+"""The kernels behind `branches.py`, compiled by numba. In one file for the reason that `verify/_kernels.py` gives."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specactor_ray.draft._mirror_numba import Lines
+from specactor_ray.draft import _mirror_numba
+from specactor_ray.draft._mirror_numba import Lines, agreed
 from specactor_ray.jit import kernel
 from specactor_ray.sampling import candidates
 
-_jit: Any = kernel(sources=(candidates,))
+_jit: Any = kernel(sources=(candidates, _mirror_numba))
 
 MAIN = -1
-"""Number of the main chain of a slot; branches have numbers from 0."""
+"""Number of the main chain of a slot, and its place, the last one; branches have numbers from 0."""
 FREE = -1
 RANKS = candidates.MOST - 1
 """Alternatives kept per position: the candidates from the second on."""
@@ -30,6 +31,8 @@ _PRIOR = np.array(
 )
 """`(RANKS + 1, GAPS)`: chance that a candidate is right where those before it are wrong, as measured with SmolLM2."""
 _PRIOR_TRIES = 16.0
+_FADE = 0.999
+"""Weight that an observation loses with each message of commits."""
 
 
 class Planes(NamedTuple):
@@ -42,8 +45,6 @@ class Planes(NamedTuple):
     tokens: np.ndarray
     others: np.ndarray
     gaps: np.ndarray
-    branch_others: np.ndarray
-    branch_gaps: np.ndarray
     opened: np.ndarray
     evidence: np.ndarray
 
@@ -56,79 +57,58 @@ def chance(evidence: Any, gap: int, rank: int) -> float:
 
 @_jit
 def settle(
-    table: Any,
-    mirror: Any,
-    fade: float,
-    main_rows: Any,
-    slots: Any,
-    starts: Any,
-    lengths: Any,
-    tokens: Any,
-    counts: Any,
+    table: Any, mirror: Any, main_rows: Any, slots: Any, starts: Any, lengths: Any, tokens: Any, outcomes: Any
 ) -> Any:
-    """Hold branches against commits, before `MirrorTable.commit` of the same arguments.
-
-    Where a main chain is refuted and a branch agrees, the branch takes its place: its tokens in the line, its row in
-    `main_rows`. Branches that are refuted, or left behind, are freed. Candidates are judged.
-
-    Returns:
-        Rows of the cache that are free now, int64. `counts` `(2,)`: refuted main chains and branches that took their
-        place with tokens past the commit are added.
-    """
+    """See `BranchTable.settle`. Branches that are refuted, or left behind, are freed. Candidates are judged."""
     table, mirror = Planes(*table), Lines(*mirror)
     freed, count = np.empty(table.ats.size, np.int64), 0
-    table.evidence[:] = table.evidence * fade
-    width, places, end = table.gaps.shape[1], table.ats.shape[1], 0
+    table.evidence[:] = table.evidence * _FADE
+    width, places, end = table.gaps.shape[2], table.ats.shape[1], 0
     for i in range(len(slots)):
         slot, begin, end = slots[i], end, end + lengths[i]
-        if slot < 0 or slot >= len(table.ats) or slot >= len(mirror.known) or mirror.known[slot] < 0:
+        if slot < 0 or slot >= min(len(table.ats), len(mirror.known)) or mirror.known[slot] < 0:
             continue
-        start, known = mirror.prompts[slot] + starts[i], mirror.known[slot]
-        stop, last, line = start + lengths[i], mirror.ends[slot], mirror.lines[slot]
-        if start > known or stop <= known:
+        known, line, news = mirror.known[slot], mirror.lines[slot], tokens[begin:end]
+        start = mirror.prompts[slot] + starts[i]
+        stop = start + lengths[i]
+        if start > known or stop <= known or agreed(line, news, start, start, known) < known:
             continue
-        fits = True
-        for at in range(start, known):
-            fits = fits and line[at] == tokens[begin + at - start]
-        if not fits:
-            continue
-        agreed = known
-        while agreed < min(last, stop) and line[agreed] == tokens[begin + agreed - start]:
-            _judge(table.evidence, table.gaps[slot, agreed % width], 0)
-            agreed += 1
-        refuted, best = agreed < min(last, stop), FREE
-        if refuted:
-            right, spot = tokens[begin + agreed - start], agreed % width
-            rank = 0
-            while rank < RANKS and table.others[slot, spot, rank] != right:
+        tested = min(mirror.ends[slot], stop)
+        wrong = agreed(line, news, start, known, tested)
+        for at in range(known, wrong):
+            _judge(table.evidence, table.gaps[slot, MAIN, at % width], 0)
+        best = FREE
+        if wrong < tested:
+            spot, rank, rest = wrong % width, 0, news[wrong - start :]
+            while rank < RANKS and table.others[slot, MAIN, spot, rank] != rest[0]:
                 rank += 1
-            _judge(table.evidence, table.gaps[slot, spot], rank + 1)
-            counts[0] += 1
+            _judge(table.evidence, table.gaps[slot, MAIN, spot], rank + 1)
+            outcomes[0] += 1
             for b in range(places):
-                if table.ats[slot, b] != agreed:
+                if table.ats[slot, b] != wrong or (
+                    best != FREE and table.lengths[slot, b] <= table.lengths[slot, best]
+                ):
                     continue
-                size, agrees = table.lengths[slot, b], True
-                for k in range(min(size, stop - agreed)):
-                    agrees = agrees and table.tokens[slot, b, k] == tokens[begin + agreed - start + k]
-                if agrees and (best == FREE or size > table.lengths[slot, best]):
+                shared = min(table.lengths[slot, b], len(rest))
+                if agreed(table.tokens[slot, b], rest, 0, 0, shared) == shared:
                     best = b
         if best != FREE:
             size = table.lengths[slot, best]
-            counts[1] += agreed + size > stop
+            outcomes[1] += wrong + size > stop
             # `MirrorTable.commit` counts the branch as a tail that was right; the main chain was wrong.
-            agreeing = min(agreed + size, stop) - known
-            mirror.judged[0] += agreed - known + 1 - agreeing
-            mirror.judged[1] += agreed - known - agreeing
-            line[agreed : agreed + size] = table.tokens[slot, best, :size]
-            mirror.ends[slot] = agreed + size
+            counted = min(wrong + size, stop)
+            mirror.judged[0] += wrong + 1 - counted
+            mirror.judged[1] += wrong - counted
+            line[wrong : wrong + size] = table.tokens[slot, best, :size]
+            mirror.ends[slot] = wrong + size
             table.rows[slot, best], main_rows[slot] = main_rows[slot], table.rows[slot, best]
-            for at in range(agreed, agreed + size):
+            for at in range(wrong, wrong + size):
                 spot = at % width
-                table.gaps[slot, spot] = table.branch_gaps[slot, best, spot]
-                table.others[slot, spot] = table.branch_others[slot, best, spot]
+                table.gaps[slot, MAIN, spot] = table.gaps[slot, best, spot]
+                table.others[slot, MAIN, spot] = table.others[slot, best, spot]
                 table.opened[slot, spot] = 0
         for b in range(places):
-            if table.ats[slot, b] != FREE and (refuted or table.ats[slot, b] < stop):
+            if table.ats[slot, b] != FREE and (wrong < tested or table.ats[slot, b] < stop):
                 freed[count], table.ats[slot, b] = table.rows[slot, b], FREE
                 count += 1
     return freed[:count]
@@ -146,62 +126,35 @@ def _judge(evidence: Any, gap: int, right: int) -> None:
 
 
 @_jit
-def release(table: Any, slots: Any) -> Any:
-    """Free all branches of slots and drop their candidates. Returns their rows of the cache, int64."""
-    table = Planes(*table)
-    places = table.ats.shape[1]
-    rows, count = np.empty(len(slots) * places, np.int64), 0
-    for slot in slots:
-        for b in range(places):
-            if table.ats[slot, b] != FREE:
-                rows[count], table.ats[slot, b] = table.rows[slot, b], FREE
-                count += 1
-        table.gaps[slot], table.opened[slot] = FREE, 0
-    return rows[:count]
-
-
-@_jit
 def plan(
-    table: Any,
-    mirror: Any,
-    tips: Any,
-    longest: int,
-    seconds: Any,
-    reading: Any,
-    ahead: Any,
-    backlogs: Any,
-    budget: int,
+    table: Any, mirror: Any, tips: Any, longest: int, seconds: Any, reading: Any, ahead: Any, backlogs: Any, budget: int
 ) -> Any:
-    """Choose the chains of the next forward: see `BranchTable.plan`.
-
-    A main chain of `n` tokens needs its next one with the product of their chances. A branch of candidate `f` at the
-    main chain's token `i` needs its next one with (chance of the tokens before `i`) times (chance that token `i` is
-    wrong) times (chance that `f` is right then) times (chance of the branch's further tokens).
-
-    Returns:
-        Columns of `Chains`, int32 `(4, m)`.
-    """
+    """See `BranchTable.plan`. Returns columns of `Chains`, int32 `(4, n)`."""
     table, mirror = Planes(*table), Lines(*mirror)
     limits = np.minimum(np.minimum(mirror.known + mirror.windows, mirror.lasts), longest)
     late, running = np.flatnonzero(reading & (tips < limits)), np.flatnonzero(ahead)
     late = late[np.argsort(backlogs[late], kind="mergesort")]
     if table.ats.shape[1] == 0 or budget <= len(late):
         running = running[tips[running] < limits[running]]
-        chosen, mains = np.full((4, len(running)), FREE, np.int32), len(running)
+        chosen = np.full((4, len(running)), MAIN, np.int32)
         chosen[0] = running
     else:
-        chosen, mains = _likeliest(table, mirror.known, tips, limits, running, budget - len(late), seconds[len(late) :])
-        _open_branches(table, chosen)
-    chains, count = np.full((4, chosen.shape[1] + len(late)), MAIN, np.int32), 0
-    for i in range(chosen.shape[1] + 1):
-        if i == mains:
-            chains[0, count : count + len(late)] = late
-            count += len(late)
-        if i < chosen.shape[1] and (i < mains or chosen[1, i] != MAIN):
-            chains[0, count], chains[1, count], chains[2, count] = chosen[0, i], chosen[1, i], chosen[2, i]
+        chosen = _likeliest(table, mirror.known, tips, limits, running, budget - len(late), seconds[len(late) :])
+    chains, count = np.full((4, chosen.shape[1] + len(late)), FREE, np.int32), 0
+    for i in range(chosen.shape[1]):
+        if chosen[1, i] == MAIN and chosen[2, i] == FREE:
+            chains[0, count] = chosen[0, i]
             count += 1
-    for i in range(count):
-        chains[3, i] = 1 if chains[1, i] != MAIN else backlogs[chains[0, i]]
+    chains[0, count : count + len(late)] = late
+    count += len(late)
+    chains[3, :count] = backlogs[chains[0, :count]]
+    for i in range(chosen.shape[1]):
+        slot, b, at = chosen[0, i], chosen[1, i], chosen[2, i]
+        if at != FREE:
+            b = _open(table, slot, at, chosen[3, i])
+        if b != MAIN:
+            chains[0, count], chains[1, count], chains[2, count], chains[3, count] = slot, b, at, 1
+            count += 1
     return chains[:, :count]
 
 
@@ -210,63 +163,57 @@ def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budge
     """The `budget` most likely chains of `slots`, and in any case as many as there are main chains with room. With
     `seconds`, of a forward with 0, 1, ... chains, only as many of them as bring most needed tokens per second.
 
+    A main chain of `n` tokens needs its next one with the product of their chances. A branch of candidate `f` at the
+    main chain's token `i` needs its next one with (chance of the tokens before `i`) times (chance that `f` is the right
+    one there) times (chance of the branch's further tokens).
+
     Returns:
-        int32 `(4, m)`, main chains first, then branches, the most likely first: slots; numbers of chains; for a branch
-        to be opened the place where it begins, else `FREE`; its candidate, from 1. How many of them are main chains.
+        int32 `(4, m)`, the most likely first: slots; numbers of chains, `MAIN` for a branch to be opened, too; its
+        place in the line, else `FREE`; its candidate, from 1.
     """
-    places, width = table.ats.shape[1], table.gaps.shape[1]
+    places, width = table.ats.shape[1], table.gaps.shape[2]
+    shares = np.zeros((GAPS + 1, 1 + RANKS))
+    shares[FREE, 0] = 0.5  # no candidates were kept
+    for gap in range(GAPS):
+        wrong = 1.0
+        for rank in range(1 + RANKS):
+            shares[gap, rank] = wrong * chance(table.evidence, gap, rank)
+            wrong -= shares[gap, rank]
     most = len(slots) * (1 + places + RANKS * width)
-    found, worth, count, mains = np.empty((4, most), np.int32), np.empty(most), 0, 0
-    running = np.empty(places)
+    found, worth, count, mains = np.full((4, most), MAIN, np.int32), np.empty(most), 0, 0
+    needed = np.empty(width)
     for slot in slots:
-        end, limit, alive, free = tips[slot], limits[slot], 1.0, 0
+        end, limit, alive, has_place = tips[slot], limits[slot], 1.0, False
         for b in range(places):
-            running[b] = 0.0
-            free += table.ats[slot, b] == FREE
+            has_place = has_place or table.ats[slot, b] == FREE
         for at in range(known[slot], end):
             spot = at % width
-            gap = table.gaps[slot, spot]
-            if gap < 0:
-                alive *= 0.5  # no candidates were kept
-                continue
-            right = chance(table.evidence, gap, 0)
-            wrong = alive * (1.0 - right)
-            for rank in range(RANKS):
-                share = wrong * chance(table.evidence, gap, rank + 1)
-                wrong -= share
-                is_open = table.opened[slot, spot] >> rank & 1
-                if is_open:
-                    for b in range(places):
-                        if table.ats[slot, b] == at and table.ranks[slot, b] == rank + 1:
-                            running[b] = share
-                elif free > 0 and share > _LEAST and at + 1 < limit and table.others[slot, spot, rank] >= 0:
-                    found[0, count], found[1, count] = slot, places
-                    found[2, count], found[3, count] = at, rank + 1
-                    worth[count] = share
+            gap, needed[spot] = table.gaps[slot, MAIN, spot], alive
+            for rank in range(1, 1 + RANKS):
+                worth[count] = alive * shares[gap, rank]
+                is_new = has_place and table.opened[slot, spot] >> (rank - 1) & 1 == 0 and at + 1 < limit
+                if is_new and worth[count] > _LEAST and table.others[slot, MAIN, spot, rank - 1] >= 0:
+                    found[0, count], found[2, count], found[3, count] = slot, at, rank
                     count += 1
-            alive *= right
+            alive *= shares[gap, 0]
         if end < limit:
-            found[0, count], found[1, count], found[2, count], found[3, count] = slot, MAIN, FREE, 0
-            worth[count] = alive
+            found[0, count], worth[count] = slot, alive
             count += 1
             mains += 1
         for b in range(places):
             at, size = table.ats[slot, b], table.lengths[slot, b]
-            if at == FREE or at + size >= limit:
+            if at == FREE or at >= end or at + size >= limit:
                 continue
-            value = running[b]
+            worth[count] = needed[at % width] * shares[table.gaps[slot, MAIN, at % width], table.ranks[slot, b]]
             for place in range(at + 1, at + size):
-                gap = table.branch_gaps[slot, b, place % width]
-                value *= chance(table.evidence, gap, 0) if gap >= 0 else 0.5
-            if value > _LEAST:
-                found[0, count], found[1, count], found[2, count], found[3, count] = slot, b, FREE, 0
-                worth[count] = value
+                worth[count] *= shares[table.gaps[slot, b, place % width], 0]
+            if worth[count] > _LEAST:
+                found[0, count], found[1, count] = slot, b
                 count += 1
     best = np.argsort(-worth[:count])[: max(budget, mains)]
     if len(seconds) > 0:
         best = best[: _most_per_second(worth[best], mains, seconds)]
-    is_main = found[1, best] == MAIN
-    return np.concatenate((found[:, best[is_main]], found[:, best[~is_main]]), axis=1), is_main.sum()
+    return found[:, best]
 
 
 @_jit
@@ -282,23 +229,17 @@ def _most_per_second(worth: Any, least: int, seconds: Any) -> int:
 
 
 @_jit
-def _open_branches(table: Any, chosen: Any) -> None:
-    """Take a place for each branch to be opened in `chosen`, as `_likeliest` returns it: branches get their numbers, or
-    `MAIN` where there is no place."""
-    width = table.gaps.shape[1]
-    for i in range(chosen.shape[1]):
-        slot, at, rank = chosen[0, i], chosen[2, i], chosen[3, i]
-        if at == FREE:
-            continue
-        chosen[1, i] = MAIN
-        for b in range(table.ats.shape[1]):
-            if table.ats[slot, b] == FREE:
-                chosen[1, i], spot = b, at % width
-                table.ats[slot, b], table.lengths[slot, b], table.ranks[slot, b] = at, 1, rank
-                table.tokens[slot, b, 0] = table.others[slot, spot, rank - 1]
-                table.branch_gaps[slot, b], table.branch_others[slot, b] = FREE, FREE
-                table.opened[slot, spot] |= 1 << (rank - 1)
-                break
+def _open(table: Any, slot: int, at: int, rank: int) -> int:
+    """Open a branch. Returns its number, or `MAIN` where there is no place."""
+    spot = at % table.gaps.shape[2]
+    for b in range(table.ats.shape[1]):
+        if table.ats[slot, b] == FREE:
+            table.ats[slot, b], table.lengths[slot, b], table.ranks[slot, b] = at, 1, rank
+            table.tokens[slot, b, 0] = table.others[slot, MAIN, spot, rank - 1]
+            table.gaps[slot, b], table.others[slot, b] = FREE, FREE
+            table.opened[slot, spot] |= 1 << (rank - 1)
+            return b
+    return MAIN
 
 
 @_jit
@@ -325,48 +266,40 @@ def read(
 def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens: Any, gaps: Any) -> Any:
     """See `BranchTable.append`."""
     table, mirror = Planes(*table), Lines(*mirror)
-    width, others, changed = table.gaps.shape[1], tokens.shape[1] - 1, np.ones(len(slots), np.bool_)
+    width, changed = table.gaps.shape[2], np.ones(len(slots), np.bool_)
     for i in range(len(slots)):
         slot, b = slots[i], numbers[i]
         if tokens[i, 0] < 0 or (b != MAIN and table.ats[slot, b] == FREE):
             continue
         if b == MAIN:
             at = tips[slot]
-            spot = at % width
             changed[i] = at >= mirror.ends[slot] or mirror.lines[slot, at] != tokens[i, 0]
             if changed[i]:
                 mirror.lines[slot, at], mirror.ends[slot] = tokens[i, 0], at + 1
-            tips[slot] = at + 1
-            table.gaps[slot, spot], table.opened[slot, spot] = gaps[i], 0
-            for rank in range(others):
-                table.others[slot, spot, rank] = tokens[i, 1 + rank]
+            tips[slot], table.opened[slot, at % width] = at + 1, 0
         else:
             size = table.lengths[slot, b]
-            spot = (table.ats[slot, b] + size) % width
+            at = table.ats[slot, b] + size
             table.tokens[slot, b, size], table.lengths[slot, b] = tokens[i, 0], size + 1
-            table.branch_gaps[slot, b, spot] = gaps[i]
-            for rank in range(others):
-                table.branch_others[slot, b, spot, rank] = tokens[i, 1 + rank]
+        spot = at % width
+        table.gaps[slot, b, spot] = gaps[i]
+        for rank in range(tokens.shape[1] - 1):
+            table.others[slot, b, spot, rank] = tokens[i, 1 + rank]
     return changed
 
 
 @_jit
-def published(table: Any, known: Any, ends: Any, slots: Any) -> Any:
-    """Columns of `messages.Branches` of these slots; branches of one token, which the target finds anyway, are left
-    out."""
-    table = Planes(*table)
-    places = table.ats.shape[1]
-    columns, total = np.empty((3, len(slots) * places), np.int32), 0
-    tokens = np.empty(len(slots) * places * table.tokens.shape[2], np.int32)
-    count = 0
-    for i in range(len(slots)):
-        slot = slots[i]
-        for b in range(places):
+def published(table: Any, mirror: Any, slots: Any) -> Any:
+    """See `BranchTable.published`; returns columns of `messages.Branches`."""
+    table, mirror = Planes(*table), Lines(*mirror)
+    most, count, total = len(slots) * table.ats.shape[1], 0, 0
+    columns, tokens = np.empty((3, most), np.int32), np.empty(most * table.tokens.shape[2], np.int32)
+    for i, slot in enumerate(slots):
+        for b in range(table.ats.shape[1]):
             at, size = table.ats[slot, b], table.lengths[slot, b]
-            if at < known[slot] or at >= ends[slot] or size < 2:
-                continue
-            columns[0, count], columns[1, count], columns[2, count] = i, at - known[slot], size
-            tokens[total : total + size] = table.tokens[slot, b, :size]
-            count += 1
-            total += size
+            if mirror.known[slot] <= at < mirror.ends[slot] and size > 1:
+                columns[0, count], columns[1, count], columns[2, count] = i, at - mirror.known[slot], size
+                tokens[total : total + size] = table.tokens[slot, b, :size]
+                count += 1
+                total += size
     return columns[0, :count].copy(), columns[1, :count].copy(), columns[2, :count].copy(), tokens[:total].copy()

@@ -64,18 +64,24 @@ def _settle(line: Any, known: Any, end: Any, start: Any, tokens: Any) -> Any:
     A contradiction to committed tokens (a request that moved, a garbled message) is a gap: the request is opened again.
     """
     stop = start + len(tokens)
-    for at in range(start, min(known, stop)):
-        if line[at] != tokens[at - start]:
-            return -1, known, end
+    if agreed(line, tokens, start, start, min(known, stop)) < min(known, stop):
+        return -1, known, end
     if stop <= known:
         return end, known, end
-    agreed = known
-    while agreed < min(end, stop) and line[agreed] == tokens[agreed - start]:
-        agreed += 1
-    if agreed == stop:
+    wrong = agreed(line, tokens, start, known, min(end, stop))
+    if wrong == stop:
         return end, stop, end
-    line[agreed:stop] = tokens[agreed - start :]
-    return agreed, stop, stop
+    line[wrong:stop] = tokens[wrong - start :]
+    return wrong, stop, stop
+
+
+@_jit
+def agreed(line: Any, tokens: Any, start: Any, begin: Any, stop: Any) -> Any:
+    """Index of the first token of `line[begin:stop]` that differs from `tokens`, which belong at `start`; or `stop`."""
+    for at in range(begin, stop):
+        if line[at] != tokens[at - start]:
+            return at
+    return stop
 
 
 @_jit

@@ -27,11 +27,8 @@ from specactor_ray.ragged import enlarged
 
 GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])
 """Ends of the ranges of gaps between scores (logits over temperature, plus noise)."""
-_LONGEST = 2**31 - 1
 UNKNOWN = np.zeros(0)
 """Seconds of forwards that were not measured."""
-_FADE = 0.999
-"""Weight that an observation loses with each message of commits."""
 
 
 class Chains(NamedTuple):
@@ -55,27 +52,25 @@ class Chains(NamedTuple):
 class BranchTable:
     """Candidates of main chains and up to `most` branches of each slot, beside a `MirrorTable`.
 
-    Rows of the drafter's cache are kept with the branches; what they are is up to the caller.
+    Rows of the drafter's cache are kept with the branches; what they are is up to the caller. `gaps` and `others` have
+    one more place than branches: that of the main chain, the last one. Both lie at their index in the line modulo
+    `width`.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        slots, width = 0, 1
-        self.ats = np.full((slots, most), FREE, np.int32)
-        """int32 `(slots, most)`: index in the line at which the branch leaves the main chain; `FREE`: no branch."""
-        self.lengths, self.ranks = np.zeros((2, slots, most), np.int32)
-        """int32 `(slots, most)`: tokens; the candidate with which it begins, from 1."""
-        self.rows = np.zeros((slots, most), np.int64)
+        self.ats, self.lengths, self.ranks = np.zeros((3, 0, most), np.int32)
+        """int32 `(slots, most)`: index in the line at which the branch leaves the main chain (`FREE`: no branch); its
+        tokens; the candidate with which it begins, from 1."""
+        self.rows = np.zeros((0, most), np.int64)
         """int64 `(slots, most)`: rows of the cache."""
-        self.tokens = np.zeros((slots, most, width), np.int32)
-        # Candidates lie at their index in the line modulo `width`.
-        self.others = np.zeros((slots, width, RANKS), np.int32)
-        """int32 `(slots, width, RANKS)`: candidates from the second on of each token of a main chain."""
-        self.gaps = np.zeros((slots, width), np.int32)
-        """int32 `(slots, width)`: range of the gap between the first two scores; `FREE`: unknown."""
-        self.branch_others = np.zeros((slots, most, width, RANKS), np.int32)
-        self.branch_gaps = np.zeros((slots, most, width), np.int32)
-        self.opened = np.zeros((slots, width), np.int32)
+        self.tokens = np.zeros((0, most, 1), np.int32)
+        """int32 `(slots, most, width)`."""
+        self.others = np.zeros((0, most + 1, 1, RANKS), np.int32)
+        """int32 `(slots, most + 1, width, RANKS)`: candidates from the second on of each token."""
+        self.gaps = np.zeros((0, most + 1, 1), np.int32)
+        """int32 `(slots, most + 1, width)`: range of the gap between the first two scores; `FREE`: unknown."""
+        self.opened = np.zeros((0, 1), np.int32)
         """int32 `(slots, width)`: bit `r`: a branch was opened with candidate `r + 1` of the main chain's token."""
         self.evidence = np.zeros((2, RANKS + 1, GAPS))
         """Hits and tries of each candidate where those before it were wrong, by range of the gap."""
@@ -87,16 +82,13 @@ class BranchTable:
     def fit(self, slots: int, window: int) -> np.ndarray:
         """Make room for `slots` slots with tails of `window` tokens. Where the width grows, all branches are dropped:
         returns their rows, int64."""
-        (have, width), freed = self.gaps.shape, np.zeros(0, np.int64)
+        (have, width), freed = self.opened.shape, np.zeros(0, np.int64)
         if window + 1 > width:
             width, freed = 1 << window.bit_length(), self.close_all()
-            for name, shape in (
-                ("tokens", (have, self.most, width)), ("others", (have, width, RANKS)), ("gaps", (have, width)),
-                ("branch_others", (have, self.most, width, RANKS)), ("branch_gaps", (have, self.most, width)),
-                ("opened", (have, width)),
-            ):  # fmt: skip
-                setattr(self, name, np.zeros(shape, np.int32))
-            self.gaps[:] = FREE
+            self.tokens = np.zeros((have, self.most, width), np.int32)
+            self.others = np.zeros((have, self.most + 1, width, RANKS), np.int32)
+            self.gaps = np.full((have, self.most + 1, width), FREE, np.int32)
+            self.opened = np.zeros((have, width), np.int32)
         if slots > have:
             for name in kernels.Planes._fields[:-1]:
                 setattr(self, name, enlarged(getattr(self, name), 0, slots))
@@ -104,32 +96,25 @@ class BranchTable:
         self.arrays = _PLANES(self)
         return freed
 
-    def settle(
-        self,
-        mirrors: MirrorTable,
-        main_rows: np.ndarray,
-        slots: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        tokens: np.ndarray,
-    ) -> np.ndarray:
-        """Hold the branches against commits, right before `MirrorTable.commit` of the same ones.
+    def settle(self, mirrors: MirrorTable, main_rows: np.ndarray, *commits: np.ndarray) -> np.ndarray:
+        """Compare the branches with commits, right before `MirrorTable.commit` of the same ones.
 
         Args:
             main_rows: int64 `(slots,)`: rows of the main chains, updated where a branch takes the place of one.
-            slots, starts, lengths, tokens: As in `Proposer.commit`.
+            commits: As in `Proposer.commit`.
 
         Returns:
             Rows that are free now, int64.
         """
-        arrays = [np.array(array, np.int32) for array in (slots, starts, lengths, tokens)]
-        freed: np.ndarray
-        freed = kernels.settle(self.arrays, mirrors.arrays, _FADE, main_rows, *arrays, self.outcomes)
+        arrays = [np.array(array, np.int32) for array in commits]
+        freed: np.ndarray = kernels.settle(self.arrays, mirrors.arrays, main_rows, *arrays, self.outcomes)
         return freed
 
     def release(self, slots: np.ndarray | int) -> np.ndarray:
         """Drop the branches and candidates of slots. Returns their rows, int64."""
-        freed: np.ndarray = kernels.release(self.arrays, np.atleast_1d(np.asarray(slots, np.int64)))
+        slots = np.atleast_1d(slots)
+        freed: np.ndarray = self.rows[slots][self.ats[slots] != FREE]
+        self.ats[slots], self.gaps[slots, MAIN], self.opened[slots] = FREE, FREE, 0
         return freed
 
     def plan(
@@ -140,7 +125,7 @@ class BranchTable:
         ahead: np.ndarray,
         backlogs: np.ndarray,
         budget: int,
-        longest: int = _LONGEST,
+        longest: int = 2**31 - 1,
         forward_s: np.ndarray = UNKNOWN,
     ) -> Chains:
         """Choose the chains of the next forward: main chains of `ahead`, then main chains of `reading` with the fewest
@@ -196,14 +181,9 @@ class BranchTable:
         self.ats[slot, number] = FREE
 
     def append(
-        self,
-        mirrors: MirrorTable,
-        tips: np.ndarray,
-        chains: Chains,
-        tokens: np.ndarray,
-        gaps: np.ndarray,
+        self, mirrors: MirrorTable, tips: np.ndarray, chains: Chains, tokens: np.ndarray, gaps: np.ndarray
     ) -> np.ndarray:
-        """Append the token that each chain drafted; chains that were given up are passed over.
+        """Append the token that each chain drafted; chains that were given up are left out.
 
         Args:
             tips: int32 `(slots,)`, updated: where main chains are drafted on. From there to the ends of the tails they
@@ -223,7 +203,7 @@ class BranchTable:
         """Branches of the tails of these slots that have two tokens or more: the target finds the first one itself."""
         if not len(slots):
             return NO_BRANCHES
-        return Branches(*kernels.published(self.arrays, mirrors.known, mirrors.ends, np.asarray(slots, np.int32)))
+        return Branches(*kernels.published(self.arrays, mirrors.arrays, np.asarray(slots, np.int32)))
 
 
 _PLANES = operator.attrgetter(*kernels.Planes._fields)
@@ -246,4 +226,3 @@ def warm_up() -> None:
     table.append(mirrors, mirrors.ends, chains, np.ones((1, 1 + RANKS), np.int32), zero)
     table.settle(mirrors, long, zero, zero, zero + 1, zero + 2)
     table.published(mirrors, zero)
-    table.release(zero)

@@ -16,14 +16,9 @@ _SAMPLED = 1024
 
 
 def is_alarmed(traits: Traits, was: bool, missed: int) -> bool:
-    """Whether a drafter drafts with broken weights.
+    """Whether `missed` draft tokens since the last right one raise the alarm, or keep it (`was`).
 
-    A method without weights never does: a lookup finds nothing right where outputs do not repeat.
-
-    Args:
-        traits: Of the method.
-        was: The alarm was on before.
-        missed: Draft tokens since the last right one.
+    Methods without weights have none: a lookup finds nothing right where outputs do not repeat.
     """
     has_weights = traits.checkpoint is not Checkpoint.NONE or (traits.draws_noise and not traits.looks_up)
     return has_weights and missed >= (1 if was else ENOUGH)
@@ -40,11 +35,7 @@ def checksum(state_dict: Mapping[str, Any]) -> str:
 
 
 class Health:
-    """Counts since the newest weights, and the alarm. Not thread-safe, except `to_dict`.
-
-    Args:
-        drafter_id, method, traits: Of the drafter.
-    """
+    """Counts since the newest weights, and the alarm of a drafter. Not thread-safe, except `to_dict`."""
 
     def __init__(self, drafter_id: str, method: str, traits: Traits) -> None:
         self._drafter_id, self._method, self._traits = drafter_id, method, traits
@@ -69,23 +60,22 @@ class Health:
         self._tried, self._right = self._tried + tries, self._right + hits
         self._missed = 0 if hits else self._missed + tries
         self._alarm = is_alarmed(self._traits, self._alarm, self._missed)
-        name = f"{self._drafter_id} ({self._method}): "
+        name = f"{self._drafter_id} ({self._method})"
         if self._missed >= ENOUGH and self._alarm and not self._is_warned:
             self._is_warned = self._is_open = True
             return (
-                f"{name}none of its last {self._missed} draft tokens was right, with weights of version "
+                f"{name}: none of its last {self._missed} draft tokens was right, with weights of version "
                 f"{self._version} (checksum {self._checksum or 'none'}). Outputs are not affected, their speed is. "
                 "Fix: compare the checksum with those of other drafters (specactor status); check drafters.N.model, "
                 "follow_policy and online of the method, or remove it"
             )
         if self._is_open and not self._alarm:
             self._is_open = False
-            return f"{name}its draft tokens are right again, with weights of version {self._version}"
+            return f"{name}: its draft tokens are right again, with weights of version {self._version}"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
         """Method, version and checksum of the weights, draft tokens `tried` and `right` since, `missed` since the
         last right one, and `alarm`."""
-        weights = {"method": self._method, "version": self._version, "checksum": self._checksum}
-        counts = {"tried": self._tried, "right": self._right, "missed": self._missed}
-        return {**weights, **counts, "alarm": self._alarm}
+        names = ("method", "version", "checksum", "tried", "right", "missed", "alarm")
+        return {name: getattr(self, f"_{name}") for name in names}

@@ -25,7 +25,7 @@ from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link
-from specactor_ray.spec.cost import StepCost
+from specactor_ray.verify.cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,12 @@ class DraftLoop(Loop):
             self._requests.lose_all()
             return False
 
+    def take_turn(self, most: int) -> int:
+        """`run_guarded` with at most `most` tokens a request. Returns how many there were, at least 1; 0: nothing to
+        do."""
+        self.proposer.burst = most
+        return max(self.proposer.drafted, 1) if self.run_guarded() else 0
+
     def _step(self, begin: float) -> bool:
         """Drain, extend, publish."""
         messages = self._inbox.drain()
@@ -132,14 +138,13 @@ class DraftLoop(Loop):
             self._requests.take(message)
         proposer, requests = self.proposer, self._requests
         if proposer.traits.branches:
-            is_known = self._cost.is_known and requests.step_s > 0.0
-            proposer.budget = len(requests) * (1 + MAX_BRANCHES) if is_known else 0
+            proposer.budget = len(requests) * (1 + MAX_BRANCHES) if self._cost.is_known and requests.began else 0
             proposer.forward_s = self._cost.curve(0, proposer.budget)
         begin = self._clock.now()
         changed = np.asarray(proposer.extend(), np.int32)
         if len(changed):
-            if not proposer.traits.looks_up:  # a model drafts one token for each of its requests
-                self._costs.append(self._clock.now() - begin)
+            if not proposer.traits.looks_up:
+                self._costs.append((self._clock.now() - begin) / max(proposer.drafted, 1))
                 self._cost.record(proposer.rows_drafted, self._costs[-1])
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
             requests.counters["extends"] += 1

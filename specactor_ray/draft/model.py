@@ -20,6 +20,7 @@ from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.ragged import places
 
 
 class DraftModelProposer(ModelProposer):
@@ -27,15 +28,14 @@ class DraftModelProposer(ModelProposer):
 
     Args:
         model: The small model with its cache; owned by the proposer.
-        max_batch, shared_noise, branches: See `ModelProposer`.
+        arguments, options: See `ModelProposer`.
     """
 
     method = "draft_model"
     traits = BUILT_IN[method].traits
 
-    def __init__(self, model: RaggedModel, max_batch: int = 64, shared_noise: bool = True, branches: int = 0) -> None:
-        limits = (model.max_positions, max_batch)
-        super().__init__(model.cache, model.dtype, model.vocab_size, *limits, shared_noise, branches)
+    def __init__(self, model: RaggedModel, *arguments: Any, **options: Any) -> None:
+        super().__init__(model, *arguments, **options)
         self._model = model
 
     @classmethod
@@ -65,3 +65,6 @@ class DraftModelProposer(ModelProposer):
         self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
     ) -> torch.Tensor:
         return self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits
+
+    def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+        return places(self._cache.lengths[rows], counts), torch.empty(len(rows), 0)

@@ -9,10 +9,10 @@ import torch
 
 from specactor_ray.draft import branches as branching
 from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, ranges_of
+from specactor_ray.draft.burst import LONGEST, Burst, Bursts, Capturer, CudaCapturer, Runner
 from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
-from specactor_ray.models.paged_cache import PagedCache
-from specactor_ray.sampling.candidates import MOST, Candidates, candidates, warm_up
+from specactor_ray.sampling.candidates import MOST, candidates, warm_up
 from specactor_ray.sampling.keyed import own_noise
 from specactor_ray.sampling.rules import Rules
 
@@ -25,32 +25,29 @@ class ModelProposer(SlotProposer):
     """Implements `Proposer` by forwards of several requests.
 
     Args:
-        cache: Cache of the model; owned by the proposer.
-        dtype: Of the logits.
-        vocab_size: Of the logits.
-        max_positions: Longest sequence of the model.
+        runner: Owned by the proposer.
         max_batch: Most requests drafted for at once; others are answered with empty tails until one ends.
         shared_noise: Sample with the target's noise, else with independent noise.
         branches: Most branches of a request.
+        capturer: Captures bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
     """
 
     _by_slot = (*SlotProposer._by_slot, "_rows", "_origins")
 
     def __init__(
         self,
-        cache: PagedCache,
-        dtype: torch.dtype,
-        vocab_size: int,
-        max_positions: int,
-        max_batch: int,
-        shared_noise: bool,
+        runner: Runner,
+        max_batch: int = 64,
+        shared_noise: bool = True,
         branches: int = 0,
+        capturer: Capturer | None = None,
     ) -> None:
         super().__init__(max_batch)
         self.branches = BranchTable(branches)
-        self._cache, self._shared_noise = cache, shared_noise
-        self.vocab_size: int | None = vocab_size
-        self.max_len = min(max_positions, cache.slots)
+        cache = runner.cache
+        self._cache, self._shared_noise, self._ids = cache, shared_noise, runner.ids
+        self.vocab_size: int | None = runner.vocab_size
+        self.max_len = min(runner.max_positions, cache.slots)
         self._rules = Rules(0, cache.device)
         """Sampling rules by slot; positions are those of the lines."""
         self._rows, self._origins = np.zeros((2, 0), np.int64)
@@ -58,8 +55,11 @@ class ModelProposer(SlotProposer):
         the first entry of the row has read."""
         self._most = MOST if branches else 1
         """Candidates of a draw."""
-        warm_up(cache.device, dtype, self._most)
+        warm_up(cache.device, runner.dtype, self._most)
         branching.warm_up()
+        if capturer is None and cache.device.type == "cuda":
+            capturer = CudaCapturer()
+        self._bursts = Bursts(runner, self.max_len, self._most, capturer) if capturer is not None else None
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
@@ -86,38 +86,71 @@ class ModelProposer(SlotProposer):
         """Read `counts` tokens of each chain into its row of the cache. Returns the logits of the next tokens of those
         chains that are complete then, bool `(n,)`."""
 
+    @abc.abstractmethod
+    def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+        """Sequence positions of the `counts` tokens that each chain reads next, int64, and their features."""
+
+    def _end(self, chains: Chains, shares: np.ndarray, outputs: torch.Tensor) -> None:
+        """Keep the outputs `(steps, n, feature_size)` of as many steps of each chain as its share, int64 `(n,)`."""
+
     def extend(self) -> np.ndarray:
-        self.rows_drafted, again = 0, False
-        while True:
-            chains, answered = self._ready(), self._unanswered.copy()
-            answered[chains.slots] = False  # the others have no more guesses
-            if len(chains.slots):
-                answered[self._forward(chains)] = True
-            (found,) = answered.nonzero()
-            self._unanswered[found] = False
-            if len(found) or not len(chains.slots):
-                self.rows_drafted *= not again
-                return found.astype(np.int32)
-            again = True
+        changed, self.drafted, rows, alike = np.zeros(len(self._placed), np.bool_), 0, 0, True
+        while not changed.any() or (alike and self.drafted < self.burst):
+            chains = self._ready()
+            silent = self._unanswered.copy()
+            silent[chains.slots] = False  # the others have no more guesses
+            changed |= silent
+            if not len(chains.slots):
+                break
+            count, steps = self._forward(chains, max(self.burst - self.drafted, 1))
+            for slots in steps:
+                changed[slots] = True
+                rows += count
+                self.drafted += len(slots) > 0
+                alike &= count > 0 and len(slots) > 0
+        self.rows_drafted = round(rows / self.drafted) if alike and self.drafted else 0
+        self._unanswered[changed] = False
+        return np.flatnonzero(changed).astype(np.int32)
 
     def _plan(self, reading: np.ndarray, ahead: np.ndarray, backlogs: np.ndarray) -> Chains:
         """See `BranchTable.plan`."""
         chains = self.mirrors, self._tips, reading, ahead, backlogs
         return self.branches.plan(*chains, self.budget, self.max_len, self.forward_s)
 
-    def _forward(self, chains: Chains) -> np.ndarray:
-        """Run one forward of the chains that fit. Returns slots with changed tails, and slots that cannot go on."""
+    def _forward(self, chains: Chains, most: int) -> tuple[int, list[np.ndarray]]:
+        """Draft a token for each of the chains that fit, or up to `most` of them in a burst.
+
+        Returns:
+            Rows, where each of them reads one token, else 0; of each forward the slots with changed tails, and slots
+            that cannot go on, int32.
+        """
         chains, rows = self._reserve(chains, self._rows_of(chains))
         if not len(rows):
-            return chains.slots
+            return 0, [chains.slots]
         tokens, ends, complete = self.branches.read(
             self.mirrors, self._tips, self._origins, self._cache.lengths, chains, rows
         )
+        alike = len(rows) if len(tokens) == len(rows) else 0
+        rules, bursts = self._rules.table[chains.slots], self._bursts
+        if bursts is not None and alike and complete.all() and bursts.takes(rows, rules):
+            room = np.minimum(self.mirrors.limits, self.max_len)[chains.slots] - ends
+            shares = np.minimum(room, min(most, LONGEST))
+            shares[~self._cache.reserve_rows(rows, self._cache.lengths[rows] + shares)] = 1
+            positions, features = self._begin(chains, rows, np.ones(len(rows), np.int64))
+            steps, outputs = bursts.run(Burst(rows, tokens, ends, shares, positions, rules, features))
+            self._end(chains, shares, outputs)
+            changed, drafts = list[np.ndarray](), shares > 0
+            for step, (tokens, gaps) in enumerate(steps):
+                drafts &= shares > step
+                changed.append(self._append(chains.at(drafts), tokens[drafts], gaps[drafts]))
+                drafts &= tokens[:, 0] >= 0
+            return alike, changed
         logits = self._run(chains, rows, chains.counts.astype(np.int64), tokens, complete)
-        self.rows_drafted = len(rows) if len(tokens) == len(rows) else 0
         if not complete.all():
             chains, ends = chains.at(complete), ends[complete]
-        return self._draw(chains, ends, logits)
+        slots = chains.slots.astype(np.int64)
+        drawn = candidates(logits, ends, slots, self._rules, self._most, ids=self._ids)
+        return alike, [self._append(chains, *drawn)]
 
     def _enter(self, slot: int, late: bool) -> bool:
         tokens = min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len)
@@ -185,17 +218,12 @@ class ModelProposer(SlotProposer):
             self._cache.free_rows(self.branches.rows[slot, [number]])
             self.branches.close(slot, number)
 
-    def _draw(self, chains: Chains, ends: np.ndarray, logits: torch.Tensor) -> np.ndarray:
-        """Append the token that each chain draws at `ends` of its line, int64 `(n,)`, from its logits `(n, V)`; a chain
-        without one is given up. Returns int32: slots with changed tails, and slots that were given up."""
+    def _append(self, chains: Chains, tokens: np.ndarray, gaps: np.ndarray) -> np.ndarray:
+        """Append what each chain drew, see `Candidates`; a chain without a token is given up. Returns int32: slots with
+        changed tails, and slots that were given up."""
         slots, numbers = chains.slots, chains.numbers
-        tokens, gaps = self._candidates(logits, ends, slots.astype(np.int64))
         for i in (tokens[:, 0] < 0).nonzero()[0].tolist():
             if numbers[i] == MAIN:  # no numbers: a whole window is wrong
                 self.judged[0] += self.mirrors.windows[slots[i]]
             self._give_up_chain(int(slots[i]), int(numbers[i]))
         return slots[self.branches.append(self.mirrors, self._tips, chains, tokens, ranges_of(gaps))]
-
-    def _candidates(self, logits: torch.Tensor, ends: np.ndarray, slots: np.ndarray) -> Candidates:
-        """Draw the tokens at the positions `ends` of the lines of slots from logits `(n, V)`."""
-        return candidates(logits, ends, slots, self._rules, self._most)

@@ -90,9 +90,14 @@ class Proposer(abc.ABC):
     """Most rows of a forward, set before `extend`; 0: unknown, and there are no branches."""
     forward_s: np.ndarray = np.zeros(0)
     """float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... rows, set before `extend`; empty: unknown."""
+    burst: int = 1
+    """Most tokens that models draft for each chain in one `extend`, set before it: 1 where the first ones may be needed
+    before the last ones are there."""
+    drafted: int = 1
+    """Tokens that the newest `extend` drafted for each chain."""
     rows_drafted: int = 0
-    """Rows of the forward of the newest `extend`, each of which read and drafted one token; 0 where one read more, or
-    there were several forwards."""
+    """Rows of a forward of the newest `extend`, each of which read one token, on average; 0 where one read more, or a
+    forward changed no tail."""
     judged: np.ndarray = np.zeros(2, np.int64)
     """int64 `(2,)`: draft tokens of main chains that commits decided on, each after right ones, and how many of them
     were right."""
@@ -137,7 +142,7 @@ class Proposer(abc.ABC):
 
     @abc.abstractmethod
     def extend(self) -> np.ndarray:
-        """Extend tails that have room in their windows: models by one token each in one forward, lookups to the end.
+        """Extend tails that have room in their windows: models by up to `burst` tokens each, lookups to the end.
 
         Returns:
             int32: slots whose tail changed, or whose newest commit has no guess. Empty: nothing to do until the next

@@ -24,9 +24,9 @@ class BuiltIn(NamedTuple):
 
 
 BUILT_IN = {
-    "ngram": BuiltIn("lookup.ngram:NgramProposer", Traits(looks_up=True, keeps_history=True)),
+    "ngram": BuiltIn("lookup.proposer:NgramProposer", Traits(looks_up=True, keeps_history=True)),
     "suffix": BuiltIn(
-        "lookup.suffix:SuffixProposer",
+        "lookup.proposer:SuffixProposer",
         Traits(looks_up=True, keeps_history=True, draws_noise=True),
         ("length_factor", "min_probability"),
     ),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +11,8 @@ import numpy as np
 
 from specactor_ray.draft.failures import Failures
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.jit import kernel
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.queues.link import Link
-
-logger = logging.getLogger(__name__)
 
 _NONE = -1
 
@@ -29,12 +25,8 @@ class _Verifier:
     """Identifies it in `DraftRequests`; never reused."""
     session: int
     """Its newest session; see `CommitBatch`."""
-    open: int = 0
-    """Open requests."""
     slots: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
     """Row → slot; the last entry has none."""
-    step_s: float = 0.0
-    """See `CommitBatch`."""
     lost: dict[int, int] = field(default_factory=dict)
     """Rows to open again → generation."""
 
@@ -62,19 +54,14 @@ class DraftRequests:
         self._free: list[int] = []
         self._owners, self._rows, self._generations = np.full((3, 1), _NONE, np.int32)
         """int32 `(slots,)`: number of the verifier, row and generation; the last slot stays free."""
+        self.began = False
+        """A commit was followed; before, branches would only delay first tails."""
         self._changed = np.zeros(1, np.bool_)
         """bool `(slots,)`: tails to send."""
-        _mark(self._changed, self._owners, np.zeros(0, np.int32))  # compile it now
 
     def __len__(self) -> int:
         """Open requests."""
         return len(self._open)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the shortest verify step of those verifiers that have open requests; 0 if none is known."""
-        known = (one.step_s for one in self._verifiers.values() if one.open and one.step_s > 0.0)
-        return min(known, default=0.0)
 
     # ---- messages ----
 
@@ -87,7 +74,6 @@ class DraftRequests:
             self._next_number += 1
         elif message.session < verifier.session:
             return
-        verifier.step_s = message.step_s
         self._commit(verifier, message)
         if message.closed:
             rows, generations, finished = zip(*message.closed, strict=True)
@@ -95,10 +81,7 @@ class DraftRequests:
             for slot, is_finished in zip(slots.tolist(), finished, strict=True):
                 self._close(slot, is_finished)
         for opened in message.opened:
-            try:
-                self._start(verifier, opened)
-            except Exception as error:  # noqa: BLE001 - it is logged
-                self._fail(opened.request_id, error)
+            self._attempt(opened.request_id, self._start, verifier, opened)
 
     def _find(self, verifier: _Verifier, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
         """Slots of handles, int32; `_NONE` where nothing is open."""
@@ -118,7 +101,6 @@ class DraftRequests:
         slot = self._take_slot()
         self._slots[request_id], self._open[slot], verifier.slots[row] = slot, (request_id, verifier), slot
         self._owners[slot], self._rows[slot], self._generations[slot] = verifier.number, row, opened.generation
-        verifier.open += 1
         self._proposer.open(
             slot, request_id, opened.prompt_token_ids, opened.committed_token_ids, opened.sampling, opened.window
         )
@@ -141,16 +123,14 @@ class DraftRequests:
             followed[followed] = self._follow(
                 slots[followed], message.starts[followed], message.lengths[followed], tokens
             )
+            self.began = True
         for index in np.flatnonzero(~followed).tolist():
             verifier.lost[int(message.rows[index])] = int(message.generations[index])
         if message.features:
             taken = dict(zip(message.rows[followed].tolist(), slots[followed].tolist(), strict=True))
             for row, states in message.features:
                 if row in taken:
-                    try:
-                        self._proposer.add_features(taken[row], states)
-                    except Exception as error:  # noqa: BLE001 - it is logged
-                        self._fail(self._name(taken[row]), error)
+                    self._attempt(self._name(taken[row]), self._proposer.add_features, taken[row], states)
 
     def _follow(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """`Proposer.commit`; after a failure once more for each request alone, and those that fail are dropped."""
@@ -175,14 +155,10 @@ class DraftRequests:
             return
         request_id, verifier = self._open.pop(slot)
         del self._slots[request_id]
-        verifier.open -= 1
         verifier.slots[self._rows[slot]] = self._owners[slot] = self._generations[slot] = _NONE
         self._changed[slot] = False
         self._free.append(slot)
-        try:
-            self._proposer.close(slot, finished)
-        except Exception as error:  # noqa: BLE001 - it is logged
-            self._fail(request_id, error)
+        self._attempt(request_id, self._proposer.close, slot, finished)
 
     def _drop(self, verifier_id: str) -> None:
         """Close all requests of a verifier."""
@@ -192,6 +168,13 @@ class DraftRequests:
 
     def _name(self, slot: int) -> str:
         return self._open[slot][0] if slot in self._open else ""
+
+    def _attempt(self, request_id: str, action: Callable[..., None], *arguments: Any) -> None:
+        """Run an action; a failure is logged and drops its request."""
+        try:
+            action(*arguments)
+        except Exception as error:  # noqa: BLE001 - it is logged
+            self._fail(request_id, error)
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """Log a failure and drop its request."""
@@ -216,8 +199,8 @@ class DraftRequests:
     ) -> None:
         """Offer changed tails to their verifiers; a busy link takes them later.
 
-        Requests of verifiers that are cut off or not in `links` are dropped. After messages that arrive before the list
-        that names their verifier, its next commits are of unknown requests, which it then opens again.
+        Requests of verifiers that are cut off or not in `links` are dropped. If the list that names a verifier arrives
+        after its messages, its next commits are of unknown requests, which it opens again.
 
         Args:
             changed: int32, slots whose tails changed; slots that are not open are ignored.
@@ -225,7 +208,10 @@ class DraftRequests:
             cut_off: Ids of verifiers whose messages are refused.
             token_s: See `TailBatch`.
         """
-        slots, owners = _mark(self._changed, self._owners, changed)
+        changed = changed[(changed >= 0) & (changed < len(self._changed))]
+        self._changed[changed] = self._owners[changed] != _NONE
+        slots = np.flatnonzero(self._changed).astype(np.int32)
+        owners = self._owners[slots]
         numbers = set(owners.tolist())
         for verifier_id, verifier in list(self._verifiers.items()):
             link = links.get(verifier_id)
@@ -244,27 +230,8 @@ class DraftRequests:
         self.counters["branches"] += len(tails.branches.tails)
         self.counters["resyncs"] += len(lost)
         return TailBatch(
-            self._drafter_id,
-            self._rows[slots],
-            self._generations[slots],
-            *tails,
-            token_s,
-            tuple(lost.items()),
+            self._drafter_id, self._rows[slots], self._generations[slots], *tails, token_s, tuple(lost.items())
         )
-
-
-@kernel()
-def _mark(marked: Any, owners: Any, slots: Any) -> Any:
-    """Mark those of the slots that are open. Returns all marked slots and their owners, int32 `(n,)`."""
-    for slot in slots:
-        if 0 <= slot < len(marked):
-            marked[slot] = owners[slot] != _NONE
-    places, count = np.empty((2, len(marked)), np.int32), 0
-    for slot in range(len(marked)):
-        if marked[slot]:
-            places[0, count], places[1, count] = slot, owners[slot]
-            count += 1
-    return places[0, :count], places[1, :count]
 
 
 def _longer(array: np.ndarray, length: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers, most_frequent_ids
+from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch
 
 INIT_SCALE = 0.05
@@ -132,6 +132,14 @@ def _config_of(settings: Any, name: str, draft_vocab_size: int) -> EagleHeadConf
         verifier=name,
         verifier_layers=layers,
     )
+
+
+def most_frequent_ids(counts: torch.Tensor, size: int, always: Sequence[int] = ()) -> torch.Tensor:
+    """The `size` ids with the largest `counts` `(vocab,)` and `always`, ascending: the draft vocabulary."""
+    ranked = counts.to(torch.float64).clone()
+    ranked[list(always)] = float("inf")
+    order = torch.argsort(ranked, descending=True, stable=True)  # of equal counts the lower id comes first
+    return order[:size].sort().values
 
 
 def _copy_last_layer(head: EagleHead, model: Any, draft_ids: torch.Tensor) -> None:

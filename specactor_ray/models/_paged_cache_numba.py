@@ -1,4 +1,4 @@
-"""The kernels behind `paged_cache.py`, compiled by numba. In one file for the reason that `spec/_kernels.py` gives."""
+"""The kernels behind `paged_cache.py`, by numba. In one file for the reason that `verify/_kernels.py` gives."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.errors import ModelLoadError
-from specactor_ray.models.cache import cache_dir, cached_dir
+from specactor_ray.files import cache_dir
+from specactor_ray.models.cache import cached_dir
 
 logger = logging.getLogger(__name__)
 

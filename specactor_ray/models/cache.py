@@ -7,7 +7,6 @@ A build that was killed leaves only a hidden temporary folder, which the next bu
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -16,14 +15,6 @@ from pathlib import Path
 from specactor_ray.files import flush_entry, locked
 
 logger = logging.getLogger(__name__)
-
-
-def cache_dir() -> Path:
-    """`$SPECACTOR_CACHE`, else `$XDG_CACHE_HOME/specactor_ray`, else `~/.cache/specactor_ray`. It need not exist."""
-    own = os.environ.get("SPECACTOR_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "specactor_ray"
 
 
 def cached_dir(final: Path, build: Callable[[Path], None]) -> Path:

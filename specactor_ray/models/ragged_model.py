@@ -57,6 +57,9 @@ class RaggedModel:
             values (recurrent layers), or the budget holds not even one page.
     """
 
+    ids: np.ndarray | None = None
+    feature_size = 0
+
     def __init__(self, model: Any, cache_bytes: int, hidden_layers: Sequence[int] = ()) -> None:
         self.model = model
         self.device = next(model.parameters()).device
@@ -109,6 +112,12 @@ class RaggedModel:
         logits = self._run(batch, *batch.arrays)
         self.cache.lengths[rows] += counts
         return RaggedOutput(logits[: len(wanted)], self._take_exported(len(tokens)))
+
+    def step(
+        self, batch: RaggedBatch, tokens: torch.Tensor, positions: torch.Tensor, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `draft.burst.Runner`."""
+        return self._run(batch, tokens, positions, torch.arange(len(tokens), device=self.device)), features
 
     @property
     def exports_states(self) -> bool:

@@ -49,13 +49,29 @@ def acceptance_table(profile: Mapping[str, Any]) -> Table:
 def prediction_table(plan: Plan) -> Table:
     """The best window of every layout, fastest first."""
     title = f"batch {plan.batch} on {plan.devices} device(s), context {plan.context:.0f}"
-    columns = ("mode", "method", "g_d", "g_v", "groups", "b", "window", "p", "D ms", "V ms", "tau", "TGS", "tokens/s")
+    columns = (
+        "mode",
+        "method",
+        "n_v",
+        "g_v",
+        "n_d",
+        "g_d",
+        "b",
+        "window",
+        "p",
+        "D ms",
+        "V ms",
+        "tau",
+        "TGS",
+        "tokens/s",
+    )
     table = make_table(columns, title=title, text=("mode", "method"))
     for row in plan.predictions:
         table.add_row(
             row.mode.value,
             row.method or "-",
-            *(str(count) for count in (row.draft_devices, row.verify_devices, row.groups, row.batch, row.window)),
+            *(str(count) for count in (row.verifiers, row.verify_devices, row.drafters, row.draft_devices)),
+            *(str(count) for count in (row.batch, row.window)),
             f"{row.probability:.2f}",
             f"{1e3 * row.draft_s:.2f}",
             f"{1e3 * row.verify_s:.1f}",
@@ -64,9 +80,8 @@ def prediction_table(plan: Plan) -> Table:
             f"{row.tokens_per_s:.1f}" + ("*" if row is plan.chosen else ""),
         )
     table.caption = (
-        "* chosen. g_d, g_v: cores or GPUs of drafter and verifier; b: requests of a group; p: chance that a draft "
-        "token is right; D: of one draft token; V: of one verify step; tau: tokens of an iteration and "
-        "request (a wrong token in a decoupled window costs two iterations, so it may be below 1); TGS: tokens/s of "
-        "one request; tokens/s: of all groups together"
+        "* chosen. n_v, g_v: verifiers, and cores or GPUs of each; n_d, g_d: drafters with devices of their own; b: "
+        "requests of a verifier; p: chance that a draft token is right; D: of one draft token; V: of one verify step; "
+        "tau: tokens of a step and request; TGS: tokens/s of one request; tokens/s: of all requests"
     )
     return table

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -75,6 +76,8 @@ class Link(Generic[M]):
         self.failed: BaseException | None = None
         """Why the consumer is gone for good; None while it is not. A failed link stays failed: make a new one."""
         self._retries = self._rejected = 0
+        self.trip_s = math.inf
+        """Seconds of the shortest delivery, there and back."""
 
     @property
     def is_free(self) -> bool:
@@ -138,6 +141,7 @@ class Link(Generic[M]):
 
     def _settle(self, error: BaseException | None) -> None:
         """The newest delivery has arrived, or it never will."""
+        self.trip_s = min(self.trip_s, self._clock.now() - self._sent_at)
         self._flying, self._pause_s = None, _RETRY_S
         if isinstance(error, ActorLostError):
             self.failed = error

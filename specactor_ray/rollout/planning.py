@@ -21,9 +21,9 @@ from specactor_ray.config.validate import validate
 from specactor_ray.draft.registry import traits
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import count_gpus, fitting_dtype, hardware, versions
-from specactor_ray.spec.tgs import geometric, share_right
 from specactor_ray.speculation.plan import ALL_MODES, Method, Plan, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
+from specactor_ray.verify.tgs import geometric, share_right
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
       coupled. A draft model without GPUs of its own gets one there, or else is hosted by the verifiers on theirs: on a
       CPU core it would be slower than the target.
 
-    Never plain: both modes stop drafting where it does not pay, and ask that again at every step (`spec/policy.py`).
+    Never plain: both modes stop drafting where it does not pay, and ask that again at every step (`verify/policy.py`).
     Without any drafter one of `DEFAULT_METHOD` is added.
 
     Args:
@@ -259,8 +259,8 @@ def apply_plan(config: Config, plan: Plan) -> Config:
         raise ConfigError("plan", problem, "profile with --devices 1.")
     resolved.plan, resolved.mode = PlanPolicy.fixed, chosen.mode
     if target.kv_cache_gb and not target.gpus:
-        target.kv_cache_gb *= target.replicas / chosen.groups
-    target.replicas, target.max_batch = chosen.groups, chosen.batch
+        target.kv_cache_gb *= target.replicas / chosen.verifiers
+    target.replicas, target.max_batch = chosen.verifiers, chosen.batch
     target.max_step_tokens = max(target.max_step_tokens, chosen.batch)
     if not target.gpus:
         target.cores = chosen.verify_devices
@@ -271,8 +271,9 @@ def apply_plan(config: Config, plan: Plan) -> Config:
         problem = f"the plan chose {chosen.method}, which is not configured."
         raise ConfigError("drafters", problem, f"add it: 'drafters=[{{method: {chosen.method}}}]'.")
     drafter = kept[0]
-    drafter.replicas, drafter.window = chosen.groups, None
-    drafter.max_batch = drafter.max_batch and max(drafter.max_batch, chosen.batch)
+    drafter.replicas, drafter.window = chosen.drafters or chosen.verifiers, None
+    most = -(-plan.batch // drafter.replicas)
+    drafter.max_batch = drafter.max_batch and max(drafter.max_batch, most)
     if chosen.mode is ModeName.decoupled:
         drafter.hosted = False if chosen.draft_devices else None
         if not drafter.gpus:
@@ -453,6 +454,7 @@ def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[
 
     usable: dict[str, Method] = {}
     unusable: list[str] = []
+    branches = {method: spec.branches for method, spec in drafter_specs(config).items()}
     for drafter in config.drafters:
         entry = profile.data["methods"].get(drafter.method)
         if entry is None:
@@ -460,7 +462,7 @@ def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[
         elif not same_method(entry["identity"], method_identity(drafter)):
             reason = "the profile was measured with another model or other settings of it"
         else:
-            usable[drafter.method] = profile.methods[drafter.method]
+            usable[drafter.method] = replace(profile.methods[drafter.method], branches=branches.get(drafter.method, 0))
             continue
         logger.warning("plan: %s is left out: %s", drafter.method, reason)
         unusable.append(f"{drafter.method}: {reason}")

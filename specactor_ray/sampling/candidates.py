@@ -76,15 +76,51 @@ def candidates(
     if name == "triton":
         from specactor_ray.sampling import fused
 
-        packed = fused.verify_on_host(Batch(logits, rows, none, none[:0], 1, positions, slots, rules, most))
-        drawn = packed[:, 0] > 0
-        tokens = np.where(drawn, packed[:, [2, *range(5, 4 + most)]].T, -1).T
-        gaps = np.where(drawn & (most > 1), packed.view(float)[:, 4], np.inf)
-    else:
-        from specactor_ray.sampling import torch as torch_kernels
+        return unpacked(
+            fused.verify_on_host(Batch(logits, rows, none, none[:0], 1, positions, slots, rules, most)), most
+        )
+    from specactor_ray.sampling import torch as torch_kernels
 
-        table = rules.table[slots]
-        tokens, gaps = torch_kernels.rank_batch(logits, table, positions + table["base"], most)
+    table = rules.table[slots]
+    tokens, gaps = torch_kernels.rank_batch(logits, table, positions + table["base"], most)
+    with np.errstate(over="ignore"):  # a gap to a token that is masked by the lowest float
+        return Candidates(np.ascontiguousarray(tokens, np.int32), gaps.astype(np.float32))
+
+
+def candidates_on_device(
+    logits: torch.Tensor, positions: torch.Tensor, rules: Rules, most: int, *, ids: np.ndarray | None = None
+) -> torch.Tensor:
+    """`candidates` of the slots 0, 1, ..., without a wait for the device; on GPUs by the Triton kernels.
+
+    Returns:
+        int64 `(n, words)`, for `unpacked`. In each line the word 0 is positive where there is a token, the word 2.
+
+    Raises:
+        RuntimeError: The Triton kernels do not run on this device.
+    """
+    import torch
+
+    n = len(positions)
+    if logits.device.type != "cpu":
+        from specactor_ray.sampling import fused
+
+        if keyed.fitting(logits, most) != "triton":
+            raise RuntimeError("sampling uses torch operations")
+        order = torch.arange(n, device=logits.device)
+        none = torch.zeros(n + 1, dtype=torch.int64, device=logits.device)
+        return fused.verify(logits, order, none, none[:1], 0, positions, order, rules, most)
+    tokens, gaps = candidates(logits, positions.numpy(), np.arange(n), rules, most, ids=ids)
+    packed = np.zeros((n, 5 if most == 1 else 4 + tokens.shape[1]), np.int64)
+    packed[:, 0], packed[:, 2], packed.view(np.float64)[:, 4] = tokens[:, 0] >= 0, tokens[:, 0], gaps
+    packed[:, 5:] = tokens[:, 1:]
+    return torch.from_numpy(packed)
+
+
+def unpacked(packed: np.ndarray, most: int) -> Candidates:
+    """Candidates of int64 `(n, words)`, the buffer of `fused.verify` without drafts."""
+    drawn = packed[:, 0] > 0
+    tokens = np.where(drawn, packed[:, [2, *range(5, 4 + most)]].T, -1).T
+    gaps = np.where(drawn & (most > 1), packed.view(np.float64)[:, 4], np.inf)
     with np.errstate(over="ignore"):  # a gap to a token that is masked by the lowest float
         return Candidates(np.ascontiguousarray(tokens, np.int32), gaps.astype(np.float32))
 

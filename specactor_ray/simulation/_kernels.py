@@ -1,6 +1,6 @@
 """Loops over the rows of a simulated engine and the slots of a simulated drafter, compiled by numba.
 
-In one file for the reason that `spec/_kernels.py` gives.
+In one file for the reason that `verify/_kernels.py` gives.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import numpy as np
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.world import World
-from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.table import RequestTable
+from specactor_ray.verify.acceptance import Acceptance
+from specactor_ray.verify.cost import StepCost
+from specactor_ray.verify.table import RequestTable
 
 _POINTS = 33
 """Draft positions at which a step's cost is computed; in between it is a straight line."""
@@ -31,10 +31,9 @@ class KnownAcceptance(Acceptance):
         known = np.zeros((len(self.prior), len(rows)))
         positions = table.committed[rows].tolist()
         for index, (row, position) in enumerate(zip(rows.tolist(), positions, strict=True)):
-            request = table.requests[row]
-            assert request is not None
+            seed = table.requests[row].sampling.seed
             for number, method in enumerate(self.methods):
-                known[number, index] = self._world.text.probability(method, request.sampling.seed, position)
+                known[number, index] = self._world.text.probability(method, seed, position)
         return known
 
 

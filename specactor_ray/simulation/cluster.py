@@ -16,7 +16,7 @@ from specactor_ray.simulation.network import Network, Node, VirtualActor, Virtua
 from specactor_ray.simulation.world import World
 
 LINGER_S = (0.0, 1.5)
-"""How long a process takes to end after it was told to."""
+"""Seconds from the request to end a process to its end, at least and at most."""
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class Group:
 
 @dataclass
 class Machines:
-    """The nodes of a cluster, and what is taken of them."""
+    """The nodes of a cluster, and their CPUs and GPUs in use."""
 
     nodes: list[Node]
     groups: list[Group] = field(default_factory=list)

@@ -30,7 +30,7 @@ class VariantJob:
     variant: str
     clairvoyant: bool = False
     value: str = ""
-    """Of what is swept."""
+    """Value of the swept key; empty without a sweep."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Compared:
-    """The variants at one value of what is swept."""
+    """The variants at one value of the swept key."""
 
     value: str
     """Empty without a sweep."""
@@ -128,7 +128,7 @@ def choose_variants(
 
 
 def flattened(path: Path, overrides: Sequence[str], sweep: Sweep | None, names: Sequence[str]) -> list[str]:
-    """Overrides, and keys that are swept, that replace what tells a variant from the others; a line for each."""
+    """A line for each override or swept key that replaces a variant's own value."""
     variants = load_scenario(path).variants
     keys = [item.partition("=")[0] for item in overrides] + ([sweep.key] if sweep is not None else [])
     lines = []

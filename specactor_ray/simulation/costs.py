@@ -15,7 +15,7 @@ from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import find_model, load_models
 from specactor_ray.simulation.roofline import RooflineCost, StepCost
-from specactor_ray.simulation.scenario import ScenarioConfig
+from specactor_ray.simulation.scenario import ScenarioConfig, SkillConfig
 from specactor_ray.simulation.world import DraftTime, LinearTime, Times, World
 from specactor_ray.speculation.costs import CostPoint, cost_grids
 
@@ -28,10 +28,10 @@ gather and merge, with gaps of 0.8 us."""
 
 
 def build_world(scenario: ScenarioConfig) -> World:
-    """Cost models, times and cache of a scenario; its text, Python and record are set by whoever runs it.
+    """Cost models, times and cache of a scenario; `SimulatedRollouts` sets text, Python and record.
 
     Raises:
-        ConfigError: The hardware is not there, or does not know a model.
+        ConfigError: The hardware does not exist, or has no figures of a model.
     """
     hardware, target = load_hardware(scenario.hardware), scenario.config.target
     world = _timed_world(scenario, hardware)
@@ -63,7 +63,7 @@ def _timed_world(scenario: ScenarioConfig, hardware: Hardware) -> World:
         cost = hardware.target_cost(target.model, target.gpus or target.cores)
     except ConfigError as error:
         raise ConfigError("config.target", f"{error.key}: {error.problem}", error.fix) from None
-    times = Times(steps.load_s, steps.sync_s, steps.sleep_s)
+    times = Times(steps.load_s, steps.sync_s)
     return World(target=cost, drafting=_drafting(scenario, hardware), times=times)
 
 
@@ -77,11 +77,13 @@ def _mean(points: Sequence[CostPoint]) -> list[CostPoint]:
 def _drafting(scenario: ScenarioConfig, hardware: Hardware) -> dict[str, DraftTime]:
     if scenario.config.mode is ModeName.plain:
         return {}
-    set_by_hand = {one.method: one.forward_ms for one in scenario.skills if one.forward_ms is not None}
-    return {
-        drafter.method: _draft_time(index, drafter, hardware, set_by_hand.get(drafter.method))
-        for index, drafter in enumerate(scenario.config.drafters)
-    }
+    skills = {one.method: one for one in scenario.skills}
+    times = {}
+    for index, drafter in enumerate(scenario.config.drafters):
+        skill = skills.get(drafter.method, SkillConfig())
+        time = _draft_time(index, drafter, hardware, skill.forward_ms)
+        times[drafter.method] = replace(time, block=skill.block)
+    return times
 
 
 def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_ms: float | None) -> DraftTime:

@@ -143,7 +143,7 @@ class SimulatedEngine:
             self._waiting = {row: None, **self._waiting}
 
     def _break_down(self) -> None:
-        """End or block the process where a poison request, or a fault, says so."""
+        """End or block the process for a poison request or a fault."""
         world = self._world
         if self._actor.name in world.wedged:
             self._clock.sleep(float("inf"))
@@ -165,10 +165,9 @@ class SimulatedEngine:
     def sleep(self) -> None:
         if self.has_work():
             raise InputError("requests are running")
-        self._clock.work(self._world.times.sleep_s)
 
     def wake(self) -> None:
-        self._clock.work(self._world.times.sleep_s)
+        pass
 
     def close(self) -> None:
         self.closed = True

@@ -1,4 +1,4 @@
-"""Hardware by name or file: what a step of a model costs there, and how much cache fits.
+"""Hardware by name or file: seconds of a step of a model, and the cache that fits.
 
 Three kinds: a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml), steps measured by
 `scripts/gpu-check`, and a profile of `specactor profile`.
@@ -34,10 +34,10 @@ class Hardware(abc.ABC):
 
     @abc.abstractmethod
     def target_cost(self, model: str, gpus: int = 1) -> StepCost:
-        """What a step of a target costs on this many GPUs of a node."""
+        """Seconds of a target's step on this many GPUs of a node."""
 
     def draft_cost(self, model: str, gpus: int = 1) -> StepCost:
-        """What a drafter's steps cost."""
+        """Seconds of a drafter's step."""
         return self.target_cost(model, gpus)
 
     @abc.abstractmethod

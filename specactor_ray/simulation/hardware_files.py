@@ -39,7 +39,7 @@ class Section:
 
     file: Path
     prefix: str
-    """What its keys begin with: empty at the top, or `roofline.`."""
+    """Prefix of its keys: empty at the top, or `roofline.`."""
     values: Mapping[str, Any]
 
     def error(self, name: str, problem: str, fix: str) -> ConfigError:

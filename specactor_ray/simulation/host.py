@@ -24,7 +24,7 @@ from specactor_ray.verify.drafting import Drafting
 
 
 class SimulatedHost(ActorHost):
-    """What a simulated process offers its actor."""
+    """Interface of a simulated process to its actor."""
 
     def __init__(self, network: Network, actor: VirtualActor, world: World) -> None:
         self._network, self._actor, self._world = network, actor, world
@@ -51,7 +51,7 @@ class SimulatedHost(ActorHost):
         return drafting
 
     def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
-        """What lookups find in a recorded text is found for real."""
+        """Lookups in a recorded text are the product's own."""
         world, clock, name = self._world, self._clock, self._actor.name
         clock.work(world.times.load_s)
         if traits(drafter.method).looks_up and isinstance(world.text, RecordedText):

@@ -1,7 +1,7 @@
 """Actors, calls and objects of the virtual cluster: what Ray is to the product, with faults that a seed chooses.
 
 A call takes time both ways, runs as a task of the actor's process (eight at once), and fails as Ray's calls do: the
-actor is gone for good, or unavailable, and then nobody knows whether the call was carried out.
+actor is gone for good, or it is unavailable, and the call may or may not have been carried out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from specactor_ray.target.base import TargetRequest
 
 _CONCURRENCY = 8
 _DETECTION_S = (0.01, 1.0)
-"""How long it takes until callers hear that an actor is gone, at least and at most."""
+"""Seconds from the end of an actor to the errors of its callers, at least and at most."""
 _UNAVAILABLE_S = (0.05, 5.0)
-"""How long it takes until callers hear that an actor is out of reach."""
+"""The same for an actor out of reach."""
 
 
 @dataclass(eq=False)
@@ -43,8 +43,6 @@ class Node:
     name: str
     cpus: float
     gpus: float = 0.0
-    slowness: float = 1.0
-    """Factor of the durations of all work on it."""
     alive: bool = True
     cut_off: bool = False
     """No call gets in or out."""
@@ -55,7 +53,7 @@ class LinkFaults:
     """What happens to calls, as probabilities; changed while the simulation runs."""
 
     lost_before: float = 0.0
-    """The call does not arrive; its caller hears that the actor is unavailable."""
+    """The call does not arrive; it fails as of an unavailable actor."""
     lost_after: float = 0.0
     """It is carried out, and its answer is lost."""
     repeated: float = 0.0
@@ -209,7 +207,7 @@ class Network:
         concurrency: int = _CONCURRENCY,
     ) -> VirtualActor:
         """Begin a process whose actor is made after `start_s` seconds."""
-        process = Process(name, offset_s=self.rng.uniform(0.0, 1e5), slowness=node.slowness)
+        process = Process(name, offset_s=self.rng.uniform(0.0, 1e5))
         actor = VirtualActor(name, node, process, concurrency=concurrency)
         self.actors.append(actor)
 
@@ -222,7 +220,7 @@ class Network:
         return actor
 
     def kill(self, actor: VirtualActor, node_lost: bool = False) -> None:
-        """End an actor's process; its callers hear of it after a while."""
+        """End an actor's process; calls to it fail after a while."""
         if actor.process.dead:
             return
         actor.node_lost = node_lost

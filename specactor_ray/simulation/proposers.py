@@ -24,7 +24,7 @@ _MOST_CORRUPT = 4
 
 
 class SimulatedProposer(SlotProposer):
-    """Guesses what the world's text says that its method guesses.
+    """Drafts the guesses that the world's text holds for its method.
 
     A forward drafts one token for every chain; a lookup fills all windows at once, as far as it finds something. What a
     request's cache lacks is prefilled in the next forward.
@@ -106,7 +106,7 @@ class SimulatedProposer(SlotProposer):
 
     def extend(self) -> np.ndarray:
         self.rows_drafted = 0
-        changed = self._look_up() if self._time.is_lookup else self._draft(self._ready())
+        changed = self._look_up() if self._time.is_lookup else self._draft_block()
         changed |= self._unanswered
         self._unanswered[:] = False
         slots: np.ndarray = np.flatnonzero(changed).astype(np.int32)
@@ -121,6 +121,19 @@ class SimulatedProposer(SlotProposer):
             self._work(self._time.forward.seconds(len(slots), found, 0), len(slots), found)
         return np.zeros(len(self._placed), np.bool_)
 
+    def _draft_block(self) -> np.ndarray:
+        """One forward: a token, or a block, for each chain. Returns bool `(slots,)`: slots with changed tails."""
+        mirrors, table, chains = self.mirrors, self.branches, self._ready()
+        changed = self._draft(chains)
+        for _ in range(self._time.block - 1):
+            slots, numbers = chains.slots, chains.numbers
+            ends = mirrors.ends[slots]
+            if table.most:
+                ends = np.where(numbers == MAIN, ends, (table.ats + table.lengths)[slots, numbers])
+            chains = chains.at(ends < mirrors.limits[slots])
+            changed |= self._draft(chains, charges=False)
+        return changed
+
     def _ready(self) -> Chains:
         mirrors, placed = self.mirrors, self._placed
         reads = _kernels.reads(placed, self._cached, mirrors.arrays)
@@ -128,13 +141,18 @@ class SimulatedProposer(SlotProposer):
         budget = 0 if reads else self.budget
         return self.branches.plan(mirrors, mirrors.ends, none[0] > 0, placed, none[1], budget, forward_s=self.forward_s)
 
-    def _draft(self, chains: Chains) -> np.ndarray:
-        """Draft a token for each chain. Returns bool `(slots,)`: slots with changed tails."""
+    def _draft(self, chains: Chains, charges: bool = True) -> np.ndarray:
+        """Draft a token for each chain; `charges`: in a forward of its own. Returns bool `(slots,)`: slots with changed
+        tails."""
         mirrors, table, changed = self.mirrors, self.branches, np.zeros(len(self._placed), np.bool_)
         if not len(chains.slots):
             return changed
         at = (self._known, self._ranks, self._cached, mirrors.arrays, table.arrays, chains.slots, chains.numbers)
         ends, prefill, tokens, gaps = _kernels.draft(*at, self.vocab_size, 1 + RANKS)
+        table.append(mirrors, mirrors.ends, chains, tokens, gaps)
+        changed[chains.slots] = True
+        if not charges:
+            return changed
         common = mirrors.known // _PAGE * _PAGE  # of all chains of a request: each branch begins behind what is known
         shared = int((ends - common[chains.slots]).sum() + common[np.unique(chains.slots)].sum())
         seconds = 0.0
@@ -145,8 +163,6 @@ class SimulatedProposer(SlotProposer):
         seconds += self._time.seconds(len(ends), int(ends.sum()), shared, prefill)
         self.rows_drafted = 0 if prefill else len(ends)
         self._work(seconds, len(ends), len(ends))
-        table.append(mirrors, mirrors.ends, chains, tokens, gaps)
-        changed[chains.slots] = True
         return changed
 
     def _work(self, seconds: float, rows: int, positions: int) -> None:
@@ -208,7 +224,7 @@ class TimedProposer(Proposer):
 
     def extend(self) -> np.ndarray:
         clock, world = self._clock, self._world
-        world.python.begin(clock.process)  # what the lookup itself takes is what the cost model says
+        world.python.begin(clock.process)  # the cost model has the time of the lookup itself
         changed = self._inner.extend()
         if len(changed):
             found = len(self._inner.tails(changed).tokens)

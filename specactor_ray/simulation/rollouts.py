@@ -166,7 +166,7 @@ class SimulatedRollouts(VirtualRun):
     Args:
         name, scenario: The variant, and what is simulated.
         world: Cost models; text, Python and record are set here.
-        recording: Recorded requests, if the scenario asks for them.
+        recording: Recorded requests, if the scenario names some.
         on_progress: Called with the share of requests that have ended.
     """
 
@@ -179,8 +179,7 @@ class SimulatedRollouts(VirtualRun):
         on_progress: Callable[[float], None] = lambda share: None,
     ) -> None:
         machines = scenario.machines
-        slowness = dict(enumerate(machines.slowness))
-        nodes = [Node(f"node-{n}", machines.cpus, machines.gpus, slowness.get(n, 1.0)) for n in range(machines.nodes)]
+        nodes = [Node(f"node-{number}", machines.cpus, machines.gpus) for number in range(machines.nodes)]
         super().__init__(scenario.config, world, nodes, scenario.seed)
         self.scenario, self._recording, self._on_progress = scenario, recording, on_progress
         self.recorder = world.record = Recorder(lambda: self.kernel.now)
@@ -257,7 +256,7 @@ class SimulatedRollouts(VirtualRun):
         steps, workload = self.scenario.steps, self.scenario.workload
         if steps.update_tokens_per_s:
             learned = times.tokens + workload.requests * workload.prompt_tokens
-            times.update_s = steps.update_s + learned / steps.update_tokens_per_s
+            times.update_s = learned / steps.update_tokens_per_s
             self.clock.sleep(times.update_s)
 
     def _sync(self, version: int) -> None:

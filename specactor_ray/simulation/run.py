@@ -29,7 +29,7 @@ class VirtualRun:
     """Everything that one run of the product needs.
 
     Args:
-        config, world: The product's own configuration, and what its models know.
+        config, world: The product's own configuration, and the ground truth of its models.
         nodes: The machines; the driver and the controller live on one of their own.
         seed: Of latencies and of the order of what happens at once.
         trace: Called with (time, what) for each event.

@@ -29,7 +29,7 @@ class Arrival(str, Enum):
     at_once = "at_once"
     """All at the start of a step; the step ends with the last of them."""
     continuous = "continuous"
-    """New ones wait at any time; what is measured ends when `workload.requests` of them have."""
+    """New ones wait at any time; the run ends when `workload.requests` of them have."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class WorkloadConfig:
     """`at_once` or `continuous`."""
     trajectories: str | None = None
     """Recorded outputs in place of drawn ones: a `trajectories.jsonl` of ours. Lookups then search the recorded tokens;
-    other methods are right as often as the recorded requests say."""
+    other methods are right as often as in the record."""
 
 
 @dataclass
@@ -81,6 +81,9 @@ class SkillConfig:
     """The same of the fifth."""
     forward_ms: float | None = None
     """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
+    block: int = 1
+    """Tokens that a forward drafts for each request: more than 1 for drafters that draft blocks, such as diffusion
+    models. Draft actors alone; `coupled` verifiers take a forward for one token."""
 
 
 @dataclass
@@ -118,8 +121,6 @@ class MachinesConfig:
     """GPUs of each node."""
     cpus: float = 64.0
     """CPU cores of each node."""
-    slowness: list[float] = field(default_factory=list)
-    """Factors of all durations, node by node; nodes beyond the list have 1."""
 
 
 @dataclass
@@ -128,16 +129,12 @@ class StepsConfig:
 
     steps: int = 1
     """RL steps that are simulated."""
-    update_s: float = 0.0
-    """Seconds of an update, however many tokens it learns from."""
     update_tokens_per_s: float = 0.0
     """Tokens of prompts and outputs that the update takes a second, over all its devices; 0: no update."""
     sync_s: float = 0.5
     """Seconds that a verifier takes for new weights."""
     load_s: float = 30.0
     """Seconds that an actor takes to load its model."""
-    sleep_s: float = 1.0
-    """Seconds to give up a cache, and to take it back."""
 
 
 @dataclass
@@ -150,13 +147,13 @@ class ScenarioConfig:
     """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or a profile that
     `specactor profile` wrote."""
     part: int = 1
-    """1/part of the cluster is simulated; figures are of that part unless they say otherwise."""
+    """1/part of the cluster is simulated; figures are of that part."""
     seed: int = 0
     """Of all draws; the same seed, the same run."""
     cache_share: float = 0.85
     """Share of a verifier's device memory for weights and cache."""
     correlation: float = 0.0
-    """What the guesses of all methods have in common, from 0 (nothing) to 1 (right and wrong at the same places)."""
+    """Share of variance that the guesses of all methods have in common; at 1 they are right at the same places."""
     machines: MachinesConfig = field(default_factory=MachinesConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     skills: list[SkillConfig] = field(default_factory=list)
@@ -173,15 +170,14 @@ class ScenarioConfig:
 
 _OTHER_RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("cpus", "group", "max_tokens", "median_tokens", "nodes"), (1, _MOST)),
-    **dict.fromkeys(("part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
+    **dict.fromkeys(("block", "part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
     **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean"), (0, 1)),
     **dict.fromkeys(("second", "third", "fourth", "fifth"), (0, 1)),
     **dict.fromkeys(("burst", "sigma", "spread"), (0, 10)),
     "bandwidth_gb_s": (1e-3, _MOST),
     "cache_share": (_TINY, 1),
-    "slowness": (_TINY, _MOST),
 }
-"""Least and largest value of numbers, and of the elements of a list; of those that are not named, 0 and `_MOST`."""
+"""Least and largest value of numbers; of those that are not named, 0 and `_MOST`."""
 _RUN = "the configuration of a run; name a scenario, which holds one as `config`"
 
 
@@ -232,16 +228,10 @@ def _check(scenario: ScenarioConfig) -> None:
     for prefix, section in _sections(scenario):
         for name, value in vars(section).items():
             least, most = _OTHER_RANGES.get(name, (0, _MOST))
-            keyed = {f".{n}": one for n, one in enumerate(value)} if isinstance(value, list) else {"": value}
-            for suffix, one in keyed.items():
-                if isinstance(one, int | float) and not least <= one <= most:
-                    low = "more than 0" if least == _TINY else f"{least:g} or more"
-                    fix = f"use {low}, at most {most:g}."
-                    raise ConfigError(f"{prefix}{name}{suffix}", f"{one} is out of range.", fix)
+            if isinstance(value, int | float) and not least <= value <= most:
+                low = "more than 0" if least == _TINY else f"{least:g} or more"
+                raise ConfigError(f"{prefix}{name}", f"{value} is out of range.", f"use {low}, at most {most:g}.")
     machines = scenario.machines
-    if len(machines.slowness) > machines.nodes:
-        problem = f"{len(machines.slowness)} factors for {machines.nodes} nodes."
-        raise ConfigError("machines.slowness", problem, "give one for each node, or raise machines.nodes.")
     try:
         validate(scenario.config)
         there = Devices(int(machines.cpus) * machines.nodes, int(machines.gpus) * machines.nodes)
@@ -288,6 +278,6 @@ def _check_skills(scenario: ScenarioConfig) -> None:
         raise ConfigError("skills", "a method is named twice.", "keep one element per method.")
     for index, drafter in enumerate(scenario.config.drafters if scenario.config.mode is not ModeName.plain else ()):
         if drafter.method not in known and scenario.workload.trajectories is None:
-            problem = f"nothing is said about how good {drafter.method} is."
+            problem = f"the skill of {drafter.method} is missing."
             fix = f"add an element to skills: {{method: {drafter.method}}}"
             raise ConfigError(f"config.drafters.{index}", problem, fix)

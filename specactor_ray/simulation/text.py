@@ -2,7 +2,7 @@
 
 A request is identified by its seed. A token of the target is a function of (seed, weights, position), as with keyed
 sampling; the candidates of a draft method at a position, given that the tokens before it are right, are functions of
-(method, seed, weights, position). So runs of different policies meet the same tokens and the same guesses.
+(method, seed, weights, position). So runs of different policies have the same tokens and the same guesses.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from specactor_ray.draft.branches import GAPS, ranges_of
 from specactor_ray.messages import SamplingParams
 from specactor_ray.simulation._kernels import NO_GUESS
+from specactor_ray.verify.tgs import RIGHT_BEHIND_WRONG
 
 
 class Text(Protocol):
@@ -40,7 +41,7 @@ class Text(Protocol):
 
 
 def true_token(seed: int, version: int, position: int) -> int:
-    """What the target samples in a run with faults; keyed like the real sampler."""
+    """The target's token in a run with faults; keyed like the real sampler."""
     return zlib.crc32(b"%d %d %d" % (seed, version, position)) % HashedText.vocab_size
 
 
@@ -80,17 +81,15 @@ def _draws(key: bytes, count: int) -> np.ndarray:
 
 
 def _hashed_ranks(key: bytes, count: int, first: float) -> np.ndarray:
-    """`Text.ranks` where the first candidate is right with this probability; gaps say nothing."""
+    """`Text.ranks` where the first candidate is right with this probability; all gaps are equal."""
     draws = _draws(key, count)
     left = np.where(draws < first, 0.0, (draws - first) / max(1.0 - first, 1e-9))  # uniform again where it is wrong
     ranks = np.where(draws < first, 0, 1 + np.searchsorted(_RIGHT_TO, left, side="right"))
     return np.stack([ranks, np.full(count, GAPS // 2)]).astype(np.int8)
 
 
-SECOND, THIRD, FOURTH, FIFTH = 0.4, 0.18, 0.12, 0.1
-"""Chance that the second, third, ... candidate is right where those before it are wrong: SmolLM2 as a drafter that
-samples with the target's noise has 0.36-0.48, 0.13-0.23, 0.10-0.16 and 0.06-0.15."""
-_RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array([SECOND, THIRD, FOURTH, FIFTH]))
+SECOND, THIRD, FOURTH, FIFTH = RIGHT_BEHIND_WRONG
+_RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array(RIGHT_BEHIND_WRONG))
 """Chance that one of the candidates from the second on, up to each of them, is right where the first is wrong."""
 
 

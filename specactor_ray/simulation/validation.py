@@ -43,7 +43,7 @@ _LEAST_REQUESTS = 4
 
 @dataclass(frozen=True)
 class Point:
-    """One mode at one batch: what was measured, and what the simulator says of it."""
+    """One mode at one batch: measured and simulated figures."""
 
     backend: str
     variant: str

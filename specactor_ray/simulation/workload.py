@@ -31,7 +31,7 @@ class RecordedRequest:
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     max_tokens: int
-    """The limit it ran with; 0: not known."""
+    """The limit it ran with; 0: unknown."""
     accuracy: Mapping[str, float]
     """Draft method → share of its draft tokens that were right, of those before which all were."""
 
@@ -48,7 +48,7 @@ class Recording:
     vocab_size: int
 
     def text(self, skills: Sequence[SkillConfig]) -> RecordedText:
-        """What they say; `skills` replace what was recorded of a method's accuracy."""
+        """The outputs; `skills` replace the recorded accuracy of a method."""
         set_by_hand = {skill.method: skill.mean for skill in skills}
         accuracy = {
             (method, seed): set_by_hand.get(method, rate)

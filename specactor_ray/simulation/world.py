@@ -1,4 +1,4 @@
-"""What the models of one simulation share: text, durations, exceptions, and a record of their steps."""
+"""Shared by the models of one simulation: text, durations, exceptions, and a record of their steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PythonTime:
         return rows * self.draft_row_s
 
     def begin(self, process: Process) -> None:
-        """What the process does from now on counts."""
+        """Begin to count the process's time."""
 
 
 class MeasuredPython(PythonTime):
@@ -66,14 +66,12 @@ class MeasuredPython(PythonTime):
 
 @dataclass(frozen=True)
 class Times:
-    """Durations of what is not a step, in seconds."""
+    """Durations beside steps, in seconds."""
 
     load_s: float = 0.5
     """Loading a model, of verifiers and draft actors."""
     sync_s: float = 0.5
     """Taking over new weights."""
-    sleep_s: float = 0.0
-    """Giving up the cache, and taking it back."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,8 @@ class DraftTime:
     """Of one forward, which drafts one token for each of its rows; of a lookup, which drafts whole tails, the seconds
     of `positions` tokens found."""
     is_lookup: bool = False
+    block: int = 1
+    """Tokens of each chain that a forward drafts."""
     fusion: Callable[[int], float] | None = None
     """EAGLE heads: number of committed positions → seconds to fuse their hidden states."""
     merge_s: float = math.inf
@@ -91,7 +91,7 @@ class DraftTime:
     row reads all of its pages."""
 
     def seconds(self, rows: int, context: int, shared: int, prefill: int) -> float:
-        """Duration of a forward with one token per row, whichever way of attending is faster.
+        """Duration of a forward, whichever way of attending is faster.
 
         Args:
             rows: Chains.
@@ -99,9 +99,10 @@ class DraftTime:
             shared: The same with common pages counted once.
             prefill: Prompt tokens in the same forward.
         """
-        seconds = self.forward.seconds(rows, rows, context, prefill)
+        positions = rows * self.block
+        seconds = self.forward.seconds(rows, positions, context, prefill)
         if shared < context:
-            seconds = min(seconds, self.forward.seconds(rows, rows, shared, prefill) + self.merge_s)
+            seconds = min(seconds, self.forward.seconds(rows, positions, shared, prefill) + self.merge_s)
         return seconds
 
 

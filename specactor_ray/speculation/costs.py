@@ -3,8 +3,8 @@
     D(g, b)    seconds to draft one token for each of b requests on g devices
     V(g, w, b) seconds to verify w + 1 tokens for each of b requests on g devices
 
-SpecActor (arXiv 2511.16193, section 4) fits lines over b. Steps bend where a device is saturated, and what was measured
-is known, so costs are interpolated here; docs/design/plan.md.
+SpecActor (arXiv 2511.16193, section 4) fits lines over b. Steps bend where a device is saturated, so costs are
+interpolated here; docs/design/plan.md.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GridCost:
         self._grid: list[list[list[float]]] = np.pad(grid, (0, 1), mode="edge").tolist()
         """With the last cell of each axis twice, so that every cell has a next one."""
 
-    def seconds(self, rows: int, positions: int, context_tokens: float, prefill_tokens: int = 0) -> float:
+    def seconds(self, rows: float, positions: float, context_tokens: float, prefill_tokens: int = 0) -> float:
         """See `simulation.roofline.StepCost`; positions and context are those of all rows."""
         prefill_s = self._position_s * prefill_tokens
         if rows <= 0:
@@ -86,7 +86,7 @@ class GridCost:
         low, high = _bilinear(self._grid[r], p, fp, c, fc), _bilinear(self._grid[r + 1], p, fp, c, fc)
         return (1.0 - fr) * low + fr * high + prefill_s
 
-    def step(self, batch: int, context: float, window: int = 0) -> float:
+    def step(self, batch: float, context: float, window: int = 0) -> float:
         """D, or V at this window, for requests of `context` tokens each."""
         return self.seconds(batch, batch * (window + 1), batch * context)
 

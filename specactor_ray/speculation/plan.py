@@ -1,31 +1,43 @@
 """Which layout, draft method, mode and window are fastest: Algorithm 1 of SpecActor (arXiv 2511.16193, section 4).
 
-What one request gains, TGS = τ / IL, is in `spec/tgs.py`; D and V are those of `costs.py`.
+What one request gains, TGS = τ / IL, is in `verify/tgs.py`; D and V are those of `costs.py`.
 
-A *group* is a verifier on g_v devices and, if decoupled, its drafter on g_d devices of its own. G devices hold
-floor(G / (g_d + g_v)) groups (fewer are made where B requests do not fill them), and a group runs
-b = ceil((g_d + g_v)·B / G) of the B requests. Candidates of different layouts are compared by the tokens per second
-of the whole cluster,
-
-    tokens/s = min(B, groups · b) · TGS(b),
-
-since devices that are left over, and requests that wait, do not show in the TGS of one request. Where group sizes
-divide G, every layout runs all B requests, so this order is that of TGS, the one of the paper.
+G devices hold n_v verifiers of g_v devices and, if decoupled, n_d drafters of g_d devices, n_v at most. Each verifier
+runs B / n_v of the B requests (b: rounded up), each drafter drafts for B / n_d. In the paper n_d = n_v, and where
+g_v + g_d divides G this is its b. All B requests run, so layouts are compared by B · TGS, the tokens per second of the
+whole cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import InputError
-from specactor_ray.spec.tgs import iterations, share_right
 from specactor_ray.speculation.costs import GridCost
+from specactor_ray.verify.tgs import TINY_S, iterations, run_ahead, share_right
 
 ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
+_VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Most draft tokens of a row that a decoupled step is tried with."""
+_BRANCHES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Branches of a row in a draft forward that are tried."""
+_NEARLY = 0.99
+"""Of layouts that differ by less, the one with the fewest drafters is taken: its verifiers hold more cache."""
+_ROUNDS = 3
+"""A step lasts as long as its positions take, and they depend on how much was drafted in a step."""
+
+
+class Load(NamedTuple):
+    """What runs during a slice of a rollout."""
+
+    requests: float
+    context: float
+    """Tokens of prompt and output that each has on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,8 @@ class Method:
     """`(depth + 1,)` S_0 = 1, S_1, ...: the share of steps at which the first i draft tokens were there and right."""
     free: bool = False
     """It runs on none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
+    branches: int = 0
+    """Most branches of a request. A forward over them costs the rows of all, and the context of the request once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +62,15 @@ class Candidate:
     method: str | None
     """None in plain mode."""
     draft_devices: int
-    """g_d: devices of the drafter's own in each group; 0 unless decoupled."""
+    """g_d: devices of each drafter; 0 unless it has some of its own."""
     verify_devices: int
     """g_v: devices of each verifier."""
-    groups: int
+    drafters: int
+    """n_d; 0 where drafters have no devices of their own."""
+    verifiers: int
+    """n_v."""
     batch: int
-    """b: requests of each group."""
+    """b: requests of each verifier."""
     window: int
     """Draft tokens; 0 in plain mode."""
     probability: float
@@ -65,7 +82,7 @@ class Candidate:
     tokens_per_iteration: float
     """τ."""
     tgs: float
-    """Tokens per second of one request."""
+    """Tokens per second of one request; of a rollout that shrinks, over all its slices."""
     tokens_per_s: float
     """Tokens per second of the whole cluster."""
 
@@ -96,7 +113,9 @@ class Plan:
         chosen, best = self.chosen, dict[str, float]()
         for candidate in self.predictions:
             best.setdefault(candidate.mode.value, candidate.tokens_per_s)
-        layout = _words(chosen.mode, chosen.method, chosen.groups, chosen.verify_devices, chosen.draft_devices)
+        layout = _words(
+            chosen.mode, chosen.method, chosen.verifiers, chosen.verify_devices, chosen.drafters, chosen.draft_devices
+        )
         speeds = ", ".join(f"{mode} {speed:.1f}" for mode, speed in best.items())
         return f"{layout}, window {chosen.window}, batch {chosen.batch}; predicted tokens/s: {speeds}"
 
@@ -109,11 +128,13 @@ def search_plan(
     requests: int,
     context: float,
     modes: Sequence[ModeName] = ALL_MODES,
+    slices: Sequence[Load] = (),
 ) -> Plan:
-    """Algorithm 1: predict every layout at every measured window, and take what gives the most tokens per second.
+    """Algorithm 1: predict every layout with every number of drafters and window, and take what gives the most tokens
+    per second.
 
     Of equals, plain before coupled before decoupled, then the smaller verifier, drafter and window. With all modes
-    the result is never below plain decoding, and it does not fall when an acceptance rises.
+    the result is never below plain decoding.
 
     Args:
         verify: Device count → V; these counts are the verifier configurations.
@@ -122,48 +143,33 @@ def search_plan(
         requests: B.
         context: Tokens of prompt and output that a request has on average.
         modes: Modes that may be chosen.
+        slices: What runs in equal slices of the longest output, where requests end and no others come; a layout is
+            chosen for all of them. Default: all requests, always.
 
     Raises:
         InputError: Nothing that was measured fits G devices.
     """
     predictions: list[Candidate] = []
     rejected: list[str] = []
+    full = Load(requests, context)
     for mode, name, g_d, g_v in _layouts(verify, methods, modes):
-        size, costs = g_d + g_v, verify[g_v]
-        batches, positions, _ = costs.knots
-        batch = -(-size * requests // devices)
-        layout = _words(mode, name, 1, g_v, g_d)
+        size, costs, layout = g_d + g_v, verify[g_v], _words(mode, name, 1, g_v, min(g_d, 1), g_d)
         if size > devices:
             rejected.append(f"{layout}: needs {size} devices, and there are {devices}")
             continue
-        if len(batches) == 1 and batch != batches[0]:
-            rejected.append(f"{layout}: batch {batch} was not measured, only {batches[0]:g}")
-            continue
-        survival, draft_s = np.ones(1), 0.0
-        if name is not None:
-            method = methods[name]
-            survival = method.survival[: int(positions[-1])]
-            draft_s = method.costs[g_d or g_v].step(batch, context)  # coupled: it drafts on the verifier's devices
-        verify_s = np.array([costs.step(batch, context, window) for window in range(len(survival))])
-        window, tau, iteration_s = _best_window(mode, survival, draft_s, verify_s)
-        groups = min(devices // size, -(-requests // batch))  # no group that would have nothing to do
-        predictions.append(
-            Candidate(
-                mode=mode,
-                method=name,
-                draft_devices=g_d,
-                verify_devices=g_v,
-                groups=groups,
-                batch=batch,
-                window=window,
-                probability=share_right(survival[: window + 1]) if window else 0.0,
-                draft_s=draft_s,
-                verify_s=float(verify_s[window]),
-                tokens_per_iteration=tau,
-                tgs=tau / iteration_s,
-                tokens_per_s=min(requests, groups * batch) * tau / iteration_s,
-            )
-        )
+        found = []
+        for n_v, n_d in _counts(devices, requests, g_v, g_d):
+            batches, batch = costs.knots[0], -(-requests // n_v)
+            if len(batches) == 1 and batch != batches[0]:
+                rejected.append(f"{layout}: batch {batch} was not measured, only {batches[0]:g}")
+                break
+            method = None if name is None else methods[name]
+            first, *steps = (_best_step(mode, costs, method, g_d or g_v, n_v, n_d, load) for load in (full, *slices))
+            running = sum(load.requests for load in slices) / len(slices) if slices else requests
+            tgs = len(steps) / sum(1.0 / step.tgs for step in steps) if slices else first.tgs
+            found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, *first[:-1], tgs, running * tgs))
+        least = _NEARLY * max((candidate.tokens_per_s for candidate in found), default=0.0)
+        predictions += [candidate for candidate in found if candidate.tokens_per_s >= least][:1]
     if not predictions:
         wanted = " or ".join(mode.value for mode in modes)
         raise InputError(f"no plan: {wanted} as profiled does not fit {devices} device(s), or was not measured")
@@ -188,16 +194,67 @@ def _layouts(
                         yield mode, name, g_d, g_v
 
 
-def _best_window(
-    mode: ModeName, survival: np.ndarray, draft_s: float, verify_s: np.ndarray
-) -> tuple[int, float, float]:
-    """The window w of the best TGS, with its τ and IL; `survival` and `verify_s` are S_w and V(w) for w = 0, 1, ..."""
-    if mode is ModeName.plain:
-        return 0, 1.0, float(verify_s[0])
-    coupled, decoupled = iterations(survival[None], draft_s, verify_s)
-    tau, iteration_s = coupled if mode is ModeName.coupled else decoupled
-    best = int(np.argmax(tau / iteration_s))
-    return best + 1, float(tau[0, best]), float(iteration_s[best])
+def _counts(devices: int, requests: int, g_v: int, g_d: int) -> Iterator[tuple[int, int]]:
+    """n_v and n_d that fill the devices, the fewest drafters first; no verifier has nothing to do."""
+    if not g_d:
+        yield min(devices // g_v, requests), 0
+        return
+    for n_v in range((devices - g_d) // g_v, devices // (g_v + g_d) - 1, -1):
+        n_v = min(n_v, requests)
+        yield n_v, min(n_v, (devices - n_v * g_v) // g_d)
+
+
+class _Step(NamedTuple):
+    """A step of every verifier at its best window; see `Candidate`."""
+
+    window: int
+    probability: float
+    draft_s: float
+    verify_s: float
+    tokens: float
+    tgs: float
+
+
+def _best_step(
+    mode: ModeName, costs: GridCost, method: Method | None, devices: int, n_v: int, n_d: int, load: Load
+) -> _Step:
+    """A step at this load; `devices`: those of a drafter."""
+    batch, context = max(load.requests / n_v, 1.0), load.context
+    if method is None:
+        verify_s = costs.step(batch, context)
+        return _Step(0, 0.0, 0.0, verify_s, 1.0, 1.0 / verify_s)
+    rows = max(load.requests / n_d, 1.0) if n_d else batch
+    survival, drafting = method.survival[: int(costs.knots[1][-1])], method.costs[devices]
+    if mode is ModeName.coupled:
+        draft_s = drafting.step(rows, context)
+        verify = np.array([costs.step(batch, context, window) for window in range(len(survival))])
+        tau, iteration_s = iterations(survival[None], draft_s, verify)[0]
+        at = int(np.argmax(tau / iteration_s))
+        p, tokens = share_right(survival[: at + 2]), float(tau[0, at])
+        return _Step(at + 1, p, draft_s, float(verify[at + 1]), tokens, tokens / float(iteration_s[at]))
+    best = _Step(len(survival) - 1, share_right(survival), 0.0, 0.0, 0.0, 0.0)
+    for branches in (count for count in _BRANCHES if count <= method.branches):
+        chains = rows * (1.0 + branches)
+        draft_s = drafting.seconds(chains, chains, rows * context)
+        best = max(best, _ahead(best, costs, batch, context, survival, branches, draft_s), key=lambda step: step.tgs)
+    return best
+
+
+def _ahead(
+    step: _Step, costs: GridCost, batch: float, context: float, survival: np.ndarray, branches: float, draft_s: float
+) -> _Step:
+    """A decoupled step with as many verified tokens as are best."""
+    step, window = step._replace(draft_s=draft_s, tgs=0.0), len(survival) - 1
+    for most in (*(count for count in _VERIFIED if count < window), window):
+        verified = most / 2.0
+        for _ in range(_ROUNDS):
+            verify_s = costs.seconds(batch, batch * (1.0 + verified), batch * context)
+            forwards = min(verify_s / max(draft_s, TINY_S), window)
+            tau, verified = run_ahead(survival, forwards, most, branches * forwards)
+        if tau / verify_s <= step.tgs:
+            break
+        step = step._replace(verify_s=verify_s, tokens=tau, tgs=tau / verify_s)
+    return step
 
 
 def _notes(chosen: Candidate, verify: GridCost, context: float) -> Iterator[str]:
@@ -209,7 +266,7 @@ def _notes(chosen: Candidate, verify: GridCost, context: float) -> Iterator[str]
         yield f"window {chosen.window} is the largest that was measured; profile larger --windows too"
 
 
-def _words(mode: ModeName, method: str | None, groups: int, verify_devices: int, draft_devices: int) -> str:
-    """`decoupled ngram, 2 x (1 + 1)`: groups x (verifier's devices + drafter's)."""
-    own = f" + {draft_devices}" if draft_devices else ""
-    return f"{mode.value}{f' {method}' if method else ''}, {groups} x ({verify_devices}{own})"
+def _words(mode: ModeName, method: str | None, n_v: int, g_v: int, n_d: int, g_d: int) -> str:
+    """`decoupled draft_model, 3 x 4 + 2 x 1`: verifiers x devices of each + drafters x devices of each."""
+    own = f" + {n_d} x {g_d}" if n_d else ""
+    return f"{mode.value}{f' {method}' if method else ''}, {n_v} x {g_v}{own}"

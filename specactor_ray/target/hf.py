@@ -159,7 +159,8 @@ class HfEngine:
         result.forward_s, result.sampling_s, result.num_tokens = forward_s, sampling_s, int(counts.sum())
         result.num_prefill_tokens = int(plan.context[plan.context > 1].sum())
         if output.hidden_states is not None:
-            result.states = self._rows.export(to_wire(output.hidden_states), plan.rows, plan.cached, counts)
+            states: Any = self._rows.export(output.hidden_states, plan.rows, plan.cached, counts)
+            result.states = states._replace(states=to_wire(states.states))
         return result
 
     def _admitted(self) -> tuple[np.ndarray, np.ndarray]:

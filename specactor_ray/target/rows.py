@@ -4,7 +4,7 @@ Structure of arrays, by the row of the request."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -162,12 +162,13 @@ class EngineRows:
             {int(rows[i]): text for i, text in errors.items() if failed[i]},
         )
 
-    def export(self, states: np.ndarray, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> States:
+    def export(self, states: Any, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> States:
         """Hand out the states of a forward that are final and were not handed out before, which is what came again
         after a preemption. Called after `commit`.
 
         Args:
-            states: `(sum(counts), width)`.
+            states: `(sum(counts), width)`, an array or a tensor; of a tensor on a GPU only what is handed out is
+                copied.
             rows: int32 `(n,)`.
             firsts: Sequence position of each row's first state.
             counts: States of each row.

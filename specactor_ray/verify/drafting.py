@@ -1,7 +1,7 @@
 """The verifier's side of drafting: the table of requests, the drafters in its seats, and what travels between them.
 
-Everything here is a matter of speed only. Called from the verifier's one thread, except `inbox.put` and `snapshot`.
-What is decided is in `spec/policy.py`, who drafts for what in `spec/assign.py`.
+Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `verify/policy.py` and
+`verify/racing.py`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from specactor_ray.config.drafter_spec import WINDOW, DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.messages import Branches, Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
-from specactor_ray.spec import _kernels
-from specactor_ray.spec._kernels import Committed
-from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.assign import Assigner
-from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Drafter, Policy
-from specactor_ray.spec.table import RequestTable
 from specactor_ray.target.base import NO_DRAFTS, Drafts, States, TargetRequest
+from specactor_ray.verify._kernels import Committed
+from specactor_ray.verify.acceptance import Acceptance
+from specactor_ray.verify.cost import StepCost
+from specactor_ray.verify.policy import Drafter, Policy
+from specactor_ray.verify.racing import Assigner
 from specactor_ray.verify.seat import DrafterLink, FeatureLog, Seat
+from specactor_ray.verify.table import RequestTable
 
 
 class Drafting:
@@ -35,12 +34,10 @@ class Drafting:
     Args:
         verifier_id: Incarnation id of the verifier; drafters answer to it.
         coupled: Drafters take turns with the verifier on its own cores.
-        config: Windows and races.
-        vocab_size: Of the target.
         max_batch: Most requests the verifier runs at once.
         window: Most draft tokens of a request, if a drafter has a larger window than `config`.
         branches: Most branches of a tail.
-        acceptance, cost: How good drafts are, and what a step costs. Default: learned, without a prior.
+        acceptance, cost: Default: learned, without a prior.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class Drafting:
         cost: StepCost | None = None,
     ) -> None:
         warm_up()
-        self.verifier_id, self.wait_s = verifier_id, config.draft_wait_s
+        self.verifier_id = verifier_id
         self.inbox = inbox.for_verifier(vocab_size, branches)
         self.table = RequestTable(max(config.window or WINDOW, window), branches)
         self._seats: dict[int, Seat] = {}
@@ -64,17 +61,14 @@ class Drafting:
         self.policy = Policy(config, self.table, acceptance or Acceptance(), cost or StepCost(), self._seats)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
         self.features = FeatureLog()
-        """What steps exported; for drafters that join later, too."""
         self._standings: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
         """Drafters."""
         return len(self._seats)
 
-    # ---- drafters ----
-
     def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
-        """The complete list of drafters now."""
+        """Replace the list of drafters."""
         seats, known = self._seats, {seat.drafter_id: seat.number for seat in self._seats.values()}
         for number in [known[drafter_id] for drafter_id in known.keys() - links.keys()]:
             del seats[number]
@@ -92,8 +86,6 @@ class Drafting:
             self._seats[number].let_go(row, int(self.table.generation[row]))
         self._standings = self.policy.standings()
 
-    # ---- requests ----
-
     def close(self, row: int, finished: bool) -> None:
         """A request leaves its row."""
         for seat in self._seats.values():
@@ -102,10 +94,8 @@ class Drafting:
         self.features.drop(row)
         self.table.close(row)
 
-    # ---- what drafters say ----
-
     def take_messages(self) -> None:
-        """Take in what drafters sent since the last call."""
+        """Take in the messages of drafters that arrived since the last call."""
         seats = {seat.drafter_id: seat for seat in self._seats.values()}
         for batch in self.inbox.drain():
             if batch.drafter_id in seats:
@@ -120,15 +110,24 @@ class Drafting:
         for handle in zip(batch.rows[unknown].tolist(), batch.generations[unknown].tolist(), strict=True):
             seat.let_go(*handle)
 
-    # ---- steps ----
+    def flush(self, *, models_turn: bool = True) -> None:
+        """Send drafters what is new, unless the last delivery is under way. Models of the verifier's own thread get it
+        at their turn only, everything since the last one in one message."""
+        for seat in self._seats.values():
+            seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
+            seat.trip_s = seat.link.trip_s
+            if models_turn or not seat.takes_turns:
+                seat.link.offer(functools.partial(seat.news, self.verifier_id))
+            else:
+                seat.postponed += 1
 
     def revise(self, rows: np.ndarray) -> None:
-        """A step over these rows begins: look at who drafts for what, if it is time."""
+        """Revise the assignments before a step over these rows, if it is due."""
         if (released := self.assigner.step(rows)) is not None:
             self._let_go(released)
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, Drafts]:
-        """What a step over these rows verifies: int32 `(rows,)` whose tail, -1 for none, and the drafts."""
+        """What a step over these rows verifies: int32 `(rows,)` seats of the tails, -1 for none, and the drafts."""
         if not self._seats or not len(rows) or self.policy.suspension.is_on:
             return np.full(len(rows), -1, np.int32), NO_DRAFTS
         seats, lengths = self.policy.choose(rows)
@@ -136,62 +135,39 @@ class Drafting:
         return seats, Drafts(rows, lengths, tokens)
 
     def keep(self, states: States) -> None:
-        """A step exported hidden states."""
+        """Keep the hidden states that a step exported."""
         for row, start, values in states.split():
             request = self.table.requests[row]
-            assert request is not None
             read = len(request.prompt_token_ids) + len(request.committed_token_ids)
             self.features.keep(row, Features(start, values), read)
 
     def commit(self, step: Committed) -> None:
-        """A step committed tokens: judge the tails that were there by it."""
+        """Commit the tokens of a step, and learn from the tails that were there."""
         self.table.commit(step, self.policy.acceptance)
         if self._seats:
             self.policy.acceptance.fade(self.table)
 
-    # ---- what drafters are told ----
-
-    def flush(self, *, models_turn: bool = True) -> None:
-        """Tell drafters what they do not know yet, unless they are still busy with the last delivery. Models of the
-        verifier's own thread are told at their turn only, everything since the last one in one message."""
-        for seat in self._seats.values():
-            seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
-            if models_turn or not seat.takes_turns:
-                seat.link.offer(functools.partial(seat.news, self.verifier_id, self.policy.step_s))
-            else:
-                seat.postponed += 1
-
     def snapshot(self) -> dict[str, Any]:
-        """How links fare, malformed messages and the draft ladder; may be called from any thread."""
-        return {
-            "links": {seat.drafter_id: seat.link.snapshot() for seat in self._seats.copy().values()},
-            **self.inbox.snapshot(),
-            "ladder": self._standings,
-        }
+        """Counters of links, malformed messages and the draft ladder; for any thread."""
+        links = {seat.drafter_id: seat.link.snapshot() for seat in self._seats.copy().values()}
+        return {"links": links, **self.inbox.snapshot(), "ladder": self._standings}
 
 
 @functools.cache
 def warm_up() -> None:
-    """Compile the kernels of `spec/` for the types they are called with: seconds where numba's cache is cold."""
+    """Compile the kernels of `verify/` for the types they are called with: seconds where numba's cache is cold."""
     table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
-    policy = Policy(
-        SpeculationConfig(window=1),
-        table,
-        acceptance,
-        cost,
-        {0: Drafter("", DrafterSpec(window=1, max_batch=1), hosted=True)},
-    )
+    hosted = Drafter("", DrafterSpec(window=1, max_batch=1), hosted=True)
+    policy = Policy(SpeculationConfig(window=1), table, acceptance, cost, {0: hosted})
     cost.record(1, 1.0)
     rows = np.array([table.open(TargetRequest(str(i), (0,), SamplingParams())) for i in range(2)], np.int32)
     zero = np.zeros(2, np.int32)
     table.assigned[0] = True
     policy.plan_rounds(rows)
-    tails = TailBatch("", rows, table.generation[rows], zero, zero + 1, zero, Branches(zero, zero, zero + 1, zero))
     arriving = inbox.for_verifier(1, 2)
-    arriving.put(tails)
+    branches = Branches(zero, zero, zero + 1, zero)
+    arriving.put(TailBatch("", rows, table.generation[rows], zero, zero + 1, zero, branches))
     for message in arriving.drain():
         table.take(0, message)
-    _kernels.tally(zero, zero, zero)
-    seats, lengths = policy.choose(rows)
-    table.commit(Committed(rows, zero + 1, zero, seats, lengths, zero), acceptance)
+    table.commit(Committed(rows, zero + 1, zero, *policy.choose(rows), zero), acceptance)
     table.untold(0, rows)

@@ -1,8 +1,8 @@
-"""The verifier's loop: verify the best draft tail of every running request, commit what is right, tell everyone.
+"""The verifier's loop: verifies the best draft tail of every running request and commits what is right.
 
-A plain class around a target engine. Other threads put requests, drafts and drafter lists in; one thread calls
-`run`. It knows no Ray: a drafter is a link, the rollout is an event queue. Nothing a drafter does can change a
-token: the engine checks every draft token. Nor can a drafter of another process block one: every wait is bounded.
+A plain class around a target engine, without Ray: a drafter is a link, the rollout is an event queue. Other threads put
+requests, drafts and lists of drafters in; one thread calls `run`. The engine checks every draft token, so drafters
+change no token, and every wait for one in another process is bounded.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from specactor_ray.fallbacks import fallbacks
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import FinishedOutput, TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.spec.policy import Seconds
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.policy import Seconds
 from specactor_ray.verify.requests import Requests
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 
@@ -35,9 +35,8 @@ class VerifyLoop(Loop):
 
     Args:
         engine: The target; only the loop's thread touches it after `run` began.
-        drafting: Which drafts there are, and what is verified of them.
-        hosted: Drafters of this process, which the loop drives between two steps (docs/design/inline.md). Those of
-            other processes are made known by `set_drafters`.
+        drafting: Drafts and decisions.
+        hosted: Drafters of this process, driven between two steps (docs/design/inline.md). `set_drafters` has others.
     """
 
     def __init__(
@@ -47,13 +46,12 @@ class VerifyLoop(Loop):
         self.vocab_size = engine.vocab_size
         self.error: BaseException | None = None
         """What ended the loop, if the engine failed."""
-        self._engine, self._drafting = engine, drafting
+        self._engine, self._drafting, self._hosted = engine, drafting, hosted
         self._suspension = drafting.policy.suspension
         self._requests = Requests(engine, drafting, clock)
-        self._hosted = hosted
         self._has_models = any(not drafter.spec.traits.looks_up for drafter in hosted)
         self.drafter_links: Mapping[str, DrafterLink] = {}
-        """The drafters in other processes as they were set last."""
+        """The drafters in other processes, as they were set last."""
         for drafter in hosted:
             drafter.loop.set_verifiers({drafting.verifier_id: Link(direct_sender(drafting.inbox.put), clock=clock)})
         if hosted:
@@ -62,21 +60,15 @@ class VerifyLoop(Loop):
     # ---- called from other threads ----
 
     def submit(self, requests: Sequence[TargetRequest]) -> None:
-        """Queue requests; submitting one again is harmless.
-
-        A request that can never run comes back as `Finished` with its reason, one that asks for other weights than
-        those loaded as `Refused`. An attempt that runs or has ended, or one older than that, is ignored; a newer one
-        takes the place of the older without a `Finished` for it.
-        """
+        """Queue requests. One that can never run ends as `Finished` with its reason, one for other weights than those
+        loaded as `Refused`. An attempt that runs, has ended, or is older than such a one is ignored; a newer one
+        replaces the older without a `Finished` for it."""
         for request in requests:
             self.put(functools.partial(self._requests.add, request))
 
     def cancel(self, items: Sequence[tuple[str, int]]) -> None:
-        """Drop requests without a `Finished`: pairs of request id and attempt.
-
-        An older attempt that runs is dropped too, a newer one is not. Should the submission of a cancelled attempt
-        still arrive, it is ignored.
-        """
+        """Drop requests without a `Finished`: pairs of request id and attempt, of which older attempts are dropped too.
+        A later submission of them is ignored."""
         for request_id, attempt in items:
             self.put(functools.partial(self._requests.cancel, request_id, attempt))
 
@@ -98,9 +90,8 @@ class VerifyLoop(Loop):
         self.put(self._requests.reset_metrics)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
-        """Replace the weights between two steps. Requests that still run are dropped without a `Finished`, since an
-        output must not mix two versions: whoever sends new weights has given them up. Weights that are not newer than
-        those loaded are ignored: the message came twice, or late."""
+        """Replace the weights between two steps, unless they are not newer than those loaded. Requests that still run
+        are dropped without a `Finished`: an output never mixes two versions."""
         return self.call(functools.partial(self._load_weights, version, state_dict))
 
     def teach(self, method: str, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
@@ -114,11 +105,11 @@ class VerifyLoop(Loop):
         return self.call(load)
 
     def forget_history(self) -> Future[None]:
-        """Let the drafters of this process forget earlier outputs."""
+        """Clear the histories of the drafters of this process."""
         return self.call(lambda: [one.loop.proposer.forget_history() for one in self._hosted])  # type: ignore[func-returns-value]
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> Future[None]:
-        """Let the drafters of this process learn from outputs of other verifiers."""
+        """Add outputs of other verifiers to the histories of the drafters of this process."""
         return self.call(lambda: [one.loop.proposer.learn(outputs) for one in self._hosted])  # type: ignore[func-returns-value]
 
     def sleep(self) -> Future[None]:
@@ -139,8 +130,7 @@ class VerifyLoop(Loop):
         return self._requests.metrics
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters of the loop and of the drafts. `inbox`: messages of drafters that wait. `busy_s`: seconds since the
-        step or command under way began, 0 when there is none."""
+        """Counters of the loop and of the drafts; `inbox`: queued messages of drafters; `busy_s`: see `Loop`."""
         return {
             **self.metrics.to_dict(),
             **self._drafting.snapshot(),
@@ -155,7 +145,7 @@ class VerifyLoop(Loop):
     # ---- the loop ----
 
     def run(self) -> None:
-        """Loop until `stop`, then close the engine. An engine that fails ends the loop; `error` then says why."""
+        """Loop until `stop`, then close the engine. An engine that fails ends the loop and leaves its `error`."""
         try:
             while not self._stopping.is_set():
                 if not self.run_once():
@@ -194,8 +184,7 @@ class VerifyLoop(Loop):
     # ---- drafts ----
 
     def _await_drafts(self, rows: np.ndarray) -> float:
-        """Take what drafters sent, and let those of this thread draft as far as it pays. Returns the seconds that
-        requests waited for drafts."""
+        """Take in tails, and let models of this thread draft as far as it pays. Returns the seconds of that."""
         drafting = self._drafting
         if not len(drafting) or self._suspension.is_quiet:
             return 0.0
@@ -207,29 +196,33 @@ class VerifyLoop(Loop):
         if not len(rows) or self._suspension.is_on:
             return 0.0
         begin = self._clock.now()
-        self._await_tails(rows, begin + drafting.wait_s)
+        self._await_tails(rows)
         if self._has_models and (rounds := drafting.policy.plan_rounds(rows)):
             drafting.flush()
-            while rounds and self._draft():
-                rounds -= 1
+            while rounds and (drafted := self._draft(rounds)):
+                rounds = max(rounds - drafted, 0)
             drafting.take_messages()
         return self._clock.now() - begin
 
-    def _draft(self) -> bool:
-        """One step of every drafter of this thread: a model drafts one more token for each of its requests. One that
-        fails is logged and loses its requests. Returns False when there was nothing to do."""
-        return any([drafter.loop.run_guarded() for drafter in self._hosted])  # noqa: C419 - each has to run
+    def _draft(self, most: int = 1) -> int:
+        """One step of every drafter of this thread: a model drafts up to `most` tokens for each of its requests. One
+        that fails is logged and loses its requests. Returns how many it drafted, and 0 when there was nothing to do."""
+        return max((drafter.loop.take_turn(most) for drafter in self._hosted), default=0)
 
-    def _await_tails(self, rows: np.ndarray, until: float) -> None:
-        """Wait for requests without a tail. Drafters of other processes run ahead; by default nobody waits for them."""
-        while not self._stopping.is_set():
-            left = until - self._clock.now()
-            if left <= 0.0 or not self._drafting.policy.is_waiting(rows):
-                return
+    def _await_tails(self, rows: np.ndarray) -> None:
+        """Wait for requests without a tail, where that pays: drafters of other processes run ahead."""
+        policy, begin = self._drafting.policy, self._clock.now()
+        rows, left = policy.plan_wait(rows)
+        if left <= 0.0:
+            return
+        until = begin + left
+        while left > 0.0 and not self._stopping.is_set() and policy.silent(rows).any():
             self._drafting.flush()
             self._wake.wait(left)
             self._wake.clear()
             self._drafting.take_messages()
+            left = until - self._clock.now()
+        policy.waited(rows, self._clock.now() - begin)
 
     def _load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         if version <= self._engine.weight_version:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.spec import _kernels
-from specactor_ray.spec.policy import Seconds
 from specactor_ray.target.base import StepResult
+from specactor_ray.verify._kernels import COUNTS
+from specactor_ray.verify.policy import Seconds
 
 
 @dataclass
@@ -19,7 +19,7 @@ class StepMetrics:
 
     steps: int = 0
     suspended_steps: int = 0
-    """Of them, those in which drafts were left alone, since they did not pay (`spec/suspension.py`)."""
+    """Steps without drafts because drafts did not pay (`Suspension`)."""
     committed_tokens: int = 0
     row_steps: int = 0
     """Rows that committed, summed over steps: committed_tokens / row_steps is the acceptance length."""
@@ -57,7 +57,7 @@ class StepMetrics:
             self.accepted_by_position[position] += count
 
     def record_step(self, result: StepResult, seconds: Seconds, suspended: bool = False) -> None:
-        """What one step took, and whether drafts were left alone in it."""
+        """Add what one step took. `suspended`: drafts were left alone in it."""
         self.steps += 1
         self.suspended_steps += suspended
         self.forward_s += result.forward_s
@@ -65,29 +65,16 @@ class StepMetrics:
         self.waiting_s += seconds.waiting
         self.protocol_s += seconds.own
 
-    def record_rows(
-        self, committed: np.ndarray, supplied: np.ndarray, drafted: np.ndarray, accepted: np.ndarray
-    ) -> None:
-        """What one step did, by row: tokens committed, draft tokens that were there, that were verified, and right."""
-        self.row_steps += len(committed)
-        self.committed_tokens += int(committed.sum())
-        tokens, rows, tried, right, reached = _kernels.tally(supplied, drafted, accepted)
-        self.supplied_tokens += tokens
-        self.supplied_row_steps += rows
-        self.drafted_tokens += tried
-        self.accepted_tokens += right
-        self.count_positions(*reached.tolist())
-
-    def count_outcomes(self, outcomes: np.ndarray) -> None:
-        """Take the counts of `RequestTable.outcomes`, which begin at 0 again."""
-        refuted, on_arrival, at_commit = outcomes.tolist()
-        self.refuted_tails += refuted
-        self.arrival_rescues += on_arrival
-        self.commit_rescues += at_commit
-        outcomes[:] = 0
+    def take(self, counts: np.ndarray, reached: np.ndarray) -> None:
+        """Add `RequestTable.counts` and `reached`, which begin at 0 again."""
+        for name, count in zip(COUNTS, counts.tolist(), strict=True):
+            setattr(self, name, getattr(self, name) + count)
+        self.count_positions(*reached[:, : np.count_nonzero(reached[0])].tolist())
+        counts[:] = 0
+        reached[:] = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """All counters as plain data; for any thread. The loop may count on meanwhile: both lists have equal length."""
+        """All counters as plain data, for any thread: both lists have equal length while the loop counts on."""
         numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepMetrics)}
         accepted = list(self.accepted_by_position)
         drafted = self.drafted_by_position[: len(accepted)]

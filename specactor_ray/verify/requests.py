@@ -1,4 +1,4 @@
-"""The requests of a verifier from the time they are handed over to the time they end, and what the rollout is told."""
+"""The requests of a verifier from their submission to their end, and the events of the rollout."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.errors import InputError
 from specactor_ray.messages import Finished, Progress, Refused, RequestStats, ToRollout
 from specactor_ray.queues.events import EventQueue
-from specactor_ray.spec._kernels import Committed
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
+from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
 
@@ -20,16 +20,14 @@ _REMEMBERED = 65_536
 
 
 class Attempts:
-    """The newest attempt per request that was begun or cancelled, so that none is begun twice.
-
-    Submissions and cancellations may be repeated, late, or overtake each other; the attempt's number tells them apart.
-    """
+    """The newest attempt per request that was begun or cancelled: submissions and cancellations may be repeated, late,
+    or overtake each other."""
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
 
     def note(self, request_id: str, attempt: int) -> None:
-        """This attempt is not to be begun any more, nor are those before it."""
+        """Begin neither this attempt any more nor those before it."""
         self._newest[request_id] = max(attempt, self._newest.pop(request_id, attempt))
         if len(self._newest) > _REMEMBERED:
             del self._newest[next(iter(self._newest))]
@@ -47,13 +45,10 @@ class Requests:
         self._engine, self._drafting, self._table = engine, drafting, drafting.table
         self.events: EventQueue[ToRollout] = EventQueue(clock)
         """For the rollout. Urgent: everything but `Progress`."""
-        self._row_of: dict[str, int] = {}
-        """Running request → its row."""
-        self._names: dict[int, tuple[str, int]] = {}
-        """Row → its request and attempt."""
+        self._row_of: dict[str, int] = {}  # open request → its row
+        self._names: dict[int, tuple[str, int]] = {}  # row → its request and attempt
         self._attempts = Attempts()
-        self._fresh: list[ToRollout] = []
-        """Events of the step under way."""
+        self._fresh: list[ToRollout] = []  # events of the step under way
 
     def __len__(self) -> int:
         """Requests that run or wait for their turn."""
@@ -62,8 +57,6 @@ class Requests:
     def reset_metrics(self) -> None:
         """Set all counters to zero."""
         self.metrics = StepMetrics()
-
-    # ---- requests come and go ----
 
     def add(self, request: TargetRequest) -> None:
         """Begin a request, unless this attempt or a newer one was begun or cancelled."""
@@ -99,7 +92,7 @@ class Requests:
         self._attempts.note(request_id, attempt)
 
     def drop(self, request_id: str, finished: bool = False) -> None:
-        """Take a request out without a word to the rollout."""
+        """Remove a request without an event."""
         row = self._row_of.pop(request_id)
         self._engine.remove(row)
         self._drafting.close(row, finished)
@@ -109,11 +102,8 @@ class Requests:
         for request_id in list(self._row_of):
             self.drop(request_id)
 
-    # ---- a step ----
-
     def commit(self, result: StepResult, decoding: np.ndarray, seats: np.ndarray) -> int:
-        """Journal what the step committed, judge drafts by it, and end requests that ended. Returns how many draft
-        tokens were right."""
+        """Commit what the step made, and end requests that ended. Returns how many draft tokens were right."""
         if result.states is not None:
             self._drafting.keep(result.states)
         if len(result.tokens):
@@ -130,11 +120,8 @@ class Requests:
         rows, starts, counts, drafted, accepted = columns
         seat_of = np.full(len(table.generation), -1, np.int32)
         seat_of[decoding] = seats
-        step = Committed(rows, counts, result.tokens, seat_of[rows], drafted, accepted)
-        supplied = np.where(step.seats < 0, 0, table.length[step.seats, rows])
-        self._drafting.commit(step)
-        self.metrics.record_rows(counts, supplied, drafted, accepted)
-        self.metrics.count_outcomes(table.outcomes)
+        self._drafting.commit(Committed(rows, counts, result.tokens, seat_of[rows], drafted, accepted))
+        self.metrics.take(table.counts, table.reached)
         names = tuple(map(self._names.__getitem__, rows.tolist()))
         self._fresh.append(Progress(names, starts, counts, result.tokens, result.logprobs, result.margins))
 
@@ -149,7 +136,7 @@ class Requests:
         self.drop(request_id, finished=finish is not Finish.ERROR)
 
     def publish(self) -> None:
-        """Hand out the events of this step, all at once."""
+        """Publish the events of this step, all at once."""
         events, self._fresh = self._fresh, []
         if events:
             self.events.put(events, urgent=not all(isinstance(event, Progress) for event in events))

@@ -1,4 +1,4 @@
-"""A drafter as its verifier sees it: how to reach it, and what it has been told."""
+"""A drafter at its verifier: its link, and what has been sent to it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import CommitBatch, DraftOpen, Features
 from specactor_ray.queues.link import Link
-from specactor_ray.spec.policy import Drafter
-from specactor_ray.spec.table import RequestTable
+from specactor_ray.verify.policy import Drafter
+from specactor_ray.verify.table import RequestTable
 
 _KEPT_POSITIONS = 2048
 """Newest positions of each request whose hidden states are kept for drafters that join later."""
 MOST_READ = 4096
-"""Most prompt and output tokens that a delivery opens with a model, which reads them first; one for several, more."""
+"""Most prompt and output tokens of the requests that a delivery opens at a model; one request may have more."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class FeatureLog:
         self._kept: dict[int, list[Features]] = {}
 
     def keep(self, row: int, features: Features, read: int) -> None:
-        """What a step exported of a request. Its first `read` positions, which came with it, are kept together."""
+        """Add what a step exported of a request. Its first `read` positions, which came with it, are kept together."""
         kept = self._kept.setdefault(row, [])
         kept.append(features)
         while features.end - max(kept[0].end, read) >= _KEPT_POSITIONS:
@@ -61,37 +61,32 @@ class FeatureLog:
 
 
 class Seat(Drafter):
-    """A drafter and what it has yet to be told. For the verifier's thread.
+    """A drafter and what is still to be sent to it. For the verifier's thread.
 
-    Args:
-        number: Of the seat in the table.
-        session: Distinguishes it from earlier seats of the same drafter; see `CommitBatch`.
-        drafter_id, link: Incarnation id of the draft actor, and how to reach it.
-        table, features: The requests and their hidden states.
+    `number`: of the seat in the table; `session`: see `CommitBatch`; `drafter_id`: incarnation id of the draft actor.
     """
 
     def __init__(
         self, number: int, session: int, drafter_id: str, link: DrafterLink, table: RequestTable, features: FeatureLog
     ) -> None:
         super().__init__(drafter_id, link.spec, hosted=isinstance(link, HostedDrafter))
-        self.link = link.link
+        self.link, self.number, self._table = link.link, number, table
         self.postponed = 0
-        """Deliveries that were left out, as it works only when the verifier lets it."""
-        self.number, self._table = number, table
+        """Deliveries left out since its last turn."""
         self._session, self._begun = session, False
-        self._features = features if self.spec.traits.reads_features else None
+        self._features = features if self.spec.traits.reads_features else FeatureLog()
+        # Row and generation of requests to close there → whether they are finished.
         self._closed: dict[tuple[int, int], bool] = {}
-        """Row and generation of requests that it has to let go → whether they are finished."""
+        # Row, generation, output position and tokens of the unsent ends of finished requests.
         self._last: list[tuple[int, int, int, np.ndarray]] = []
-        """Row, generation, output position and tokens of requests that ended before it was told all of them."""
 
     def let_go(self, row: int, generation: int) -> None:
         """It does not draft for the request any more, or never should have."""
         self._closed.setdefault((row, generation), False)
 
     def end(self, row: int, finished: bool) -> None:
-        """A request that it drafts for leaves its row. One that keeps history learns from a finished output up to its
-        end. A request that is yet to be opened (again) is closed, too: a place may be kept for it."""
+        """A request that it drafts for leaves its row. A request that is yet to be opened (again) is closed, too: a
+        place may be kept for it."""
         table, told = self._table, int(self._table.told[self.number, row])
         finished = finished and told >= 0
         generation, tokens = int(table.generation[row]), table.output[row, told : table.committed[row]]
@@ -100,18 +95,17 @@ class Seat(Drafter):
         self._closed[row, generation] = finished
 
     def forget(self, handles: Sequence[tuple[int, int]]) -> None:
-        """It does not know these requests: they have to be opened again."""
+        """It has lost these requests: they have to be opened again."""
         table, number = self._table, self.number
         for row, generation in handles:
             if row < len(table.generation) and table.generation[row] == generation and table.assigned[number, row]:
                 table.told[number, row] = -1
 
-    def news(self, verifier_id: str, step_s: float) -> CommitBatch | None:
-        """What it does not know yet; it counts as told from now on. None if it knows everything; the first batch, which
-        begins the session, is never left out. `step_s`: see `CommitBatch`."""
+    def news(self, verifier_id: str) -> CommitBatch | None:
+        """What was not sent yet, and counts as sent now. None if there is nothing; the first batch, which begins the
+        session, is never left out."""
         table, number = self._table, self.number
-        told = table.told[number]
-        mine = np.flatnonzero(table.assigned[number])
+        told, mine = table.told[number], np.flatnonzero(table.assigned[number])
         deliveries, self.postponed = 1 + self.postponed, 0
         opened = tuple(self._opening(row) for row in self._to_open(mine[told[mine] < 0].tolist(), deliveries))
         rows = mine[(told[mine] >= 0) & (told[mine] < table.committed[mine])].astype(np.int32)
@@ -129,34 +123,28 @@ class Seat(Drafter):
             rows, generations, starts, lengths = map(np.concatenate, pairs)
             tokens = np.concatenate([*(one[3] for one in last), tokens])
         arrays = (rows, generations, starts, lengths, tokens)
-        return CommitBatch(verifier_id, *arrays, opened, closed, features, self._session, step_s)
+        return CommitBatch(verifier_id, *arrays, opened, closed, features, self._session)
 
     def _to_open(self, rows: list[int], deliveries: int) -> list[int]:
-        """Those whose turn it is in as many deliveries; the others follow with the next."""
+        """The first of these requests, as many as fit into so many deliveries; the others follow with the next."""
         if self.spec.traits.looks_up:
             return rows
         requests, committed = self._table.requests, self._table.committed
-        sizes = (len(requests[row].prompt_token_ids) + int(committed[row]) for row in rows)  # type: ignore[union-attr]
-        fit = takewhile(lambda size: size <= deliveries * MOST_READ, accumulate(sizes))
-        return rows[: max(len(list(fit)), 1)]
+        ends = accumulate(len(requests[row].prompt_token_ids) + int(committed[row]) for row in rows)
+        return rows[: max(len(list(takewhile(lambda end: end <= deliveries * MOST_READ, ends))), 1)]
 
     def _opening(self, row: int) -> DraftOpen:
         table, request = self._table, self._table.requests[row]
-        assert request is not None
         committed = int(table.committed[row])
         table.told[self.number, row], table.base[self.number, row] = committed, -1
         output = tuple(table.output[row, :committed].tolist())
-        handle = (row, int(table.generation[row]), request.request_id)
-        features = self._features.since(row, -1) if self._features is not None else ()
+        handle, features = (row, int(table.generation[row]), request.request_id), self._features.since(row, -1)
         return DraftOpen(*handle, request.prompt_token_ids, output, request.sampling, self.spec.window, features)
 
     def _untold_features(self, rows: np.ndarray) -> tuple[tuple[int, tuple[Features, ...]], ...]:
-        """Of the positions behind those told: the newest one told is fed, and its state known, with the next commit."""
-        if self._features is None:
+        """States from the newest token sent on: its own becomes known with the next commit."""
+        if not self.spec.traits.reads_features:
             return ()
-        table, news = self._table, []
-        for row, told in zip(rows.tolist(), table.told[self.number, rows].tolist(), strict=True):
-            known = len(table.requests[row].prompt_token_ids) + told - 1  # type: ignore[union-attr]
-            if spans := self._features.since(row, known):
-                news.append((row, spans))
-        return tuple(news)
+        requests, told = self._table.requests, self._table.told[self.number]
+        known = ((row, len(requests[row].prompt_token_ids) + int(told[row]) - 1) for row in rows.tolist())
+        return tuple((row, spans) for row, position in known if (spans := self._features.since(row, position)))

@@ -229,7 +229,7 @@ class Injector:
     def _slow_actor(self) -> bool:
         def slow(actor: VirtualActor) -> None:
             actor.process.slowness = self._rng.uniform(2.0, 20.0)
-            self._for(self._rng.uniform(1.0, 10.0), lambda: setattr(actor.process, "slowness", actor.node.slowness))
+            self._for(self._rng.uniform(1.0, 10.0), lambda: setattr(actor.process, "slowness", 1.0))
 
         return self._on_one("", slow)
 

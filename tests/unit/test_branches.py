@@ -165,16 +165,16 @@ def planned() -> tuple[Drafting, dict[tuple[int, int, int], float]]:
     for _ in range(3):
         drafting.extend(0)
     table, mirrors = drafting.table, drafting.mirrors
-    table.gaps[:, :] = np.random.default_rng(0).integers(0, 8, table.gaps.shape)
+    table.gaps[:] = np.random.default_rng(0).integers(0, 8, table.gaps.shape)
     worth: dict[tuple[int, int, int], float] = {}
     for slot in range(3):
         alive = 1.0
         for at in range(int(mirrors.known[slot]), int(mirrors.ends[slot])):
-            spot = at % table.gaps.shape[1]
-            gap = int(table.gaps[slot, spot])
+            spot = at % table.opened.shape[1]
+            gap = int(table.gaps[slot, MAIN, spot])
             wrong = alive * (1.0 - chance(table.evidence, gap, 0))
             for rank in range(RANKS):
-                if table.others[slot, spot, rank] >= 0:
+                if table.others[slot, MAIN, spot, rank] >= 0:
                     worth[slot, at, rank] = wrong * chance(table.evidence, gap, rank + 1)
                 wrong *= 1.0 - chance(table.evidence, gap, rank + 1)
             alive *= chance(table.evidence, gap, 0)

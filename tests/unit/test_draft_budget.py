@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -31,12 +29,12 @@ def test_a_loop_learns_what_forwards_cost_and_comes_to_rest(forward_s: float, ro
     while loop.run_once():
         pass
     assert set(budgets) == {0} and max(rows) == 2
-    assert not any(len(batch.branches.tails) for batch in told), "the verifier's pace is unknown"
+    assert not any(len(batch.branches.tails) for batch in told), "nothing was committed yet"
     for start in range(20):
         bases, lengths, tokens, _ = loop.proposer.tails(np.arange(2, dtype=np.int32))
         assert bases.tolist() == [start, start] and lengths.tolist() == [6, 6]
         wrong = ((tokens[[0, 6]] + 1) % 500).tolist()
-        loop.deliver(replace(news(commits=[(row, start, wrong[row : row + 1]) for row in range(2)]), step_s=0.0606))
+        loop.deliver(news(commits=[(row, start, wrong[row : row + 1]) for row in range(2)]))
         end = len(rows) + 100
         while loop.run_once():
             assert len(rows) < end, "it never comes to rest"

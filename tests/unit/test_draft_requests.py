@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer, Traits
@@ -194,22 +194,6 @@ def test_a_message_that_makes_no_sense_costs_other_verifiers_nothing(method: str
     assert loop.snapshot()["failures"] == 0
     assert not any(batch.lost for batch in told)
     assert proposer.tails(FIRST).bases.tolist() == [1] and proposer.tails(FIRST).lengths.tolist() == [4]
-
-
-def test_the_pace_is_that_of_the_fastest_verifier_with_requests() -> None:
-    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
-    loop.set_verifiers({name: Link(direct_sender(told.append)) for name in ("v0", "v1", "v2")})
-    for verifier, step_s in (("v0", 0.3), ("v1", 0.2), ("v2", 0.1), ("v3", 0.0)):
-        opened = [] if verifier == "v2" else [opening(0, verifier)]
-        loop.deliver(replace(news(opened, verifier_id=verifier), step_s=step_s))
-    loop.run_once()
-    assert loop._requests.step_s == 0.2
-    loop.deliver(replace(news(closed=[(0, True)], verifier_id="v1"), step_s=0.2))
-    loop.run_once()
-    assert loop._requests.step_s == 0.3
-    loop.deliver(news(commits=[(0, 0, [2])]))
-    loop.run_once()
-    assert loop._requests.step_s == 0.0, "it is not known any more"
 
 
 def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:

@@ -13,20 +13,20 @@ from specactor_ray.actors.process import ActorHost
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, TargetConfig
 from specactor_ray.controller.state import Mode, VerifierSpec
-from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.proposer import Traits
 from specactor_ray.draft.registry import traits
 from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.messages import CommitBatch, SamplingParams, TailBatch
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.spec._kernels import Committed
 from specactor_ray.target.base import States, TargetRequest
 from specactor_ray.verify import seat
+from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.by_name import ByName
-from tests.unit.spec.tables import Claim, batch, ints, request
+from tests.unit.verify.tables import Claim, batch, ints, request
 
 
 def spec_of(method: str) -> DrafterSpec:
@@ -128,17 +128,6 @@ def test_tails_are_kept_up_to_the_largest_window_and_most_branches_of_a_drafter(
     for claim in (three, three._replace(branches=(*three.branches, (1, (5,))))):
         drafting.inbox.put(batch([claim]))
     assert len(drafting.inbox) == 1 and list(drafting.snapshot()["malformed"].values()) == [1]
-
-
-def test_commits_carry_the_seconds_of_a_step() -> None:
-    drafting, heard, (row, _) = opened_once()
-    for seconds in (0.0, 0.25):
-        drafting.policy.cost.record(1, seconds)  # 0: is not recorded
-        drafting.choose(ints([row]))
-        one = ints([1])
-        drafting.commit(Committed(ints([row]), one, one, ints([-1]), ints([0]), ints([0])))
-        drafting.flush()
-        assert heard[-1].step_s == pytest.approx(seconds)
 
 
 def ended() -> tuple[CommitBatch, tuple[int, ...]]:

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from specactor_ray.draft.eagle.checkpoint import load_head, read_head_config, save_head, trained_weights
-from specactor_ray.draft.eagle.head import EagleHead, most_frequent_ids
+from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
-from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch
+from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, most_frequent_ids
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
@@ -577,8 +577,7 @@ class TestCheckpoint:
             ("eagle_aux_hidden_state_layer_ids", [0]),
             ("speculators_config", "x"),
             ("speculators_config.verifier", [1]),
-            ("speculators_config.proposal_methods", [3]),
-            ("speculators_config.proposal_methods", {"a": 1}),
+            ("eagle_config", 3),
             ("specactor_ray", [1]),
             ("specactor_ray.verifier_layers", "x"),
         ],

@@ -76,3 +76,30 @@ def test_code_is_stale_where_a_source_has_changed(tmp_path: Path) -> None:
         (tmp_path / "parts.py").write_text(f"VALUE = {value}\n")
         process = python("import one_kernel; print(one_kernel.value())", tmp_path)
         assert process.communicate(timeout=200)[0] == f"{value}\n"
+
+
+def test_another_copy_of_the_source_finds_what_was_compiled(tmp_path: Path) -> None:
+    """As a clone has it, or what a Ray job uploads: other files, of another time."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "one_kernel.py").write_text(KERNEL)
+        os.utime(tmp_path / name / "one_kernel.py", (hash(name) % 10**9, 0))
+    command = "import one_kernel; one_kernel.kind(1.0); print(sum(one_kernel.kind.stats.cache_hits.values()))"
+    hits = []
+    for name in ("first", "second"):
+        variables = {"PYTHONPATH": f"{tmp_path / name}:{REPO}", "SPECACTOR_CACHE": str(tmp_path / "cache")}
+        environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"} | variables
+        hits.append(subprocess.check_output([sys.executable, "-c", command], env=environment, text=True))
+    assert hits == ["0\n", "1\n"]
+
+
+def test_a_cache_that_cannot_be_written_is_in_the_folder_for_temporary_files(tmp_path: Path) -> None:
+    (tmp_path / "one_kernel.py").write_text(KERNEL)
+    (tmp_path / "file").touch()
+    (tmp_path / "temporary").mkdir()
+    variables = {"PYTHONPATH": f"{tmp_path}:{REPO}", "SPECACTOR_CACHE": f"{tmp_path / 'file'}/cache"}
+    environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"} | variables
+    environment["TMPDIR"] = str(tmp_path / "temporary")
+    command = "import one_kernel; print(one_kernel.kind(1.0))"
+    assert subprocess.check_output([sys.executable, "-c", command], env=environment, text=True) == "0.25\n"
+    assert list((tmp_path / "temporary").rglob("*.nbi"))

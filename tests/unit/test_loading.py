@@ -17,8 +17,9 @@ import torch
 
 from specactor_ray import json_text
 from specactor_ray.errors import ModelLoadError
+from specactor_ray.files import cache_dir
 from specactor_ray.models import builtin, loading
-from specactor_ray.models.cache import cache_dir, cached_dir
+from specactor_ray.models.cache import cached_dir
 
 REPOSITORY = Path(__file__).parents[2]
 

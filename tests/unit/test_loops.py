@@ -23,8 +23,7 @@ from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.health import ENOUGH, checksum
-from specactor_ray.draft.lookup.ngram import NgramProposer
-from specactor_ray.draft.lookup.suffix import SuffixProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Checkpoint, Proposer, Traits
@@ -33,14 +32,13 @@ from specactor_ray.messages import Features, Finished, Progress, SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.spec import assign
-from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Policy
-from specactor_ray.spec.suspension import Suspension
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.hf import HfEngine
+from specactor_ray.verify import racing
+from specactor_ray.verify.cost import StepCost
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
+from specactor_ray.verify.policy import Policy, Suspension
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
@@ -258,12 +256,8 @@ def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> Non
 
 @pytest.mark.parametrize(("temperature", "faulty"), [(0.0, False), (1.0, False), (1.0, True)])
 @pytest.mark.parametrize("kind", ["draft_model", "eagle"])
-def test_branches_drafted_within_a_step_change_no_token(
-    kind: str, temperature: float, faulty: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The drafter has as much time as eight branches of each request take."""
-    batch, deliver = requests(6, temperature), DraftLoop.deliver
-    monkeypatch.setattr(DraftLoop, "deliver", lambda loop, message: deliver(loop, replace(message, step_s=60.0)))
+def test_branches_drafted_within_a_step_change_no_token(kind: str, temperature: float, faulty: bool) -> None:
+    batch = requests(6, temperature)
     proposer = eagle(branches=8) if kind == "eagle" else DraftModelProposer(ragged(tiny_draft()), branches=8)
     bench = Bench({"small-0": proposer}, False, random.Random(3) if faulty else None, draft_wait_s=0.05)
     try:
@@ -304,8 +298,8 @@ def test_races_and_reconfigurations_change_no_token(
 ) -> None:
     """Every step another assignment, other rounds of drafting and other parts of tails; the channel loses, repeats and
     reorders."""
-    monkeypatch.setattr(assign, "REVISE_EVERY", 1)
-    monkeypatch.setattr(assign, "SWITCH_GAIN", -0.2)  # restless: whatever it has is never good enough
+    monkeypatch.setattr(racing, "REVISE_EVERY", 1)
+    monkeypatch.setattr(racing, "SWITCH_GAIN", -0.2)  # restless: whatever it has is never good enough
     rng, choose = np.random.default_rng(7), Policy.choose
 
     def whims(self: Policy, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

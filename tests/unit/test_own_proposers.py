@@ -15,8 +15,7 @@ from specactor_ray.config.drafting import is_hosted
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, SpeculationConfig, TargetConfig, VerifyPolicy
 from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.lookup.ngram import NgramProposer
-from specactor_ray.draft.lookup.suffix import SuffixProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer, packed

@@ -295,7 +295,7 @@ class TestResolve:
             assert total == pytest.approx(config.target.kv_cache_gb * config.target.replicas)
             if resolved.mode is not ModeName.plain:
                 assert resolved.drafters[0].window is None and resolved.speculation.window == plan.chosen.window
-                assert resolved.drafters[0].replicas == resolved.target.replicas
+                assert resolved.drafters[0].replicas == (plan.chosen.drafters or plan.chosen.verifiers)
 
         check()
 
@@ -328,7 +328,7 @@ class TestCommand:
             assert plan["chosen"]["tokens_per_s"] == max(row["tokens_per_s"] for row in plan["predictions"])
         code, out, _ = self.run(capsys, *known, "cluster.num_cpus=2", "--acceptance", "0")
         assert code == 0 and "batch 16: plain, " in out
-        assert "rejected: decoupled ngram, 1 x (2 + 1): needs 3 devices, and there are 2" in out
+        assert "rejected: decoupled ngram, 1 x 2 + 1 x 1: needs 3 devices, and there are 2" in out
 
     @pytest.mark.parametrize(
         ("arguments", "problem"),

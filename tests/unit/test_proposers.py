@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from specactor_ray.benchmarks.gpu_check.rollouts import OracleProposer
-from specactor_ray.draft.lookup.ngram import NgramProposer
-from specactor_ray.draft.lookup.suffix import SuffixProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.proposer import Proposer, packed

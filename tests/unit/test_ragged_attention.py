@@ -41,6 +41,9 @@ from tests.tiny import tiny_target
 CPU = torch.device("cpu")
 
 
+FLASH_DTYPES = [torch.float16, torch.bfloat16]
+
+
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -59,7 +62,7 @@ def flash_attention(
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`varlen_attn` on pages as FlashAttention 2 does it, with what that refuses."""
-    if query.dtype not in (torch.float16, torch.bfloat16):
+    if query.dtype not in FLASH_DTYPES:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     rows, (total, heads, dim) = len(cu_seq_q) - 1, query.shape
     assert key.dtype == value.dtype == query.dtype and return_aux.lse and num_splits == 1

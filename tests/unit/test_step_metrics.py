@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
-
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.spec.policy import Seconds
 from specactor_ray.target.base import StepResult
 from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.policy import Seconds
+from specactor_ray.verify.table import RequestTable
 
 
 def record_rows(metrics: StepMetrics, *rows: tuple[int, int, int, int]) -> None:
     """One step, by row: tokens committed, draft tokens there, verified, and right."""
-    metrics.record_rows(*np.array(rows, np.int32).reshape(-1, 4).T)
+    table = RequestTable(9)
+    for committed, supplied, drafted, accepted in rows:
+        table.counts[:6] += (1, committed, supplied, supplied > 0, drafted, accepted)
+        table.reached[0, :drafted] += 1
+        table.reached[1, :accepted] += 1
+    metrics.take(table.counts, table.reached)
+    assert not table.counts.any() and not table.reached.any()
 
 
 def test_reading_while_counting_never_fails() -> None:

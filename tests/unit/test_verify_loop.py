@@ -13,7 +13,7 @@ import torch
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
-from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.messages import Finished, Progress, Refused, SamplingParams, ToRollout

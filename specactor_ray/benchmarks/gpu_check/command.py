@@ -79,7 +79,16 @@ def gpu_check(
 
 def _functions(chosen: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """What runs stages; and stage → its weight in the sharing of the time, function."""
-    from specactor_ray.benchmarks.gpu_check import attention, flips, forwards, hardware, rollouts, triton_kernels, vllm
+    from specactor_ray.benchmarks.gpu_check import (
+        attention,
+        drafting,
+        flips,
+        forwards,
+        hardware,
+        rollouts,
+        triton_kernels,
+        vllm,
+    )
     from specactor_ray.benchmarks.gpu_check.stages import run_stages
 
     functions = {
@@ -87,6 +96,7 @@ def _functions(chosen: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         "triton": (10, triton_kernels.measure_triton),
         "attention": (6, attention.measure_attention),
         "forwards": (24, forwards.measure_forwards),
+        "drafting": (8, drafting.measure_drafting),
         "flips": (14, flips.measure_flips),
         "engine": (22, rollouts.measure_engine),
         "vllm": (30, vllm.measure_vllm),

@@ -9,6 +9,7 @@ STAGES = {
     "triton": "the keyed sampler: tokens of its Triton kernels beside the CPU's, then time",
     "attention": "a layer of the hf engine's attention: kernel, calls at new lengths, and batch invariance",
     "forwards": "ms of a forward by new positions of a row, as a CUDA graph where one was captured, else eager",
+    "drafting": "ms of a draft model's token, as a CUDA graph and eager, one at a time and in bursts",
     "flips": "sampled tokens per 1,000 that change with the batch and the positions of a forward",
     "engine": "batches on the hf engine, plain and with an oracle's drafts",
     "vllm": "batches on the vllm engine, plain and with an oracle's drafts, and on vllm.LLM",
@@ -73,6 +74,8 @@ class Settings(NamedTuple):
     forward_rows: tuple[int, ...]
     forward_positions: tuple[int, ...]
     forward_contexts: tuple[int, ...]
+    drafting_shapes: tuple[ModelShape, ...]
+    drafting_rows: tuple[int, ...]
     flip_rows: int
     """Rows that are compared; larger batches have others beside them."""
     flip_context: int
@@ -102,6 +105,7 @@ ON_GPU = Settings(
     shapes=(LARGE, SMALL),
     attention_rows=(1, 128), attention_queries=(1, 4), attention_lengths=range(1000, 1008),
     forward_rows=(1, 8, 32, 64, 128, 256), forward_positions=(1, 2, 3, 5, 9), forward_contexts=(2048, 512, 8192),
+    drafting_shapes=(SMALL,), drafting_rows=(1, 8, 64, 256),
     flip_rows=32, flip_context=512, flip_tokens=36, flip_batches=(1, 16, 128), flip_lengths=(1, 4, 9),
     engine_cells=(Cell(LARGE, "bfloat16", 128), Cell(SMALL, "bfloat16", 64), Cell(SMALL, "float32", 16)),
     vllm_cells=(Cell(LARGE, "bfloat16", 128), Cell(LARGE, "bfloat16", 1)),
@@ -113,6 +117,7 @@ DRY_RUN = Settings(
     shapes=(TINY,),
     attention_rows=(1, 4), attention_queries=(1, 3), attention_lengths=range(20, 23),
     forward_rows=(1, 4), forward_positions=(1, 3), forward_contexts=(16, 8),
+    drafting_shapes=(TINY,), drafting_rows=(1, 4),
     flip_rows=4, flip_context=16, flip_tokens=4, flip_batches=(1, 2, 8), flip_lengths=(1, 2, 4),
     engine_cells=(Cell(TINY, "float32", 4), Cell(TINY, "bfloat16", 2)),
     vllm_cells=(Cell(TINY, "float32", 4),),

@@ -7,9 +7,10 @@ weights under `midlayer.`). A checkpoint without embeddings uses the target's.
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,27 @@ from specactor_ray.models.loading import (
 
 _OWN_KEY = "specactor_ray"
 """Section of `config.json` for values outside of the format."""
+_WINDOW = 5
+"""Draft tokens per step that written checkpoints recommend."""
 _EMBEDDING = "embed_tokens.weight"
-_EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-_FROZEN = (_EMBEDDING, "d2t", "t2d")
+_EMBEDDING_NAMES = (_EMBEDDING, "wte.weight", "embed_in.weight")
+_AUX = "eagle_aux_hidden_state_layer_ids"
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+_LAYER_KEYS = (
+    *_SIZES, "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias"
+)  # fmt: skip
+_LAYER_DEFAULTS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+"""Defaults of Llama, written out because vLLM reads the layer's configuration as it is."""
+_Kind = tuple[Callable[[Any], bool], str]
+_SIZE: _Kind = (lambda value: type(value) is int and 1 <= value < 2**31, "a whole number of 1 or more")
+_SECTION: _Kind = (lambda value: isinstance(value, dict), "a section of keys and values")
+_LAYERS: _Kind = (
+    lambda value: isinstance(value, list) and all(type(index) is int and 0 < index < 2**16 for index in value),
+    "a list of layers from 1 on",
+)
 
 
 def read_head_config(name: str, target: str, *, trust_remote_code: bool = False) -> EagleHeadConfig:
@@ -44,11 +63,8 @@ def read_head_config(name: str, target: str, *, trust_remote_code: bool = False)
     Raises:
         ModelLoadError: There is no head, it is of another kind, or it was made for another target; both are named.
     """
-    folder = Path(name).expanduser()
-    facts = _read_json(folder)
     model = load_model_config(target, trust_remote_code=trust_remote_code).get_text_config()
-    layers = int(model.num_hidden_layers)
-    config = _parse(folder, facts, layers, int(model.hidden_size))
+    config = _parse(require_head(Path(name).expanduser()) / "config.json", model)
     _reject_other_target(config, name, target, model)
     return config
 
@@ -73,9 +89,14 @@ def load_head(
     except wrong_value_errors() as error:
         reason = " ".join(str(error).split())
         raise ModelLoadError(f"{name}/config.json does not describe a layer that can be made: {reason}.") from error
-    _reject_misfits(head, weights, name)
-    head.load_state_dict(weights)
-    _reject_bad_mapping(head, name)
+    try:
+        head.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"The weights of the EAGLE head {name!r} do not fit its config.json: {reason}") from error
+    ids = head.draft_token_ids()
+    if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
+        raise ModelLoadError(f"The mapping d2t of the EAGLE head {name!r} does not fit the target's vocabulary.")
     return head.to(device, parse_dtype(dtype, device != "cpu")).eval().requires_grad_(False)
 
 
@@ -96,10 +117,10 @@ def save_head(head: EagleHead, folder: Path) -> None:
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.window}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _WINDOW}],
             "verifier": {"name_or_path": config.verifier, "architectures": []},
         },
-        _OWN_KEY: {"verifier_layers": config.verifier_layers, **config.extra},
+        _OWN_KEY: {"verifier_layers": config.verifier_layers},
     }
     target_has_draft = torch.zeros(config.vocab_size, dtype=torch.bool)
     target_has_draft[head.draft_token_ids().cpu()] = True
@@ -112,7 +133,7 @@ def save_head(head: EagleHead, folder: Path) -> None:
 
 def trained_weights(head: EagleHead) -> dict[str, torch.Tensor]:
     """Name → tensor of the weights that training changes; an update of a running head carries these."""
-    return {key: tensor for key, tensor in head.state_dict().items() if key not in _FROZEN}
+    return {key: tensor for key, tensor in head.state_dict().items() if key not in (_EMBEDDING, "d2t", "t2d")}
 
 
 def target_embedding(target: str, *, trust_remote_code: bool = False) -> torch.Tensor:
@@ -129,121 +150,58 @@ def target_embedding(target: str, *, trust_remote_code: bool = False) -> torch.T
     return model.get_input_embeddings().weight.detach()
 
 
-def _read_json(folder: Path) -> dict[str, Any]:
-    require_head(folder)
-    path = folder / "config.json"
+def _value(path: Path, facts: Mapping[str, Any], key: str, kind: _Kind, default: Any = None) -> Any:
+    """The value at a key of a section of `config.json`, or the default.
+
+    Raises:
+        ModelLoadError: The value is of another kind.
+    """
+    value, (is_right, allowed) = facts.get(key), kind
+    if value is not None and not is_right(value):
+        raise ModelLoadError(f"{path}: {key} is {value!r:.80}, not {allowed}.")
+    return default if value is None else value
+
+
+def _parse(path: Path, target: Any) -> EagleHeadConfig:
+    """Read `config.json` of a head for a target with this configuration."""
     try:
         facts = parse_json(read_foreign(path))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}. Fix: copy the head again.") from error
-    return facts if isinstance(facts, dict) else {}
-
-
-def _whole(folder: Path, facts: Mapping[str, Any], key: str, default: int | None) -> int | None:
-    """The integer of 1 or more at a key, or the default.
-
-    Raises:
-        ModelLoadError: The value is something else.
-    """
-    value = facts.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-        raise ModelLoadError(f"{folder}/config.json: {key} is {value!r:.80}, not a whole number of 1 or more.")
-    return value
-
-
-def _section(folder: Path, facts: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The section at a key, empty if missing; raises as `_whole`."""
-    value = facts.get(key) or {}
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{folder}/config.json: {key} is {value!r:.80}, not a section of keys and values.")
-    return value
-
-
-def _aux_layers(folder: Path, facts: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
-    key = "eagle_aux_hidden_state_layer_ids"
-    aux = facts.get(key) or _section(folder, facts, "eagle_config").get(key) or default_aux_layers(target_layers)
-    if not isinstance(aux, list | tuple) or not all(type(index) is int and 0 < index < 2**16 for index in aux):
-        raise ModelLoadError(f"{folder}/config.json: {key} is {aux!r:.80}, not a list of layers from 1 on.")
-    return tuple(aux)
-
-
-def _window(folder: Path, about: Mapping[str, Any]) -> int:
-    methods = about.get("proposal_methods") or [{}]
-    if not isinstance(methods, list) or not isinstance(methods[0], dict):
-        raise ModelLoadError(f"{folder}/config.json: proposal_methods is {methods!r:.80}, not a list of sections.")
-    return _whole(folder, methods[0], "speculative_tokens", None) or 5
-
-
-def _parse(folder: Path, facts: Mapping[str, Any], target_layers: int, target_hidden: int) -> EagleHeadConfig:
-    kind = facts.get("speculators_model_type")
+    read = functools.partial(_value, path)
+    facts = facts if isinstance(facts, dict) else {}
+    kind, layer = facts.get("speculators_model_type"), read(facts, "transformer_layer_config", _SECTION) or facts
     if kind not in (None, "eagle3"):
-        raise ModelLoadError(f"{folder} holds a {kind!r} head. Fix: use one of the kind eagle3.")
-    layer = _section(folder, facts, "transformer_layer_config") or dict(facts)
-    draft_vocab_size = _whole(folder, facts, "draft_vocab_size", None)
-    sizes = {key: _whole(folder, layer, key, None) for key in _LAYER_SIZES}
-    if draft_vocab_size is None or None in (sizes["hidden_size"], sizes["vocab_size"]):
-        raise ModelLoadError(f"{folder}/config.json does not describe an EAGLE-3 head (no draft_vocab_size).")
-    if _whole(folder, layer, "num_hidden_layers", 1) != 1:
-        raise ModelLoadError(f"{folder} has {layer['num_hidden_layers']} layers; heads of one layer are supported.")
-    own = dict(_section(folder, facts, _OWN_KEY))
-    verifier_layers = _whole(folder, own, "verifier_layers", None)
-    own.pop("verifier_layers", None)
-    about = _section(folder, facts, "speculators_config")
-    hidden = _whole(folder, layer, "target_hidden_size", target_hidden)
+        raise ModelLoadError(f"{path.parent} holds a {kind!r} head. Fix: use one of the kind eagle3.")
+    sizes = {key: read(layer, key, _SIZE) for key in _SIZES}
+    draft_vocab_size = read(facts, "draft_vocab_size", _SIZE)
+    if None in (draft_vocab_size, sizes["hidden_size"], sizes["vocab_size"]):
+        raise ModelLoadError(f"{path} does not describe an EAGLE-3 head (no draft_vocab_size).")
+    if read(layer, "num_hidden_layers", _SIZE, 1) != 1:
+        raise ModelLoadError(f"{path.parent} has {layer['num_hidden_layers']} layers; heads of one are supported.")
+    own, about, eagle = (read(facts, key, _SECTION, {}) for key in (_OWN_KEY, "speculators_config", "eagle_config"))
+    hidden = read(layer, "target_hidden_size", _SIZE, int(target.hidden_size))
+    aux = read(facts, _AUX, _LAYERS) or read(eagle, _AUX, _LAYERS) or default_aux_layers(int(target.num_hidden_layers))
     return EagleHeadConfig(
-        layer={
-            key: value
-            for key, value in layer.items()
-            if key in _LAYER_KEYS and value is not None and value != _LAYER_DEFAULTS.get(key)
-        },
+        layer={key: layer[key] for key in _LAYER_KEYS if layer.get(key) not in (None, _LAYER_DEFAULTS.get(key))},
         draft_vocab_size=draft_vocab_size,
-        target_hidden_size=_whole(folder, facts, "target_hidden_size", hidden) or target_hidden,
-        aux_layers=_aux_layers(folder, facts, target_layers),
+        target_hidden_size=read(facts, "target_hidden_size", _SIZE, hidden),
+        aux_layers=tuple(aux),
         norm_before_residual=bool(facts.get("norm_before_residual", False)),
-        verifier=str(_section(folder, about, "verifier").get("name_or_path") or ""),
-        verifier_layers=verifier_layers,
-        window=_window(folder, about),
-        extra=own,
+        verifier=str(read(about, "verifier", _SECTION, {}).get("name_or_path") or ""),
+        verifier_layers=read(own, "verifier_layers", _SIZE),
     )
-
-
-_LAYER_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-)
-_LAYER_KEYS = (
-    *_LAYER_SIZES,
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "attention_bias",
-    "mlp_bias",
-)
-
-
-_LAYER_DEFAULTS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
-"""Defaults of Llama, written out because vLLM reads the layer's configuration as it is."""
 
 
 def _reject_other_target(config: EagleHeadConfig, name: str, target: str, model: Any) -> None:
     """Raise if vocabulary, width or layers of the target differ from those of the head."""
     made_for = f" (made for {config.verifier})" if config.verifier else ""
-    layers = config.verifier_layers if config.verifier_layers is not None else int(model.num_hidden_layers)
-    if max(config.aux_layers) > int(model.num_hidden_layers):
-        layers = max(config.aux_layers)  # more than the target has
+    has = int(model.num_hidden_layers)
+    layers = max(config.aux_layers) if max(config.aux_layers) > has else config.verifier_layers or has
     for what, wanted, is_ in (
         ("a vocabulary of {} tokens", config.vocab_size, int(model.vocab_size)),
         ("hidden states of {} numbers", config.target_hidden_size, int(model.hidden_size)),
-        ("{} decoder layers", layers, int(model.num_hidden_layers)),
+        ("{} decoder layers", layers, has),
     ):
         if wanted != is_:
             raise ModelLoadError(
@@ -276,25 +234,3 @@ def _our_name(key: str) -> str:
     for prefix in ("model.", "draft_model."):
         key = key.removeprefix(prefix)
     return f"layers.0.{key.removeprefix('midlayer.')}" if key.startswith("midlayer.") else key
-
-
-def _reject_misfits(head: EagleHead, weights: Mapping[str, torch.Tensor], name: str) -> None:
-    wanted = {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}
-    missing, unknown = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
-    if missing or unknown:
-        raise ModelLoadError(
-            f"The weights of the EAGLE head {name!r} do not fit its configuration: {len(missing)} missing (first: "
-            f"{missing[:3]}), {len(unknown)} unknown (first: {unknown[:3]})."
-        )
-    for key, shape in wanted.items():
-        if tuple(weights[key].shape) != shape:
-            raise ModelLoadError(
-                f"Weight {key} of the EAGLE head {name!r} has the shape {tuple(weights[key].shape)}; its "
-                f"configuration says {shape}."
-            )
-
-
-def _reject_bad_mapping(head: EagleHead, name: str) -> None:
-    ids = head.draft_token_ids()
-    if ids.min() < 0 or ids.max() >= head.config.vocab_size or len(ids.unique()) < len(ids):
-        raise ModelLoadError(f"The mapping d2t of the EAGLE head {name!r} does not fit the target's vocabulary.")

@@ -14,8 +14,8 @@ Weights are stored under the names of the `speculators` format, which vLLM loads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,10 +43,6 @@ class EagleHeadConfig:
     """Name of the target the head was trained for."""
     verifier_layers: int | None = None
     """Decoder layers of that target; None if the checkpoint has no such entry."""
-    window: int = 5
-    """Draft tokens per step that the checkpoint recommends."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Other entries of the checkpoint, kept unchanged."""
 
     @property
     def hidden_size(self) -> int:
@@ -82,12 +78,8 @@ class EagleAttention(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        width, bias = 2 * config.hidden_size, bool(config.attention_bias)
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, width, bias = config.head_dim, 2 * config.hidden_size, bool(config.attention_bias)
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
@@ -101,9 +93,10 @@ class EagleAttention(nn.Module):
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         batch, count, _ = x.shape
-        q = self.q_proj(x).view(batch, count, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, count, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(batch, count, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = (
+            linear(x).view(batch, count, -1, self.head_dim).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = apply_rotary_pos_emb(q, k, *rope)
         return self.o_proj(attend(self, q, k, v, **kwargs)), None
 
@@ -137,11 +130,7 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The head with its embedding (the target's, frozen) and reduced output layer.
-
-    Args:
-        config: Shape of the head.
-    """
+    """The head with its embedding (the target's, frozen) and reduced output layer."""
 
     d2t: torch.Tensor
     """int64 `(draft_vocab,)`: draft token `j` is the target's id `j + d2t[j]`."""
@@ -189,13 +178,3 @@ class EagleHead(nn.Module):
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """`(..., draft_vocab)` of outputs `(..., hidden)`."""
         return self.lm_head(self.norm(outputs))
-
-
-def most_frequent_ids(counts: torch.Tensor, size: int, always: Sequence[int] = ()) -> torch.Tensor:
-    """The `size` ids with the largest `counts` `(vocab,)` and `always`, ascending: the draft vocabulary."""
-    ranked = counts.to(torch.float64).clone()
-    ranked[list(always)] = float("inf")
-    size = min(size, len(ranked))
-    # The lower id wins ties, so the choice is reproducible.
-    order = torch.argsort(ranked, descending=True, stable=True)
-    return order[:size].sort().values

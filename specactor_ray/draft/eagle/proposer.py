@@ -31,7 +31,6 @@ from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.ragged_attention import to_device
 from specactor_ray.models.wire import from_wire
 from specactor_ray.ragged import places
-from specactor_ray.sampling.candidates import Candidates, candidates, warm_up
 
 
 class EagleProposer(ModelProposer):
@@ -39,21 +38,16 @@ class EagleProposer(ModelProposer):
 
     Args:
         runner: The head with its cache; owned by the proposer.
-        max_batch, shared_noise, branches: See `ModelProposer`.
+        arguments, options: See `ModelProposer`.
     """
 
     method = "eagle"
     traits = BUILT_IN[method].traits
     _by_slot = (*ModelProposer._by_slot, "_anchors", "_received", "_drafted", "_promised")
 
-    def __init__(self, runner: EagleRunner, max_batch: int = 64, shared_noise: bool = True, branches: int = 0) -> None:
-        config = runner.config
-        max_positions = int(config.layer.get("max_position_embeddings", 1 << 30))
-        limits = (max_positions, max_batch)
-        super().__init__(runner.cache, runner.dtype, config.vocab_size, *limits, shared_noise, branches)
+    def __init__(self, runner: EagleRunner, *arguments: Any, **options: Any) -> None:
+        super().__init__(runner, *arguments, **options)
         self._runner = runner
-        if runner.ids is not None:
-            warm_up(runner.device, runner.dtype)
         self._anchors, self._received = np.zeros((2, 0), np.int64)
         """int64 `(slots,)`: first position with an unread state; first position without a state. Entries from the
         anchor on rest on own outputs."""
@@ -63,7 +57,9 @@ class EagleProposer(ModelProposer):
         """bool `(slots,)`: got a place late and lacks earlier states, so it has to be opened again."""
         self._unread: dict[int, torch.Tensor] = {}
         """Slot → states of the positions from its anchor to `_received`, where there are any."""
-        self._outputs = torch.empty(0, branches, config.hidden_size, dtype=runner.dtype, device=runner.device)
+        self._outputs = torch.empty(
+            0, self.branches.most, runner.feature_size, dtype=runner.dtype, device=runner.device
+        )
         """`(slots, branches + window, hidden)`: outputs of the head, features of the next positions: the newest one of
         each branch, then those that drew the first, second, ... token of the tail."""
 
@@ -162,31 +158,38 @@ class EagleProposer(ModelProposer):
         backlogs = np.where(reads, self._received - self._anchors, 1)
         return self._plan(self._placed & reads, self._placed & ahead, backlogs)
 
-    def _run(
-        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
-    ) -> torch.Tensor:
+    def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
         # Main chains read their unread states; all others append one entry on the head's own output.
         slots, numbers, most, known = chains.slots, chains.numbers, self.branches.most, self.mirrors.known[chains.slots]
         begins, main, grown = self._origins[slots] + self._cache.lengths[rows], numbers == MAIN, numbers != MAIN
         grown[grown] = self.branches.lengths[slots[grown], numbers[grown]] > 1  # others begin with the main chain's
         reads, flat = main & self._reads[slots], self._outputs.flatten(0, 1)
         sources = np.where(grown, numbers, most + begins - known) + slots * self._outputs.shape[1]
-        targets = np.where(main, most + self._drafted[slots] - known, numbers) + slots * self._outputs.shape[1]
-        on_device = to_device([sources[~reads], targets.astype(np.int64)], flat.device)
-        features = flat.index_select(0, on_device[0])
+        features = flat.index_select(0, *to_device([sources[~reads]], flat.device))
         if reads.any():
             at = int(reads.argmax())  # those that read are side by side
             fused = self._fuse_states(slots[reads], counts[reads])
             features = torch.cat([features[:at], fused, features[at:]])
-        outputs, logits = self._runner.forward(rows, places(begins - 1, counts), counts, tokens, features)
-        flat.index_copy_(0, on_device[1], outputs)
-        self._anchors[slots[reads]] += counts[reads]
-        return logits if complete.all() else logits[torch.from_numpy(complete)]
+            self._anchors[slots[reads]] += counts[reads]
+        return places(begins - 1, counts), features
 
-    def _candidates(self, logits: torch.Tensor, ends: np.ndarray, slots: np.ndarray) -> Candidates:
-        if self._runner.ids is None:
-            return super()._candidates(logits, ends, slots)
-        return candidates(logits, ends, slots, self._rules, ids=self._runner.ids)
+    def _end(self, chains: Chains, shares: np.ndarray, outputs: torch.Tensor) -> None:
+        # Of a main chain each output is kept, of a branch the newest one.
+        slots, main, flat = chains.slots, chains.numbers == MAIN, self._outputs.flatten(0, 1)
+        firsts = np.where(main, self.branches.most + self._drafted[slots] - self.mirrors.known[slots], chains.numbers)
+        steps = np.arange(len(outputs))[:, None]
+        kept = (steps < shares) & (main | (steps == shares - 1))
+        targets = (slots.astype(np.int64) * self._outputs.shape[1] + firsts + np.where(main, steps, 0))[kept]
+        sources, targets = to_device([np.flatnonzero(kept), targets], flat.device)
+        flat.index_copy_(0, targets, outputs.flatten(0, 1).index_select(0, sources))
+
+    def _run(
+        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
+    ) -> torch.Tensor:
+        positions, features = self._begin(chains, rows, counts)
+        outputs, logits = self._runner.forward(rows, positions, counts, tokens, features)
+        self._end(chains, np.ones(len(rows), np.int64), outputs[None])
+        return logits if complete.all() else logits[torch.from_numpy(complete)]
 
     def _fuse_states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         """Take `counts` unread states of each slot; returns their features `(sum(counts), hidden)`."""

@@ -36,6 +36,8 @@ class EagleRunner:
         self.config = head.config
         weight = head.fc.weight
         self.device, self.dtype = weight.device, weight.dtype
+        self.vocab_size, self.feature_size = self.config.vocab_size, self.config.hidden_size
+        self.max_positions = int(self.config.layer.get("max_position_embeddings", 1 << 30))
         self._token_ids = head.draft_token_ids()
         ordered = bool((self._token_ids.diff() > 0).all())
         self.ids = self._token_ids.numpy().astype(np.uint32) if ordered and self.device.type == "cpu" else None
@@ -79,12 +81,23 @@ class EagleRunner:
         """
         batch = RaggedBatch(self.cache, rows, counts, (token_ids.astype(np.int64), positions, np.cumsum(counts) - 1))
         tokens, places, last = batch.arrays
-
-        outputs = self.head(features[None], tokens[None], places[None], _attend, ragged_batch=batch)[0]
-        outputs = outputs.index_select(0, last)
+        logits, outputs = self.step(batch, tokens, places, features, last)
         self.cache.lengths[rows] += counts
+        return outputs, logits
+
+    def step(
+        self,
+        batch: RaggedBatch,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        features: torch.Tensor,
+        last: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and outputs of all positions, or of those at `last`. Nothing waits for the device."""
+        outputs = self.head(features[None], tokens[None], positions[None], _attend, ragged_batch=batch)[0]
+        outputs = outputs if last is None else outputs.index_select(0, last)
         logits = self.head.logits(outputs)
-        return outputs, logits if self.ids is not None else self._over_target_vocabulary(logits)
+        return logits if self.ids is not None else self._over_target_vocabulary(logits), outputs
 
     def _try_out(self) -> None:
         """Run all modules."""
@@ -104,9 +117,8 @@ class EagleRunner:
         assign_weights(self.head, {**kept, **state_dict}, {})
 
     def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        full = logits.new_full((len(logits), self.config.vocab_size), float("-inf"))
-        full[:, self._token_ids] = logits
-        return full
+        full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+        return full.index_copy_(1, self._token_ids, logits)
 
 
 def _attend(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.drafter_training.corpus import Record

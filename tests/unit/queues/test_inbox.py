@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from specactor_ray.messages import NO_BRANCHES, Branches, CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.queues.inbox import MOST_MALFORMED, MOST_WAITING, UNKNOWN
-from specactor_ray.spec.table import RequestTable
-from tests.unit.spec.tables import ints, request
+from specactor_ray.verify.table import RequestTable
+from tests.unit.verify.tables import ints, request
 
 VOCAB, BRANCHES = 100, 2
 HUGE = 1 << 21
@@ -179,7 +179,7 @@ FOR_VERIFIER = [
 FOR_DRAFTER = [
     *malformed(COMMIT, verifier_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS),
     *malformed(COMMIT, starts=(*BAD_ARRAYS, ints([2**31 - 2, 0])), lengths=BAD_LENGTHS, tokens=BAD_TOKENS),
-    *malformed(COMMIT, session=BAD_NUMBERS, step_s=BAD_SECONDS),
+    *malformed(COMMIT, session=BAD_NUMBERS),
     *malformed(COMMIT, opened=(None, [OPENING], (None,), OPENING, (COMMIT,)), closed=BAD_CLOSED),
     *malformed(COMMIT, features=(*BAD_FEATURES, *(((3, spans),) for spans in BAD_SPANS))),
     *opening(row=(*BAD_NUMBERS, HUGE), generation=BAD_NUMBERS, request_id=BAD_IDS, window=(*BAD_NUMBERS, HUGE)),
@@ -334,8 +334,7 @@ BATCHES = st.one_of(
     filled(TailBatch, drafter_id=st.sampled_from("de"), **COLUMNS, branches=st.just(NO_BRANCHES) | BRANCHES_LIKE,
            token_s=st.floats(0, 1) | st.floats(), lost=st.just(()) | ANYTHING),
     filled(CommitBatch, verifier_id=st.just("v"), **COLUMNS, opened=OPENED.map(lambda one: (one,)) | ANYTHING,
-           closed=st.just(()) | st.tuples(ANYTHING), features=st.just(()) | st.tuples(ANYTHING),
-           step_s=st.floats(0, 1) | st.floats()),
+           closed=st.just(()) | st.tuples(ANYTHING), features=st.just(()) | st.tuples(ANYTHING)),
 )  # fmt: skip
 
 

@@ -259,7 +259,7 @@ class TestFigures:
         assert sum(shares) == pytest.approx(100, abs=0.3)
 
     def test_rl_steps_have_updates_and_syncs(self, scenario: Path) -> None:
-        overrides = ["steps.steps=2", "steps.update_s=1.5", "steps.update_tokens_per_s=1e4"]
+        overrides = ["steps.steps=2", "steps.update_tokens_per_s=500"]
         found = compare(scenario, overrides, ["decoupled"])
         report = build_report(scenario, overrides, ["decoupled"], found, False)
         (result,) = report["results"]
@@ -394,6 +394,7 @@ class TestCommand:
         [
             (["--batch", "1,4"], "--batch: does not go with --config; leave it out"),
             (["--validate", "--oracle"], "--oracle: does not go with --validate"),
+            (["--plan", "--oracle"], "--oracle: does not go with --plan"),
             (["--processes", "0"], "--processes: 0 is too small"),
             (["--compare", "fast"], "no variant 'fast'. Fix: use some of: plain, coupled, decoupled."),
             (["--compare", ","], "--compare: ',' names no variant"),

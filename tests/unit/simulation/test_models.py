@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams, TailBatch
 from specactor_ray.simulation.engine import SimulatedEngine
@@ -248,17 +248,34 @@ class TestDrafters:
         assert not clock.kernel.crashes
         return clock.kernel.now, tails
 
-    def test_a_model_drafts_a_token_a_forward_and_a_lookup_all_at_once(self) -> None:
-        text = GeneratedText({1: 100}, {"model": Skill(0.999), "lookup": Skill(0.999)})
-        times = {"model": DraftTime(LinearTime(0.5)), "lookup": DraftTime(LinearTime(0.25, 0.125), is_lookup=True)}
+    def test_a_model_drafts_a_token_or_a_block_a_forward_and_a_lookup_all_at_once(self) -> None:
+        text = GeneratedText({1: 100}, dict.fromkeys(("model", "block", "lookup"), Skill(0.999)))
+        times = {
+            "model": DraftTime(LinearTime(0.5)),
+            "block": DraftTime(LinearTime(0.5, 0.125), block=3),
+            "lookup": DraftTime(LinearTime(0.25, 0.125), is_lookup=True),
+        }
         tokens = tuple(text.output(SamplingParams(max_tokens=100, seed=1), 0))
-        for method, seconds, lengths in (("model", 2.0, [1, 2, 3, 4]), ("lookup", 0.75, [4, 4, 4, 4])):
+        expected = ("model", 2.0, [1, 2, 3, 4]), ("block", 1.875, [3, 4, 4, 4]), ("lookup", 0.75, [4, 4, 4, 4])
+        for method, seconds, lengths in expected:
             clock = VirtualClock(Kernel(0), Process("d"))
             proposer = SimulatedProposer("d", method, clock, World(text, drafting=times), lambda: 0.0)
             proposer.open(0, "1", (1, 2), (), SamplingParams(seed=1), window=4)
             took, tails = self.draft(proposer, clock, 4)
             assert (took, [len(tail) for _, tail in tails]) == (seconds, lengths)
             assert tails[-1] == (0, tokens[:4])
+
+    def test_only_chains_of_the_forward_get_a_block(self) -> None:
+        clock, sampling = VirtualClock(Kernel(0), Process("d")), SamplingParams(max_tokens=400, seed=1)
+        world = World(GeneratedText({1: 400}, {"model": Skill(0.5)}))
+        world.drafting = {"model": DraftTime(LinearTime(0.5), block=3)}
+        proposer = SimulatedProposer("d", "model", clock, world, lambda: 0.0, branches=4)
+        proposer.open(0, "1", (1, 2), (), sampling, window=8)
+        assert [len(tail) for _, tail in self.draft(proposer, clock, 1)[1]] == [3]
+        proposer.budget, table = 3, proposer.branches
+        ((_, tail),) = self.draft(proposer, clock, 1)[1]
+        branches = table.lengths[0, table.ats[0] >= 0].tolist()
+        assert (len(tail), branches) == (3, [4, 4, 4])  # a candidate and a block each; the main chain is worth less
 
     def test_chains_read_contexts_of_their_own_and_a_branch_takes_the_place_of_a_chain(self) -> None:
         read, clock = [], VirtualClock(Kernel(0), Process("d"))

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from specactor_ray.messages import Branches, SamplingParams, TailBatch
-from specactor_ray.spec._kernels import Committed
-from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.table import RequestTable
 from specactor_ray.target.base import TargetRequest
+from specactor_ray.verify._kernels import Committed
+from specactor_ray.verify.acceptance import Acceptance
+from specactor_ray.verify.table import RequestTable
 
 
 class Claim(NamedTuple):

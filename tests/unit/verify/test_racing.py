@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig
 from specactor_ray.draft.registry import traits
-from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.assign import REVISE_EVERY, SWITCH_SHARE, Assigner, Places, draft_ladder
-from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Drafter, Policy
-from specactor_ray.spec.table import RequestTable
-from tests.unit.spec.tables import ints, request
+from specactor_ray.verify.acceptance import Acceptance
+from specactor_ray.verify.cost import StepCost
+from specactor_ray.verify.policy import Drafter, Policy
+from specactor_ray.verify.racing import REVISE_EVERY, SWITCH_SHARE, Assigner, Places, draft_ladder
+from specactor_ray.verify.table import RequestTable
+from tests.unit.verify.tables import ints, request
 
 METHODS = ("ngram", "draft_model", "eagle", "suffix")
 WORKERS = st.dictionaries(

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.spec import _kernels
-from specactor_ray.spec._kernels import FREE
-from specactor_ray.spec.acceptance import Acceptance, bucket_of
-from specactor_ray.spec.table import RequestTable
-from tests.unit.spec.tables import EVIDENCE, Claim, batch, commit, request, say
+from specactor_ray.verify import _kernels
+from specactor_ray.verify._kernels import COUNTS, FREE, REFUTED
+from specactor_ray.verify.acceptance import Acceptance, bucket_of
+from specactor_ray.verify.table import RequestTable
+from tests.unit.verify.tables import EVIDENCE, Claim, batch, commit, request, say
 
 WINDOW, BRANCHES, VOCAB, METHODS = 4, 2, 3, 3
 OUTCOMES = ("refuted", "rescued on arrival", "rescued at commit")
-"""As in `RequestTable.outcomes`."""
+"""The last of `RequestTable.counts`."""
 USUAL = {"unknown", "ahead", "stale", "kept", "truncated", "used up", "refuted", "rescued"}
 """What becomes of claims, and often enough."""
 Branch = tuple[int, tuple[int, ...]]
@@ -237,7 +237,7 @@ class Pair:
             for method in range(METHODS):
                 for place, name in enumerate(EVIDENCE):
                     assert table.evidence[place, method, row] == known.evidence[method][name]
-        assert table.outcomes.tolist() == [naive.outcomes[name] for name in OUTCOMES]
+        assert table.counts[REFUTED:].tolist() == [naive.outcomes[name] for name in OUTCOMES]
         for (method, bucket), counts in naive.overall.items():
             for name, count in counts.items():
                 assert self.acceptance.evidence[EVIDENCE.index(name), method, bucket] == count
@@ -304,7 +304,7 @@ def keep_all(
 def test_a_branch_that_is_taken_without_its_check_is_seen(
     sabotaged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("take_tails", "commit", "_branch", "_rescuer", "_agreed", "_keep", "_flat", "_tokens_of"):
+    for name in ("take_tails", "commit", "_rescuer", "_agreed", "_keep", "_flat", "_tokens_of"):
         monkeypatch.setattr(_kernels, name, getattr(_kernels, name).py_func)  # which call what stands in the module
     for name, function in sabotaged.items():
         monkeypatch.setattr(_kernels, name, function)
@@ -351,7 +351,7 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_request_before() -> None:
     table.begun[row] = True
     table.close(row)
     assert not table.begun[row]
-    assert table.open(request("new", [5], max_tokens=9)) == row and table.requests[row].request_id == "new"  # type: ignore[union-attr]
+    assert table.open(request("new", [5], max_tokens=9)) == row and table.requests[row].request_id == "new"
     assert table.take(0, batch([old])).all()
     assert not table.assigned[:, row].any() and table.limit[row] == 9
     assert not table.begun[row]
@@ -403,7 +403,7 @@ def test_the_branch_that_agrees_with_a_commit_is_the_next_tail() -> None:
     ):
         table, acceptance, row = drafted_for(1, 2, 3, branches=branches)
         commit(table, acceptance, {row: new})
-        assert (held(table, row), table.outcomes.tolist()) == (tail, outcomes)
+        assert (held(table, row), table.counts[REFUTED:].tolist()) == (tail, outcomes)
     table, acceptance, row = drafted_for(1, 2, 3, branches=branches)
     for new in ([1], [2, 9]):
         commit(table, acceptance, {row: new})
@@ -413,7 +413,7 @@ def test_the_branch_that_agrees_with_a_commit_is_the_next_tail() -> None:
 def test_a_branch_behind_the_end_of_its_tail_follows_it() -> None:
     table, acceptance, row = drafted_for(1, 2, branches=((2, (3, 4)), (2, (5, 6, 7))))
     commit(table, acceptance, {row: [1, 2]})
-    assert held(table, row) == [5, 6, 7] and table.outcomes.tolist() == [0, 0, 1]
+    assert held(table, row) == [5, 6, 7] and table.counts[REFUTED:].tolist() == [0, 0, 1]
 
 
 def test_a_tail_that_arrives_refuted_brings_the_branch_with_it() -> None:
@@ -422,7 +422,7 @@ def test_a_tail_that_arrives_refuted_brings_the_branch_with_it() -> None:
         table, acceptance, row = drafted_for()
         commit(table, acceptance, {row: new})
         say(table, 0, row, 1, 2, 3, base=3, branches=branches)
-        assert (held(table, row), table.outcomes.tolist()) == (tail, outcomes)
+        assert (held(table, row), table.counts[REFUTED:].tolist()) == (tail, outcomes)
 
 
 def test_evidence_is_of_main_chains() -> None:
@@ -463,6 +463,15 @@ def test_steps_are_counted_by_row() -> None:
     commit(table, acceptance, {a: [8]}, {a: (0, 0, 0)})
     table.clear_seat(1, 0)
     assert table.steps[[a, b, c]].tolist() == [2, 1, 1]
+    assert dict(zip(COUNTS[:6], table.counts.tolist()[:6], strict=True)) == {
+        "row_steps": 4,
+        "committed_tokens": 7,
+        "supplied_tokens": 8,
+        "supplied_row_steps": 3,
+        "drafted_tokens": 6,
+        "accepted_tokens": 3,
+    }
+    assert table.reached.tolist() == [[2, 2, 1, 1], [2, 1, 0, 0]]
     assert table.drafts[0, :2][:, [a, b, c]].tolist() == [[0, 2, 0], [4, 0, 0]]
     assert table.drafts[1, :2][:, [a, b, c]].tolist() == [[0, 2, 0], [1, 0, 0]]
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.draft.registry import traits
-from specactor_ray.spec import _kernels
-from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Drafter, Policy
-from specactor_ray.spec.table import RequestTable
-from specactor_ray.spec.tgs import geometric, iterations
-from tests.unit.spec.tables import commit, ints, request, say
+from specactor_ray.verify import _kernels
+from specactor_ray.verify.acceptance import Acceptance
+from specactor_ray.verify.cost import StepCost
+from specactor_ray.verify.policy import Drafter, Policy, Seconds
+from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.tgs import geometric, iterations
+from tests.unit.verify.tables import commit, ints, request, say
 
 WINDOW = 8
 
@@ -123,18 +123,37 @@ def test_hardly_any_other_number_of_rounds_commits_more_per_second(seed: int) ->
             if (np.array(choice) <= there.max(axis=0)).all()
         )
 
-    rounds = _kernels.best_rounds(p, supply, longest, room, curve, token_s, most)
+    rounds = _kernels.best_rounds(p, supply, longest, room, curve, token_s, most, 1.0)
     assert 0 <= rounds <= most
     assert best_rate(rounds) >= 0.97 * max(map(best_rate, range(most + 1)))
 
 
 def test_rounds_that_bring_nothing_are_not_drafted() -> None:
     p, none, room, curve = np.full((1, 2), 0.8), np.zeros((1, 2), np.int32), np.full(2, 9, np.int32), np.ones(40)
-    assert _kernels.best_rounds(p, none, none + 3, room, curve, 0.001, 8) == 3, "tails grow no further"
-    assert _kernels.best_rounds(p, none + 3, none + 3, room, curve, 0.001, 8) == 0
-    assert _kernels.best_rounds(p, none, none + 8, np.full(2, 2, np.int32), curve, 0.001, 8) == 2, "nor is there room"
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.001, 5) == 5, "no more than allowed"
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 1.0, 8) == 0, "they are too dear"
+    assert _kernels.best_rounds(p, none, none + 3, room, curve, 0.001, 8, 1.0) == 3, "tails grow no further"
+    assert _kernels.best_rounds(p, none + 3, none + 3, room, curve, 0.001, 8, 1.0) == 0
+    assert _kernels.best_rounds(p, none, none + 8, np.full(2, 2, np.int32), curve, 0.001, 8, 1.0) == 2, (
+        "nor is there room"
+    )
+    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.001, 5, 1.0) == 5, "no more than allowed"
+    assert _kernels.best_rounds(p, none, none + 8, room, curve, 1.0, 8, 1.0) == 0, "they are too dear"
+    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.6, 8, 1.0) == 1
+    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.6, 8, 1.2) == 0, "they promise less than a fifth more"
+
+
+def test_models_that_have_much_to_read_must_promise_more() -> None:
+    """Such as after a suspension, in which they are told nothing."""
+    bench = Bench(replace(MODEL, token_s=0.0375), rows=2)
+    rows = bench.rows.tolist()
+    bench.table.told[0, rows] = 0
+    assert bench.rounds == 1, "it gains less than a twentieth"
+    commit(bench.table, bench.acceptance, {row: [1] * (WINDOW + 1) for row in rows})
+    assert bench.rounds == 0
+    bench.table.told[0, rows] = bench.table.committed[rows]
+    assert bench.rounds == 1
+    bench.table.told[0, rows] = -1
+    bench.drafters[0].token_s = 0.01
+    assert bench.rounds > 1, "it gains more"
 
 
 # ---- the policy ----
@@ -178,7 +197,7 @@ class Bench:
 
     @property
     def is_waiting(self) -> bool:
-        return self.policy.is_waiting(self.rows)
+        return bool(self.policy.silent(self.rows).any())
 
     def say(self, lengths: Sequence[int], seat: int = 0) -> None:
         for row, length in zip(self.rows.tolist(), lengths, strict=True):
@@ -304,6 +323,27 @@ def test_who_verifies_all_drafts_whole_windows() -> None:
     assert bench.rounds == WINDOW
     del bench.drafters[1]
     assert bench.rounds == 5
+
+
+def test_a_number_sets_the_wait_by_hand_and_0_none() -> None:
+    rows, seconds = Bench(APART, draft_wait_s=0.3).policy.plan_wait(ints(range(4)))
+    assert (rows.tolist(), seconds) == ([0, 1, 2, 3], 0.3)
+    for bench in (Bench(APART, draft_wait_s=0.0), Bench(MODEL, draft_wait_s=0.3), Bench(MODEL)):
+        assert bench.policy.plan_wait(bench.rows)[1] == 0.0
+
+
+def test_the_wait_that_pays_is_no_longer_than_a_plain_step() -> None:
+    """The drafter is fast and its answers are unknown. Of requests that it has yet to read it answers for none."""
+    bench = Bench(APART, prior=0.99)
+    bench.policy.record(4, 4, 0, 4, Seconds(0.06, 0.06, 0.0))
+    assert bench.policy.plan_wait(bench.rows)[1] == 0.0
+    bench.say([1, 1, 0, 0])
+    for row in bench.rows[:2].tolist():
+        commit(bench.table, bench.acceptance, {row: [1, 1]})
+    rows, seconds = bench.policy.plan_wait(bench.rows)
+    assert rows.tolist() == bench.rows[:2].tolist() and 0.0 < seconds <= bench.policy.cost.curve(4, 0)[0]
+    bench.drafters[0].token_s = 10.0
+    assert bench.policy.plan_wait(bench.rows)[1] == 0.0
 
 
 def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_answer() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.spec.tgs import geometric, iterations, share_right, window_rates
+from specactor_ray.verify.tgs import geometric, iterations, run_ahead, share_right, window_rates
 
 # Also those next to 1, where a naive quotient loses its digits.
 PROBABILITIES = st.one_of(st.floats(0, 1), st.floats(1e-15, 1e-3).map(lambda rest: 1.0 - rest))
@@ -80,3 +80,55 @@ def test_better_drafts_never_predict_less(
 ) -> None:
     worse, better = window_rates(np.array(sorted((p, q))), min(window, 12), draft_s, np.array(verify_s))
     assert (better >= worse * (1 - 1e-12)).all()
+
+
+@pytest.mark.parametrize(("forwards", "most", "spare"), [(3.0, 2, 0.0), (5.0, 16, 0.0), (4.0, 8, 12.0), (8.0, 8, 60.0)])
+@pytest.mark.parametrize("p", [0.4, 0.7, 0.9])
+def test_run_ahead_is_the_mean_of_what_it_describes(p: float, forwards: float, most: int, spare: float) -> None:
+    """Step by step with drawn tokens. Branches are those of most need: each a position of the main chain, a candidate
+    that is right where those before it are wrong, and a depth."""
+    window, rng, steps = 12, np.random.default_rng(1), 10_000
+    right = np.array([0.4, 0.6 * 0.18, 0.6 * 0.82 * 0.12, 0.6 * 0.82 * 0.88 * 0.1])
+    worth = {
+        (at, rank, depth): p**at * (1 - p) * right[rank] * p**depth
+        for at in range(window)
+        for rank in range(4)
+        for depth in range(int(forwards))
+        if at + depth < window
+    }
+    taken = sorted(worth, key=lambda one: -worth[one])[: int(spare)]
+    tail, committed, verified = 0.0, 0, 0
+    for _ in range(steps):
+        shown = min(int(tail), most)
+        tail = min(tail + forwards - (tail == 0), window)
+        accepted = 0
+        while accepted < shown and rng.random() < p:
+            accepted += 1
+        committed, verified = committed + 1 + accepted, verified + shown
+        left = max(tail - accepted - 1, 0)
+        if accepted < tail and (accepted < shown or rng.random() >= p):
+            rank = int(np.searchsorted(np.cumsum(right), rng.random()))
+            depths = [depth for at, one, depth in taken if at == accepted and one == rank]
+            left = min(max(len(depths) - 1, 0), left)
+        tail = left
+    tau, positions = run_ahead(geometric(np.array([p]), window)[0], forwards, most, spare)
+    assert [tau, positions] == pytest.approx([committed / steps, verified / steps], rel=0.05, abs=0.05)
+
+
+@given(st.floats(0.1, 20.0), st.integers(1, 12), st.floats(0.0, 50.0))
+def test_run_ahead_at_the_ends(forwards: float, most: int, spare: float) -> None:
+    never, always = geometric(np.array([0.0, 1.0]), 12)
+    assert run_ahead(never, forwards, most, spare)[0] == pytest.approx(1.0)
+    tau, positions = run_ahead(always, forwards, most, spare)
+    assert 1.0 - 1e-9 <= tau <= 1.0 + min(forwards, most) and positions <= most
+
+
+@given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.1, 20.0), st.integers(1, 12), st.floats(0.0, 50.0))
+def test_better_or_faster_drafts_never_commit_fewer_tokens(
+    p: float, q: float, forwards: float, most: int, spare: float
+) -> None:
+    worse, better = geometric(np.array(sorted((p, q))), 12)
+    known = run_ahead(worse, forwards, most, spare)[0]
+    assert run_ahead(better, forwards, most, 0.0)[0] >= run_ahead(worse, forwards, most, 0.0)[0] - 1e-9
+    assert run_ahead(worse, forwards + 1.0, most, 0.0)[0] >= run_ahead(worse, forwards, most, 0.0)[0] - 1e-9
+    assert run_ahead(worse, forwards, most, spare + 4.0)[0] >= known - 1e-9

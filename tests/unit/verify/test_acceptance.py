@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from specactor_ray.spec.acceptance import (
+from specactor_ray.verify.acceptance import (
     BUCKET_NAMES,
     DEFAULT_PRIOR,
     HALF_LIFE_STEPS,
@@ -15,8 +15,8 @@ from specactor_ray.spec.acceptance import (
     Acceptance,
     bucket_of,
 )
-from specactor_ray.spec.table import RequestTable
-from tests.unit.spec.tables import commit, ints, request, say
+from specactor_ray.verify.table import RequestTable
+from tests.unit.verify.tables import commit, ints, request, say
 
 
 def drawn(hits: float, tries: float, prior: float) -> float:

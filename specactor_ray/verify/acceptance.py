@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specactor_ray.config.schema import MAX_METHODS
-from specactor_ray.spec import _kernels
 
 if TYPE_CHECKING:
-    from specactor_ray.spec.table import RequestTable
+    from specactor_ray.verify.table import RequestTable
 
 BUCKET_NAMES = ("0-63", "64-127", "128-255", "256-511", "512-1023", "1024-2047", "2048-4095", "4096+")
 """Ranges of output positions."""
@@ -21,8 +20,7 @@ DEFAULT_PRIOR = 0.6
 PRIOR_TRIES = 8.0
 """Weight of what is known of many against what is known of one: about one window."""
 HALF_LIFE_STEPS = 128.0
-"""Verify steps after which an observation counts half, whether or not anything was tried since. That is the one rule of
-exploration: what was not tried for long is forgotten, and of the unknown the best is hoped for."""
+"""Verify steps after which an observation counts half, also without any later one: the one rule of exploration."""
 _FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
 
 
@@ -35,8 +33,7 @@ class Acceptance:
     """Estimates for the rows of a table, drawn to those of their method, and these to a prior.
 
     Args:
-        priors: Draft method → chance that a draft token is right, as measured offline. Methods are numbered in the
-            order in which `number` is first asked for them.
+        priors: Draft method → chance that a draft token is right, as measured offline.
     """
 
     def __init__(self, priors: Mapping[str, float] | None = None) -> None:
@@ -47,14 +44,14 @@ class Acceptance:
         """As `RequestTable.evidence`, by range of output positions."""
 
     def number(self, method: str) -> int:
-        """Row of the arrays that stands for a method."""
+        """Row of the arrays that stands for a method, given at the first call for it."""
         if method not in self.methods:
             self.methods.append(method)
             self.prior[len(self.methods) - 1] = self._given.get(method, DEFAULT_PRIOR)
         return self.methods.index(method)
 
     def fade(self, table: RequestTable) -> None:
-        """A step is over: everything that is known counts a little less."""
+        """Let all evidence count a little less after a step."""
         self.evidence *= _FADE
         table.evidence *= _FADE
 
@@ -64,12 +61,10 @@ class Acceptance:
 
     def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
         """`(methods, rows)` the same for single requests, at their output positions."""
-        known = (self.evidence.sum(axis=2), self.evidence, self.prior, PRIOR_TRIES, _BUCKET_BEGINS)
-        chances: np.ndarray
-        chances = _kernels.chances(*known, table.evidence, table.committed, np.asarray(rows, np.int32))
-        return chances
+        at_positions = self.of_method().take(bucket_of(table.committed[rows]), axis=1)
+        return _draw(table.evidence.take(rows, axis=2), at_positions)
 
 
 def _draw(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:
-    hits, tries = evidence
-    return (hits + PRIOR_TRIES * prior) / (tries + PRIOR_TRIES)
+    chances: np.ndarray = (evidence[0] + PRIOR_TRIES * prior) / (evidence[1] + PRIOR_TRIES)
+    return chances

@@ -8,19 +8,17 @@ _RANGES = 64
 _LEAST_WEIGHT = 0.15
 """Weight of the newest step in the moving mean of its range."""
 _OUTLIER = 3.0
-"""A step that took this many times the mean counts as this many times the mean: it was interrupted."""
+"""An interrupted step counts as this many times the mean at most."""
 _FORGET_STEPS = 256
-"""Steps after which a range that was not seen is forgotten."""
+"""Steps without an observation after which a range is forgotten."""
 _REFIT_EVERY = 4
 
 
 class StepCost:
     """Moving means per range of position counts (two ranges per doubling), made monotone, with straight lines between.
 
-    Of what is not known the best is hoped for: above the largest range that is remembered further positions cost
-    nothing, below the smallest each position costs its share. So longer and shorter steps are tried, and tried again
-    when they have been forgotten, at the price of one step each.
-    """
+    The unknown is taken optimistically: above the largest range that is remembered further positions cost nothing,
+    below the smallest each position costs its share. So longer and shorter steps are tried, again when forgotten."""
 
     def __init__(self) -> None:
         self._tokens, self._seconds = [0.0] * _RANGES, [0.0] * _RANGES
@@ -29,7 +27,7 @@ class StepCost:
         self._knots = (np.array([0.0, 1.0]), np.array([1.0, 1.0]))
 
     def record(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step over `num_tokens` positions; invalid values are ignored."""
+        """Record the seconds of a step over `num_tokens` positions; invalid values are ignored."""
         if num_tokens < 1 or not 0.0 < seconds < float("inf"):
             return
         self._steps += 1
@@ -49,23 +47,17 @@ class StepCost:
 
     def curve(self, num_rows: int, most: int) -> np.ndarray:
         """`(most + 1,)` seconds of a step with 0, 1, ..., `most` draft tokens beside one position per row."""
-        tokens, seconds = self._knots
-        return np.interp(np.arange(num_rows, num_rows + most + 1), tokens, seconds)
+        seconds: np.ndarray = np.interp(np.arange(num_rows, num_rows + most + 1), *self._knots)
+        return seconds
 
     def difference(self, num_tokens: int, fewer: int) -> float:
-        """Seconds that a step takes longer with so many positions than with fewer."""
-        tokens, seconds = self._knots
-        more_s, less_s = np.interp((num_tokens, fewer), tokens, seconds)
+        """Seconds that a step with `num_tokens` positions takes longer than one with `fewer`."""
+        more_s, less_s = np.interp((num_tokens, fewer), *self._knots)
         return max(float(more_s - less_s), 0.0)
-
-    def within(self, seconds: float) -> float:
-        """Most positions of a step of `seconds`; infinity above the longest step that is remembered."""
-        tokens, known = self._knots
-        return float(np.interp(seconds, known, tokens, right=np.inf))
 
     @property
     def is_known(self) -> bool:
-        """A step was seen."""
+        """A step was recorded."""
         return self._steps > 0
 
     def _fit(self) -> None:
@@ -79,4 +71,4 @@ class StepCost:
 def _range_number(num_tokens: int) -> int:
     """Ranges 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, ...: two per doubling."""
     octave = (num_tokens - 1).bit_length()
-    return 2 * octave + (4 * num_tokens > 3 * 2**octave)
+    return 2 * octave + (4 * num_tokens > 3 << octave)

@@ -1,10 +1,8 @@
-"""Who drafts for which request: the draft ladder, and the race for stragglers.
+"""Assignments of drafters to requests: the draft ladder, and the race for stragglers.
 
 A request has at most one *base* drafter, a model of the method that promises most and has room. Further drafters join
-by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups for every request, as they cost little and learn from what
-they follow; models that the verifier hosts beside draft actors, as they draft where those are refuted; other models in
-a race. Assignments are made afresh, base drafters first, so a racer never holds a place that a base drafter wants.
-Whoever drafts for a request already is preferred, since another one first has to read it.
+by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups and models hosted beside draft actors for every request, other
+models in a race. A drafter that has the request already is preferred, since another one first has to read it.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.spec.policy import Drafter, Policy
+from specactor_ray.verify.policy import Policy
 
 REVISE_EVERY = 16
-"""Steps between two looks at all requests."""
+"""Steps between two revisions of all requests."""
 SWITCH_GAIN = 0.15
 """Part by which another method must promise to be faster."""
 SWITCH_SHARE = 8
-"""One request in this many changes its method at one look: what the new method is worth shows on them."""
+"""One request in this many changes its method at one revision: the worth of the new method shows on them."""
 
 
 def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:
@@ -31,39 +29,27 @@ def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:
 
 
 class Places:
-    """An assignment in the making. `level`: share the requests of a method evenly among its drafters, as far as they
-    have room."""
+    """An assignment in the making. `level`: share the requests of a method evenly among its drafters with room."""
 
-    def __init__(self, policy: Policy, level: bool, coupled: bool = True) -> None:
-        self._assigned, self._level, self._coupled = policy.table.assigned, level, coupled
+    def __init__(self, policy: Policy, level: bool) -> None:
+        self._assigned, self._level = policy.table.assigned, level
         self.drafters = {seat: one for seat, one in sorted(policy.drafters.items()) if one.able}
         self.wanted = np.zeros_like(self._assigned)
         self.loads = [0] * len(self.wanted)
         self.served: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(self.wanted.shape[1], np.bool_))
         """Method → bool `(rows,)`: requests that it drafts for."""
 
-    def methods(self, bases: bool) -> list[str]:
-        """Methods of base drafters, or those that follow every request."""
-        ones = self.drafters.values()
-        return list(dict.fromkeys(one.spec.method for one in ones if self._is_base(one) == bases))
-
-    def _is_base(self, one: Drafter) -> bool:
-        return not one.spec.traits.looks_up and (self._coupled or not one.hosted)
-
     def take(self, seat: int, rows: np.ndarray) -> None:
-        """The drafter will draft for these requests."""
+        """Assign these requests to the drafter."""
         self.wanted[seat, rows] = self.served[self.drafters[seat].spec.method][rows] = True
         self.loads[seat] += len(rows)
 
     def keep(self, seats: np.ndarray, rows: np.ndarray) -> None:
         """Keep pairs of seat and row, `(n,)` each, while the drafter has room; when levelling, its even share of those
         of its method at most. Of pairs of one drafter the first count, of pairs of one method those of lower seats."""
-        present = np.unique(seats).tolist()
-        held = Counter[str]()
-        for seat in present:
-            held[self.drafters[seat].spec.method] += int(np.count_nonzero(seats == seat))
+        held = Counter[str](self.drafters[seat].spec.method for seat in seats.tolist())
         peers = Counter(one.spec.method for one in self.drafters.values())
-        for seat in present:
+        for seat in np.unique(seats).tolist():
             one = self.drafters[seat].spec
             most = min(one.max_batch, held[one.method] // peers[one.method]) if self._level else one.max_batch
             mine = rows[seats == seat]
@@ -71,11 +57,10 @@ class Places:
             self.take(seat, mine[: max(most - self.loads[seat], 0)])
 
     def place(self, method: str, row: int) -> bool:
-        """Have a drafter of this method with room take the request: the one that has it already, or the least loaded.
+        """Assign the request to a drafter of this method with room: the one that has it already, or the least loaded.
         Returns False if none has room."""
-        loads, drafters = self.loads, self.drafters
-        mine = {seat: one.spec for seat, one in drafters.items() if one.spec.method == method}
-        free = [seat for seat, spec in mine.items() if loads[seat] < spec.max_batch]
+        loads, specs = self.loads, {seat: one.spec for seat, one in self.drafters.items()}
+        free = [seat for seat, spec in specs.items() if spec.method == method and loads[seat] < spec.max_batch]
         if free:
             best = min(free, key=lambda n: (loads[n] * self._level, not self._assigned[n, row], loads[n]))
             self.take(best, np.array([row]))
@@ -89,9 +74,7 @@ class Places:
                 take the least loaded worker of that method among those with load < b_max, if there is one
                 assign the straggler to it; its load grows by one
 
-        Drafters of a straggler stay, as far as there is room. As a worker has one method, any order of methods gives
-        the same.
-        """
+        Drafters of a straggler stay, as far as there is room. As a worker has one method, the order is of no effect."""
         mine = [seat for seat, one in self.drafters.items() if one.spec.method in methods]
         there = np.zeros_like(self.wanted)
         there[mine] = self._assigned[mine] & ~self.wanted[mine]
@@ -105,11 +88,8 @@ class Places:
 class Assigner:
     """Base drafters, lookups and racers of all requests. No drafter ever has more than its `max_batch` requests.
 
-    Args:
-        config, policy: When to race, and its table and drafters.
-        coupled: All drafters take turns with the verifier: there is no race unless `race` is `always`.
-        max_batch: Most requests the verifier runs at once.
-    """
+    `coupled`: all drafters take turns with the verifier, so there is no race unless `race` is `always`; `max_batch`:
+    most requests the verifier runs at once."""
 
     def __init__(self, config: SpeculationConfig, policy: Policy, coupled: bool, max_batch: int) -> None:
         self._policy, self._table = policy, policy.table
@@ -118,26 +98,26 @@ class Assigner:
         self._steps, self._racing = 0, False
 
     def step(self, decoding: np.ndarray) -> list[tuple[int, int]] | None:
-        """A step over these rows begins: `revise` if it is time; None if not. Requests that wait for their first step
-        have no drafters."""
+        """`revise`, if it is due at the step over these rows; else None."""
         self._steps += 1
-        racing, fresh = self._is_racing(len(decoding)), not self._table.begun[decoding].all()
-        if not (fresh or racing != self._racing or self._steps % REVISE_EVERY == 0):
+        racing, begun = self._is_racing(len(decoding)), self._table.begun
+        if begun[decoding].all() and racing == self._racing and self._steps % REVISE_EVERY != 0:
             return None
-        self._table.begun[decoding] = True
-        self._racing = racing
+        begun[decoding], self._racing = True, racing
         return self.revise()
 
     def revise(self, level: bool = False) -> list[tuple[int, int]]:
-        """Assign drafters to all requests; `level`: the list of drafters has changed. Returns (seat, row) of those that
-        draft for a request no more."""
-        table, places = self._table, Places(self._policy, level, self._coupled)
-        rows = np.flatnonzero(table.begun)
-        models, followers = places.methods(bases=True), places.methods(bases=False)
+        """Assign drafters to all requests; `level`: the list of drafters has changed. Returns (seat, row) pairs that
+        ended."""
+        table, places = self._table, Places(self._policy, level)
+        rows, ones = np.flatnonzero(table.begun), places.drafters.values()
+        models = [one for one in ones if not one.spec.traits.looks_up and (self._coupled or not one.hosted)]
+        bases = list(dict.fromkeys(one.spec.method for one in models))
+        followers = list(dict.fromkeys(one.spec.method for one in ones if one.spec.method not in bases))
         chances = self._policy.acceptance.probability(table, rows)
-        self._settle(places, models, rows, chances)
+        self._settle(places, bases, rows, chances)
         chance = np.where(places.wanted[:, rows], chances[table.method], 0.0).max(axis=0)
-        if racers := [*models, *followers] if self._racing else followers:
+        if racers := [*bases, *followers] if self._racing else followers:
             places.assign_race(rows[np.argsort(chance, kind="stable")].tolist(), racers)
         released: list[tuple[int, int]] = []
         for seat, row in np.argwhere(places.wanted != table.assigned).tolist():
@@ -150,17 +130,13 @@ class Assigner:
 
     def _settle(self, places: Places, models: Sequence[str], rows: np.ndarray, chances: np.ndarray) -> None:
         """Base drafters. A request keeps its best model unless another method promises `SWITCH_GAIN` more; one in
-        `SWITCH_SHARE` changes at a time. A request without a model gets one of the best method with room.
-
-        Requests that have a model choose first, so that a new request does not take a place that they give up.
-        """
+        `SWITCH_SHARE` changes at a time. A request without a model gets one of the best method with room, after those
+        that have one, so that it does not take a place that they give up."""
         policy, assigned = self._policy, self._table.assigned
-        promised = np.zeros((len(models), len(rows)))
-        """`(models, rows)` predicted tokens per second of each request."""
+        promised = np.zeros((len(models), len(rows)))  # predicted tokens per second of each request
         for index, method in enumerate(models):
             promised[index] = policy.predict(method, chances[policy.acceptance.number(method)])
-        here = np.zeros((len(assigned), len(rows)))
-        """`(seats, rows)` the same of the models that draft for it."""
+        here = np.zeros((len(assigned), len(rows)))  # the same of the models that draft for it
         for seat, one in places.drafters.items():
             if one.spec.method in models:
                 here[seat] = assigned[seat, rows] * promised[models.index(one.spec.method)]
@@ -176,13 +152,7 @@ class Assigner:
             any(places.place(method, int(rows[index])) for method in draft_ladder(models, promised[:, index]))
 
     def _is_racing(self, decoding: int) -> bool:
-        """The tail has come when few requests are left and none of them waits or still reads its prompt. One that does
-        so later (it was moved here, or preempted) does not end the race; more requests than `race_below` do."""
-        few = 0 < len(self._table) <= self._race_below
-        match self._race:
-            case RaceName.always:
-                return True
-            case RaceName.tail if not self._coupled:
-                return few and (self._racing or decoding == len(self._table))
-            case _:
-                return False
+        """Whether few requests are left, and when the race began none of them waited or read its prompt."""
+        if self._race is RaceName.tail and not self._coupled:
+            return 0 < len(self._table) <= self._race_below and (self._racing or decoding == len(self._table))
+        return self._race is RaceName.always

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
-from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Policy, Seconds
-from specactor_ray.spec.suspension import PROBE_STEPS, TELL_EVERY, Suspension
-from specactor_ray.spec.table import RequestTable
+from specactor_ray.verify.acceptance import Acceptance
+from specactor_ray.verify.cost import StepCost
+from specactor_ray.verify.policy import PROBE_STEPS, TELL_EVERY, Policy, Seconds, Suspension
+from specactor_ray.verify.table import RequestTable
 
 PLAIN_S, OWN_S, PLAIN_OWN_S = 0.01, 0.0006, 0.0002
 """A plain step, and our own Python in steps with drafts and in plain ones."""

@@ -1,0 +1,94 @@
+"""The plan search (`speculation/plan.py`) on a scenario's cost models, workload and skills."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import NormalDist
+
+import numpy as np
+
+from specactor_ray.config.drafter_spec import drafter_specs
+from specactor_ray.config.schema import ModeName
+from specactor_ray.draft.registry import traits
+from specactor_ray.simulation.costs import build_world
+from specactor_ray.simulation.roofline import StepCost
+from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, SkillConfig
+from specactor_ray.simulation.workload import draw_lengths
+from specactor_ray.speculation.costs import CostPoint, GridCost, cost_grids
+from specactor_ray.speculation.plan import Load, Method, Plan, search_plan
+
+_BATCHES = tuple(1 << power for power in range(14))
+_WINDOWS = (0, 1, 2, 4, 8, 16)
+_CONTEXTS = (1, 1 << 14)
+"""Cost models are linear in it."""
+_SLICES = 12
+_QUANTILES = 64
+
+
+def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests: int | None = None) -> Plan:
+    """The fastest layout, plain or decoupled with the models that have draft actors in this scenario.
+
+    Args:
+        scenario: A decoupled one.
+        devices: G. Default: GPUs (without any, cores) of the whole cluster, of which the scenario simulates a part.
+        requests: B. Default: those of the whole cluster.
+
+    Raises:
+        ConfigError, InputError: See `build_world`, `search_plan`.
+    """
+    config, workload, world = scenario.config, scenario.workload, build_world(scenario)
+    shrinks = workload.arrival is Arrival.at_once
+    if requests is None:
+        running = workload.requests if shrinks else config.target.max_batch * config.target.replicas
+        requests = running * scenario.part
+    if devices is None:
+        machines = scenario.machines
+        devices = round((machines.gpus if config.target.gpus else machines.cpus) * machines.nodes) * scenario.part
+    lengths = np.array(draw_lengths(workload, 4096, "plan"))
+    mean = workload.prompt_tokens + float((lengths**2).sum() / lengths.sum()) / 2.0
+    slices = tuple(_slices(lengths, workload.prompt_tokens, requests)) if shrinks else ()
+    skills = {skill.method: skill for skill in scenario.skills}
+    each, methods = config.target.gpus or config.target.cores, {}
+    for name, drafter in drafter_specs(config).items():
+        if not traits(name).looks_up and not drafter.hosted:
+            row_s, own = scenario.python.draft_row_us / 1e6, drafter.gpus or max(1, round(drafter.cores))
+            costs = {own: _grid(world.draft_time(name).forward, (0,), own, row_s)}
+            survival = _survival(skills[name], drafter.window, mean - workload.prompt_tokens)
+            methods[name] = Method(costs, survival, branches=drafter.branches)
+    verify = {each: _grid(world.target, _WINDOWS, each, scenario.python.verify_row_us / 1e6)}
+    modes = [ModeName.plain, ModeName.decoupled]
+    return search_plan(verify, methods, devices=devices, requests=requests, context=mean, modes=modes, slices=slices)
+
+
+def _grid(cost: StepCost, windows: tuple[int, ...], devices: int, row_s: float) -> GridCost:
+    if isinstance(cost, GridCost):
+        return cost
+    points = [
+        CostPoint(
+            devices, window, context, batch, cost.seconds(batch, batch * (window + 1), batch * context) + batch * row_s
+        )
+        for window in windows
+        for context in _CONTEXTS
+        for batch in _BATCHES
+    ]
+    return cost_grids(points)[devices]
+
+
+def _slices(lengths: np.ndarray, prompt: int, requests: int) -> Iterator[Load]:
+    """Requests that run, and their context, at the middle of equal slices of the longest output."""
+    for middle in (np.arange(_SLICES) + 0.5) * lengths.max() / _SLICES:
+        if share := float((lengths > middle).mean()):
+            yield Load(requests * share, prompt + float(middle))
+
+
+def _survival(skill: SkillConfig, window: int, position: float) -> np.ndarray:
+    """S_0 to S_window: requests and stretches differ, so a tail that was right so far is more likely to go on."""
+    standard = NormalDist()
+    mean = skill.mean * (1.0 - skill.decay) ** (position / 1000.0)
+    spread = math.hypot(skill.spread, skill.burst)
+    threshold = standard.inv_cdf(min(max(mean, 1e-6), 1.0 - 1e-6)) * math.hypot(1.0, spread)
+    draws = [threshold + spread * standard.inv_cdf((one + 0.5) / _QUANTILES) for one in range(_QUANTILES)]
+    chances = np.array([standard.cdf(draw) for draw in draws])
+    survival: np.ndarray = (chances[:, None] ** np.arange(window + 1)).mean(axis=0)
+    return survival

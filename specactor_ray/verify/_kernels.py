@@ -1,0 +1,326 @@
+"""The loops behind `table.py` and `policy.py`, compiled by numba: ragged work over (drafter, row, position).
+
+All kernels are in one file because numba's on-disk cache notices changes of the file a function is in, not of the files
+it calls into. Arrays are those of `table.RequestTable`: by seat of the drafter, row of the request, draft position.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specactor_ray.jit import kernel
+
+_jit: Any = kernel()
+_inlined: Any = kernel(inline="always")
+"""For parts of a loop over rows: calls that count references to arrays take longer than the work."""
+
+FREE = -1
+"""No branch; no seat."""
+COUNTS = (
+    "row_steps", "committed_tokens", "supplied_tokens", "supplied_row_steps", "drafted_tokens", "accepted_tokens",
+    "refuted_tails", "arrival_rescues", "commit_rescues",
+)  # fmt: skip
+"""`RequestTable.counts`; `verify/metrics.py` explains them."""
+REFUTED, ON_ARRIVAL, AT_COMMIT = range(6, 9)
+
+Planes = namedtuple(
+    "Planes",
+    "generation committed output steps assigned base tail length branch_at branch_length branch_tail method evidence "
+    "drafts counts reached",
+)
+"""Arrays of `table.RequestTable`, named here so that numba's cache notices a change."""
+
+
+class Committed(NamedTuple):
+    """What a step did to `n` requests."""
+
+    rows: np.ndarray
+    """int32 `(n,)`, as all but `tokens`."""
+    counts: np.ndarray
+    """Tokens committed."""
+    tokens: np.ndarray
+    """int32, those of all rows one after the other."""
+    seats: np.ndarray
+    """Of the tail that was verified, or `FREE`."""
+    drafted: np.ndarray
+    accepted: np.ndarray
+    """How many of its tokens were verified, and right."""
+
+
+@_jit
+def untold(rows: Any, told: Any, committed: Any, output: Any) -> Any:
+    """Output tokens behind the first `told` of each row, which is updated: int32 lengths, and all tokens."""
+    lengths, end = np.empty(len(rows), np.int32), 0
+    for i in range(len(rows)):
+        lengths[i] = committed[rows[i]] - told[rows[i]]
+    tokens = np.empty(lengths.sum(), np.int32)
+    for row in rows:
+        for k in range(told[row], committed[row]):
+            tokens[end] = output[row, k]
+            end += 1
+        told[row] = committed[row]
+    return lengths, tokens
+
+
+@_jit
+def take_tails(
+    seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any,
+    owners: Any, ats: Any, sizes: Any, branch_tokens: Any, table: Planes,
+) -> Any:  # fmt: skip
+    """Take in a `TailBatch` of the drafter in a seat; `owners` and what follows are its branches.
+
+    A tail is compared with what was committed. Where all of it agrees, the rest is usable; else the longest branch that
+    agrees takes its place. Dropped is what claims more committed tokens than there are, has nothing left, or is older
+    or smaller than the tail that is there: by base, then by what is left of the main chain, then by branch tokens.
+
+    Returns:
+        bool `(n,)`: tails of requests that the drafter does not draft for.
+    """
+    generation, committed, base, length, tail = table.generation, table.committed, table.base, table.length, table.tail
+    flat, most, window = _flat(table), table.branch_at.shape[2], tail.shape[2]
+    unknown, end, last, at_last = np.zeros(len(rows), np.bool_), 0, 0, 0
+    for i in range(len(rows)):
+        row, first, size, b, at = rows[i], end, lengths[i], last, at_last
+        end += size
+        while last < len(owners) and owners[last] == i:
+            at_last += sizes[last]
+            last += 1
+        if row < 0 or row >= len(generation) or generation[row] != generations[i] or not table.assigned[seat, row]:
+            unknown[i] = True
+            continue
+        behind = committed[row] - bases[i]
+        if behind < 0 or bases[i] < base[seat, row]:
+            continue
+        known, truth = min(behind, size), (table.output, row, bases[i])
+        right = _agreed(tokens, first, truth, known)
+        left, best = size - behind if right == known else 0, FREE
+        if left <= 0:
+            table.counts[REFUTED] += right < known
+            best, place = _rescuer(ats, sizes, branch_tokens, b, last, at, 0, right, truth, behind)
+            left = sizes[best] - (behind - right) if best != FREE else 0
+        if behind > 0 and left == 0:
+            continue
+        mine = (seat * len(generation) + row) * most
+        if bases[i] == base[seat, row]:
+            more = _tokens_of(ats, sizes, b, last, behind) if best == FREE else 0
+            held = _tokens_of(flat[0], flat[1], mine, mine + most, 0)
+            if left < length[seat, row] or (left == length[seat, row] and more < held):
+                continue
+        left = min(left, window)
+        base[seat, row], length[seat, row] = bases[i], left
+        if best != FREE:
+            table.counts[ON_ARRIVAL] += 1
+            b = last  # no other branch agrees
+            for k in range(left):
+                tail[seat, row, k] = branch_tokens[place + behind - right + k]
+        else:
+            for k in range(left):
+                tail[seat, row, k] = tokens[first + behind + k]
+        if most > 0:
+            _keep(ats, sizes, branch_tokens, b, last, at, behind, left, flat, mine, mine + most, window)
+    return unknown
+
+
+@_inlined
+def _flat(table: Planes) -> Any:
+    """`branch_at`, `branch_length` and `branch_tail` in one dimension."""
+    at, size, tail = table.branch_at, table.branch_length, table.branch_tail
+    return at.reshape(at.size), size.reshape(size.size), tail.reshape(tail.size)
+
+
+@_inlined
+def _agreed(tokens: Any, first: int, truth: Any, most: int) -> int:
+    """How many of `most` tokens from `first` on agree with the output. `truth`: outputs, and row and position there."""
+    (output, row, start), count = truth, 0
+    while count < most and tokens[first + count] == output[row, start + count]:
+        count += 1
+    return count
+
+
+@_inlined
+def _tokens_of(ats: Any, sizes: Any, begin: int, end: int, least: int) -> int:
+    """Tokens of the branches that leave their main chain at or past `least`."""
+    total = 0
+    for b in range(begin, end):
+        total += sizes[b] if ats[b] >= least else 0
+    return total
+
+
+@_inlined
+def _rescuer(
+    ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, stride: int, right: int, truth: Any, count: int
+) -> Any:
+    """The branch that takes the place of a main chain of which `right` of the `count` tokens committed at `truth` are
+    right: it leaves the chain there, agrees with all of them, reaches past them, and is the longest.
+
+    `first`, `stride`: where tokens of branches begin, and how far apart they are (0: one after the other). Returns its
+    number, or `FREE`, and where its tokens begin.
+    """
+    best, place, more = FREE, 0, count - right
+    output, row, start = truth
+    for b in range(begin, end):
+        is_better = ats[b] == right and sizes[b] > more and (best == FREE or sizes[b] > sizes[best])
+        if is_better and _agreed(tokens, first, (output, row, start + right), more) == more:
+            best, place = b, first
+        first += stride if stride > 0 else sizes[b]
+    return best, place
+
+
+@_inlined
+def _keep(
+    ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, behind: int, left: int,
+    flat: Any, place: int, last: int, window: int,
+) -> None:  # fmt: skip
+    """Keep branches in the places up to `last`: those that leave a tail in the `left` tokens behind its first `behind`,
+    which are committed."""
+    at, size, tail = flat
+    for b in range(begin, end):
+        if behind <= ats[b] <= behind + left and place < last:
+            at[place], size[place] = ats[b] - behind, min(sizes[b], window)
+            for k in range(size[place]):
+                tail[place * window + k] = tokens[first + k]
+            place += 1
+        first += sizes[b]
+    for free in range(place, last):
+        at[free] = FREE
+
+
+@_jit
+def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> None:
+    """Append what a step committed to the outputs, count what was verified, and compare every tail with the new tokens.
+
+    Evidence, hits in tries of draft tokens after right ones, goes to (method, row) and to (method, range of positions
+    `bucket[i]`). A branch counts from the token after the commit that chose it.
+    """
+    rows, lengths, tokens, seats, drafted, accepted = step
+    committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
+    length, tail, method, counts, reached = table.length, table.tail, table.method, table.counts, table.reached
+    (at, sizes, branch_tokens), most, window = _flat(table), table.branch_at.shape[2], tail.shape[2]
+    first = 0
+    counts[0] += len(rows)  # in the order of `COUNTS`
+    counts[1] += len(tokens)
+    for i in range(len(rows)):
+        row, fresh, part = rows[i], lengths[i], bucket[i]
+        table.steps[row] += 1
+        if seats[i] != FREE:
+            counts[2] += length[seats[i], row]
+            counts[3] += length[seats[i], row] > 0
+            counts[4] += drafted[i]
+            counts[5] += accepted[i]
+            drafts[0, method[seats[i]], row] += drafted[i]
+            drafts[1, method[seats[i]], row] += accepted[i]
+            for k in range(min(drafted[i], window)):
+                reached[0, k] += 1
+                reached[1, k] += k < accepted[i]
+        start = committed[row]
+        for k in range(fresh):
+            output[row, start + k] = tokens[first + k]
+        for seat in range(len(method)):
+            have, kind = length[seat, row], method[seat]
+            if have == 0:
+                continue
+            tested, right = min(have, fresh), 0
+            while right < tested and tail[seat, row, right] == tokens[first + right]:
+                right += 1
+            tried = min(right + 1, tested)
+            evidence[0, kind, row] += right
+            evidence[1, kind, row] += tried
+            all_evidence[0, kind, part] += right
+            all_evidence[1, kind, part] += tried
+            counts[REFUTED] += right < tested
+            left = max(have - fresh, 0) if right == tested else 0
+            for k in range(left):
+                tail[seat, row, k] = tail[seat, row, fresh + k]
+            begin = (seat * len(committed) + row) * most
+            moved = fresh if left > 0 else window + 1  # branches move with the rest of the main chain
+            if left == 0 and most > 0:
+                truth = (output, row, start)
+                best, place = _rescuer(
+                    at, sizes, branch_tokens, begin, begin + most, begin * window, window, right, truth, fresh
+                )
+                if best != FREE:
+                    counts[AT_COMMIT] += 1
+                    left = sizes[best] - (fresh - right)
+                    for k in range(left):
+                        tail[seat, row, k] = branch_tokens[place + fresh - right + k]
+            for b in range(begin, begin + most):
+                at[b] = max(at[b] - moved, FREE)
+            length[seat, row] = left
+        committed[row] = start + fresh
+        first += fresh
+
+
+_BINS = 192
+_PER_NAT = 24.0
+"""Gains are sorted into bins a factor of exp(1/24), or 4%, wide; those below exp(-8) are left out."""
+
+
+@_jit
+def choose(probability: Any, supply: Any, room: Any, curve: Any, seats: Any, lengths: Any) -> float:
+    """Draft tokens to verify per row, so that expected committed tokens per second are the most.
+
+    The i-th draft token of a row gains `p^i` tokens, and the cost depends only on how many positions there are in all:
+    for every total the best choice takes the largest gains, so it is enough to compare totals. Gains go into bins.
+
+    Args:
+        probability, supply, room: `(seats, rows)`, the same, and `(rows,)` most draft tokens of each row.
+        curve: `curve[j]`: seconds of the step with `j` draft tokens in all, whatever precedes it included.
+        seats, lengths: `(rows,)`, filled: the seat of the best tail or `FREE`, and how much of it pays.
+
+    Returns:
+        Expected committed tokens per second.
+    """
+    rows, most = len(room), len(curve) - 1
+    gains, counts, steps = np.zeros(_BINS), np.zeros(_BINS, np.int64), np.empty(rows)
+    for row in range(rows):
+        seats[row], lengths[row], best, score = FREE, 0, 1.0, 0.0
+        for seat in range(len(probability)):
+            p, n = min(probability[seat, row], 1.0), min(supply[seat, row], room[row])
+            if n > 0 and p > 0.0:
+                expected = n if p == 1.0 else p * (1.0 - p**n) / (1.0 - p)
+                if expected > score:
+                    seats[row], lengths[row], best, score = seat, n, p, expected
+        steps[row], gain, place = -np.log(best) * _PER_NAT, 1.0, 0.0
+        for _ in range(lengths[row]):
+            gain *= best
+            place += steps[row]
+            if place >= _BINS:
+                break
+            gains[int(place)] += gain
+            counts[int(place)] += 1
+    tokens, count, best_rate, end = float(rows), 0, rows / curve[0], 0
+    for place in range(_BINS):
+        if counts[place] == 0:
+            continue
+        tokens += gains[place]
+        count += counts[place]
+        rate = tokens / curve[min(count, most)]
+        if rate > best_rate:
+            best_rate, end = rate, place + 1  # bins before `end` pay
+    for row in range(rows):
+        if end == 0:
+            lengths[row] = 0
+        elif steps[row] > 0.0:
+            lengths[row] = min(lengths[row], np.ceil(end / steps[row]) - 1)
+    return best_rate
+
+
+@_jit
+def best_rounds(
+    probability: Any, supply: Any, longest: Any, room: Any, curve: Any, token_s: float, most: int, hurdle: float
+) -> int:
+    """The best number of rounds: compares `choose` now, at `hurdle` times its rate, with `choose` after 1, 2, ...,
+    `most` rounds of drafting, each of which takes `token_s` and lengthens every tail by one token, up to `longest`
+    `(seats, rows)`."""
+    best_rate, rounds = 0.0, 0
+    seats, lengths = np.empty(len(room), np.int32), np.empty(len(room), np.int32)
+    for number in range(most + 1):
+        grown = np.minimum(supply + number, longest)
+        rate = choose(probability, grown, room, curve + number * token_s, seats, lengths)
+        rate *= hurdle if number == 0 else 1.0
+        if rate > best_rate:
+            best_rate, rounds = rate, number
+    return rounds

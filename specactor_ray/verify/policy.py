@@ -1,0 +1,292 @@
+"""Decisions of a verifier: how far models of its own thread draft, and what a step verifies.
+
+Everything maximises one quotient, expected committed tokens per second of the step:
+
+    (rows + sum of expected accepted tokens) / (seconds of drafting + V(positions))
+
+Acceptance comes from `acceptance.py`, V from `cost.py`, D from the drafters. One rule of exploration: what was not
+tried for long is forgotten, and the unknown is taken optimistically. See docs/design/policy.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
+from specactor_ray.verify import _kernels
+from specactor_ray.verify.acceptance import BUCKET_NAMES, Acceptance
+from specactor_ray.verify.cost import StepCost
+from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.tgs import window_rates
+from specactor_ray.verify.waiting import Waiting
+
+_FIRST_ROUNDS = 3
+"""Rounds of drafting where the seconds of one are unknown."""
+_RETURN_GAIN = 0.05
+"""Part by which rounds must promise to be faster where models first have to read more than a window of commits."""
+_UNRESCUED = 0.5
+"""Share of refuted tails whose place no branch takes."""
+PROBE_STEPS = 8
+"""Steps with drafts before they are judged."""
+TELL_EVERY = 16
+"""Steps of a suspension between two that send commits to drafters."""
+_FADE = 1.0 - 1.0 / 48.0
+"""Weight that a step with drafts loses with each one after it."""
+_SHORTEST, _LONGEST = 2, 256
+"""Steps of a suspension, four times as many when drafts do not pay after it either."""
+_FEWER = 0.5
+"""Part of its requests at which a suspension ends early."""
+_OWN_WEIGHT = 0.1
+"""Weight of the newest plain step in the moving mean of the Python of plain steps."""
+
+
+@dataclass(eq=False)
+class Drafter:
+    """The drafter in a seat: what the policy depends on."""
+
+    drafter_id: str
+    spec: DrafterSpec
+    token_s: float = 0.0
+    """D: seconds in which a model drafts a token for each of its requests; 0 if unknown."""
+    token_rows: int = 0
+    """Requests of the verifier when that arrived."""
+    trip_s: float = 0.0
+    """Seconds of a message to it and of its answer, at least; 0 if unknown."""
+    able: bool = True
+    """It can be reached."""
+    hosted: bool = False
+    """The verifier's own thread drives it."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it is a model that drafts while the verifier waits."""
+        return self.hosted and not self.spec.traits.looks_up
+
+
+class Seconds(NamedTuple):
+    """Seconds of a step: all, forward and sampling, waiting for drafts."""
+
+    total: float
+    engine: float
+    waiting: float
+
+    @property
+    def own(self) -> float:
+        """Seconds of the verifier's own Python."""
+        return max(self.total - self.engine - self.waiting, 0.0)
+
+
+class Suspension:
+    """Leaves drafts alone for a while where steps with them commit fewer tokens per second than plain ones would.
+
+    The time of a plain step follows from the step with drafts in its place: without the wait, the draft positions of
+    the forward, and the Python above that of plain steps. So a machine that is slow for a while favours neither.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._spell = 0, _SHORTEST  # steps of this suspension that are left, and of the next one
+        self._rows = 0  # requests when it began
+        self._steps = 0  # with drafts, since the last suspension
+        self._sums = np.zeros(4)  # tokens and seconds of these steps; the same if they had been plain
+        self._plain_row_s = 0.0  # Python per request in plain steps; 0 before the first one
+
+    @property
+    def is_on(self) -> bool:
+        """No step waits for drafts or verifies any."""
+        return self._left > 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Commits are not sent to drafters either."""
+        return self._left % TELL_EVERY != 0
+
+    def end(self) -> None:
+        """Resume drafting now."""
+        self._left, self._steps, self._spell = 0, 0, _SHORTEST
+
+    def record(self, num_rows: int, accepted: int, seconds: float, drafting_s: float, own_s: float) -> None:
+        """Record a step that took `seconds`: `drafting_s` waiting for drafts and verifying them, `own_s` in our Python.
+        `num_rows`, `accepted`: requests that were decoded, and draft tokens that were right."""
+        if not num_rows:
+            return
+        if self._left:
+            if self.is_quiet:
+                weight = _OWN_WEIGHT if self._plain_row_s else 1.0
+                self._plain_row_s += weight * (own_s / num_rows - self._plain_row_s)
+            # Fewer requests leave more room for drafts.
+            self._left = self._left - 1 if num_rows > _FEWER * self._rows else 0
+            return
+        self._steps += 1
+        if self._steps == 1:
+            self._sums[:] = 0.0
+            return  # drafters catch up
+        saved_s = max(own_s - num_rows * self._plain_row_s, 0.0)
+        plain_s = max(seconds - drafting_s - saved_s, 0.0)
+        self._sums = _FADE * self._sums + (num_rows + accepted, seconds, num_rows, plain_s)
+        if self._steps <= PROBE_STEPS:
+            return
+        tokens, seconds, plain_tokens, plain_s = self._sums
+        if tokens * plain_s < plain_tokens * seconds:
+            self._left, self._steps, self._rows = self._spell, 0, num_rows
+            self._spell = min(4 * self._spell, _LONGEST)
+        elif self._steps > 4 * PROBE_STEPS:
+            self._spell = _SHORTEST
+
+
+class Policy:
+    """The decisions of one verifier, without clock, messages and models. `drafters`: seat → the drafter in it."""
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        table: RequestTable,
+        acceptance: Acceptance,
+        cost: StepCost,
+        drafters: Mapping[int, Drafter],
+    ) -> None:
+        self._config, self.table, self.drafters = config, table, drafters
+        self.acceptance, self.cost = acceptance, cost
+        self.suspension, self._waiting = Suspension(), Waiting()
+        self.rows = 1
+        """Of the newest step."""
+
+    def plan_rounds(self, rows: np.ndarray) -> int:
+        """How many tokens models that take turns with the verifier draft for each request before the step."""
+        table, drafters = self.table, [one for one in self.drafters.values() if one.takes_turns]
+        longest = np.zeros((len(table.method), len(rows)), np.int32)
+        """Longest tails of these models; 0 where none drafts."""
+        for seat, one in self.drafters.items():
+            if one.able and one.takes_turns:
+                longest[seat] = one.spec.window * table.assigned[seat, rows]
+        if not longest.any() or not self.cost.is_known:
+            return 0
+        most = max(one.spec.window for one in drafters)
+        if self._config.verify is VerifyPolicy.all:
+            return most
+        for one in drafters:
+            if 2 * len(rows) <= one.token_rows:  # measured at twice the load: unknown at this one
+                one.token_s, one.token_rows = 0.0, 0
+        token_s = sum(one.token_s for one in drafters)
+        if token_s <= 0.0:
+            most = min(most, _FIRST_ROUNDS)
+        supply, curve = self._supply(rows), self.cost.curve(len(rows), len(rows) * table.window)
+        behind = table.committed[rows] - table.told.take(rows, axis=1) > table.window
+        hurdle = 1.0 + _RETURN_GAIN * float(behind[longest > 0].mean())
+        tails = (self._net_probability(rows), supply, np.maximum(longest, supply), self._room(rows))
+        rounds: int = _kernels.best_rounds(*tails, curve, token_s, most, hurdle)
+        return rounds
+
+    def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What is verified of the tails: int32 `(rows,)` seats, -1 for none, and how many tokens."""
+        self.rows = len(rows)
+        supply, room = self._supply(rows), self._room(rows)
+        seats, lengths = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
+        curve = self.cost.curve(len(rows), len(rows) * self.table.window)
+        _kernels.choose(self._probability(rows), supply, room, curve, seats, lengths)
+        if self._config.verify is VerifyPolicy.all:
+            lengths = np.where(seats >= 0, np.minimum(supply[seats, np.arange(len(rows))], room), 0)
+        return seats, lengths
+
+    def plan_wait(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
+        """Rows of a step that begins which wait for a first draft, and how long at most, in seconds."""
+        table, longest_s, seats = self.table, self._config.draft_wait_s, self._apart()
+        if not seats or longest_s == 0.0 or (longest_s is None and self._waiting.rest):
+            return rows[:0], 0.0
+        silent = rows[self.silent(rows)]
+        if longest_s is None:
+            heard = (table.base[seats] >= 0).any(axis=0)  # of others the prompt is yet to be read
+            known, silent = rows[heard[rows]], silent[heard[silent]]
+            self._waiting.begin(table, known, self._supply(known).any(axis=0))
+            if not len(silent) or not self.cost.is_known:
+                return silent, 0.0
+            chances = np.where(table.assigned[seats].take(silent, axis=1), self._probability(silent)[seats], 0.0)
+            step_s = self.cost.curve(len(rows), len(silent))
+            least_s = min(self.drafters[seat].token_s + self.drafters[seat].trip_s for seat in seats)
+            longest_s = self._waiting.plan(chances.max(axis=0), float(step_s[-1] - step_s[0]), least_s)
+            longest_s = min(longest_s, float(step_s[0]))
+        return silent, longest_s
+
+    def silent(self, rows: np.ndarray) -> np.ndarray:
+        """bool `(rows,)`: without a tail, and with a draft actor whose answer to the newest commit has not arrived."""
+        table, seats = self.table, self._apart()
+        base, asked = table.base[seats].take(rows, axis=1), table.assigned[seats].take(rows, axis=1)
+        silent: np.ndarray = (asked & (base != table.committed[rows])).any(axis=0) & ~self._supply(rows).any(axis=0)
+        return silent
+
+    def waited(self, rows: np.ndarray, seconds: float) -> None:
+        """These rows have waited for so long."""
+        if self._config.draft_wait_s is None:
+            self._waiting.waited(rows, seconds)
+
+    def record(self, num_rows: int, positions: int, prefill: int, accepted: int, seconds: Seconds) -> None:
+        """Learn from a step what steps cost, and whether drafts pay, unless the configuration demands them. Prompts
+        take the same time with drafts and without, so their share does not count. `num_rows`, `accepted`: requests that
+        were decoded, and draft tokens that were right; `positions`, `prefill`: of the forward, and of prompts in it."""
+        if 2 * prefill > positions:
+            return
+        self.cost.record(positions, seconds.engine)
+        self._waiting.record(num_rows + accepted, seconds.total)
+        config, decoded = self._config, positions - prefill
+        if config.verify is VerifyPolicy.all or config.race is RaceName.always:
+            return
+        prefill_s = self.cost.difference(positions, decoded) if prefill else 0.0
+        drafting_s = seconds.waiting + self.cost.difference(decoded, num_rows)
+        self.suspension.record(num_rows, accepted, seconds.total - prefill_s, drafting_s, seconds.own)
+
+    def predict(self, method: str, probability: np.ndarray) -> np.ndarray:
+        """Tokens per second of a request with this method alone in its best window, or of plain decoding if higher."""
+        mine = [drafter for drafter in self.drafters.values() if drafter.spec.method == method]
+        window, token_s = max(one.spec.window for one in mine), max(one.token_s for one in mine)
+        verify_s = self.cost.curve(self.rows, self.rows * window)[:: self.rows]
+        rates: np.ndarray = window_rates(probability, window, token_s, verify_s).max(axis=1)
+        return rates.clip(1.0 / verify_s[0])
+
+    def standings(self) -> list[dict[str, Any]]:
+        """The draft ladder as plain data: each method at each range of output positions at which it was tried."""
+        acceptance, standings = self.acceptance, list[dict[str, Any]]()
+        for method, token_s in {one.spec.method: one.token_s for one in self.drafters.values()}.items():
+            number = acceptance.number(method)
+            chances, drafted = acceptance.of_method()[number], acceptance.evidence[1, number]
+            tgs = self.predict(method, chances)
+            for at in np.flatnonzero(drafted >= 1.0).tolist():
+                place = {"method": method, "positions": BUCKET_NAMES[at], "token_s": token_s}
+                figures = {"drafted": float(drafted[at]), "acceptance": float(chances[at]), "tgs": float(tgs[at])}
+                standings.append({**place, **figures})
+        return standings
+
+    def _apart(self) -> list[int]:
+        """Seats of draft actors that can be reached."""
+        return [seat for seat, one in self.drafters.items() if one.able and not one.hosted]
+
+    def _probability(self, rows: np.ndarray) -> np.ndarray:
+        """`(seats, rows)`."""
+        return self.acceptance.probability(self.table, rows)[self.table.method]
+
+    def _net_probability(self, rows: np.ndarray) -> np.ndarray:
+        """`_probability`, of models that take turns less the cost of a right token: the tail that a draft actor makes
+        meanwhile begins before that token, and is lost where the actor is wrong there."""
+        probability, drafters, assigned = self._probability(rows), self.drafters.items(), self.table.assigned
+        kept = np.ones(len(rows))
+        for seat, one in drafters:
+            if one.able and not (one.hosted or one.spec.traits.looks_up):
+                p, window = probability[seat], one.spec.window
+                lost = p * (1.0 - p**window) * (_UNRESCUED if one.spec.branches else 1.0)  # (1 - p) of its tail
+                kept = np.minimum(kept, np.where(assigned[seat, rows], 1.0 - lost, 1.0))
+        for seat, one in drafters:
+            if one.takes_turns:
+                probability[seat] *= kept
+        return probability
+
+    def _supply(self, rows: np.ndarray) -> np.ndarray:
+        """`(seats, rows)`, in C order as kernels require."""
+        return self.table.length.take(rows, axis=1)
+
+    def _room(self, rows: np.ndarray) -> np.ndarray:
+        """Most draft tokens of each row: behind them comes one token of the target's own."""
+        left: np.ndarray = self.table.limit[rows] - self.table.committed[rows]
+        return (left - 1).clip(0)

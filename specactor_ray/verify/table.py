@@ -1,0 +1,146 @@
+"""The requests of one verifier: structure of arrays, one row per request, one seat per drafter."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specactor_ray.config.schema import MAX_METHODS
+from specactor_ray.ragged import enlarged
+from specactor_ray.verify import _kernels
+from specactor_ray.verify._kernels import Committed
+from specactor_ray.verify.acceptance import Acceptance, bucket_of
+
+if TYPE_CHECKING:
+    from specactor_ray.target.base import TargetRequest
+
+
+class RequestTable:
+    """Requests and their drafts. Not thread-safe.
+
+    A request has a row from `open` to `close`; a row is used again under a new `generation` (0: free), so that messages
+    about the old request do not apply. A drafter has a seat. Arrays, int32 where no other type is named:
+
+    - by row: `committed` output tokens, the most of them (`limit`), their ids (`output`, `(rows, capacity)`), `steps`
+      that committed some, and bool `begun`: it has been in a step; before, no drafter is assigned;
+    - by seat and row: bool `assigned`; `told`: committed tokens sent to the drafter, -1: the request is not open there;
+      `base` of its newest tail, -1: none; `tail`, `(seats, rows, window)`: the part of it past the committed prefix;
+      its `length`, 0 where the drafter is not assigned;
+    - by seat, row and branch of a tail with tokens: `branch_at`, tokens of the tail before the branch leaves it,
+      `FREE`: no branch; `branch_length`, and `branch_tail`, `(seats, rows, branches, window)`;
+    - by method and row, so they survive a change of the drafter: `evidence`, float64 hits and tries of draft tokens;
+      `drafts`, draft tokens that were verified, and right;
+    - `method` by seat; int64 `counts` (`_kernels.COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
+      tail was verified, and right, until `StepMetrics` takes them.
+
+    Args:
+        window: Most draft tokens of a request that are kept.
+        branches: Most branches of a tail that are kept.
+    """
+
+    def __init__(self, window: int, branches: int = 0) -> None:
+        self.window, rows, seats = window, 32, 2
+        self.requests: dict[int, TargetRequest] = {}
+        self.generation, self.committed, self.limit, self.steps = np.zeros((4, rows), np.int32)
+        self.output, self.begun = np.zeros((rows, 256), np.int32), np.zeros(rows, np.bool_)
+        self.assigned = np.zeros((seats, rows), np.bool_)
+        self.told, self.length, self.base = np.zeros((3, seats, rows), np.int32)
+        self.tail = np.zeros((seats, rows, window), np.int32)
+        self.branch_at = np.full((seats, rows, branches), _kernels.FREE, np.int32)
+        self.branch_length = np.zeros((seats, rows, branches), np.int32)
+        self.branch_tail = np.zeros((seats, rows, branches, window), np.int32)
+        self.method = np.zeros(seats, np.int32)
+        self.evidence = np.zeros((2, MAX_METHODS, rows))
+        self.drafts = np.zeros((2, MAX_METHODS, rows), np.int32)
+        self.counts = np.zeros(len(_kernels.COUNTS), np.int64)
+        self.reached = np.zeros((2, window), np.int64)
+        self._generations = 0
+        self._free = list(range(rows))[::-1]
+
+    def __len__(self) -> int:
+        """Requests in the table."""
+        return len(self.requests)
+
+    @property
+    def next_row(self) -> int:
+        """The row that `open` gives next."""
+        if not self._free:
+            old = len(self.generation)
+            self._enlarge(_BY_ROW, 0, 2 * old)
+            self._enlarge(_BY_SEAT, 1, 2 * old)
+            self._enlarge(("evidence", "drafts"), 2, 2 * old)
+            self._free = list(range(old, 2 * old))[::-1]
+        return self._free[-1]
+
+    def open(self, request: TargetRequest) -> int:
+        """Give a request a row; returns it."""
+        row, known = self.next_row, len(request.committed_token_ids)
+        self._free.pop()
+        self._generations += 1
+        self._fit(known)
+        self.requests[row], self.generation[row] = request, self._generations
+        self.committed[row], self.limit[row] = known, request.sampling.max_tokens
+        self.output[row, :known] = request.committed_token_ids
+        return row
+
+    def close(self, row: int) -> None:
+        """Free a row."""
+        del self.requests[row]
+        for plane in (self.generation, self.begun, self.steps, self.assigned, self.length, self.evidence, self.drafts):
+            plane[..., row] = 0
+        self._free.append(row)
+
+    def fit_seats(self, count: int) -> None:
+        """Make room for this many drafters."""
+        if count > len(self.method):
+            self._enlarge((*_BY_SEAT, "method"), 0, 1 << (count - 1).bit_length())
+
+    def clear_seat(self, seat: int, method: int) -> None:
+        """A drafter of this method takes the seat."""
+        self.method[seat] = method
+        self.assigned[seat], self.length[seat] = False, 0
+
+    def assign(self, seat: int, row: int) -> None:
+        """The drafter drafts for the request from now on."""
+        self.assigned[seat, row], self.length[seat, row] = True, 0
+        self.told[seat, row] = self.base[seat, row] = -1
+
+    def release(self, seat: int, row: int) -> None:
+        """The drafter does not draft for the request any more."""
+        self.assigned[seat, row], self.length[seat, row] = False, 0
+
+    def take(self, seat: int, tails: Any) -> np.ndarray:
+        """Take in the tails of one drafter (`messages.TailBatch`). Returns bool `(n,)`: which of them are of requests
+        that it does not draft for."""
+        arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens, *tails.branches)
+        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, _kernels.Planes(*_PLANES(self)))
+        return unknown
+
+    def commit(self, step: Committed, acceptance: Acceptance) -> None:
+        """Append what a step committed, and compare the tails with it."""
+        start = self.committed[step.rows]
+        self._fit(int((start + step.counts).max(initial=0)))
+        _kernels.commit(step, bucket_of(start), _kernels.Planes(*_PLANES(self)), acceptance.evidence)
+
+    def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What was committed and not yet sent to the drafter; it counts as sent now: lengths by row, and all tokens."""
+        lengths: np.ndarray
+        lengths, tokens = _kernels.untold(np.asarray(rows, np.int32), self.told[seat], self.committed, self.output)
+        return lengths, tokens
+
+    def _fit(self, tokens: int) -> None:
+        """Make room for outputs of so many tokens and a tail."""
+        if (tokens := tokens + self.window + 1) > self.output.shape[1]:
+            self._enlarge(("output",), 1, 1 << (tokens - 1).bit_length())
+
+    def _enlarge(self, names: Sequence[str], axis: int, size: int) -> None:
+        for name in names:
+            setattr(self, name, enlarged(getattr(self, name), axis, size))
+
+
+_PLANES = operator.attrgetter(*_kernels.Planes._fields)
+_BY_ROW = ("generation", "committed", "begun", "steps", "limit", "output")
+_BY_SEAT = ("assigned", "told", "base", "tail", "length", "branch_at", "branch_length", "branch_tail")

@@ -1,0 +1,78 @@
+"""Bursts on a GPU: a captured step drafts what the same step drafts without a graph."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specactor_ray.benchmarks.gpu_check.drafting import Uncaptured, measure_drafting
+from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN_ON_GPU
+from specactor_ray.benchmarks.gpu_check.stages import Stage
+from specactor_ray.draft.burst import CudaCapturer
+from specactor_ray.draft.eagle.checkpoint import load_head
+from specactor_ray.draft.eagle.proposer import EagleProposer
+from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.model_proposer import ModelProposer
+from specactor_ray.fallbacks import fallbacks
+from specactor_ray.messages import Features, SamplingParams
+from specactor_ray.models.ragged_model import RaggedModel
+from tests.tiny import tiny_draft, tiny_eagle, tiny_prompt_ids, tiny_target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def draft_model(**options: Any) -> ModelProposer:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_draft(), dtype=torch.bfloat16).to("cuda")
+    return DraftModelProposer(RaggedModel(model, 64 << 20), **options)
+
+
+def eagle(**options: Any) -> ModelProposer:
+    head = load_head(str(tiny_eagle()), str(tiny_target()), dtype="bfloat16", device="cuda")
+    return EagleProposer(EagleRunner(head, 64 << 20), **options)
+
+
+def drafted(drafter: ModelProposer, burst: int) -> list[list[int]]:
+    """Tails after each of some commits; nine requests, so that the bucket is padded."""
+    drafter.budget, drafter.burst, found = 40, burst, list[list[int]]()
+    states = np.random.default_rng(0).standard_normal((9, 400, 192)).astype(np.float32)
+    prompts = [tiny_prompt_ids(4)[i % 4] for i in range(9)]
+    for slot, prompt in enumerate(prompts):
+        drafter.open(slot, f"r{slot}", prompt, (), SamplingParams(1.0, seed=slot, max_tokens=300), 12)
+    slots, ones = np.arange(9, dtype=np.int32), np.ones(9, np.int32)
+    for turn in range(5):
+        drafter.commit(slots, turn * ones, ones, slots + turn)
+        for slot, prompt in enumerate(prompts):
+            if drafter.traits.reads_features:
+                drafter.add_features(slot, [Features(0, states[slot, : len(prompt) + turn])])
+        while len(drafter.extend()):
+            pass
+        found += [list(tokens) for _, tokens in drafter.tails(slots).rows()]
+    return found
+
+
+@pytest.mark.parametrize("make", [draft_model, eagle])
+@pytest.mark.parametrize("branches", [0, 4])
+def test_a_captured_step_drafts_what_the_step_drafts(make: Any, branches: int) -> None:
+    captured = drafted(make(branches=branches, capturer=CudaCapturer()), 8)
+    assert captured == drafted(make(branches=branches, capturer=Uncaptured()), 8)
+    assert not any("without CUDA graphs" in line for line in fallbacks())
+    eager = make(branches=branches)
+    eager._bursts = None
+    pairs = list(zip(captured, drafted(eager, 1), strict=True))
+    assert sum(mine == its for mine, its in pairs) > 0.8 * len(pairs), "kernels may depend on the rows"
+
+
+def test_drafting_is_timed_with_and_without_graphs() -> None:
+    stage = Stage("drafting", DRY_RUN_ON_GPU, math.inf)
+    measure_drafting(stage)
+    assert len(stage.entry["points"]) == 2 and not any(point["steps differ %"] for point in stage.entry["points"])
