@@ -47,7 +47,8 @@ def true_token(seed: int, version: int, position: int) -> int:
 
 def true_output(sampling: SamplingParams, version: int) -> tuple[int, ...]:
     """The whole output of a request of a run with faults."""
-    return tuple(true_token(sampling.seed, version, position) for position in range(sampling.max_tokens))
+    begin = sampling.first_position
+    return tuple(true_token(sampling.seed, version, begin + position) for position in range(sampling.max_tokens))
 
 
 def guesses(ranks: np.ndarray, output: np.ndarray, vocab_size: int) -> np.ndarray:

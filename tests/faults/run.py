@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specactor_ray.config.load import from_mapping
@@ -257,7 +257,11 @@ class Simulation(VirtualRun):
         part = handle.abort() if random.Random(sampling.seed).random() < 0.5 else handle.result()
         tokens = part.token_ids
         if part.finish_reason == "abort":
-            handle = self.client.engine.submit([1, 2, 3], sampling, prefix=tokens)
+            prompt, rest, prefix = [1, 2, 3], sampling, tokens
+            if sampling.seed % 2:  # as a client that knows of no prefix does
+                left = {"max_tokens": sampling.max_tokens - len(tokens), "first_position": len(tokens)}
+                prompt, rest, prefix = [*prompt, *tokens], replace(sampling, **left), ()
+            handle = self.client.engine.submit(prompt, rest, prefix=prefix)
             tokens += tuple(token.token_id for token in handle.tokens())
         if handle.result().error or tokens != true_output(sampling, part.weight_version):
             self.fail(f"{handle.request_id} of the engine has other tokens than plain decoding")
