@@ -15,6 +15,7 @@ import ray
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import InputError
+from specactor_ray.models.loading import load_model
 from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.keyed import derive_seed
@@ -111,6 +112,19 @@ def test_an_aborted_output_goes_on_as_a_prefix_and_as_a_prompt(rollout: Rollout,
     assert engine.submit(prompt, sampling, prefix=whole.token_ids).result(120.0).token_ids == ()
     rollout.sleep()  # refused while a verifier has requests
     assert engine.submit(prompt, sampling).result(120.0).token_ids == whole.token_ids  # wakes them
+
+
+def test_requests_go_on_behind_new_weights(rollout: Rollout) -> None:
+    engine, prompts, sampling = rollout.engine, tiny_prompts(8), replace(SAMPLING, max_tokens=200, ignore_eos=True)
+    whole = [handle.result(120.0) for handle in [engine.submit(prompt, sampling) for prompt in prompts]]
+    handles = [engine.submit(prompt, sampling) for prompt in prompts]
+    next(handles[0].tokens())
+    same_weights = load_model(str(tiny_target())).named_parameters()
+    version = rollout.update_weights(same_weights, "keep")
+    outputs = [handle.result(120.0) for handle in handles]
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in whole]
+    assert all(one.weight_version == version or not one.versions for one in outputs)
+    assert engine.submit(prompts[0], sampling).result(120.0).weight_version == version
 
 
 def test_another_process_of_the_cluster_generates(rollout: Rollout, truth: list[Trajectory]) -> None:
