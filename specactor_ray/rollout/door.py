@@ -189,8 +189,7 @@ class Exchange:
         except Exception as error:
             if not self._closed:
                 logger.exception("requests of other processes can be exchanged no more")
-                text = f"{type(error).__name__}: {error}"
-                self._lost(error if isinstance(error, SpecActorError) else SpecActorError(text))
+                self._lost(_own(error))
 
     def _read_from(self, call: Call) -> None:
         if call.error is not None:
@@ -231,8 +230,8 @@ class Doorman:
             self._newest[sender] = number
             try:
                 handle = self._handles[sender, number] = self._engine.submit(**asked.arguments)
-            except (SpecActorError, TypeError) as error:
-                self._tell(sender, Told(number, [], ended=error))
+            except Exception as error:  # noqa: BLE001 - the sender raises it
+                self._tell(sender, Told(number, [], ended=_own(error)))
             else:
                 handle.future.add_done_callback(lambda _future: self._end(sender, number, handle))
         elif asked.what == "watch" and (watched := self._handles.get((sender, number))) is not None:
@@ -255,7 +254,7 @@ class Doorman:
             try:
                 return sender, Told(number, [], ended=handle.result(0.0))
             except Exception as error:  # noqa: BLE001 - the sender raises it
-                return sender, Told(number, [], ended=error)
+                return sender, Told(number, [], ended=_own(error))
 
         self._exchange.put(make)
 
@@ -336,9 +335,9 @@ class RemoteEngine(Generates):
             self._fail(told.ended)
         elif (handle := self._handles.get(told.number)) is None:
             return
-        elif told.ended is None:
+        elif told.ended is None and told.first <= len(handle.pushed):
             handle.push(list(told.tokens[len(handle.pushed) - told.first :]))
-        else:
+        elif told.ended is not None:
             del self._handles[told.number], self._numbers[handle]
             _end(handle, told.ended)
 
@@ -346,6 +345,11 @@ class RemoteEngine(Generates):
         handles, self._handles, self._numbers = self._handles, {}, {}
         for handle in handles.values():
             _end(handle, error)
+
+
+def _own(error: Exception) -> SpecActorError:
+    """The error as one of this package, which every process can read."""
+    return error if isinstance(error, SpecActorError) else SpecActorError(f"{type(error).__name__}: {error}")
 
 
 def _same(message: Any) -> Any:

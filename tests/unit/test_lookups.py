@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -584,3 +585,22 @@ def test_bytes_are_reported() -> None:
     proposer.close("a")
     learn(proposer, [1, 2], *[[3] * 1000] * 5)
     assert proposer.history_bytes <= empty + 2 * 8192 * 4 * (6 + 2), "bounded by the longest text"
+
+
+def test_an_output_sent_as_a_prompt_is_guessed_with_the_same_noise() -> None:
+    rng, proposer = random.Random(1), suffix(1, 4, 0, 4, 100.0, 0.0)
+    differ = 0
+    for seed in range(30):
+        prompt, output = ([rng.randrange(3) for _ in range(30)] for _ in range(2))
+        sampling = SamplingParams(seed=seed, max_tokens=1000)
+        again = [sampling, replace(sampling, first_position=len(output))]
+        proposer.open("undisturbed", prompt, output, sampling, 6)
+        for number, one in enumerate(again):
+            proposer.open(str(number), [*prompt, *output], [], one, 6)
+        proposer.extend()
+        tails = {name: proposer.tail(name)[1] for name in ("undisturbed", "0", "1")}
+        assert tails["undisturbed"] and tails["1"] == tails["undisturbed"]
+        differ += tails["0"] != tails["undisturbed"]
+        for name in tails:
+            proposer.close(name)
+    assert differ > 3, "noise decides some of them"
