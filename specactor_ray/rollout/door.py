@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
-from specactor_ray.clock import SYSTEM
+from specactor_ray.clock import SYSTEM, Thread
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import ActorLostError, InputError, SpecActorError
@@ -151,7 +151,11 @@ class Exchange:
         """Each makes a message."""
         self._wake = calls.clock.event()
         self._cursor, self._closed = 0, False
-        self._thread = calls.clock.spawn(self._run, f"{write} engine")
+        self._thread: Thread | None = None
+
+    def start(self) -> None:
+        """Begin to read; messages that were put before are sent now."""
+        self._thread = self._calls.clock.spawn(self._run, f"{self._write} engine")
 
     def put(self, make: Callable[[], Any]) -> None:
         """Send what this makes, in the thread of the exchange; for any thread."""
@@ -162,7 +166,8 @@ class Exchange:
         """Send what is there, and end."""
         self._closed = True
         self._wake.set()
-        self._thread.join(_CLOSE_S)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         reading: Call | None = None
@@ -220,6 +225,7 @@ class Doorman:
         self._newest: dict[str, int] = {}
         """Sender → its newest request; one that comes again is ignored."""
         self._exchange = Exchange(calls, actor, "tell", ("read_asked",), self._take, self._lost)
+        self._exchange.start()
 
     def close(self) -> None:
         self._exchange.close()
@@ -282,6 +288,7 @@ class RemoteEngine(Generates):
         self._numbers: dict[Handle, int] = {}
         self._closed = False
         self._exchange = Exchange(calls, actor, "ask", ("read_told", self._sender), self._take, self._fail)
+        self._exchange.start()
 
     def __enter__(self) -> Self:
         return self
