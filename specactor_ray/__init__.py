@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 from specactor_ray.messages import SamplingParams
 
 if TYPE_CHECKING:
+    from specactor_ray.rollout.engine import Engine
     from specactor_ray.rollout.rollout import Rollout
     from specactor_ray.rollout.trajectory import Trajectory
 
 __version__ = "0.1.0"
-__all__ = ["Rollout", "SamplingParams", "Trajectory", "__version__"]
+__all__ = ["Engine", "Rollout", "SamplingParams", "Trajectory", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Engine":
+        from specactor_ray.rollout.engine import Engine
+
+        return Engine
     if name == "Rollout":
         from specactor_ray.rollout.rollout import Rollout
 

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import ray
 
-from specactor_ray import Rollout, SamplingParams
+from specactor_ray import Engine, Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import InputError
 from specactor_ray.models.loading import load_model
-from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.keyed import derive_seed
 from tests.tiny import tiny_prompts, tiny_target
