@@ -59,12 +59,15 @@ class SimulatedEngine:
 
     # ---- requests ----
 
-    def add(self, row: int, request: TargetRequest) -> None:
+    def add(self, row: int, request: TargetRequest) -> Finish | None:
         prompt, most = len(request.prompt_token_ids), request.sampling.max_tokens
         if prompt + most > min(self.max_model_len, self._cache_tokens):
             raise InputError("the prompt is too long")
         committed = len(request.committed_token_ids)
         output = self._world.text.output(request.sampling, self.weight_version)
+        stops = request.committed_token_ids[-1:] and request.committed_token_ids[-1] in request.sampling.stop_token_ids
+        if stops or committed >= len(output):
+            return Finish.LENGTH if not stops and len(output) == most else Finish.STOP
         for axis, needed in enumerate((row + 1, len(output))):
             if self._truth.shape[axis] < needed:
                 self._truth = enlarged(self._truth, axis, 2 * needed)
@@ -74,6 +77,7 @@ class SimulatedEngine:
         self._numbers[:, row] = prompt, committed, len(output), prompt + committed, most
         self._requests[row] = request
         self._waiting[row] = None
+        return None
 
     def remove(self, row: int) -> None:
         if row in self._admitted:

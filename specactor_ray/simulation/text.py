@@ -51,6 +51,11 @@ def true_output(sampling: SamplingParams, version: int) -> tuple[int, ...]:
     return tuple(true_token(sampling.seed, version, begin + position) for position in range(sampling.max_tokens))
 
 
+def _positions(sampling: SamplingParams) -> slice:
+    """Of the request in the output of its seed."""
+    return slice(sampling.first_position, sampling.first_position + sampling.max_tokens)
+
+
 def guesses(ranks: np.ndarray, output: np.ndarray, vocab_size: int) -> np.ndarray:
     """int32 `(n,)`: the first candidates, or `NO_GUESS`; a wrong one is the next token of the vocabulary."""
     return np.where(ranks == NO_GUESS, NO_GUESS, (output.astype(np.int32) + (ranks > 0)) % vocab_size)
@@ -171,10 +176,10 @@ class GeneratedText:
         self._requests: dict[int, _Request] = {}
 
     def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
-        return self._request(sampling.seed).tokens[: sampling.max_tokens]
+        return self._request(sampling.seed).tokens[_positions(sampling)]
 
     def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        return self._request(sampling.seed).ranks[method][:, : sampling.max_tokens]
+        return self._request(sampling.seed).ranks[method][:, _positions(sampling)]
 
     def probability(self, method: str, seed: int, position: int) -> float:
         thresholds = self._request(seed).thresholds[method]
@@ -240,7 +245,7 @@ class RecordedText:
         self.vocab_size = vocab_size
 
     def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
-        return np.array(self._outputs[sampling.seed][: sampling.max_tokens])
+        return np.array(self._outputs[sampling.seed][_positions(sampling)])
 
     def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
         count, seed = len(self.output(sampling, version)), sampling.seed
