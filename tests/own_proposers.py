@@ -133,3 +133,8 @@ class Nothing(Model):
     @classmethod
     def from_config(cls, *_: Any) -> None:  # type: ignore[override]
         return None
+
+
+class Raises(Model):
+    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+        raise ValueError("no guess")

@@ -363,10 +363,12 @@ def _check_value(section: type, name: str, annotation: Any, value: Any, key: str
     except (OmegaConfBaseException, OverflowError, TypeError, ValueError):
         wrong = True
     if wrong:
-        kind = without_none(annotation)[0]
+        kind, optional = without_none(annotation)
         is_choice = isinstance(kind, type) and issubclass(kind, Enum)
+        words = list(kind.__members__) if is_choice else [AUTO] if optional and kind in (int, float) else []
+        hint = did_you_mean(value.lower(), words) if isinstance(value, str) else ""
         problem = f"{clipped(value)} is {'not one of its values' if is_choice else 'of the wrong type or not allowed'}."
-        raise ConfigError(key, problem, f"{key} is {type_in_words(annotation)}.")
+        raise ConfigError(key, problem + hint, f"{key} is {type_in_words(annotation)}.")
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.evaluation import replay
 from specactor_ray.drafter_training.rollouts import Corpus
 from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.models.loading import describes_head
 from specactor_ray.observability.phase_progress import PhaseProgress, show_tokens
 
 if TYPE_CHECKING:
@@ -27,15 +28,19 @@ _REPLAY_BATCH = 16
 
 
 def drafter_of(folder: Path) -> DrafterConfig:
-    """The drafter in a folder: of the method that its `drafter.json` names; any other model is a `draft_model`.
+    """The drafter in a folder: of the method that its `drafter.json` names; without one an EAGLE head or a
+    `draft_model`, as its `config.json` says.
 
     Raises:
         InputError: There is no such folder, or its `drafter.json` cannot be read.
+        ModelLoadError: It has neither file, or its `config.json` cannot be read.
     """
     if not folder.is_dir():
         raise InputError(f"--drafter: there is no folder {folder}. Fix: name the folder that `drafter train` wrote")
     card = read_card(folder)
-    return DrafterConfig(method="draft_model" if card is None else card["method"], model=str(folder))
+    if card is not None:
+        return DrafterConfig(method=card["method"], model=str(folder))
+    return DrafterConfig(method="eagle" if describes_head(folder) else "draft_model", model=str(folder))
 
 
 def method_alone(method: str) -> DrafterConfig:

@@ -78,11 +78,25 @@ def require_head(folder: Path) -> Path:
     """The folder, which must hold an EAGLE head.
 
     Raises:
-        ModelLoadError: It has no configuration.
+        ModelLoadError: It has no configuration, or that of a model.
     """
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
+    if not describes_head(folder):
+        raise ModelLoadError(
+            f"{folder / 'config.json'} does not describe an EAGLE-3 head (no draft_vocab_size). Fix: name the "
+            "directory of a head, or use method: draft_model if this is a model."
+        )
     return folder
+
+
+def describes_head(folder: Path) -> bool:
+    """Whether the `config.json` in a directory is that of an EAGLE head, of either format, and not that of a model.
+
+    Raises:
+        ModelLoadError: There is none, or it cannot be read.
+    """
+    return not {"draft_vocab_size", "speculators_model_type"}.isdisjoint(read_config(folder))
 
 
 def _is_builtin(name: str) -> bool:

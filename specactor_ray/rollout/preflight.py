@@ -21,6 +21,7 @@ from specactor_ray.draft.registry import reads_head
 from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.models.cache_size import BLOCK_TOKENS, GIB, context_of, itemsize_of, key_value_heads, token_bytes
 from specactor_ray.models.loading import (
+    describes_head,
     load_model_config,
     load_tokenizer,
     read_config,
@@ -100,10 +101,14 @@ def require_named_model(key: str, name: str, is_head: bool = False) -> Path | No
     """The folder of the `config.json` of a model that a key or option names, where that is on this machine.
 
     Raises:
-        ModelLoadError: The model cannot be found; the key is named.
+        ModelLoadError: The model cannot be found, or is a head, or the head is a model; the key is named.
     """
     try:
-        return require_head(Path(name).expanduser()) if is_head else require_model(name)
+        folder = require_head(Path(name).expanduser()) if is_head else require_model(name)
+        if folder is not None and not is_head and describes_head(folder):
+            fix = "name the directory of a model; for a head of a drafter, use method: eagle."
+            raise ModelLoadError(f"{name!r} holds an EAGLE head, which is no model. Fix: {fix}")
+        return folder
     except ModelLoadError as error:
         raise ModelLoadError(f"{key}: {error}") from None
 

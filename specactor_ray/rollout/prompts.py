@@ -11,6 +11,7 @@ from typing import Any
 from specactor_ray.config.shipped import find_file
 from specactor_ray.errors import InputError, clipped, clipped_text, did_you_mean
 from specactor_ray.json_text import parse_json
+from specactor_ray.models.builtin import quiet_transformers
 
 Prompt = str | list[dict[str, Any]] | list[int]
 """Text, chat messages (`{"role": ..., "content": ...}`), or token ids. The content of a message is text, or a list of
@@ -214,6 +215,7 @@ def _tokenize(tokenizer: Any, prompt: str) -> Any:
 
 def _apply_template(tokenizer: Any, messages: Any) -> list[int]:
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        with quiet_transformers():  # as above; not every tokenizer takes `verbose` here
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # templates are code of the checkpoint's and raise what they like
         raise InputError(f"the model's chat template refuses these messages: {error}") from error

@@ -232,7 +232,7 @@ class Rollout(RunClient):
 
     def drafters(self) -> list[dict[str, Any]]:
         """Id, method, version and checksum of the weights of each drafter, draft tokens `tried` and `right` since, and
-        `alarm`: none is right any more; as far as it can be asked, and seconds old."""
+        `alarm`: none is right any more; as far as it can be asked."""
         with contextlib.suppress(Exception):
             return drafter_health(self.status())
         return []

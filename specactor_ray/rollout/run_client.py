@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from specactor_ray.config.drafting import inline_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.state import ClusterView, Phase
 from specactor_ray.draft.registry import traits
-from specactor_ray.errors import ActorLostError, InputError
+from specactor_ray.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.messages import WeightSet
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
 from specactor_ray.rollout.engine import Engine
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _ASK_S = 60.0
 """Longest wait for an answer to what takes no time."""
+_PING_S = 2.0
+"""Longest wait for the counters of actors."""
 _COMMAND_S = 300.0
 """Longest wait for verifiers to do what they are told."""
 SHUTDOWN_S = 60.0
@@ -132,8 +135,17 @@ class RunClient:
         return view
 
     def status(self) -> list[dict[str, Any]]:
-        """One row per actor: id, kind, phase, placement and counters."""
+        """One row per actor: id, kind, phase, placement and counters. Those of ready actors are asked for; of one that
+        does not answer they are as old as the controller's."""
         rows: list[dict[str, Any]] = self.ask("status")
+        view = self.view()
+        ready = dict(view.verifiers)
+        ready |= {one.actor_id: one.handle for one in view.drafters if one.phase is Phase.READY}
+        pings = {name: self._calls.start(at, "ping", deadline_s=_PING_S, retry=False) for name, at in ready.items()}
+        for row in rows:
+            if row["id"] in pings:
+                with contextlib.suppress(SpecActorError):
+                    row["counters"] = pings[row["id"]].result()
         return rows
 
     def scale(self, drafters: Mapping[str, int]) -> None:

@@ -25,6 +25,7 @@ from specactor_ray.config.schema import RaceName
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.models.weight_buckets import pack
+from specactor_ray.observability.report import alarm_lines
 from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompt_ids, tiny_prompts, tiny_target
 
@@ -204,6 +205,19 @@ def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> No
         assert {row["kind"] for row in rows} == {"verifier"} and all("drafts itself" in row["note"] for row in rows)
         with pytest.raises(ConfigError, match="mode: 'coupled' has no draft actors to scale"):
             rollout.scale({"draft_model": 2})
+
+
+def test_drafters_are_asked_for_their_health() -> None:
+    """The controller asks for it once, before the rollout begins, and then not for ten minutes."""
+    rare = {"address": "local", "pin_cores": False, "health_interval_s": 600.0, "health_timeout_s": 1200.0}
+    with running(config("decoupled", [small()], 1, cluster=rare)) as rollout:
+        rollout.generate(tiny_prompts(4), SAMPLING)
+        (health,) = rollout.drafters()
+        assert health["tried"] >= health["right"] > 0
+    with running(config("coupled", [{"method": "tests.own_proposers:Raises"}], 1, cluster=rare)) as rollout:
+        rollout.generate(tiny_prompts(4), SAMPLING)
+        (line,) = alarm_lines(rollout.drafters())
+        assert "drafts failed, the log has the first of each kind" in line
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "coupled"])

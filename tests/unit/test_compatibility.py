@@ -14,8 +14,8 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.drafter_training.card import identify, write_card
 from specactor_ray.errors import ConfigError, ModelLoadError
-from specactor_ray.rollout.preflight import export_what_drafters_read, warn_without_drafters
-from tests.tiny import tiny_eagle, tiny_target
+from specactor_ray.rollout.preflight import export_what_drafters_read, require_named, warn_without_drafters
+from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 
 def config(head: Path) -> Config:
@@ -55,6 +55,20 @@ def test_a_head_of_a_target_of_the_same_shape_is_warned_of(head: Path, caplog: p
 def test_a_head_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"drafters\.1\.model: There is no EAGLE head"):
         export_what_drafters_read(config(tmp_path / "missing"))
+
+
+def test_a_head_and_a_model_are_not_taken_for_each_other(head: Path) -> None:
+    model = r"drafters\.1\.model: .*no draft_vocab_size.* Fix: .*method: draft_model"
+    for check in (require_named, export_what_drafters_read):
+        with pytest.raises(ModelLoadError, match=model):
+            check(config(tiny_draft()))
+    settings = config(head)
+    settings.drafters[1].method = "draft_model"
+    with pytest.raises(ModelLoadError, match=r"drafters\.1\.model: .* holds an EAGLE head.* method: eagle"):
+        require_named(settings)
+    settings.target.model = str(head)
+    with pytest.raises(ModelLoadError, match=r"target\.model: .* holds an EAGLE head"):
+        require_named(settings)
 
 
 @pytest.mark.parametrize(

@@ -178,3 +178,11 @@ class TestOverridesOfASection:
 def test_a_mistyped_method_is_answered_with_the_one_that_was_meant(method: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"'{method}' is not known. Did you mean {meant}?"):
         load_config(None, [f"drafters=[{{method: {method}}}]"])
+
+
+@pytest.mark.parametrize(
+    "override", ["speculation.draft_wait_s=AUTO", "speculation.window=Auto", "mode=AUTO", "target.max_batch=aut"]
+)
+def test_a_misspelled_word_is_hinted(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean auto\?"):
+        load_config(None, [DRAFTER, override])

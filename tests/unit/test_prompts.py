@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,15 @@ class TestEncoding:
             encode_prompt(tokenizer, 5, chat=True)  # type: ignore[arg-type]
         assert encode_prompt(tokenizer, [5, 6, 7], chat=True) == (5, 6, 7)
         assert encode_prompt(None, [5, 6, 7], chat=True) == (5, 6, 7)
+
+    @pytest.mark.parametrize("chat", [True, False])
+    def test_a_prompt_beyond_the_context_is_no_matter_of_the_tokenizer(
+        self, tokenizer: Any, chat: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
+        monkeypatch.setattr(tokenizer, "deprecation_warnings", {})  # it warns once
+        assert len(encode_prompt(tokenizer, "long " * 2000, chat)) > tokenizer.model_max_length
+        assert not caplog.records
 
     def test_text_without_a_tokenizer(self) -> None:
         with pytest.raises(InputError, match="no tokenizer"):

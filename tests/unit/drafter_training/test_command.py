@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from specactor_ray import cli
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.registry import build_proposer
 from specactor_ray.drafter_training.command import TrainPaths, train_drafter
@@ -27,7 +28,7 @@ from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
 from specactor_ray.drafter_training.rollouts import EngineLimits, split_prompts
 from specactor_ray.errors import InputError
 from specactor_ray.models.loading import load_tokenizer
-from tests.tiny import tiny_draft, tiny_prompts, tiny_target
+from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 
 RECIPE = TrainRecipe(
     CorpusRecipe(str(tiny_target()), max_tokens=32),
@@ -234,6 +235,16 @@ class TestMistakes:
         specactor("drafter", "eval", "--target", tiny_target(), "--data", data, "--drafter", tmp_path)
         assert "has a vocabulary of 100 tokens, the target" in capsys.readouterr().err
         assert drafter_of(tmp_path).method == "draft_model"
+
+    def test_a_head_without_a_card_is_recognised_by_its_config(self, tmp_path: Path) -> None:
+        head = load_head(str(tiny_eagle()), str(tiny_target()))
+        save_head(head, tmp_path)
+        assert drafter_of(tmp_path).method == "eagle"
+        facts = json.loads((tmp_path / "config.json").read_text())
+        layer = facts["transformer_layer_config"]
+        layer["draft_vocab_size"] = facts["draft_vocab_size"]  # as the EAGLE authors write it
+        (tmp_path / "config.json").write_text(json.dumps(layer))
+        assert drafter_of(tmp_path).method == "eagle"
 
 
 def test_no_prompt_is_trained_on_and_measured_on() -> None:
