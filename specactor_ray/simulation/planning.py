@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -32,7 +34,7 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
     Args:
         scenario: A decoupled one.
         devices: G. Default: GPUs (without any, cores) of the whole cluster, of which the scenario simulates a part.
-        requests: B. Default: those of the whole cluster.
+        requests: B. Default: those of the whole cluster. A verifier runs `target.max_batch` at once; others wait.
 
     Raises:
         ConfigError, InputError: See `build_world`, `search_plan`.
@@ -47,7 +49,16 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
         devices = round((machines.gpus if config.target.gpus else machines.cpus) * machines.nodes) * scenario.part
     lengths = np.array(draw_lengths(workload, 4096, "plan"))
     mean = workload.prompt_tokens + float((lengths**2).sum() / lengths.sum()) / 2.0
-    slices = tuple(_slices(lengths, workload.prompt_tokens, requests)) if shrinks else ()
+    total, most = requests, config.target.max_batch
+
+    @cache
+    def slices(places: int) -> tuple[Load, ...]:
+        return tuple(_slices(lengths, workload.prompt_tokens, total, places))
+
+    def loads(verifiers: int) -> tuple[Load, ...]:
+        return slices(min(verifiers * most, total)) if shrinks else ()
+
+    limits = {drafter.method: drafter.max_batch for drafter in config.drafters}
     skills = {skill.method: skill for skill in scenario.skills}
     each, methods = config.target.gpus or config.target.cores, {}
     for name, drafter in drafter_specs(config).items():
@@ -55,10 +66,11 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
             row_s, own = scenario.python.draft_row_us / 1e6, drafter.gpus or max(1, round(drafter.cores))
             costs = {own: _grid(world.draft_time(name).forward, (0,), own, row_s)}
             survival = _survival(skills[name], drafter.window, mean - workload.prompt_tokens)
-            methods[name] = Method(costs, survival, branches=drafter.branches)
+            methods[name] = Method(costs, survival, branches=drafter.branches, max_batch=limits[name])
     verify = {each: _grid(world.target, _WINDOWS, each, scenario.python.verify_row_us / 1e6)}
     modes = [ModeName.plain, ModeName.decoupled]
-    return search_plan(verify, methods, devices=devices, requests=requests, context=mean, modes=modes, slices=slices)
+    whole = {"devices": devices, "requests": requests, "max_batch": most}
+    return search_plan(verify, methods, **whole, context=mean, modes=modes, loads=loads)
 
 
 def _grid(cost: StepCost, windows: tuple[int, ...], devices: int, row_s: float) -> GridCost:
@@ -75,11 +87,18 @@ def _grid(cost: StepCost, windows: tuple[int, ...], devices: int, row_s: float) 
     return cost_grids(points)[devices]
 
 
-def _slices(lengths: np.ndarray, prompt: int, requests: int) -> Iterator[Load]:
-    """Requests that run, and their context, at the middle of equal slices of the longest output."""
-    for middle in (np.arange(_SLICES) + 0.5) * lengths.max() / _SLICES:
-        if share := float((lengths > middle).mean()):
-            yield Load(requests * share, prompt + float(middle))
+def _slices(lengths: np.ndarray, prompt: int, requests: int, places: int) -> Iterator[Load]:
+    """Requests that run, and their context, at the middle of equal slices of a rollout. `requests` run in `places`;
+    each that ends makes place for the next."""
+    free, begins = [0.0] * max(len(lengths) * places // requests, 1), np.zeros(len(lengths))
+    for number, length in enumerate(lengths):
+        begins[number] = free[0]
+        heapq.heapreplace(free, free[0] + float(length))
+    ends = begins + lengths
+    for middle in (np.arange(_SLICES) + 0.5) * ends.max() / _SLICES:
+        runs = (begins <= middle) & (middle < ends)
+        if runs.any():
+            yield Load(requests * float(runs.mean()), prompt + float((middle - begins[runs]).mean()))
 
 
 def _survival(skill: SkillConfig, window: int, position: float) -> np.ndarray:

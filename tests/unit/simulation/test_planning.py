@@ -46,3 +46,18 @@ def test_the_command_plans_the_whole_cluster() -> None:
     assert done.exit_code == 0, done.output
     assert "batch 1024 on 256 device(s)" in done.stdout
     assert "decoupled draft_model, " in done.stdout and ", plain " in done.stdout
+
+
+def test_requests_beyond_the_batch_of_a_verifier_wait() -> None:
+    """`specactor simulate` has 62 tokens/s on two verifiers of one core, each with 4 rows."""
+    chosen = plan_scenario(load_scenario(FOLDER / "two_cores.yaml")).chosen
+    assert (chosen.verifiers, chosen.batch) == (2, 4)
+    assert chosen.tokens_per_s == pytest.approx(62.0, rel=0.06)
+
+
+def test_no_drafter_has_more_requests_than_its_largest_batch() -> None:
+    path = FOLDER / "qwen3_8b_8xh100.yaml"
+    tight = plan_scenario(load_scenario(path, ["config.drafters.0.max_batch=128"])).chosen
+    assert tight.drafters * 128 >= 512 > 128 * plan_scenario(load_scenario(path)).chosen.drafters
+    none = plan_scenario(load_scenario(path, ["config.drafters.0.max_batch=8"]))
+    assert none.chosen.mode is ModeName.plain and "more than max_batch=8 requests" in none.rejected[0]
