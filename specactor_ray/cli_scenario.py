@@ -95,11 +95,12 @@ def run_scenario(options: ScenarioOptions) -> None:
 def plan_layout(config: Path, overrides: Sequence[str]) -> None:
     """Print the layout that the plan search chooses on the scenario's machines."""
     from specactor_ray.observability.plan_report import prediction_table
-    from specactor_ray.simulation.planning import plan_scenario
+    from specactor_ray.simulation.planning import NOT_PLANNED, plan_scenario
     from specactor_ray.simulation.scenario import load_scenario
 
     plan, console = plan_scenario(load_scenario(config, overrides)), make_console()
     console.print(prediction_table(plan))
+    say(console, NOT_PLANNED)
     for line in (*plan.rejected, *plan.notes, plan.words()):
         say(console, line)
 

@@ -13,10 +13,12 @@ import numpy as np
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.schema import ModeName
 from specactor_ray.draft.registry import traits
+from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.costs import build_world
 from specactor_ray.simulation.roofline import StepCost
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, SkillConfig
 from specactor_ray.simulation.workload import draw_lengths
+from specactor_ray.simulation.world import DraftTime
 from specactor_ray.speculation.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.speculation.plan import Load, Method, Plan, search_plan
 
@@ -26,6 +28,10 @@ _CONTEXTS = (1, 1 << 14)
 """Cost models are linear in it."""
 _SLICES = 12
 _QUANTILES = 64
+NOT_PLANNED = (
+    "note: coupled layouts are not planned, nor lookups and hosted drafters, whatever config.mode is; simulate them"
+)
+"""What `plan_scenario` leaves out."""
 
 
 def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests: int | None = None) -> Plan:
@@ -37,8 +43,12 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
         requests: B. Default: those of the whole cluster. A verifier runs `target.max_batch` at once; others wait.
 
     Raises:
-        ConfigError, InputError: See `build_world`, `search_plan`.
+        ConfigError: `workload.trajectories` is set, or see `build_world`.
+        InputError: See `search_plan`.
     """
+    if scenario.workload.trajectories is not None:
+        fix = "set it to null, and give workload.median_tokens, workload.sigma and skills."
+        raise ConfigError("workload.trajectories", "recorded requests are not planned with.", fix)
     config, workload, world = scenario.config, scenario.workload, build_world(scenario)
     shrinks = workload.arrival is Arrival.at_once
     if requests is None:
@@ -64,7 +74,7 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
     for name, drafter in drafter_specs(config).items():
         if not traits(name).looks_up and not drafter.hosted:
             row_s, own = scenario.python.draft_row_us / 1e6, drafter.gpus or max(1, round(drafter.cores))
-            costs = {own: _grid(world.draft_time(name).forward, (0,), own, row_s)}
+            costs = {own: _draft_grid(world.draft_time(name), drafter.window, own, row_s)}
             survival = _survival(skills[name], drafter.window, mean - workload.prompt_tokens)
             methods[name] = Method(costs, survival, branches=drafter.branches, max_batch=limits[name])
     verify = {each: _grid(world.target, _WINDOWS, each, scenario.python.verify_row_us / 1e6)}
@@ -81,6 +91,25 @@ def _grid(cost: StepCost, windows: tuple[int, ...], devices: int, row_s: float) 
             devices, window, context, batch, cost.seconds(batch, batch * (window + 1), batch * context) + batch * row_s
         )
         for window in windows
+        for context in _CONTEXTS
+        for batch in _BATCHES
+    ]
+    return cost_grids(points)[devices]
+
+
+def _draft_grid(time: DraftTime, window: int, devices: int, row_s: float) -> GridCost:
+    """D: seconds of a token of each row, where a forward drafts a block of them, up to the window."""
+    if time.block == 1:
+        return _grid(time.forward, (0,), devices, row_s)
+    tokens = min(time.block, window)
+    points = [
+        CostPoint(
+            devices,
+            0,
+            context,
+            batch,
+            (time.seconds(batch, batch * context, batch * context, 0) + batch * row_s) / tokens,
+        )
         for context in _CONTEXTS
         for batch in _BATCHES
     ]

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from specactor_ray.cli import app
 from specactor_ray.config.schema import ModeName
+from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.planning import plan_scenario
 from specactor_ray.simulation.scenario import load_scenario
 
@@ -61,3 +62,24 @@ def test_no_drafter_has_more_requests_than_its_largest_batch() -> None:
     assert tight.drafters * 128 >= 512 > 128 * plan_scenario(load_scenario(path)).chosen.drafters
     none = plan_scenario(load_scenario(path, ["config.drafters.0.max_batch=8"]))
     assert none.chosen.mode is ModeName.plain and "more than max_batch=8 requests" in none.rejected[0]
+
+
+def test_a_forward_that_drafts_blocks_makes_each_token_cheaper() -> None:
+    path, found = FOLDER / "qwen3_8b_8xh100.yaml", []
+    for block in (1, 4):
+        overrides = [f"skills.1.block={block}", "config.speculation.branches=0"]
+        found.append(plan_scenario(load_scenario(path, overrides)).chosen.draft_s)
+    one, four = found
+    assert one / 4 < four < one / 2
+
+
+def test_the_command_names_what_is_not_planned() -> None:
+    path = str(FOLDER / "qwen3_8b_8xh100.yaml")
+    done = CliRunner().invoke(app, ["simulate", path, "--plan"])
+    assert "coupled layouts are not planned" in done.stdout
+
+
+def test_recorded_requests_are_refused() -> None:
+    scenario = load_scenario(FOLDER / "qwen3_8b_8xh100.yaml", ["workload.trajectories=recorded.jsonl"])
+    with pytest.raises(ConfigError, match="recorded requests are not planned"):
+        plan_scenario(scenario)
