@@ -80,7 +80,7 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
     verify = {each: _grid(world.target, _WINDOWS, each, scenario.python.verify_row_us / 1e6)}
     modes = [ModeName.plain, ModeName.decoupled]
     whole = {"devices": devices, "requests": requests, "max_batch": most}
-    return search_plan(verify, methods, **whole, context=mean, modes=modes, loads=loads)
+    return search_plan(verify, methods, **whole, context=mean, modes=modes, loads=loads, profiled=False)
 
 
 def _grid(cost: StepCost, windows: tuple[int, ...], devices: int, row_s: float) -> GridCost:

@@ -132,6 +132,7 @@ def search_plan(
     modes: Sequence[ModeName] = ALL_MODES,
     loads: Callable[[int], Sequence[Load]] | None = None,
     max_batch: int | None = None,
+    profiled: bool = True,
 ) -> Plan:
     """Algorithm 1: predict every layout with every number of drafters and window, and take what gives the most tokens
     per second.
@@ -149,6 +150,7 @@ def search_plan(
         loads: Number of verifiers → what runs in equal slices of a rollout, where requests end and no others come; a
             layout is chosen for all of them. Default: all requests, always.
         max_batch: Most requests that a verifier runs at once. Default: no limit.
+        profiled: Whether it is noted that larger windows can be profiled.
 
     Raises:
         InputError: Nothing that was measured fits G devices.
@@ -182,7 +184,7 @@ def search_plan(
         wanted = " or ".join(mode.value for mode in modes)
         raise InputError(f"no plan: {wanted} as profiled does not fit {devices} device(s), or was not measured")
     predictions.sort(key=lambda candidate: -candidate.tokens_per_s)  # equals stay in their order
-    notes = tuple(_notes(predictions[0], verify[predictions[0].verify_devices], context))
+    notes = tuple(_notes(predictions[0], verify[predictions[0].verify_devices], context, profiled))
     return Plan(devices, requests, context, tuple(predictions), tuple(rejected), notes)
 
 
@@ -265,12 +267,12 @@ def _ahead(
     return step
 
 
-def _notes(chosen: Candidate, verify: GridCost, context: float) -> Iterator[str]:
+def _notes(chosen: Candidate, verify: GridCost, context: float, profiled: bool) -> Iterator[str]:
     batches, positions, contexts = verify.knots
     for what, value, knots in (("context", context, contexts), ("batch", chosen.batch, batches)):
         if not knots[0] <= value <= knots[-1]:
             yield f"{what} {value:g} is outside the measured {knots[0]:g} to {knots[-1]:g}; costs are extrapolated"
-    if chosen.window and chosen.window + 1 == positions[-1]:
+    if profiled and chosen.window and chosen.window + 1 == positions[-1]:
         yield f"window {chosen.window} is the largest that was measured; profile larger --windows too"
 
 

@@ -83,3 +83,13 @@ def test_recorded_requests_are_refused() -> None:
     scenario = load_scenario(FOLDER / "qwen3_8b_8xh100.yaml", ["workload.trajectories=recorded.jsonl"])
     with pytest.raises(ConfigError, match="recorded requests are not planned"):
         plan_scenario(scenario)
+
+
+def test_the_tables_of_plans_fit_100_columns_and_their_notes_fit_the_command() -> None:
+    done = CliRunner().invoke(app, ["simulate", str(FOLDER / "qwen32b_256xh100.yaml"), "--plan"])
+    lines = done.stdout.splitlines()
+    end = next(number for number, line in enumerate(lines) if line.startswith("note: "))
+    assert all(len(line.rstrip()) <= 100 for line in lines[:end]), done.stdout
+    footnote = lines[next(number for number, line in enumerate(lines) if line.startswith("* chosen")) : end]
+    assert all(line[0] != " " for line in footnote) and "over the whole rollout" in " ".join(footnote)
+    assert "--windows" not in done.stdout
