@@ -95,11 +95,13 @@ def run_scenario(options: ScenarioOptions) -> None:
 def plan_layout(config: Path, overrides: Sequence[str]) -> None:
     """Print the layout that the plan search chooses on the scenario's machines."""
     from specactor_ray.observability.plan_report import prediction_table
-    from specactor_ray.simulation.planning import plan_scenario
-    from specactor_ray.simulation.scenario import load_scenario
+    from specactor_ray.simulation.planning import NOT_PLANNED, plan_scenario
+    from specactor_ray.simulation.scenario import Arrival, load_scenario
 
-    plan, console = plan_scenario(load_scenario(config, overrides)), make_console()
-    console.print(prediction_table(plan))
+    scenario = load_scenario(config, overrides)
+    plan, console = plan_scenario(scenario), make_console()
+    console.print(prediction_table(plan, shrinks=scenario.workload.arrival is Arrival.at_once))
+    say(console, NOT_PLANNED)
     for line in (*plan.rejected, *plan.notes, plan.words()):
         say(console, line)
 

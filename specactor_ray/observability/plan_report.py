@@ -46,8 +46,8 @@ def acceptance_table(profile: Mapping[str, Any]) -> Table:
     return table
 
 
-def prediction_table(plan: Plan) -> Table:
-    """The best window of every layout, fastest first."""
+def prediction_table(plan: Plan, shrinks: bool = False) -> Table:
+    """The best window of every layout, fastest first. `shrinks`: speeds are those of a rollout whose requests end."""
     title = f"batch {plan.batch} on {plan.devices} device(s), context {plan.context:.0f}"
     columns = (
         "mode",
@@ -57,7 +57,7 @@ def prediction_table(plan: Plan) -> Table:
         "n_d",
         "g_d",
         "b",
-        "window",
+        "w",
         "p",
         "D ms",
         "V ms",
@@ -65,7 +65,7 @@ def prediction_table(plan: Plan) -> Table:
         "TGS",
         "tokens/s",
     )
-    table = make_table(columns, title=title, text=("mode", "method"))
+    table = make_table(columns, title=title, text=("mode", "method"), collapse_padding=True, caption_justify="left")
     for row in plan.predictions:
         table.add_row(
             row.mode.value,
@@ -81,7 +81,8 @@ def prediction_table(plan: Plan) -> Table:
         )
     table.caption = (
         "* chosen. n_v, g_v: verifiers, and cores or GPUs of each; n_d, g_d: drafters with devices of their own; b: "
-        "requests of a verifier; p: chance that a draft token is right; D: of one draft token; V: of one verify step; "
-        "tau: tokens of a step and request; TGS: tokens/s of one request; tokens/s: of all requests"
+        "requests of a verifier; w: window; p: chance that a draft token is right; D: of one draft token; "
+        "V: of one verify step; tau: tokens of a step and request; TGS: tokens/s of one request; "
+        "tokens/s: of all requests" + ("; both: over the whole rollout, in which requests end" if shrinks else "")
     )
     return table

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -11,10 +13,12 @@ import numpy as np
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.schema import ModeName
 from specactor_ray.draft.registry import traits
+from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.costs import build_world
 from specactor_ray.simulation.roofline import StepCost
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, SkillConfig
 from specactor_ray.simulation.workload import draw_lengths
+from specactor_ray.simulation.world import DraftTime
 from specactor_ray.speculation.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.speculation.plan import Load, Method, Plan, search_plan
 
@@ -24,6 +28,10 @@ _CONTEXTS = (1, 1 << 14)
 """Cost models are linear in it."""
 _SLICES = 12
 _QUANTILES = 64
+NOT_PLANNED = (
+    "note: coupled layouts are not planned, nor lookups and hosted drafters, whatever config.mode is; simulate them"
+)
+"""What `plan_scenario` leaves out."""
 
 
 def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests: int | None = None) -> Plan:
@@ -32,11 +40,15 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
     Args:
         scenario: A decoupled one.
         devices: G. Default: GPUs (without any, cores) of the whole cluster, of which the scenario simulates a part.
-        requests: B. Default: those of the whole cluster.
+        requests: B. Default: those of the whole cluster. A verifier runs `target.max_batch` at once; others wait.
 
     Raises:
-        ConfigError, InputError: See `build_world`, `search_plan`.
+        ConfigError: `workload.trajectories` is set, or see `build_world`.
+        InputError: See `search_plan`.
     """
+    if scenario.workload.trajectories is not None:
+        fix = "set it to null, and give workload.median_tokens, workload.sigma and skills."
+        raise ConfigError("workload.trajectories", "recorded requests are not planned with.", fix)
     config, workload, world = scenario.config, scenario.workload, build_world(scenario)
     shrinks = workload.arrival is Arrival.at_once
     if requests is None:
@@ -47,18 +59,28 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
         devices = round((machines.gpus if config.target.gpus else machines.cpus) * machines.nodes) * scenario.part
     lengths = np.array(draw_lengths(workload, 4096, "plan"))
     mean = workload.prompt_tokens + float((lengths**2).sum() / lengths.sum()) / 2.0
-    slices = tuple(_slices(lengths, workload.prompt_tokens, requests)) if shrinks else ()
+    total, most = requests, config.target.max_batch
+
+    @cache
+    def slices(places: int) -> tuple[Load, ...]:
+        return tuple(_slices(lengths, workload.prompt_tokens, total, places))
+
+    def loads(verifiers: int) -> tuple[Load, ...]:
+        return slices(min(verifiers * most, total)) if shrinks else ()
+
+    limits = {drafter.method: drafter.max_batch for drafter in config.drafters}
     skills = {skill.method: skill for skill in scenario.skills}
     each, methods = config.target.gpus or config.target.cores, {}
     for name, drafter in drafter_specs(config).items():
         if not traits(name).looks_up and not drafter.hosted:
             row_s, own = scenario.python.draft_row_us / 1e6, drafter.gpus or max(1, round(drafter.cores))
-            costs = {own: _grid(world.draft_time(name).forward, (0,), own, row_s)}
+            costs = {own: _draft_grid(world.draft_time(name), drafter.window, own, row_s)}
             survival = _survival(skills[name], drafter.window, mean - workload.prompt_tokens)
-            methods[name] = Method(costs, survival, branches=drafter.branches)
+            methods[name] = Method(costs, survival, branches=drafter.branches, max_batch=limits[name])
     verify = {each: _grid(world.target, _WINDOWS, each, scenario.python.verify_row_us / 1e6)}
     modes = [ModeName.plain, ModeName.decoupled]
-    return search_plan(verify, methods, devices=devices, requests=requests, context=mean, modes=modes, slices=slices)
+    whole = {"devices": devices, "requests": requests, "max_batch": most}
+    return search_plan(verify, methods, **whole, context=mean, modes=modes, loads=loads, profiled=False)
 
 
 def _grid(cost: StepCost, windows: tuple[int, ...], devices: int, row_s: float) -> GridCost:
@@ -75,11 +97,37 @@ def _grid(cost: StepCost, windows: tuple[int, ...], devices: int, row_s: float) 
     return cost_grids(points)[devices]
 
 
-def _slices(lengths: np.ndarray, prompt: int, requests: int) -> Iterator[Load]:
-    """Requests that run, and their context, at the middle of equal slices of the longest output."""
-    for middle in (np.arange(_SLICES) + 0.5) * lengths.max() / _SLICES:
-        if share := float((lengths > middle).mean()):
-            yield Load(requests * share, prompt + float(middle))
+def _draft_grid(time: DraftTime, window: int, devices: int, row_s: float) -> GridCost:
+    """D: seconds of a token of each row, where a forward drafts a block of them, up to the window."""
+    if time.block == 1:
+        return _grid(time.forward, (0,), devices, row_s)
+    tokens = min(time.block, window)
+    points = [
+        CostPoint(
+            devices,
+            0,
+            context,
+            batch,
+            (time.seconds(batch, batch * context, batch * context, 0) + batch * row_s) / tokens,
+        )
+        for context in _CONTEXTS
+        for batch in _BATCHES
+    ]
+    return cost_grids(points)[devices]
+
+
+def _slices(lengths: np.ndarray, prompt: int, requests: int, places: int) -> Iterator[Load]:
+    """Requests that run, and their context, at the middle of equal slices of a rollout. `requests` run in `places`;
+    each that ends makes place for the next."""
+    free, begins = [0.0] * max(len(lengths) * places // requests, 1), np.zeros(len(lengths))
+    for number, length in enumerate(lengths):
+        begins[number] = free[0]
+        heapq.heapreplace(free, free[0] + float(length))
+    ends = begins + lengths
+    for middle in (np.arange(_SLICES) + 0.5) * ends.max() / _SLICES:
+        runs = (begins <= middle) & (middle < ends)
+        if runs.any():
+            yield Load(requests * float(runs.mean()), prompt + float((middle - begins[runs]).mean()))
 
 
 def _survival(skill: SkillConfig, window: int, position: float) -> np.ndarray:

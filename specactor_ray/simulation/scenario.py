@@ -15,7 +15,7 @@ from specactor_ray.config.drafting import acting_drafters
 from specactor_ray.config.load import load_as
 from specactor_ray.config.schema import Config, ModeName, open_config
 from specactor_ray.config.validate import validate
-from specactor_ray.draft.registry import BUILT_IN
+from specactor_ray.draft.registry import BUILT_IN, traits
 from specactor_ray.errors import ConfigError
 from specactor_ray.rollout.planning import Devices, resolve_mode
 from specactor_ray.simulation.text import FIFTH, FOURTH, SECOND, THIRD
@@ -83,7 +83,7 @@ class SkillConfig:
     """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
     block: int = 1
     """Tokens that a forward drafts for each request: more than 1 for drafters that draft blocks, such as diffusion
-    models. Draft actors alone; `coupled` verifiers take a forward for one token."""
+    models; at most 128. Lookups have none. Draft actors alone; `coupled` verifiers take a forward for one token."""
 
 
 @dataclass
@@ -170,11 +170,12 @@ class ScenarioConfig:
 
 _OTHER_RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("cpus", "group", "max_tokens", "median_tokens", "nodes"), (1, _MOST)),
-    **dict.fromkeys(("block", "part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
+    **dict.fromkeys(("part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
     **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean"), (0, 1)),
     **dict.fromkeys(("second", "third", "fourth", "fifth"), (0, 1)),
     **dict.fromkeys(("burst", "sigma", "spread"), (0, 10)),
     "bandwidth_gb_s": (1e-3, _MOST),
+    "block": (1, 128),
     "cache_share": (_TINY, 1),
 }
 """Least and largest value of numbers; of those that are not named, 0 and `_MOST`."""
@@ -273,6 +274,9 @@ def _check_skills(scenario: ScenarioConfig) -> None:
         if skill.method not in BUILT_IN and skill.method not in used:
             problem = f"{skill.method!r} is no draft method."
             raise ConfigError(f"skills.{index}.method", problem, f"use one of {', '.join(BUILT_IN)}.")
+        if skill.block > 1 and traits(skill.method, f"skills.{index}.method").looks_up:
+            problem = f"{skill.method} looks up, and has no forwards that draft blocks."
+            raise ConfigError(f"skills.{index}.block", problem, "remove it.")
     known = {skill.method for skill in scenario.skills}
     if len(known) < len(scenario.skills):
         raise ConfigError("skills", "a method is named twice.", "keep one element per method.")

@@ -5,12 +5,12 @@ What one request gains, TGS = τ / IL, is in `verify/tgs.py`; D and V are those 
 G devices hold n_v verifiers of g_v devices and, if decoupled, n_d drafters of g_d devices, n_v at most. Each verifier
 runs B / n_v of the B requests (b: rounded up), each drafter drafts for B / n_d. In the paper n_d = n_v, and where
 g_v + g_d divides G this is its b. All B requests run, so layouts are compared by B · TGS, the tokens per second of the
-whole cluster.
+whole cluster. Where a verifier has a largest batch, the requests beyond it wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,6 +52,8 @@ class Method:
     """It runs on none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
     branches: int = 0
     """Most branches of a request. A forward over them costs the rows of all, and the context of the request once."""
+    max_batch: int | None = None
+    """Most requests of a drafter; layouts in which it has more are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Candidate:
     verifiers: int
     """n_v."""
     batch: int
-    """b: requests of each verifier."""
+    """b: requests that each verifier runs at once, at most."""
     window: int
     """Draft tokens; 0 in plain mode."""
     probability: float
@@ -94,7 +96,7 @@ class Plan:
     devices: int
     """G."""
     batch: int
-    """B: requests that run at once in the whole cluster."""
+    """B: requests of the whole cluster."""
     context: float
     """Tokens of prompt and output that a request has on average."""
     predictions: tuple[Candidate, ...]
@@ -128,7 +130,9 @@ def search_plan(
     requests: int,
     context: float,
     modes: Sequence[ModeName] = ALL_MODES,
-    slices: Sequence[Load] = (),
+    loads: Callable[[int], Sequence[Load]] | None = None,
+    max_batch: int | None = None,
+    profiled: bool = True,
 ) -> Plan:
     """Algorithm 1: predict every layout with every number of drafters and window, and take what gives the most tokens
     per second.
@@ -143,38 +147,44 @@ def search_plan(
         requests: B.
         context: Tokens of prompt and output that a request has on average.
         modes: Modes that may be chosen.
-        slices: What runs in equal slices of the longest output, where requests end and no others come; a layout is
-            chosen for all of them. Default: all requests, always.
+        loads: Number of verifiers → what runs in equal slices of a rollout, where requests end and no others come; a
+            layout is chosen for all of them. Default: all requests, always.
+        max_batch: Most requests that a verifier runs at once. Default: no limit.
+        profiled: Whether it is noted that larger windows can be profiled.
 
     Raises:
         InputError: Nothing that was measured fits G devices.
     """
     predictions: list[Candidate] = []
     rejected: list[str] = []
-    full = Load(requests, context)
     for mode, name, g_d, g_v in _layouts(verify, methods, modes):
         size, costs, layout = g_d + g_v, verify[g_v], _words(mode, name, 1, g_v, min(g_d, 1), g_d)
         if size > devices:
             rejected.append(f"{layout}: needs {size} devices, and there are {devices}")
             continue
-        found = []
+        method, found = None if name is None else methods[name], []
         for n_v, n_d in _counts(devices, requests, g_v, g_d):
-            batches, batch = costs.knots[0], -(-requests // n_v)
+            batches, batch = costs.knots[0], min(-(-requests // n_v), max_batch or requests)
             if len(batches) == 1 and batch != batches[0]:
                 rejected.append(f"{layout}: batch {batch} was not measured, only {batches[0]:g}")
                 break
-            method = None if name is None else methods[name]
+            full, slices = Load(min(requests, n_v * batch), context), loads(n_v) if loads is not None else ()
+            if n_d and method is not None and full.requests > n_d * (method.max_batch or requests):
+                continue
             first, *steps = (_best_step(mode, costs, method, g_d or g_v, n_v, n_d, load) for load in (full, *slices))
-            running = sum(load.requests for load in slices) / len(slices) if slices else requests
+            running = sum(load.requests for load in slices) / len(slices) if slices else full.requests
             tgs = len(steps) / sum(1.0 / step.tgs for step in steps) if slices else first.tgs
             found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, *first[:-1], tgs, running * tgs))
+        else:
+            if not found and method is not None:
+                rejected.append(f"{layout}: its drafters would have more than max_batch={method.max_batch} requests")
         least = _NEARLY * max((candidate.tokens_per_s for candidate in found), default=0.0)
         predictions += [candidate for candidate in found if candidate.tokens_per_s >= least][:1]
     if not predictions:
         wanted = " or ".join(mode.value for mode in modes)
         raise InputError(f"no plan: {wanted} as profiled does not fit {devices} device(s), or was not measured")
     predictions.sort(key=lambda candidate: -candidate.tokens_per_s)  # equals stay in their order
-    notes = tuple(_notes(predictions[0], verify[predictions[0].verify_devices], context))
+    notes = tuple(_notes(predictions[0], verify[predictions[0].verify_devices], context, profiled))
     return Plan(devices, requests, context, tuple(predictions), tuple(rejected), notes)
 
 
@@ -257,12 +267,12 @@ def _ahead(
     return step
 
 
-def _notes(chosen: Candidate, verify: GridCost, context: float) -> Iterator[str]:
+def _notes(chosen: Candidate, verify: GridCost, context: float, profiled: bool) -> Iterator[str]:
     batches, positions, contexts = verify.knots
     for what, value, knots in (("context", context, contexts), ("batch", chosen.batch, batches)):
         if not knots[0] <= value <= knots[-1]:
             yield f"{what} {value:g} is outside the measured {knots[0]:g} to {knots[-1]:g}; costs are extrapolated"
-    if chosen.window and chosen.window + 1 == positions[-1]:
+    if profiled and chosen.window and chosen.window + 1 == positions[-1]:
         yield f"window {chosen.window} is the largest that was measured; profile larger --windows too"
 
 

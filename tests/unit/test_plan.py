@@ -182,7 +182,7 @@ class TestSearch:
     def test_a_rollout_that_shrinks_is_predicted_slice_by_slice(self) -> None:
         problem = self.even(0.7)
         slices = [Load(16, CONTEXT), Load(4, CONTEXT)]
-        whole, shrinking = search_plan(**problem).chosen, search_plan(**problem, slices=slices).chosen
+        whole, shrinking = search_plan(**problem).chosen, search_plan(**problem, loads=lambda verifiers: slices).chosen
         few = search_plan(**{**problem, "requests": 4}, modes=[shrinking.mode])
         alone = next(one for one in few.predictions if layout_of(one) == layout_of(shrinking))
         assert layout_of(whole) == layout_of(shrinking)

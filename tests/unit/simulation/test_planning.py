@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from specactor_ray.cli import app
 from specactor_ray.config.schema import ModeName
+from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.planning import plan_scenario
 from specactor_ray.simulation.scenario import load_scenario
 
@@ -46,3 +47,49 @@ def test_the_command_plans_the_whole_cluster() -> None:
     assert done.exit_code == 0, done.output
     assert "batch 1024 on 256 device(s)" in done.stdout
     assert "decoupled draft_model, " in done.stdout and ", plain " in done.stdout
+
+
+def test_requests_beyond_the_batch_of_a_verifier_wait() -> None:
+    """`specactor simulate` has 62 tokens/s on two verifiers of one core, each with 4 rows."""
+    chosen = plan_scenario(load_scenario(FOLDER / "two_cores.yaml")).chosen
+    assert (chosen.verifiers, chosen.batch) == (2, 4)
+    assert chosen.tokens_per_s == pytest.approx(62.0, rel=0.06)
+
+
+def test_no_drafter_has_more_requests_than_its_largest_batch() -> None:
+    path = FOLDER / "qwen3_8b_8xh100.yaml"
+    tight = plan_scenario(load_scenario(path, ["config.drafters.0.max_batch=128"])).chosen
+    assert tight.drafters * 128 >= 512 > 128 * plan_scenario(load_scenario(path)).chosen.drafters
+    none = plan_scenario(load_scenario(path, ["config.drafters.0.max_batch=8"]))
+    assert none.chosen.mode is ModeName.plain and "more than max_batch=8 requests" in none.rejected[0]
+
+
+def test_a_forward_that_drafts_blocks_makes_each_token_cheaper() -> None:
+    path, found = FOLDER / "qwen3_8b_8xh100.yaml", []
+    for block in (1, 4):
+        overrides = [f"skills.1.block={block}", "config.speculation.branches=0"]
+        found.append(plan_scenario(load_scenario(path, overrides)).chosen.draft_s)
+    one, four = found
+    assert one / 4 < four < one / 2
+
+
+def test_the_command_names_what_is_not_planned() -> None:
+    path = str(FOLDER / "qwen3_8b_8xh100.yaml")
+    done = CliRunner().invoke(app, ["simulate", path, "--plan"])
+    assert "coupled layouts are not planned" in done.stdout
+
+
+def test_recorded_requests_are_refused() -> None:
+    scenario = load_scenario(FOLDER / "qwen3_8b_8xh100.yaml", ["workload.trajectories=recorded.jsonl"])
+    with pytest.raises(ConfigError, match="recorded requests are not planned"):
+        plan_scenario(scenario)
+
+
+def test_the_tables_of_plans_fit_100_columns_and_their_notes_fit_the_command() -> None:
+    done = CliRunner().invoke(app, ["simulate", str(FOLDER / "qwen32b_256xh100.yaml"), "--plan"])
+    lines = done.stdout.splitlines()
+    end = next(number for number, line in enumerate(lines) if line.startswith("note: "))
+    assert all(len(line.rstrip()) <= 100 for line in lines[:end]), done.stdout
+    footnote = lines[next(number for number, line in enumerate(lines) if line.startswith("* chosen")) : end]
+    assert all(line[0] != " " for line in footnote) and "over the whole rollout" in " ".join(footnote)
+    assert "--windows" not in done.stdout

@@ -63,6 +63,8 @@ def test_a_variant_may_change_nothing(tmp_path: Path) -> None:
         ("skills.0.burst=-1", "skills.0.burst", "at most 10."),
         ("skills=[{method: ngram}, {method: ngram}]", "skills", "named twice"),
         ("skills=[]", "config.drafters.0", "skills: {method: draft_model}"),
+        ("skills.0.block=1000000000", "skills.0.block", "use 1 or more, at most 128."),
+        ("skills=[{method: draft_model}, {method: ngram, block: 2}]", "skills.1.block", "ngram looks up"),
         ("config.target.max_batch=0", "config.target.max_batch", "0"),
     ],
 )
