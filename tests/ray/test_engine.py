@@ -105,9 +105,9 @@ def test_an_aborted_output_goes_on_as_a_prefix_and_as_a_prompt(rollout: Rollout,
     assert 20 < at <= 200 and part.token_ids == whole.token_ids[:at]
     rest = engine.submit(prompt, sampling, prefix=part.token_ids)
     resent = replace(sampling, max_tokens=max(1, 200 - at), first_position=at)
-    sent = engine.submit([*part.prompt_token_ids, *part.token_ids], resent)
+    sent = engine.submit([*part.prompt_token_ids, *part.token_ids], resent).result(120.0)
     assert rest.result(120.0).token_ids == whole.token_ids[at:]
-    assert at == 200 or sent.result(120.0).token_ids == whole.token_ids[at:]
+    assert at == 200 or sent.token_ids == whole.token_ids[at:]
     assert engine.submit(prompt, sampling, prefix=whole.token_ids).result(120.0).token_ids == ()
     rollout.sleep()  # refused while a verifier has requests
     assert engine.submit(prompt, sampling).result(120.0).token_ids == whole.token_ids  # wakes them
@@ -151,4 +151,5 @@ def test_another_process_of_the_cluster_generates(rollout: Rollout, truth: list[
     outputs, streamed, again, cut, done, refused = ray.get(elsewhere.remote(rollout.run_name, *arguments), timeout=120)
     assert all(same(output, expected) for output, expected in zip(outputs, truth, strict=True))
     assert tuple(streamed) == truth[0].token_ids and same(again, truth[1])
-    assert cut.finish_reason == "abort" and done and refused == "the prompt has no tokens"
+    assert cut.finish_reason == ("abort" if len(cut.token_ids) < 400 else "length")
+    assert done and refused == "the prompt has no tokens"
