@@ -211,8 +211,11 @@ def test_drafters_are_asked_for_their_health() -> None:
     """The controller asks for it once, before the rollout begins, and then not for ten minutes."""
     rare = {"address": "local", "pin_cores": False, "health_interval_s": 600.0, "health_timeout_s": 1200.0}
     with running(config("decoupled", [small()], 1, cluster=rare)) as rollout:
-        rollout.generate(tiny_prompts(4), SAMPLING)
-        (health,) = rollout.drafters()
+        for _ in range(20):  # a draft actor without a share of a core may have no right guess in time
+            rollout.generate(tiny_prompts(4), SAMPLING)
+            (health,) = rollout.drafters()
+            if health["right"]:
+                break
         assert health["tried"] >= health["right"] > 0
     with running(config("coupled", [{"method": "tests.own_proposers:Raises"}], 1, cluster=rare)) as rollout:
         rollout.generate(tiny_prompts(4), SAMPLING)
