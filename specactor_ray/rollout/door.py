@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 
     sender: str
     number: int
-    """Of the request, among those of the sender."""
+    """Number of the request among those of its sender."""
     what: str
     """`submit`, `watch` or `drop`, as the methods of an engine."""
     arguments: dict[str, Any] = {}  # noqa: RUF012 - never changed
@@ -82,7 +82,7 @@ class Mail:
 
     @property
     def is_left(self) -> bool:
-        """Nobody reads it any more."""
+        """Messages have waited for too long: the reader is gone."""
         return bool(self._messages) and SYSTEM.now() - self.read_at > _GONE_S
 
     async def read(self, after: int, timeout_s: float) -> tuple[int, list[Any]]:
