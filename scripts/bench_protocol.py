@@ -403,7 +403,7 @@ def model_proposer_us(rows: int, branches: int = 0) -> float:
 
 
 class HandClock:
-    """Time that only moves when it is told to; `on_wait` is called in place of a wait for an event."""
+    """Time that moves by calls only; `on_wait` is called in place of a wait for an event."""
 
     def __init__(self) -> None:
         self._now = 0.0

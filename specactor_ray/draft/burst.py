@@ -128,7 +128,7 @@ class Bursts:
         self._columns = -(-longest // cache.page_size)
         row = cache.open(1) if cache.pages > 1 else None
         self._scratch = None if row is None else int(cache.page_table(np.array([row]), np.ones(1))[0, 0])
-        """Page for what nobody reads; None: there are no bursts."""
+        """Page that takes what is never read; None: there are no bursts."""
         self._steps: dict[tuple[int, bool], _Step] = {}
         """By rows, and whether some of them filter tokens."""
 

@@ -20,7 +20,7 @@ Batches = dict[str, list[TargetRequest]]
 _Flow = OrderedDict[str, None]
 """Requests that wait in the order they came."""
 _REMEMBERED = 65_536
-"""Sessions whose verifiers are remembered: those that were used last."""
+"""Most recently used sessions with a remembered verifier."""
 
 
 class Backlog:
@@ -44,7 +44,7 @@ class Backlog:
         self._again: _Flow = OrderedDict()
         """Those that were taken off their verifier."""
         self._fresh: dict[int, OrderedDict[tuple[int, str | None], _Flow]] = {}
-        """Priority → stream and session → requests. The flow whose turn is next comes first."""
+        """Priority → stream and session → requests, in the order of their turns."""
         self._priorities: list[int] = []
         """The keys of `_fresh`, ascending."""
         self._homes: OrderedDict[str, str] = OrderedDict()

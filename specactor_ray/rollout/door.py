@@ -42,7 +42,7 @@ ENGINE = "engine"
 """Name of the actor within its run."""
 
 
-class Asked(NamedTuple):
+class Command(NamedTuple):
     """Sender → driver."""
 
     sender: str
@@ -54,7 +54,7 @@ class Asked(NamedTuple):
     """Of `Engine.submit`."""
 
 
-class Told(NamedTuple):
+class OutputPart(NamedTuple):
     """Driver → sender."""
 
     number: int
@@ -65,7 +65,7 @@ class Told(NamedTuple):
 
 
 class Mail:
-    """Messages of one reader in order, numbered from 0, kept until it asks for later ones. For one event loop."""
+    """Messages of one reader in order, numbered from 0, kept until later ones are read. For one event loop."""
 
     def __init__(self) -> None:
         self._first, self._messages, self._arrived = 0, list[Any](), asyncio.Event()
@@ -100,29 +100,29 @@ class EngineActor:
     """Between the driver of a run and the processes that send it requests; an asynchronous actor."""
 
     def __init__(self) -> None:
-        self._asked, self._told = Mail(), dict[str, Mail]()
+        self._commands, self._outputs = Mail(), dict[str, Mail]()
 
-    async def ask(self, messages: list[Asked]) -> None:
-        """A sender has requests."""
-        self._asked.put(messages)
+    async def send_commands(self, messages: list[Command]) -> None:
+        """Messages of a sender for the driver."""
+        self._commands.put(messages)
 
-    async def read_asked(self, after: int, timeout_s: float) -> tuple[int, list[Asked]]:
+    async def read_commands(self, after: int, timeout_s: float) -> tuple[int, list[Command]]:
         """For the driver."""
-        return await self._asked.read(after, timeout_s)
+        return await self._commands.read(after, timeout_s)
 
-    async def tell(self, messages: list[tuple[str, Told]]) -> None:
-        """The driver has outputs, each for a sender."""
+    async def send_outputs(self, messages: list[tuple[str, OutputPart]]) -> None:
+        """Messages of the driver, each for a sender."""
         for sender, message in messages:
-            self._told.setdefault(sender, Mail()).put([message])
-        for sender, mail in self._told.items():
+            self._outputs.setdefault(sender, Mail()).put([message])
+        for sender, mail in self._outputs.items():
             if mail.is_left:
                 lost = SpecActorError(f"its requests were aborted: no output was taken for {_GONE_S:.0f} s")
-                mail.replace(Told(ALL, [], ended=lost))
-                self._asked.put([Asked(sender, ALL, "drop")])
+                mail.replace(OutputPart(ALL, [], ended=lost))
+                self._commands.put([Command(sender, ALL, "drop")])
 
-    async def read_told(self, sender: str, after: int, timeout_s: float) -> tuple[int, list[Told]]:
+    async def read_outputs(self, sender: str, after: int, timeout_s: float) -> tuple[int, list[OutputPart]]:
         """For a sender."""
-        return await self._told.setdefault(sender, Mail()).read(after, timeout_s)
+        return await self._outputs.setdefault(sender, Mail()).read(after, timeout_s)
 
 
 class Exchange:
@@ -216,7 +216,7 @@ class Exchange:
 
 
 class Doorman:
-    """The driver's side: submits what others ask for, and sends them the outputs."""
+    """The driver's side: submits requests of other processes, and sends back their outputs."""
 
     def __init__(self, engine: Generates, calls: Calls, actor: Any) -> None:
         self.actor, self._engine = actor, engine
@@ -224,48 +224,48 @@ class Doorman:
         """Sender and number → a request that has not ended."""
         self._newest: dict[str, int] = {}
         """Sender → its newest request; one that comes again is ignored."""
-        self._exchange = Exchange(calls, actor, "tell", ("read_asked",), self._take, self._lost)
+        self._exchange = Exchange(calls, actor, "send_outputs", ("read_commands",), self._take, self._lost)
         self._exchange.start()
 
     def close(self) -> None:
         self._exchange.close()
 
-    def _take(self, asked: Asked) -> None:
-        sender, number = asked.sender, asked.number
-        if asked.what == "submit" and number > self._newest.get(sender, ALL):
+    def _take(self, command: Command) -> None:
+        sender, number = command.sender, command.number
+        if command.what == "submit" and number > self._newest.get(sender, ALL):
             self._newest[sender] = number
             try:
-                handle = self._handles[sender, number] = self._engine.submit(**asked.arguments)
+                handle = self._handles[sender, number] = self._engine.submit(**command.arguments)
             except Exception as error:  # noqa: BLE001 - the sender raises it
-                self._tell(sender, Told(number, [], ended=_own(error)))
+                self._send(sender, OutputPart(number, [], ended=_own(error)))
             else:
                 handle.future.add_done_callback(lambda _future: self._end(sender, number, handle))
-        elif asked.what == "watch" and (watched := self._handles.get((sender, number))) is not None:
+        elif command.what == "watch" and (watched := self._handles.get((sender, number))) is not None:
             sent: list[Token] = []
             watched.listen(lambda: self._push(sender, number, watched, sent))
-        elif asked.what == "drop":
+        elif command.what == "drop":
             for key, dropped in list(self._handles.items()):
                 if key == (sender, number) or (key[0] == sender and number == ALL):
                     self._engine.drop(dropped)
 
     def _push(self, sender: str, number: int, handle: Handle, sent: list[Token]) -> None:
         if fresh := handle.pushed[len(sent) :]:
-            self._tell(sender, Told(number, fresh, len(sent)))
+            self._send(sender, OutputPart(number, fresh, len(sent)))
             sent += fresh
 
     def _end(self, sender: str, number: int, handle: Handle) -> None:
         self._handles.pop((sender, number), None)
 
-        def make() -> tuple[str, Told]:  # decodes the output: not for the dispatch thread
+        def make() -> tuple[str, OutputPart]:  # decodes the output: not for the dispatch thread
             try:
-                return sender, Told(number, [], ended=handle.result(0.0))
+                return sender, OutputPart(number, [], ended=handle.result(0.0))
             except Exception as error:  # noqa: BLE001 - the sender raises it
-                return sender, Told(number, [], ended=_own(error))
+                return sender, OutputPart(number, [], ended=_own(error))
 
         self._exchange.put(make)
 
-    def _tell(self, sender: str, told: Told) -> None:
-        self._exchange.put(partial(_same, (sender, told)))
+    def _send(self, sender: str, part: OutputPart) -> None:
+        self._exchange.put(partial(_same, (sender, part)))
 
     def _lost(self, error: SpecActorError) -> None:
         for handle in list(self._handles.values()):
@@ -287,7 +287,7 @@ class RemoteEngine(Generates):
         """Requests that have not ended, by number."""
         self._numbers: dict[Handle, int] = {}
         self._closed = False
-        self._exchange = Exchange(calls, actor, "ask", ("read_told", self._sender), self._take, self._fail)
+        self._exchange = Exchange(calls, actor, "send_commands", ("read_outputs", self._sender), self._take, self._fail)
         self._exchange.start()
 
     def __enter__(self) -> Self:
@@ -304,7 +304,7 @@ class RemoteEngine(Generates):
         handle = self._handles[number] = Handle(self, name)
         self._numbers[handle] = number
         arguments = {"prompt": prompt, "sampling": sampling, "request_id": name, **options}
-        self._exchange.put(partial(Asked, self._sender, number, "submit", arguments))
+        self._exchange.put(partial(Command, self._sender, number, "submit", arguments))
         return handle
 
     def handle(self, request_id: str) -> Handle:
@@ -314,10 +314,10 @@ class RemoteEngine(Generates):
         raise InputError(f"no request {request_id!r} of this process is running")
 
     def drop(self, handle: Handle) -> None:
-        self._ask(handle, "drop")
+        self._send(handle, "drop")
 
     def watch(self, handle: Handle) -> None:
-        self._ask(handle, "watch")
+        self._send(handle, "watch")
 
     def trajectory(self, handle: Handle, ended: Trajectory) -> Trajectory:
         return ended
@@ -333,25 +333,25 @@ class RemoteEngine(Generates):
         self._fail(InputError(_CLOSED))
         self._on_close()
 
-    def _ask(self, handle: Handle, what: str) -> None:
+    def _send(self, handle: Handle, what: str) -> None:
         if (number := self._numbers.get(handle)) is not None:
-            self._exchange.put(partial(Asked, self._sender, number, what))
+            self._exchange.put(partial(Command, self._sender, number, what))
 
-    def _take(self, told: Told) -> None:
-        if told.number == ALL and isinstance(told.ended, SpecActorError):
-            self._fail(told.ended)
-        elif (handle := self._handles.get(told.number)) is None:
+    def _take(self, part: OutputPart) -> None:
+        if part.number == ALL and isinstance(part.ended, SpecActorError):
+            self._fail(part.ended)
+        elif (handle := self._handles.get(part.number)) is None:
             return
-        elif told.ended is None and told.first <= len(handle.pushed):
-            handle.push(list(told.tokens[len(handle.pushed) - told.first :]))
-        elif told.ended is not None:
-            del self._handles[told.number], self._numbers[handle]
-            _end(handle, told.ended)
+        elif part.ended is None and part.first <= len(handle.pushed):
+            handle.push(list(part.tokens[len(handle.pushed) - part.first :]))
+        elif part.ended is not None:
+            del self._handles[part.number], self._numbers[handle]
+            handle.end(part.ended)
 
     def _fail(self, error: SpecActorError) -> None:
         handles, self._handles, self._numbers = self._handles, {}, {}
         for handle in handles.values():
-            _end(handle, error)
+            handle.end(error)
 
 
 def _own(error: Exception) -> SpecActorError:
@@ -361,13 +361,6 @@ def _own(error: Exception) -> SpecActorError:
 
 def _same(message: Any) -> Any:
     return message
-
-
-def _end(handle: Handle, ended: Trajectory | BaseException) -> None:
-    if isinstance(ended, BaseException):
-        handle.future.set_exception(ended)
-    else:
-        handle.future.set_result(ended)
 
 
 def connect_engine(run: str | None, address: str) -> RemoteEngine:

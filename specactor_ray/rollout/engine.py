@@ -349,10 +349,7 @@ class Engine(Generates):
 
     def _finish(self, handle: Handle, ended: JournalEntry | BaseException) -> None:
         self._forget(handle)
-        if isinstance(ended, BaseException):
-            handle.future.set_exception(ended)
-        else:
-            handle.future.set_result(ended)
+        handle.end(ended)
 
     def _fail_requests(self, error: BaseException) -> None:
         self._dispatcher.abandon()

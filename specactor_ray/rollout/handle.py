@@ -185,6 +185,13 @@ class Handle:
         for wake in list(self._wakers):
             wake()
 
+    def end(self, ended: Any) -> None:
+        """The request has ended, with what `Generates.trajectory` takes or with an exception."""
+        if isinstance(ended, BaseException):
+            self.future.set_exception(ended)
+        else:
+            self.future.set_result(ended)
+
     # ---- inner parts ----
 
     async def _result(self) -> Trajectory:

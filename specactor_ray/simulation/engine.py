@@ -65,9 +65,10 @@ class SimulatedEngine:
             raise InputError("the prompt is too long")
         committed = len(request.committed_token_ids)
         output = self._world.text.output(request.sampling, self.weight_version)
-        stops = request.committed_token_ids[-1:] and request.committed_token_ids[-1] in request.sampling.stop_token_ids
-        if stops or committed >= len(output):
-            return Finish.LENGTH if not stops and len(output) == most else Finish.STOP
+        if committed and request.committed_token_ids[-1] in request.sampling.stop_token_ids:
+            return Finish.STOP
+        if committed >= len(output):
+            return Finish.LENGTH if len(output) == most else Finish.STOP
         for axis, needed in enumerate((row + 1, len(output))):
             if self._truth.shape[axis] < needed:
                 self._truth = enlarged(self._truth, axis, 2 * needed)
