@@ -1,4 +1,4 @@
-"""The actor between a run and other processes: messages stay until they are confirmed; a sender that leaves gets an error."""
+"""The actor between a run and other processes: messages stay until confirmed; a sender that leaves gets an error."""
 
 from __future__ import annotations
 
