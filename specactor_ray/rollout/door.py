@@ -111,7 +111,8 @@ class EngineActor:
 
     async def stay(self, sender: str) -> None:
         """Return when the sender leaves. The sender owns the reference of this call."""
-        await self._staying.setdefault(sender, asyncio.Event()).wait()
+        if sender not in self._gone:
+            await self._staying.setdefault(sender, asyncio.Event()).wait()
 
     async def greet(self, sender: str, staying: list[Any]) -> None:
         """A sender comes. `staying` holds the reference of its call of `stay`, which fails when its process ends."""
@@ -344,7 +345,7 @@ class RemoteEngine(Generates):
             raise InputError(_CLOSED)
         number = next(self._count)
         name = options.pop("request_id", None) or f"request-{self._sender}-{number}"
-        handle = self._handles[number] = Handle(self, name)
+        handle = self._handles[number] = Handle(self, name, options.get("place") or (0, 0))
         self._numbers[handle] = number
         arguments = {"prompt": prompt, "sampling": sampling, "request_id": name, **options}
         self._exchange.put(partial(Command, self._sender, number, "submit", arguments))

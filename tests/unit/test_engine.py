@@ -244,6 +244,10 @@ class TestStopTexts:
         def body(engine: Engine) -> None:
             with pytest.raises(InputError, match="the model has no tokenizer"):
                 engine.submit(PROMPT, replace(sampling(), stop=("x",)))
+            unchecked = sampling()
+            object.__setattr__(unchecked, "stop", ("",))
+            with pytest.raises(InputError, match=r"sampling\.stop is \('',\); it must"):
+                engine.submit(PROMPT, unchecked)
             assert engine.submit(PROMPT, sampling()).result().finish_reason == "length"
 
         on(cluster, body)
