@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from specactor_ray.messages import Finished, Progress, SamplingParams
+from specactor_ray.messages import Finished, Progress, SamplingParams, TopTokens
+from specactor_ray.ragged import begins
+from specactor_ray.rollout.stops import Stop, StopFinder
 from specactor_ray.target.base import TargetRequest
 
 RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])
@@ -62,6 +65,12 @@ class JournalEntry:
     dispatch thread until the request has ended."""
     margin_bytes: bytearray | None = field(default=None, repr=False)
     """float32, one per token behind the prefix; None where they are not recorded."""
+    top_bytes: bytearray | None = field(default=None, repr=False)
+    """`RECORD`s: the `sampling.logprobs` most probable tokens of each position behind the prefix."""
+    stops: StopFinder | None = field(default=None, repr=False)
+    """Finds the stop texts in the output; None where there are none."""
+    stop: Stop | None = None
+    """The stop text that ended it."""
 
     @property
     def num_tokens(self) -> int:
@@ -79,16 +88,42 @@ class JournalEntry:
         values: list[float] = np.frombuffer(self.records, RECORD)["logprob"].tolist()
         return values
 
-    def tokens_from(self, position: int) -> list[tuple[int, float]]:
-        """Token and log-probability of the output positions from this one on."""
-        found: list[tuple[int, float]] = np.frombuffer(self.records, RECORD, offset=position * RECORD.itemsize).tolist()
-        return found
+    def tokens_from(self, position: int) -> list[tuple[Any, ...]]:
+        """Token and log-probability of the output positions from this one on, and where they are kept the most probable
+        tokens."""
+        found: list[tuple[Any, ...]] = np.frombuffer(self.records, RECORD, offset=position * RECORD.itemsize).tolist()
+        if self.top_bytes is None:
+            return found
+        return [(*pair, top) for pair, top in zip(found, self.tops(position - self.prefix), strict=True)]
+
+    def tops(self, begin: int = 0) -> list[tuple[tuple[int, float], ...]]:
+        """The most probable tokens with their log-probabilities, position by position, from number `begin` behind the
+        prefix on."""
+        if self.top_bytes is None:
+            return []
+        width = self.sampling.logprobs
+        flat = np.frombuffer(self.top_bytes, RECORD, offset=begin * width * RECORD.itemsize).tolist()
+        return [tuple(flat[at : at + width]) for at in range(0, len(flat), width)]
 
     def set_prefix(self, token_ids: Sequence[int]) -> None:
         """Begin with these output tokens."""
         records = np.zeros(len(token_ids), RECORD)
         records["token"] = token_ids
         self.records, self.prefix = bytearray(records.tobytes()), len(token_ids)
+
+    def cut_at_stop(self, stops: StopFinder, begin: int) -> bool:
+        """End the output at the first token from number `begin` on that completes a stop text. Returns whether there is
+        one."""
+        self.stop = stops.find(np.frombuffer(self.records, RECORD)["token"], begin)
+        if self.stop is None:
+            return False
+        end = self.stop.num_tokens
+        del self.records[end * RECORD.itemsize :]
+        if self.margin_bytes is not None:
+            del self.margin_bytes[4 * (end - self.prefix) :]
+        if self.top_bytes is not None:
+            del self.top_bytes[(end - self.prefix) * self.sampling.logprobs * RECORD.itemsize :]
+        return True
 
     def raise_version(self, version: int) -> None:
         """What follows comes from weights of this version."""
@@ -118,6 +153,10 @@ class Journal:
         """Tokens journaled since the start, over all requests."""
         self.begun = 0
         """Requests that have been handed to a verifier before or now."""
+        self.stopped: dict[str, str] = {}
+        """Requests to end, since a stop text has ended their outputs; or why that cannot be found out."""
+        self._stopping = 0
+        """Requests with stop texts."""
         self._owned: dict[str, dict[str, JournalEntry]] = {}
         """Verifier → its requests by id."""
 
@@ -125,6 +164,7 @@ class Journal:
         if entry.request_id in self.entries:
             raise ValueError(f"request {entry.request_id} is in the journal already")
         self.entries[entry.request_id] = entry
+        self._stopping += entry.stops is not None
 
     def hand_to(self, request_id: str, verifier_id: str) -> TargetRequest:
         """Make this verifier the owner, in place of an earlier one if there is any; returns what to hand it.
@@ -169,6 +209,8 @@ class Journal:
         records, margins = packed.tobytes(), None
         if message.margins is not None:
             margins = message.margins.astype(np.float32).tobytes()
+        if message.tops is not None:
+            self._keep_tops(message, message.tops)
         entries, size, end, gapped = self.entries, RECORD.itemsize, 0, []
         starts, lengths = message.starts.tolist(), message.lengths.tolist()
         for (request_id, attempt), start, length in zip(message.requests, starts, lengths, strict=True):
@@ -186,7 +228,36 @@ class Journal:
             entry.has_begun = True
             entry.progress_at = now
             self.committed_tokens += length
+        if self._stopping:
+            for (request_id, attempt), start in zip(message.requests, starts, strict=True):
+                if self.is_current(request_id, attempt):
+                    self.look_for_stop(entries[request_id], start)
         return gapped
+
+    def _keep_tops(self, message: Progress, tops: TopTokens) -> None:
+        """Append the most probable tokens of what is about to be appended."""
+        packed = np.empty(len(tops.tokens), RECORD)
+        packed["token"], packed["logprob"] = tops.tokens, tops.logprobs
+        records, firsts = packed.tobytes(), (begins(message.lengths * tops.counts) * RECORD.itemsize).tolist()
+        for number, (request_id, attempt) in enumerate(message.requests):
+            part = records[firsts[number] : firsts[number + 1]]
+            if part and self.is_current(request_id, attempt):
+                entry = self.entries[request_id]
+                if message.starts[number] == entry.num_tokens:
+                    entry.top_bytes = bytearray() if entry.top_bytes is None else entry.top_bytes
+                    entry.top_bytes += part
+
+    def look_for_stop(self, entry: JournalEntry, begin: int) -> None:
+        """Put the request into `stopped` if a token from number `begin` on completes a stop text."""
+        if entry.stops is None or begin >= entry.num_tokens:
+            return
+        before = entry.num_tokens
+        try:
+            if entry.cut_at_stop(entry.stops, begin):
+                self.stopped[entry.request_id] = ""
+        except Exception as error:  # noqa: BLE001 - tokenizers may be code of the checkpoint's
+            self.stopped[entry.request_id] = f"its output cannot be decoded: {error!r}"
+        self.committed_tokens -= before - entry.num_tokens
 
     def finish(self, message: Finished) -> JournalEntry | None:
         """End a request. None when the message is another attempt's or repeated, or tokens before it are missing."""
@@ -200,6 +271,7 @@ class Journal:
         """End a request, whoever has it."""
         entry = self.entries.pop(message.request_id)
         self.begun -= entry.attempt > 0
+        self._stopping -= entry.stops is not None
         self._set_owner(entry, None)
         entry.finished = message
         return entry
@@ -212,7 +284,7 @@ class Journal:
         """Forget all requests."""
         self.entries.clear()
         self._owned.clear()
-        self.begun = 0
+        self.begun = self._stopping = 0
 
     def _set_owner(self, entry: JournalEntry, owner: str | None) -> None:
         """A change of owner ends the attempt."""

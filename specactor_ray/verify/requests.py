@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -85,10 +86,10 @@ class Requests:
         self._row_of[request_id] = self._table.open(request)
         self._names[row] = (request_id, attempt)
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Drop this attempt, or an older one, and never begin it again."""
+    def cancel(self, request_id: str, attempt: int, has_ended: bool = False) -> None:
+        """Drop this attempt, or an older one, and never begin it again. `has_ended`: see `VerifyLoop.cancel`."""
         if request_id in self._row_of and self._attempts.newest(request_id) <= attempt:
-            self.drop(request_id)
+            self.drop(request_id, finished=has_ended)
         self._attempts.note(request_id, attempt)
 
     def drop(self, request_id: str, finished: bool = False) -> None:
@@ -122,8 +123,10 @@ class Requests:
         seat_of[decoding] = seats
         self._drafting.commit(Committed(rows, counts, result.tokens, seat_of[rows], drafted, accepted))
         self.metrics.take(table.counts, table.reached)
-        names = tuple(map(self._names.__getitem__, rows.tolist()))
-        self._fresh.append(Progress(names, starts, counts, result.tokens, result.logprobs, result.margins))
+        names, tops = tuple(map(self._names.__getitem__, rows.tolist())), result.tops
+        if tops is not None and len(rows) < len(result.rows):
+            tops = replace(tops, counts=tops.counts[result.lengths > 0])
+        self._fresh.append(Progress(names, starts, counts, result.tokens, result.logprobs, result.margins, tops))
 
     def _end(self, row: int, finish: Finish, errors: Mapping[int, str]) -> None:
         table, (request_id, attempt) = self._table, self._names[row]
