@@ -154,6 +154,12 @@ class Handle:
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         """The committed tokens one after the other, as they come."""
+        async for tokens in self.batches():
+            for token in tokens:
+                yield token
+
+    async def batches(self) -> AsyncIterator[list[Token]]:
+        """The committed tokens as they come, those that came together in one list."""
         loop, ready, at = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def wake() -> None:
@@ -164,8 +170,8 @@ class Handle:
             while True:
                 ready.clear()
                 fresh, ended = self._fresh(at)
-                for token in fresh:
-                    yield token
+                if fresh:
+                    yield fresh
                 at += len(fresh)
                 if ended:
                     return
