@@ -15,7 +15,7 @@ from specactor_ray.errors import InputError
 from specactor_ray.models.loading import require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
-from specactor_ray.rollout.preflight import check_target, context_tokens, refuse_early, start_note
+from specactor_ray.rollout.preflight import check_target, context_tokens, load_target_config, refuse_early, start_note
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.key import read_key
 from specactor_ray.serve.protocol import http_protocol
@@ -61,7 +61,8 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
 
 def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
     limits = Limits()
-    service = Service(rollout, model, context_tokens(rollout.config), limits)
+    vocabulary = load_target_config(rollout.config).get_text_config().vocab_size
+    service = Service(rollout, model, context_tokens(rollout.config), vocabulary, limits)
     options = uvicorn.Config(
         make_app(service, token),
         http=http_protocol(limits.max_header_bytes),

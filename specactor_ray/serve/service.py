@@ -51,19 +51,22 @@ class Service:
         rollout: Generates.
         model: Name under which the model is served.
         context: Most tokens of prompt and output.
+        vocabulary: Token ids of the model.
         limits: Of requests.
     """
 
-    def __init__(self, rollout: Rollout, model: str, context: int, limits: Limits | None = None) -> None:
+    def __init__(
+        self, rollout: Rollout, model: str, context: int, vocabulary: int, limits: Limits | None = None
+    ) -> None:
         self.rollout, self.engine, self.model = rollout, rollout.engine, model
         self.tokenizer = rollout.engine.tokenizer
         self.limits = limits or Limits()
-        self.context = context
+        self.context, self.vocabulary = context, vocabulary
         self.created = int(time.time())
         """When the server started, in Unix seconds."""
         self._numbers = itertools.count()
-        self._running: dict[str, list[Handle]] = {}
-        """Name that a client gave → the choices of the request that run."""
+        self._open: dict[Handle, str] = {}
+        """Choices that run → the name of their request."""
         self._pauses = 0
 
     # ---- what a request asks for ----
@@ -113,11 +116,17 @@ class Service:
         prompts: Sequence[Sequence[int]],
         wanted: Wanted,
         *,
-        name: str | None = None,
+        name: str = "",
         session: str | None = None,
         priority: int = 0,
     ) -> list[Handle]:
-        """Begin `wanted.n` choices of each prompt, prompt by prompt.
+        """Begin `wanted.n` choices of each prompt, prompt by prompt; `drop` them at the end, come what may.
+
+        Args:
+            prompts: Token ids.
+            wanted: How to sample.
+            name: Of the request, for `abort`.
+            session, priority: As of `Engine.submit`.
 
         Raises:
             Refusal: They cannot run, or too many requests wait.
@@ -125,8 +134,7 @@ class Service:
         if len(prompts) * wanted.n > MOST_CHOICES:
             raise Refusal(f"the request has {len(prompts) * wanted.n} choices; at most {MOST_CHOICES} are allowed")
         for prompt in prompts:
-            if len(prompt) >= self.context:
-                raise Refusal(f"the prompt has {len(prompt)} tokens; prompt and output have at most {self.context}")
+            self._check_prompt(prompt)
         seeds = self.seeds(wanted.sampling.seed, len(prompts), wanted.n)
         each = [prompt for prompt in prompts for _ in range(wanted.n)]
         handles: list[Handle] = []
@@ -137,25 +145,28 @@ class Service:
         except SpecActorError as error:
             self.drop(handles)
             raise refusal_of(error) from None
-        if name is not None:
-            self._running.setdefault(name, []).extend(handles)
+        self._open.update(dict.fromkeys(handles, name))
         return handles
 
-    def drop(self, handles: Sequence[Handle], name: str | None = None) -> None:
-        """End what has not ended of these, and forget their name."""
+    def drop(self, handles: Sequence[Handle]) -> None:
+        """End what has not ended of these."""
         for handle in handles:
+            self._open.pop(handle, None)
             if not handle.done():
                 self.engine.drop(handle)
-        if name is not None:
-            self._running.pop(name, None)
 
     def abort(self, name: str | None = None) -> int:
-        """End the choices of a client's request, or of all; their clients get what is committed. Returns how many."""
-        names = list(self._running) if name is None else [name]
-        handles = [handle for one in names for handle in self._running.get(one, ()) if not handle.done()]
-        for handle in handles:
+        """End the choices of the requests of this name, or of all; their clients get what is committed. Returns how
+        many choices ran."""
+        running = [handle for handle, own in self._open.items() if name in (None, own) and not handle.done()]
+        for handle in running:
             self.engine.drop(handle)
-        return len(handles)
+        return len(running)
+
+    @property
+    def open_choices(self) -> int:
+        """Outputs that run or wait."""
+        return len(self._open)
 
     async def outputs(self, handles: Sequence[Handle]) -> list[Trajectory]:
         """The outputs of all choices.
@@ -227,6 +238,15 @@ class Service:
             Refusal: They do not fit.
         """
         return await self.guarded(asyncio.to_thread(self.rollout.update_weights, weights, policy))
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise Refusal("the prompt has no tokens", param="prompt")
+        if len(prompt) >= self.context:
+            problem = f"the prompt has {len(prompt)} tokens; prompt and output have at most {self.context} together"
+            raise Refusal(problem, param="prompt")
+        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
+            raise Refusal(f"the prompt has a token id that is not from 0 to {self.vocabulary - 1}", param="prompt")
 
     def _next_seed(self) -> int:
         return derive_seed(self.engine.sampling.seed, _SEEDS, next(self._numbers))
