@@ -115,6 +115,7 @@ class Handle:
         self.pushed: list[Token] = []
         """Committed tokens, as far as they were pushed."""
         self._owner, self._wakers = owner, list[Callable[[], None]]()
+        self._output: Trajectory | None = None
 
     def result(self, timeout: float | None = None) -> Trajectory:
         """Wait until the request has ended. A request that failed is a trajectory with its `error`.
@@ -123,8 +124,7 @@ class Handle:
             TimeoutError: It has not ended within `timeout` seconds.
             ActorLostError: The run has ended before it.
         """
-        ended = self._owner.clock.result(self.future, float("inf") if timeout is None else timeout)
-        return self._owner.trajectory(self, ended)
+        return self._read(self._owner.clock.result(self.future, float("inf") if timeout is None else timeout))
 
     def done(self) -> bool:
         """Whether the request has ended."""
@@ -201,8 +201,14 @@ class Handle:
     # ---- inner parts ----
 
     async def _result(self) -> Trajectory:
-        ended = await asyncio.shield(asyncio.wrap_future(self.future))  # a cancelled caller does not cancel the request
-        return self._owner.trajectory(self, ended)
+        # A cancelled caller does not cancel the request.
+        return self._read(await asyncio.shield(asyncio.wrap_future(self.future)))
+
+    def _read(self, ended: Any) -> Trajectory:
+        """The output, which is decoded once."""
+        if self._output is None:
+            self._output = self._owner.trajectory(self, ended)
+        return self._output
 
     @contextlib.contextmanager
     def _woken(self, wake: Callable[[], None]) -> Iterator[None]:

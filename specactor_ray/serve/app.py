@@ -64,5 +64,7 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
     app.add_exception_handler(RequestValidationError, refuse_fields)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, refuse_http)  # type: ignore[arg-type]
     app.add_exception_handler(Exception, fail)
-    app.add_middleware(Guard, limits=service.limits, token=token, error_body=error_body)
+    app.add_middleware(
+        Guard, limits=service.limits, token=token, error_body=error_body, answered=service.metrics.answered
+    )
     return app

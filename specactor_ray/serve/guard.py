@@ -5,12 +5,13 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
-from specactor_ray.serve.refusal import FORBIDDEN, OVERLOADED, TOO_LARGE, UNAUTHORIZED, Refusal
+from specactor_ray.serve.refusal import FAILED, FORBIDDEN, OVERLOADED, TOO_LARGE, UNAUTHORIZED, Refusal
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,12 +31,18 @@ class Guard:
         token: Bearer token that requests show; without one, their Host header must be a loopback name, so that no web
             page reaches the server under a name of its own.
         error_body: Path and refusal → body of the answer.
+        answered: Called with route (empty for none), status and seconds of each request.
     """
 
     def __init__(
-        self, app: ASGIApp, limits: Limits, token: str | None, error_body: Callable[[str, Refusal], dict[str, Any]]
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        token: str | None,
+        error_body: Callable[[str, Refusal], dict[str, Any]],
+        answered: Callable[[str, int, float], None],
     ) -> None:
-        self._app, self._limits, self._error_body = app, limits, error_body
+        self._app, self._limits, self._error_body, self._answered = app, limits, error_body, answered
         self._token = token.encode() if token else None
         self._open = 0
 
@@ -43,15 +50,25 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        begin, status = time.monotonic(), FAILED
         self._open += 1
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
         try:
             refusal = self._refused(scope)
             if refusal is not None:
-                await self._answer(scope, send, refusal)
-                return
-            await self._app(scope, self._limited(receive), send)
+                await self._answer(scope, noted, refusal)
+            else:
+                await self._app(scope, self._limited(receive), noted)
         finally:
             self._open -= 1
+            route = scope.get("route")
+            self._answered(route.path if route else "", status, time.monotonic() - begin)
 
     def _refused(self, scope: Scope) -> Refusal | None:
         headers = dict(scope["headers"])

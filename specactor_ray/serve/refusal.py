@@ -63,6 +63,8 @@ def refusal_of_fields(problems: Iterable[Mapping[str, Any]]) -> Refusal:
         if problem["type"] == "json_invalid":
             return Refusal(f"the body is not valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
         name = ".".join(place)
+        if not name and problem["type"] != "missing":
+            return Refusal("the body must be a JSON object, sent with Content-Type: application/json")
         return Refusal(f"{name or 'the body'}: {problem['msg']}", param=name or None)
     return Refusal("the body is not what this endpoint takes")
 

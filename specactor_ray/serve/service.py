@@ -16,8 +16,10 @@ from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.serve.metrics import ServerMetrics
 from specactor_ray.serve.parameters import MOST_CHOICES, Wanted, wanted_of
 from specactor_ray.serve.refusal import CLIENT_GONE, FAILED, NOT_FOUND, Refusal, refusal_of
+from specactor_ray.serve.text import TokenTexts
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -64,6 +66,8 @@ class Service:
         self.context, self.vocabulary = context, vocabulary
         self.created = int(time.time())
         """When the server started, in Unix seconds."""
+        self.token_texts = TokenTexts(self.tokenizer)
+        self.metrics = ServerMetrics(self)
         self._numbers = itertools.count()
         self._open: dict[Handle, str] = {}
         """Choices that run → the name of their request."""
@@ -146,6 +150,7 @@ class Service:
             self.drop(handles)
             raise refusal_of(error) from None
         self._open.update(dict.fromkeys(handles, name))
+        self.metrics.began(prompts, wanted.n)
         return handles
 
     def drop(self, handles: Sequence[Handle]) -> None:
@@ -168,6 +173,11 @@ class Service:
         """Outputs that run or wait."""
         return len(self._open)
 
+    @property
+    def waiting(self) -> int:
+        """Outputs that wait for a verifier."""
+        return self.rollout.dispatcher.waiting
+
     async def outputs(self, handles: Sequence[Handle]) -> list[Trajectory]:
         """The outputs of all choices.
 
@@ -183,13 +193,13 @@ class Service:
         except SpecActorError as error:
             raise refusal_of(error) from None
 
-    @staticmethod
-    def checked(output: Trajectory) -> Trajectory:
-        """The output, unless it failed.
+    def checked(self, output: Trajectory) -> Trajectory:
+        """An output that has ended, unless it failed.
 
         Raises:
             Refusal: Why it did.
         """
+        self.metrics.ended(output)
         if output.finish_reason == "error":
             raise Refusal(output.error, FAILED if output.token_ids else 400)
         return output
@@ -239,14 +249,18 @@ class Service:
         """
         return await self.guarded(asyncio.to_thread(self.rollout.update_weights, weights, policy))
 
+    def require_known(self, token_ids: Sequence[int], field: str = "prompt") -> None:
+        """Raises Refusal where an id is none of the model's."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocabulary:
+            raise Refusal(f"{field} has a token id that is not from 0 to {self.vocabulary - 1}", param=field)
+
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise Refusal("the prompt has no tokens", param="prompt")
         if len(prompt) >= self.context:
             problem = f"the prompt has {len(prompt)} tokens; prompt and output have at most {self.context} together"
             raise Refusal(problem, param="prompt")
-        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
-            raise Refusal(f"the prompt has a token id that is not from 0 to {self.vocabulary - 1}", param="prompt")
+        self.require_known(prompt)
 
     def _next_seed(self) -> int:
         return derive_seed(self.engine.sampling.seed, _SEEDS, next(self._numbers))
