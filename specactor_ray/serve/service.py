@@ -104,7 +104,7 @@ class Service:
             is_short = isinstance(prompt, str) and len(prompt) < _LONG_TEXT
             return work() if is_short else await asyncio.to_thread(work)
         except SpecActorError as error:
-            raise refusal_of(error) from None
+            raise Refusal(str(error), param="prompt") from None
 
     def seeds(self, seed: int, prompts: int, n: int) -> list[int]:
         """Of each choice, prompt by prompt: of a single one the request's, else derived from it as `Rollout.generate`
