@@ -108,7 +108,7 @@ class Service:
 
     def seeds(self, seed: int, prompts: int, n: int) -> list[int]:
         """Of each choice, prompt by prompt: of a single one the request's, else derived from it as `Rollout.generate`
-        derives them from the run's."""
+        derives those of its samples."""
         if prompts * n == 1:
             return [seed]
         return [derive_seed(seed, prompt, sample) for prompt in range(prompts) for sample in range(n)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +110,8 @@ class TestLimits:
             engine.held = True
             service = make_service(engine, Limits(max_requests=2))
             async with client_of(service) as client:
-                waiting = [
-                    asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "a"})) for _ in range(2)
-                ]
+                post = partial(client.post, "/v1/completions", json={"prompt": "a"})
+                waiting = [asyncio.ensure_future(post()) for _ in range(2)]
                 while len(engine.running) < 2:
                     await asyncio.sleep(0)
                 refused = await post()

@@ -196,6 +196,18 @@ class TestAnswers:
         assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
         assert choices[-1]["finish_reason"] == "length"
 
+    @pytest.mark.parametrize("part", [1, 4, 50])
+    @pytest.mark.parametrize("text", ["one, two, three", "one, tw"])
+    def test_a_stop_text_is_never_sent(self, text: str, part: int) -> None:
+        body = {"messages": MESSAGES, "stop": [", two", "zzz"], "max_tokens": 100}
+        whole = post(CHAT, body, saying(text, part)).json()["choices"][0]
+        choices = [event["choices"][0] for event in events(post(CHAT, {**body, "stream": True}, saying(text, part)))]
+        sent = "".join(choice["delta"].get("content", "") for choice in choices)
+        assert sent == whole["message"]["content"] == text.partition(", two")[0]
+        ended = ("stop", ", two") if ", two" in text else ("length", None)
+        for choice in (whole, choices[-1]):
+            assert (choice["finish_reason"], choice["stop_reason"]) == ended
+
     def test_parts_of_several_choices_are_told_apart(self) -> None:
         body = {"prompt": ["a", "b"], "n": 2, "stream": True, "seed": 4, "max_tokens": 10}
         whole = post(COMPLETIONS, {**body, "stream": False}).json()
