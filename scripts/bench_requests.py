@@ -2,7 +2,7 @@
 """What a request costs the driver: by `Engine.generate`, over HTTP, and streamed; a run of a small model behind it.
 
 CPU seconds are those of the driver's process (user and system, all threads, Ray's included); clients of HTTP are a
-process of their own. Usage: scripts/bench_serve.py --config local_cpu [KEY=VALUE ...]
+process of their own. Usage: scripts/bench_requests.py --config local_cpu [KEY=VALUE ...]
 """
 
 from __future__ import annotations
