@@ -135,7 +135,7 @@ class CompletionForm(Form):
             offsets.append(at)
             at += len(names[-1])
         self._offsets[index] = at
-        values = [_finite(token.logprob) for token in tokens]
+        values = [finite(token.logprob) for token in tokens]
         tops = [{name: value} for name, value in zip(names, values, strict=True)]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
@@ -200,7 +200,7 @@ class ChatForm(Form):
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         utf8 = self._service.token_texts[token_id].utf8
-        return {"token": self._name(token_id), "logprob": _finite(logprob), "bytes": utf8}
+        return {"token": self._name(token_id), "logprob": finite(logprob), "bytes": utf8}
 
 
 def _with_calls(finish_reason: str) -> str:
@@ -212,5 +212,6 @@ def _fingerprint(outputs: Sequence[Trajectory]) -> str:
     return f"weights-{max(output.weight_version for output in outputs)}"
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON has a number for."""
     return max(float(logprob), _LEAST_LOGPROB)
