@@ -94,6 +94,24 @@ class RangeError(InputError):
         return type(self), (self.key, self.value, self.allowed)
 
 
+class UnavailableError(InputError):
+    """An option of another engine is not available here.
+
+    Args:
+        option: Its name.
+        value: What was given, as `clipped` shows it.
+        reason: Why there is no such option.
+        where: Begins the message.
+    """
+
+    def __init__(self, option: str, value: str, reason: str, where: str = "") -> None:
+        self.option, self.value, self.reason, self.where = option, value, reason, where
+        super().__init__(f"{where}{option}={value} is not available: {reason}. Fix: leave it out")
+
+    def __reduce__(self) -> tuple[type[UnavailableError], tuple[str, str, str, str]]:
+        return type(self), (self.option, self.value, self.reason, self.where)
+
+
 class OverloadedError(SpecActorError):
     """Too many requests wait already; the same request may be accepted later (HTTP's 429)."""
 

@@ -32,6 +32,7 @@ class Mode(StrEnum):
 MAX_TEMPERATURE = 1.0e30
 """Far above what makes all tokens of any model equally likely."""
 _MOST_STOPS = 65_536
+_MOST_STOP_TEXTS, _LONGEST_STOP_TEXT = 64, 256
 _NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
     "temperature": (Real, float, lambda value: 0.0 <= value <= MAX_TEMPERATURE, "a number from 0 to 1e30"),
     "top_k": (Integral, int, lambda value: 0 <= value < 2**31, "a whole number from 0 (off) to 2**31 - 1"),
@@ -39,6 +40,7 @@ _NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
     "max_tokens": (Integral, int, lambda value: 1 <= value < 2**31, "a whole number from 1 to 2**31 - 1"),
     "seed": (Integral, int, lambda value: 0 <= value < 2**64, "a whole number from 0 to 2**64 - 1"),
     "first_position": (Integral, int, lambda value: 0 <= value < 2**31, "a whole number from 0 to 2**31 - 1"),
+    "logprobs": (Integral, int, lambda value: 0 <= value <= 20, "a whole number from 0 to 20"),
 }
 """Fields of `SamplingParams` → the type they must have, the one they become, their range, and both in words."""
 
@@ -71,6 +73,13 @@ class SamplingParams:
     first_position: int = 0
     """Position in the noise of the first output token. A request whose prompt ends with n tokens of an earlier output
     under the same seed sets it to n and gets the tokens that would have followed."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an output: at the first token with which its text contains one. The token stays, the text is cut
+    before the stop text."""
+    include_stop_str_in_output: bool = False
+    """Cut the text behind the stop text."""
+    logprobs: int = 0
+    """Keep the log-probabilities of so many most probable tokens at each output position, at most 20."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -98,8 +107,18 @@ class SamplingParams:
             allowed = f"hold at most {_MOST_STOPS} token ids, each from 0 to 2**31 - 1"
             raise RangeError("sampling.stop_token_ids", clipped(stops), allowed)
         object.__setattr__(self, "stop_token_ids", tuple(stops))
-        if type(self.ignore_eos) is not bool:
-            raise RangeError("sampling.ignore_eos", clipped(self.ignore_eos), "be true or false")
+        texts = self.stop
+        if (
+            not isinstance(texts, list | tuple)
+            or len(texts) > _MOST_STOP_TEXTS
+            or not all(type(one) is str and 0 < len(one) <= _LONGEST_STOP_TEXT for one in texts)
+        ):
+            allowed = f"hold at most {_MOST_STOP_TEXTS} texts, each of 1 to {_LONGEST_STOP_TEXT} characters"
+            raise RangeError("sampling.stop", clipped(texts), allowed)
+        object.__setattr__(self, "stop", tuple(texts))
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if type(getattr(self, name)) is not bool:
+                raise RangeError(f"sampling.{name}", clipped(getattr(self, name)), "be true or false")
 
 
 @dataclass(frozen=True, slots=True)

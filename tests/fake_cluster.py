@@ -74,7 +74,7 @@ class FakeVerifier:
             self.begun.append(attempt)
             self.running[request.request_id] = (request, len(request.committed_token_ids))
 
-    def cancel(self, attempts: Sequence[tuple[str, int]]) -> None:
+    def cancel(self, attempts: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
         self.cancelled |= set(attempts)
         for request_id, attempt in attempts:
             if request_id in self.running and self.running[request_id][0].attempt == attempt:

@@ -46,9 +46,9 @@ class VerifierActor(LoopActor[VerifierSpec, VerifyLoop]):
     def submit(self, requests: Sequence[TargetRequest]) -> None:
         self._running().submit(requests)
 
-    def cancel(self, attempts: Sequence[tuple[str, int]]) -> None:
-        """Drop these attempts, (request, attempt), now or when they arrive."""
-        self._running().cancel(attempts)
+    def cancel(self, attempts: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
+        """Drop these attempts, (request, attempt), now or when they arrive; see `VerifyLoop.cancel`."""
+        self._running().cancel(attempts, has_ended)
 
     def deliver(self, message: TailBatch) -> None:
         """Draft tails and resync requests of drafters."""

@@ -242,7 +242,7 @@ def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measu
 def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list[RolloutRequest]:
     from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.prompts import encode_prompt
-    from specactor_ray.sampling.keyed import derive_seed
+    from specactor_ray.sampling.keyed import sample_of
 
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
     places = itertools.islice(itertools.product(range(len(prompts)), range(config.data.n)), max_requests)
@@ -251,7 +251,7 @@ def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list
         RolloutRequest(
             index,
             encode_prompt(tokenizer, prompts[prompt], config.data.chat),
-            replace(base, seed=derive_seed(base.seed, prompt, sample)),
+            sample_of(base, prompt, sample),
         )
         for index, (prompt, sample) in enumerate(places)
     ]
@@ -261,7 +261,7 @@ def _prefill(engine: TargetEngine, text: TextStream, sampling: SamplingParams, c
     """Fill as many rows as the largest batch has, all read in; returns how many."""
     count = max(axes.batches)
     room = axes.room(context)
-    sampling = replace(sampling, max_tokens=room, ignore_eos=True, stop_token_ids=())
+    sampling = replace(sampling, max_tokens=room, ignore_eos=True, stop_token_ids=(), stop=())
     for row in range(count):
         engine.add(row, TargetRequest(f"row-{row}", text.tokens(9973 * row, 9973 * row + context), sampling))
     while len(engine.decoding()) < count:

@@ -93,10 +93,8 @@ def long_tailed(sampling: SamplingParams, count: int) -> tuple[SamplingParams, .
     """Output lengths of a rollout whose time is its tail: the i-th longest output has `1/i` of the most tokens (Zipf's
     law), in an order drawn with the seed. Ends of sequence are ignored, so every variant has the same work."""
     ranks = random.Random(sampling.seed).sample(range(1, count + 1), count)
-    return tuple(
-        replace(sampling, max_tokens=max(1, sampling.max_tokens // rank), ignore_eos=True, stop_token_ids=())
-        for rank in ranks
-    )
+    whole = replace(sampling, ignore_eos=True, stop_token_ids=(), stop=())
+    return tuple(replace(whole, max_tokens=max(1, sampling.max_tokens // rank)) for rank in ranks)
 
 
 def run_bench(

@@ -87,7 +87,8 @@ def generate(llm: Any, prompts: Sequence[TokenIds], sampling: Sequence[SamplingP
             max_tokens=one.max_tokens,
             ignore_eos=one.ignore_eos,
             stop_token_ids=list(one.stop_token_ids),
-            detokenize=False,  # without seeds: vLLM samples seeded requests one by one, and on CPUs not always
+            stop=list(one.stop),
+            detokenize=bool(one.stop),  # without seeds: vLLM samples seeded requests one by one, and on CPUs not always
         )
         for one in sampling
     ]

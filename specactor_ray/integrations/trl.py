@@ -15,6 +15,7 @@ from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models.loading import load_model_config, load_tokenizer
 from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -22,16 +23,8 @@ if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
 SUPPORTED = "1.16"
-_TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids")
+_TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "stop")
 """Keys of `generation_kwargs` that `SamplingParams` has, too."""
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1.0,),
-    "min_p": (0.0, None),
-    "structured_outputs_regex": (None,),
-    "features": (None,),
-    "logprobs": (0, None),
-}
-"""Arguments of TRL that keyed sampling has no counterpart for → the values that ask for nothing."""
 _SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
@@ -114,8 +107,9 @@ class RolloutClient:
             InputError: One of them asks for something that keyed sampling does not have; it is named.
         """
         more = dict(generation_kwargs or {})
+        refuse({**others, **more}, "TRL: ")
         for name, value in {**others, **more}.items():
-            if name not in _TRANSLATED and value not in _NEUTRAL.get(name, ()):
+            if name not in (*_TRANSLATED, *UNAVAILABLE) and not (name == "logprobs" and value in (0, None)):
                 raise InputError(
                     f"TRL: {name}={value!r} is not available: sampling is keyed, with seeds derived from args.seed. "
                     f"Fix: leave it out; generation_kwargs may hold {', '.join(_TRANSLATED)}"
@@ -126,10 +120,11 @@ class RolloutClient:
         if settings["top_k"] in (None, -1):  # vLLM's values for all tokens
             settings["top_k"] = 0
         chosen = {name: value for name, value in settings.items() if name in _TRANSLATED}
-        stops = chosen.pop("stop_token_ids", None) or ()
+        stops, texts = (chosen.pop(name, None) or () for name in ("stop_token_ids", "stop"))
         try:
             stops = (*self._trainer.eos_token_ids, *stops)
-            return SamplingParams(**chosen, seed=seed, stop_token_ids=stops, ignore_eos=True)
+            texts = (texts,) if isinstance(texts, str) else texts
+            return SamplingParams(**chosen, seed=seed, stop_token_ids=stops, stop=texts, ignore_eos=True)
         except (InputError, TypeError) as error:
             raise InputError(f"TRL's arguments or generation_kwargs, as keys of specactor_ray: {error}") from None
 

@@ -112,7 +112,10 @@ class Dispatcher:
         for entry in entries:
             entry.weight_version = self.weight_version
             self.journal.add(entry)
-        self._backlog.add(entry.request_id for entry in entries)
+            if entry.prefix:
+                self.journal.look_for_stop(entry, entry.prefix - 1)
+        self._end_stopped()
+        self._backlog.add(entry.request_id for entry in entries if entry.finished is None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests with what is committed, as far as they have not ended."""
@@ -256,6 +259,16 @@ class Dispatcher:
         tokens = self.journal.entries[request_id].num_tokens
         self._end(self.journal.end(Finished(request_id, "error", RequestStats(), reason, tokens)))
 
+    def _end_stopped(self) -> list[JournalEntry]:
+        """End the requests whose outputs stop texts have ended; returns them."""
+        stopped, self.journal.stopped = self.journal.stopped, {}
+        ended = []
+        for request_id, error in stopped.items():
+            tokens, reason = self.journal.entries[request_id].num_tokens, "error" if error else "stop"
+            ended.append(self.journal.end(Finished(request_id, reason, RequestStats(), error, tokens)))
+            self._end(ended[-1])
+        return ended
+
     def _end(self, entry: JournalEntry) -> None:
         self._quarantine.forget(entry.request_id)
         self._ended.append(entry)
@@ -266,6 +279,8 @@ class Dispatcher:
         for event in events:
             if isinstance(event, Progress):
                 self._journal_progress(link, event)
+                if self.journal.stopped:
+                    self._drop_stopped(link)
                 continue
             request_id = event.request_id
             if not self.journal.is_current(request_id, event.attempt):
@@ -286,6 +301,14 @@ class Dispatcher:
             self._miss(link, request_id)
         for request_id in self._quarantine.members_at(link.verifier_id):
             self._quarantine.progress(request_id, self.journal.entries[request_id].num_tokens)
+
+    def _drop_stopped(self, link: VerifierLink) -> None:
+        """End requests at a stop text. Their verifier drops them; what it has committed since is ignored."""
+        ended = self._end_stopped()
+        self._verifiers.cancel(link, [(entry.request_id, entry.attempt) for entry in ended], has_ended=True)
+        if self._sharing is not None:
+            for entry in ended:
+                self._sharing.add(link.verifier_id, entry)
 
     def _miss(self, link: VerifierLink, request_id: str) -> None:
         self._verifiers.cancel(link, [(request_id, self.journal.entries[request_id].attempt)])

@@ -22,6 +22,7 @@ from specactor_ray.rollout.door import RemoteEngine, connect_engine
 from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.stops import StopFinder, StopTexts
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,9 @@ class Engine(Generates):
         self.sampling = SamplingParams()
         """Of requests that bring none."""
         self._dispatcher, self._before_submit = dispatcher, before_submit
+        self._stop_texts = StopTexts(None)
         self.encoding = clock.condition()
-        """Held while the tokenizer encodes, since it is not made for several threads."""
+        """Held while the tokenizer encodes or its tokens are read, since it is not made for several threads."""
         self._lock = clock.condition()
         self._inbox: deque[Callable[[], None]] = deque()
         """Commands for the dispatch thread."""
@@ -99,6 +101,7 @@ class Engine(Generates):
         session: str | None = None,
         priority: int = 0,
         prefix: Sequence[int] = (),
+        place: tuple[int, int] | None = None,
     ) -> Handle:
         sampling = self.sampling if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
@@ -110,8 +113,13 @@ class Engine(Generates):
             raise InputError(f"priority must be a whole number, not {priority!r}")
         with self.encoding:
             token_ids = encode_prompt(self.tokenizer, prompt, self.chat)
+        stops = self._stops(sampling)
         if not all(isinstance(token, int) and 0 <= token < 2**31 for token in prefix):
             raise InputError("prefix must hold token ids")
+        if place is not None:
+            from specactor_ray.sampling.keyed import sample_of  # compiles kernels, so only where it is needed
+
+            sampling = sample_of(sampling, *place)
         self._before_submit()
         with self._lock:
             if self._arriving + self._dispatcher.waiting >= self.max_waiting:
@@ -121,10 +129,10 @@ class Engine(Generates):
             name = request_id if request_id is not None else inner
             if name in self._handles:
                 raise InputError(f"request {name!r} is running; choose another request_id")
-            handle = self._handles[name] = Handle(self, name)
+            handle = self._handles[name] = Handle(self, name, place or (0, 0))
             self._inner[handle] = inner
             self._arriving += 1
-        entry = JournalEntry(inner, token_ids, sampling, session, priority)
+        entry = JournalEntry(inner, token_ids, sampling, session, priority, stops=stops)
         entry.set_prefix(prefix)
         try:
             self._put(partial(self._admit_one, handle, entry))
@@ -132,6 +140,14 @@ class Engine(Generates):
             self._forget(handle)
             raise
         return handle
+
+    def _stops(self, sampling: SamplingParams) -> StopFinder | None:
+        if not sampling.stop:
+            return None
+        with self.encoding:
+            if self._stop_texts.tokenizer is not self.tokenizer:
+                self._stop_texts = StopTexts(self.tokenizer)
+            return self._stop_texts.finder(sampling)
 
     def handle(self, request_id: str) -> Handle:
         with self._lock:
@@ -153,7 +169,7 @@ class Engine(Generates):
             self._put(partial(self._watch, inner, handle))
 
     def trajectory(self, handle: Handle, ended: JournalEntry) -> Trajectory:
-        return trajectory_of(ended, self.tokenizer, handle.request_id)
+        return trajectory_of(ended, self.tokenizer, handle.request_id, handle.place)
 
     # ---- streams ----
 
@@ -162,6 +178,7 @@ class Engine(Generates):
 
         Raises:
             ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
+            InputError: There are stop texts, but no tokenizer.
         """
         ended: deque[JournalEntry | BaseException] = deque()
         ready = self.clock.event()
@@ -172,7 +189,7 @@ class Engine(Generates):
 
         with self.opening_stream() as stream:
             for entry in entries:
-                entry.stream = stream
+                entry.stream, entry.stops = stream, self._stops(entry.sampling)
             self._put(partial(self._admit, entries, put))
             left = {entry.request_id for entry in entries}
             try:

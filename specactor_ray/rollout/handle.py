@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from specactor_ray.clock import Clock
+from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.rollout.trajectory import Trajectory
@@ -38,23 +39,62 @@ class Generates(abc.ABC):
         session: str | None = None,
         priority: int = 0,
         prefix: Sequence[int] = (),
+        place: tuple[int, int] | None = None,
     ) -> Handle:
         """Begin a request; returns at once.
 
         Args:
             prompt: Text, chat messages or token ids.
-            sampling: How to sample; its seed is used as it is. Default: the configuration's.
+            sampling: How to sample; without a `place` its seed is used as it is. Default: the configuration's.
             request_id: Its name; no other request that runs has it. Default: a new one.
             session: Name of a conversation. Its turns run on one verifier while that lives.
             priority: Requests with a smaller number begin first.
             prefix: Output tokens that are there already, as those of an aborted request under the same seed. The
                 output holds what follows them; `max_tokens` counts them.
+            place: Index of a prompt and number of a sample. The seed is derived for them as `Rollout.generate` does
+                (`sampling.keyed.sample_of`).
 
         Raises:
             InputError: The prompt, the sampling or the name cannot be used, or the rollout is closed.
             OverloadedError: Too many requests wait already. An engine in another process raises these two from the
                 handle.
         """
+
+    def submit_samples(
+        self,
+        prompt: Prompt,
+        n: int,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        prompt_index: int = 0,
+        **options: Any,
+    ) -> list[Handle]:
+        """Begin `n` samples of a prompt, with the seeds that `Rollout.generate` gives the samples of the prompt of this
+        index. All or none begin.
+
+        Args:
+            prompt, sampling, options: As of `submit`, for each.
+            n: Number of samples, 1 or more.
+            request_id: The samples are named `{request_id}-0` and so on.
+            prompt_index: Index of the prompt.
+
+        Raises:
+            InputError, OverloadedError: As of `submit`.
+        """
+        if not isinstance(n, int) or n < 1:
+            raise InputError(f"n is {n!r}; it must be a whole number of 1 or more")
+        handles: list[Handle] = []
+        try:
+            for sample in range(n):
+                name = None if request_id is None else f"{request_id}-{sample}"
+                place = (prompt_index, sample)
+                handles.append(self.submit(prompt, sampling, request_id=name, place=place, **options))
+        except BaseException:
+            for handle in handles:
+                self.drop(handle)
+            raise
+        return handles
 
     @abc.abstractmethod
     def handle(self, request_id: str) -> Handle:
@@ -107,8 +147,10 @@ class Generates(abc.ABC):
 class Handle:
     """One submitted request; for any thread, and with `await` and `async for` for any event loop."""
 
-    def __init__(self, owner: Generates, request_id: str) -> None:
+    def __init__(self, owner: Generates, request_id: str, place: tuple[int, int] = (0, 0)) -> None:
         self.request_id = request_id
+        self.place = place
+        """Index of the prompt, and number of the sample."""
         self.future: Future[Any] = Future()
         """Done when the request has ended. It holds what `Generates.trajectory` takes, or why there is no output."""
         self.future.set_running_or_notify_cancel()  # so that no caller can cancel it: it would not end the request

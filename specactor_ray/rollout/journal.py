@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specactor_ray.messages import Finished, Progress, SamplingParams
+from specactor_ray.rollout.stops import Stop, StopFinder
 from specactor_ray.target.base import TargetRequest
 
 RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])
@@ -62,6 +63,10 @@ class JournalEntry:
     dispatch thread until the request has ended."""
     margin_bytes: bytearray | None = field(default=None, repr=False)
     """float32, one per token behind the prefix; None where they are not recorded."""
+    stops: StopFinder | None = field(default=None, repr=False)
+    """Finds the stop texts in the output; None where there are none."""
+    stop: Stop | None = None
+    """The stop text that ended it."""
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +94,18 @@ class JournalEntry:
         records = np.zeros(len(token_ids), RECORD)
         records["token"] = token_ids
         self.records, self.prefix = bytearray(records.tobytes()), len(token_ids)
+
+    def cut_at_stop(self, stops: StopFinder, begin: int) -> bool:
+        """End the output at the first token from number `begin` on that completes a stop text. Returns whether there is
+        one."""
+        self.stop = stops.find(np.frombuffer(self.records, RECORD)["token"], begin)
+        if self.stop is None:
+            return False
+        end = self.stop.num_tokens
+        del self.records[end * RECORD.itemsize :]
+        if self.margin_bytes is not None:
+            del self.margin_bytes[4 * (end - self.prefix) :]
+        return True
 
     def raise_version(self, version: int) -> None:
         """What follows comes from weights of this version."""
@@ -118,6 +135,8 @@ class Journal:
         """Tokens journaled since the start, over all requests."""
         self.begun = 0
         """Requests that have been handed to a verifier before or now."""
+        self.stopped: dict[str, str] = {}
+        """Requests to end, since a stop text has ended their outputs; or why that cannot be found out."""
         self._owned: dict[str, dict[str, JournalEntry]] = {}
         """Verifier → its requests by id."""
 
@@ -186,7 +205,21 @@ class Journal:
             entry.has_begun = True
             entry.progress_at = now
             self.committed_tokens += length
+            if entry.stops is not None:
+                self.look_for_stop(entry, start)
         return gapped
+
+    def look_for_stop(self, entry: JournalEntry, begin: int) -> None:
+        """Put the request into `stopped` if a token from number `begin` on completes a stop text."""
+        if entry.stops is None:
+            return
+        before = entry.num_tokens
+        try:
+            if entry.cut_at_stop(entry.stops, begin):
+                self.stopped[entry.request_id] = ""
+        except Exception as error:  # noqa: BLE001 - tokenizers may be code of the checkpoint's
+            self.stopped[entry.request_id] = f"its output cannot be decoded: {error!r}"
+        self.committed_tokens -= before - entry.num_tokens
 
     def finish(self, message: Finished) -> JournalEntry | None:
         """End a request. None when the message is another attempt's or repeated, or tokens before it are missing."""

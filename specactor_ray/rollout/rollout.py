@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,7 +40,7 @@ from specactor_ray.rollout.preflight import (
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.keyed import sample_of
 from specactor_ray.signals import interruption
 
 logger = logging.getLogger(__name__)
@@ -320,5 +319,5 @@ def samples_of(
     for prompt_index, ((token_ids, reason), params) in enumerate(zip(encoded, sampling, strict=True)):
         for place in ((prompt_index, one) for one in range(n)):
             if place not in skip:
-                own = replace(params, seed=derive_seed(params.seed, *place))
+                own = sample_of(params, *place)
                 yield place, JournalEntry(f"{prefix}{place[0]}-{place[1]}", token_ids, own), reason

@@ -8,6 +8,7 @@ from typing import Any
 
 from specactor_ray.messages import RequestStats, SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.stops import decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Trajectory:
     logprobs: tuple[float, ...]
     """Log-probability of each token under softmax(logits / T), before top-k/top-p."""
     text: str
-    """The output decoded, special tokens left out."""
+    """The output decoded, special tokens left out, up to a stop text."""
     finish_reason: str
     """`stop`, `length`, `abort` or `error`."""
     sampling: SamplingParams
@@ -40,6 +41,8 @@ class Trajectory:
     """Version of the target's weights that sampled it; the newest, if there were several."""
     versions: tuple[tuple[int, int], ...] = ()
     """Earlier versions, each with the output tokens there were when it ended; empty where one version sampled all."""
+    stop_reason: str | int | None = None
+    """The stop text or the id of `sampling.stop_token_ids` that ended it; None where neither did."""
 
     def to_json(self) -> dict[str, Any]:
         """The trajectory as plain data for one line of JSONL."""
@@ -66,6 +69,8 @@ class Trajectory:
             row["margins"] = [round(value, 6) for value in self.margins]
         if self.error:
             row["error"] = self.error
+        if self.stop_reason is not None:
+            row["stop_reason"] = self.stop_reason
         if self.versions:
             row["versions"] = [list(pair) for pair in self.versions]
         return row
@@ -91,6 +96,13 @@ def trajectory_of(
     """
     finished, prefix = entry.finished, entry.prefix
     token_ids = entry.token_ids[prefix:]
+    text = decoded(tokenizer, token_ids) if tokenizer else ""
+    stop: str | int | None = None
+    if entry.stop is not None:
+        text, stop = text[: max(0, len(text) - entry.stop.cut)], entry.stop.text
+    elif finished and finished.finish_reason == "stop" and entry.num_tokens:
+        last = entry.token_ids[-1]
+        stop = last if last in entry.sampling.stop_token_ids else None
     return Trajectory(
         request_id=request_id,
         prompt_index=place[0],
@@ -98,7 +110,7 @@ def trajectory_of(
         prompt_token_ids=entry.prompt_token_ids,
         token_ids=tuple(token_ids),
         logprobs=tuple(entry.logprobs[prefix:]),
-        text=tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer else "",
+        text=text,
         finish_reason=finished.finish_reason if finished else "error",
         sampling=entry.sampling,
         stats=finished.stats if finished else RequestStats(),
@@ -107,6 +119,7 @@ def trajectory_of(
         prompt=prompt,
         weight_version=entry.weight_version,
         versions=tuple((version, tokens - prefix) for version, tokens in entry.versions),
+        stop_reason=stop,
     )
 
 

@@ -163,9 +163,9 @@ class Verifiers:
         """Whether calls of `notify` and `cancel` are on their way."""
         return bool(self._notices)
 
-    def cancel(self, link: VerifierLink, attempts: Sequence[tuple[str, int]]) -> None:
-        """Let a verifier drop these requests and attempts."""
-        self.notify(link.handle, "cancel", attempts)
+    def cancel(self, link: VerifierLink, attempts: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
+        """Let a verifier drop these requests and attempts. `has_ended`: their outputs have ended by themselves."""
+        self.notify(link.handle, "cancel", attempts, has_ended)
 
     def suspect(self, link: VerifierLink, error: SpecActorError) -> None:
         """Report a verifier that could not be reached; the controller finds out what is the matter."""

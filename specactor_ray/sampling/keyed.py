@@ -132,6 +132,11 @@ def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(message, digest_size=8, person=b"specactor-seed").digest(), "little")
 
 
+def sample_of(sampling: SamplingParams, prompt_index: int, sample_index: int) -> SamplingParams:
+    """The parameters of one sample of one prompt: those of the run under the sample's own seed (`derive_seed`)."""
+    return replace(sampling, seed=derive_seed(sampling.seed, prompt_index, sample_index))
+
+
 def own_noise(sampling: SamplingParams) -> SamplingParams:
     """The same request with noise of the drafter's own: another seed, derived from the request's (BLAKE2b under the
     personalisation `specactor-draft`), so that draws are independent of the target's and still the same every time."""

@@ -81,7 +81,7 @@ class Form:
             begin = end
         return {
             "finish_reason": output.finish_reason,
-            "stop_reason": getattr(output, "stop_reason", None),
+            "stop_reason": output.stop_reason,
             "seed": output.sampling.seed,
             "weight_versions": versions,
         }
@@ -120,7 +120,7 @@ class CompletionForm(Form):
     def _choice(self, index: int, output: Trajectory) -> dict[str, Any]:
         choice = {"index": index, "text": output.text, "logprobs": None, **self._end_of(output)}
         if self._logprobs is not None:
-            choice["logprobs"] = self._report(index, list(map(Token, output.token_ids, output.logprobs)))
+            choice["logprobs"] = self._report(index, _tokens_of(output))
         if self._with_ids:
             choice["token_ids"] = output.token_ids
         return choice | self._prompt_ids(index)
@@ -136,7 +136,10 @@ class CompletionForm(Form):
             at += len(names[-1])
         self._offsets[index] = at
         values = [finite(token.logprob) for token in tokens]
-        tops = [{name: value} for name, value in zip(names, values, strict=True)]
+        tops = [
+            {name: value} | {self._name(other): finite(theirs) for other, theirs in getattr(token, "top", ())}
+            for name, value, token in zip(names, values, tokens, strict=True)
+        ]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -190,17 +193,27 @@ class ChatForm(Form):
             message["tool_calls"], message["content"] = calls, content or None
             choice["finish_reason"] = _with_calls(output.finish_reason)
         if self._logprobs is not None:
-            choice["logprobs"] = {"content": self._report(list(map(Token, output.token_ids, output.logprobs)))}
+            choice["logprobs"] = {"content": self._report(_tokens_of(output))}
         if self._with_ids:
             choice["token_ids"] = output.token_ids
         return choice
 
     def _report(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-        return [{**self._one(token.token_id, token.logprob), "top_logprobs": []} for token in tokens]
+        return [
+            {
+                **self._one(token.token_id, token.logprob),
+                "top_logprobs": [self._one(*other) for other in getattr(token, "top", ())],
+            }
+            for token in tokens
+        ]
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         utf8 = self._service.token_texts[token_id].utf8
         return {"token": self._name(token_id), "logprob": finite(logprob), "bytes": utf8}
+
+
+def _tokens_of(output: Trajectory) -> list[Token]:
+    return list(map(Token, output.token_ids, output.logprobs))
 
 
 def _with_calls(finish_reason: str) -> str:

@@ -121,7 +121,7 @@ async def _events(
     service: Service, handles: Sequence[Handle], wanted: Wanted, form: Form, with_usage: bool
 ) -> AsyncIterator[str]:
     until = CALL if isinstance(form, ChatForm) and form.wants_calls else None
-    streams = [parts_of(service, handle, index, wanted.stop, until) for index, handle in enumerate(handles)]
+    streams = [parts_of(service, handle, index, wanted.sampling.stop, until) for index, handle in enumerate(handles)]
     for event in form.first_events(len(handles)):
         yield event
     outputs = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specactor_ray.errors import CallError, InputError, OverloadedError, RangeError, SpecActorError
+from specactor_ray.errors import CallError, InputError, OverloadedError, RangeError, SpecActorError, UnavailableError
 
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, TOO_LARGE = 400, 401, 403, 404, 413
 OVERLOADED, CLIENT_GONE, FAILED, UNAVAILABLE = 429, 499, 500, 503
@@ -49,6 +49,8 @@ def refusal_of(error: SpecActorError) -> Refusal:
     """What the client of a request is answered when this package raised."""
     if isinstance(error, RangeError):
         return Refusal(str(error).removeprefix("sampling."), param=error.key.removeprefix("sampling."))
+    if isinstance(error, UnavailableError):
+        return Refusal(str(error), param=error.option)
     if isinstance(error, InputError):
         return Refusal(str(error))
     if isinstance(error, OverloadedError):

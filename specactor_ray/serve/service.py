@@ -104,11 +104,11 @@ class Service:
             is_short = isinstance(prompt, str) and len(prompt) < _LONG_TEXT
             return work() if is_short else await asyncio.to_thread(work)
         except SpecActorError as error:
-            raise refusal_of(error) from None
+            raise Refusal(str(error), param="prompt") from None
 
     def seeds(self, seed: int, prompts: int, n: int) -> list[int]:
         """Of each choice, prompt by prompt: of a single one the request's, else derived from it as `Rollout.generate`
-        derives them from the run's."""
+        derives those of its samples."""
         if prompts * n == 1:
             return [seed]
         return [derive_seed(seed, prompt, sample) for prompt in range(prompts) for sample in range(n)]

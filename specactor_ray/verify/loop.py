@@ -66,11 +66,12 @@ class VerifyLoop(Loop):
         for request in requests:
             self.put(functools.partial(self._requests.add, request))
 
-    def cancel(self, items: Sequence[tuple[str, int]]) -> None:
+    def cancel(self, items: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
         """Drop requests without a `Finished`: pairs of request id and attempt, of which older attempts are dropped too.
-        A later submission of them is ignored."""
+        A later submission of them is ignored. `has_ended`: the outputs ended by themselves, so drafters may learn from
+        them."""
         for request_id, attempt in items:
-            self.put(functools.partial(self._requests.cancel, request_id, attempt))
+            self.put(functools.partial(self._requests.cancel, request_id, attempt, has_ended))
 
     def deliver(self, message: TailBatch) -> None:
         """Take a message of a drafter; returns at once."""

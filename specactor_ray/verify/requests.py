@@ -85,10 +85,10 @@ class Requests:
         self._row_of[request_id] = self._table.open(request)
         self._names[row] = (request_id, attempt)
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Drop this attempt, or an older one, and never begin it again."""
+    def cancel(self, request_id: str, attempt: int, has_ended: bool = False) -> None:
+        """Drop this attempt, or an older one, and never begin it again. `has_ended`: see `VerifyLoop.cancel`."""
         if request_id in self._row_of and self._attempts.newest(request_id) <= attempt:
-            self.drop(request_id)
+            self.drop(request_id, finished=has_ended)
         self._attempts.note(request_id, attempt)
 
     def drop(self, request_id: str, finished: bool = False) -> None:

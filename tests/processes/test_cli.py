@@ -113,7 +113,7 @@ class TestUserErrors:
             ["drafters=[]", "drafters.0.method=ngram"],
             "for example 'drafters=[{method: ngram}]'",
         ),
-        "stop strings": (["sampling.stop=foo"], "sampling.stop: unknown key. Did you mean sampling.stop_token_ids?"),
+        "a stop text that is no list": (["sampling.stop=foo"], "Fix: sampling.stop is a list (a text each)"),
         "a section without a value": (["target="], "target: an override without a value would drop"),
         "two configurations": (["--config", LOCAL, "-c", LOCAL], "--config is given twice"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),

@@ -109,12 +109,13 @@ class TestOpenAI:
         assert answer.usage.prompt_tokens == sum(map(len, ids))
 
     def test_text_texts_and_ids_are_one_prompt(self, rollout: Rollout, client: openai.OpenAI) -> None:
-        text = "<|user|>Add 3 and 4.<|assistant|>"
+        text = "<|user|>Say 3 times: the red fox sings.<|assistant|>"
         ids = rollout.engine.tokenizer(text)["input_ids"]
+        (expected,) = rollout.generate([ids], SamplingParams(max_tokens=32, temperature=0.0), n=1)
         for prompt in (text, [text], ids, [ids]):
-            answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=32, seed=4, temperature=0)
-            assert answer.choices[0].text == "3 plus 4 is 7."
-            assert answer.choices[0].finish_reason == "stop"
+            answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=32, temperature=0)
+            assert answer.choices[0].text == expected.text
+            assert answer.choices[0].finish_reason == expected.finish_reason
 
     def test_a_request_without_a_seed_gets_one_and_it_gives_the_same_again(self, client: openai.OpenAI) -> None:
         def ask(**options: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,9 @@ from specactor_ray.errors import ActorLostError, InputError, OverloadedError
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.handle import Handle
-from specactor_ray.simulation.text import true_output, true_token
+from specactor_ray.rollout.rollout import samples_of
+from specactor_ray.rollout.trajectory import trajectory_of
+from specactor_ray.simulation.text import HashedText, true_output, true_token
 from tests.fake_cluster import STEP_S, FakeCluster, entries
 
 PROMPT = [1, 2, 3]
@@ -145,6 +147,138 @@ class TestAbort:
 
         on(cluster, body)
         assert not any(cluster.verifier(name).running for name in cluster.handles)
+
+
+class Numbers:
+    """A tokenizer whose token n reads `n,`."""
+
+    def __len__(self) -> int:
+        return HashedText.vocab_size
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        return "".join(f"{token}," for token in tokens)
+
+    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [self.decode(row, skip_special_tokens) for row in rows]
+
+
+def stopped(whole: tuple[int, ...], *stops: str) -> tuple[tuple[int, ...], str]:
+    """Tokens and text of an output up to the first stop text."""
+    for end in range(1, len(whole) + 1):
+        text = Numbers().decode(whole[:end], True)
+        if begins := [text.find(stop) for stop in stops if stop in text]:
+            return whole[:end], text[: min(begins)]
+    return whole, Numbers().decode(whole, True)
+
+
+class TestStopTexts:
+    def test_outputs_end_with_the_token_that_completes_one(self) -> None:
+        cluster = FakeCluster()
+
+        def body(engine: Engine) -> None:
+            engine.tokenizer = Numbers()
+            wanted = [replace(sampling(seed, 60), stop=("77,", f"{seed},1")) for seed in range(40)]
+            handles = [engine.submit(PROMPT, one) for one in wanted]
+            tokens = [tuple(token.token_id for token in handle.tokens()) for handle in handles]
+            entered = entries(40, tokens=60)
+            for entry, one in zip(entered, wanted, strict=True):
+                entry.sampling = one
+            ended = {
+                entry.request_id: trajectory_of(entry, engine.tokenizer, "") for entry in cluster.client.run(entered)
+            }
+            reasons = set()
+            for seed, (one, handle) in enumerate(zip(wanted, handles, strict=True)):
+                output, expected = handle.result(), stopped(true_output(one, 0), *one.stop)
+                assert (output.token_ids, output.text) == expected and tokens[seed] == output.token_ids
+                assert len(output.logprobs) == len(output.token_ids)
+                other = ended[f"r{seed}"]
+                assert (other.token_ids, other.text, other.stop_reason) == (*expected, output.stop_reason)
+                assert output.stop_reason in ((None,) if output.finish_reason == "length" else one.stop)
+                reasons.add(output.finish_reason)
+            assert reasons == {"stop", "length"}
+            engine.settle()
+
+        on(cluster, body)
+        assert not any(cluster.verifier(name).running for name in cluster.handles)
+        learned = [output for name in cluster.handles for output in cluster.verifier(name).learned]
+        assert any(len(output.token_ids) < 60 for output in learned), "drafters learn from them"
+
+    def test_one_may_begin_in_the_prefix_and_end_behind_it_or_with_it(self) -> None:
+        cluster, whole = FakeCluster(), true_output(sampling(3, 60), 0)
+
+        def body(engine: Engine) -> None:
+            engine.tokenizer = Numbers()
+            one = replace(sampling(3, 60), stop=(f"{whole[30]},{whole[31]},{whole[32]},",))
+            for at in (5, 31, 32, 33):
+                output = engine.submit(PROMPT, one, prefix=whole[:at]).result()
+                assert output.token_ids == whole[at:33] and output.finish_reason == "stop"
+                assert output.text == Numbers().decode(whole[at:30], True)
+            beyond = engine.submit(PROMPT, one, prefix=whole[:40]).result()
+            assert beyond.token_ids == whole[40:] and beyond.finish_reason == "length"
+
+        on(cluster, body)
+
+    def test_a_verifier_that_dies_changes_no_output(self) -> None:
+        cluster = FakeCluster()
+
+        def body(engine: Engine) -> None:
+            engine.tokenizer = Numbers()
+            wanted = [replace(sampling(seed, 60), stop=("77,",)) for seed in range(40)]
+            handles = [engine.submit(PROMPT, one) for one in wanted]
+            cluster.bench.clock.sleep(0.6)
+            cluster.network.kill(cluster.handles["v0"])
+            for one, handle in zip(wanted, handles, strict=True):
+                output = handle.result()
+                assert (output.token_ids, output.text) == stopped(true_output(one, 0), *one.stop)
+
+        on(cluster, body)
+
+    def test_without_a_tokenizer_they_are_refused(self) -> None:
+        cluster = FakeCluster()
+
+        def body(engine: Engine) -> None:
+            with pytest.raises(InputError, match="the model has no tokenizer"):
+                engine.submit(PROMPT, replace(sampling(), stop=("x",)))
+            assert engine.submit(PROMPT, sampling()).result().finish_reason == "length"
+
+        on(cluster, body)
+
+
+class TestSamples:
+    def test_the_samples_of_a_prompt_have_the_seeds_of_a_stream(self) -> None:
+        cluster = FakeCluster()
+
+        def body(engine: Engine) -> None:
+            handles = engine.submit_samples(PROMPT, 3, sampling(5), request_id="g", prompt_index=2, session="s")
+            assert [handle.request_id for handle in handles] == ["g-0", "g-1", "g-2"]
+            for number, (handle, (place, entry, _)) in enumerate(
+                zip(
+                    handles,
+                    samples_of([((1,), "")] * 3, [sampling(5)] * 3, 3, {(i, j) for i in (0, 1) for j in range(3)}),
+                    strict=True,
+                )
+            ):
+                output = handle.result()
+                assert (output.prompt_index, output.sample_index) == place == (2, number)
+                assert output.sampling == entry.sampling
+                assert output.token_ids == true_output(entry.sampling, 0)
+
+        on(cluster, body)
+
+    def test_all_of_them_begin_or_none(self) -> None:
+        cluster = FakeCluster(verifiers=1, max_batch=1)
+
+        def body(engine: Engine) -> None:
+            engine.max_waiting = 3
+            with pytest.raises(OverloadedError):
+                engine.submit_samples(PROMPT, 4, sampling(tokens=50), request_id="g")
+            engine.settle()
+            assert not engine.is_busy
+            for n in (0, 1.5, None):
+                with pytest.raises(InputError, match=r"n is .*; it must be a whole number of 1 or more"):
+                    engine.submit_samples(PROMPT, n)  # type: ignore[arg-type]
+
+        on(cluster, body)
 
 
 class TestTurns:

@@ -73,7 +73,7 @@ MAY_IMPORT = {
     "greenlet": ("simulation/kernel.py",),
     "vllm": ("target/vllm_bridge.py", "target/vllm_worker.py", "benchmarks/vllm_peer.py"),
     "trl": ("integrations/trl.py",),
-    **dict.fromkeys(("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"), ("serve/",)),
+    **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "triton": ("sampling/triton.py",),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
     "transformers": ("models/", "draft/eagle/head.py", "training/", "drafter_training/", "benchmarks/gpu_check/"),

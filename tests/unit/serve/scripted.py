@@ -71,16 +71,23 @@ class ScriptedEngine(Generates):
         return ended
 
     async def _run(self, handle: Handle, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
-        tokens, at = list(self.script(prompt, sampling))[: sampling.max_tokens], 0
+        tokens, at, stop = list(self.script(prompt, sampling))[: sampling.max_tokens], 0, None
+        for end in range(len(tokens) if sampling.stop else 0):
+            decoded = self.tokenizer.decode(tokens[: end + 1])
+            if stop := next((one for one in sampling.stop if one in decoded), None):
+                tokens = tokens[: end + 1]
+                break
         while handle in self.running and at < len(tokens):
             await asyncio.sleep(0)
             if not self.held:
                 handle.push([(token, -0.5) for token in tokens[at : at + self.part]])
                 at = min(at + self.part, len(tokens))
-        reason = "length" if handle in self.running else "abort"
+        reason = "abort" if handle not in self.running else "stop" if stop else "length"
         self.running.discard(handle)
         text = self.tokenizer.decode(tokens[:at], skip_special_tokens=True)
-        output = Trajectory("", 0, 0, prompt, tuple(tokens[:at]), (-0.5,) * at, text, reason, sampling)
+        text = text.partition(stop)[0] if stop else text
+        ids, logprobs = tuple(tokens[:at]), (-0.5,) * at
+        output = Trajectory("", 0, 0, prompt, ids, logprobs, text, reason, sampling, stop_reason=stop)
         if self.error:
             output = Trajectory("", 0, 0, prompt, (), (), "", "error", sampling, error=self.error)
         handle.end(self.failure or output)

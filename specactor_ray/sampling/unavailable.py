@@ -1,0 +1,64 @@
+"""Options of other engines that keyed sampling does not have, with the values that ask for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from specactor_ray.errors import UnavailableError, clipped
+
+_LOGITS = "a draft token is verified against the model's own logits"
+_CONTEXT = "a token depends on weights, context, seed and position only"
+_ONE_SAMPLE = "an output is one sample of the model"
+_TEXT = "requests are of text, for the model as it is loaded"
+
+
+class Option(NamedTuple):
+    """An option that is not available."""
+
+    neutral: tuple[Any, ...]
+    """Values that ask for nothing."""
+    reason: str
+
+
+UNAVAILABLE: Mapping[str, Option] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), Option((0, None), _CONTEXT)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), Option((1, None), _CONTEXT)),
+    **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens"), Option((0, None), _LOGITS)),
+    **dict.fromkeys(
+        ("logit_bias", "bad_words", "allowed_token_ids", "logits_processors"), Option((None, {}, []), _LOGITS)
+    ),
+    **dict.fromkeys(("custom_logit_processor", "custom_params"), Option((None, {}), _LOGITS)),
+    **dict.fromkeys(
+        (
+            *("structured_outputs", "structured_outputs_regex", "structural_tag", "regex", "ebnf", "json_schema"),
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
+        ),
+        Option((None,), _LOGITS),
+    ),
+    "response_format": Option((None, {"type": "text"}), _LOGITS),
+    "best_of": Option((None, 1), _ONE_SAMPLE),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), Option((None, False), _ONE_SAMPLE)),
+    **dict.fromkeys(("beam_width", "num_beams"), Option((None, 1), _ONE_SAMPLE)),
+    "prompt_logprobs": Option((None,), "logits are computed for output positions only"),
+    "flat_logprobs": Option((None, False), "log-probabilities have one form"),
+    "truncate_prompt_tokens": Option((None,), "a prompt that is too long fails alone"),
+    **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data"), Option((None,), _TEXT)),
+}
+"""Name in vLLM, SGLang, TRL or OpenAI's interface → what it is about."""
+
+
+def refuse(options: Mapping[str, Any], where: str = "") -> None:
+    """Refuse the first option that asks for what keyed sampling does not have; names that are not here pass.
+
+    Args:
+        options: Name → value.
+        where: Begins the message, such as `TRL: `.
+
+    Raises:
+        UnavailableError: It names the option, the value and the reason.
+    """
+    for name, value in options.items():
+        option = UNAVAILABLE.get(name)
+        if option is not None and value not in option.neutral:
+            raise UnavailableError(name, clipped(value), option.reason, where)
