@@ -14,7 +14,7 @@ from specactor_ray.rollout.prompts import is_token_ids
 from specactor_ray.serve.absent import BY_DIRECTORY, refuse_paths
 from specactor_ray.serve.bodies import Body, Text
 from specactor_ray.serve.control import directory_of, label_of
-from specactor_ray.serve.forms import as_json, finite
+from specactor_ray.serve.forms import as_json, finite, tokens_of
 from specactor_ray.serve.outputs import EventStream, Part, merged, parts_of
 from specactor_ray.serve.refusal import UNAVAILABLE, Refusal
 
@@ -247,7 +247,7 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
         priority = 0
     handles = service.submit(prompts, wanted, name=form.name, session=session, priority=priority)
     if body.stream:
-        streams = [parts_of(service, handle, index, wanted.stop) for index, handle in enumerate(handles)]
+        streams = [parts_of(service, handle, index, wanted.sampling.stop) for index, handle in enumerate(handles)]
         events = form.events(merged(streams))
         return EventStream(events, lambda refusal: as_json(error_body(refusal)), lambda: service.drop(handles))
     try:
@@ -281,6 +281,7 @@ def _wanted(service: Service, body: GenerateBody, prompts: Sequence[Sequence[int
     """SGLang's names as ours. A seed is one for positions of the whole text, so that an output that was cut off and is
     sent as part of the prompt continues with the tokens that it would have had."""
     given = {_RENAMED.get(name, name): value for name, value in (body.sampling_params or {}).items()}
+    given["include_stop_str_in_output"] = bool(given.get("no_stop_trim"))
     given = {name: value for name, value in given.items() if name not in _OF_TEXT}
     if given.get("seed") is not None and len(prompts) == 1:
         given.setdefault("first_position", len(prompts[0]))
@@ -302,8 +303,7 @@ class _Form:
     def whole(self, outputs: Sequence[Trajectory]) -> Any:
         choices = []
         for index, output in enumerate(outputs):
-            tokens = list(map(Token, output.token_ids, output.logprobs))
-            choices.append(self._choice(index, self._text(output), tokens, output))
+            choices.append(self._choice(index, self._text(output), tokens_of(output), output))
         return choices if self._is_list else choices[0]
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[str]:
@@ -312,20 +312,27 @@ class _Form:
             texts[part.index] = texts.get(part.index, "") + part.text
             mine = tokens.setdefault(part.index, [])
             mine += part.tokens
-            text = texts[part.index] if part.output is None else self._text(part.output)
+            text = texts[part.index]
+            if part.output is not None:
+                text = self._text(part.output)
+            elif self._special:
+                text = self._decode([token.token_id for token in mine]).rstrip("\ufffd")
             yield as_json(self._choice(part.index, text, mine, part.output))
 
     def _text(self, output: Trajectory) -> str:
-        """As SGLang decodes it: what ends an output is left out, unless `no_stop_trim` is set."""
-        ids = list(output.token_ids)
-        if not self._special and not self._untrimmed:
-            return output.text
-        if not self._untrimmed and output.finish_reason == "stop" and not self._wanted.stop:
+        """As SGLang decodes it: the token or text that ends an output is left out, unless `no_stop_trim` is set."""
+        ids, stop = list(output.token_ids), output.stop_reason
+        if output.finish_reason == "stop" and not isinstance(stop, str) and not self._untrimmed:
             ids.pop()
-        text = str(self._service.tokenizer.decode(ids, skip_special_tokens=not self._special))
-        if not self._untrimmed and self._wanted.stop and text.startswith(output.text):
+        elif not self._special:
             return output.text
+        text = self._decode(ids)
+        if isinstance(stop, str) and not self._untrimmed and stop in text:
+            return text[: text.rfind(stop)]
         return text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._service.tokenizer.decode(token_ids, skip_special_tokens=not self._special))
 
     def _choice(self, index: int, text: str, tokens: Sequence[Token], output: Trajectory | None) -> dict[str, Any]:
         """`output`: the whole one, at its end."""
@@ -343,6 +350,8 @@ class _Form:
             meta |= {"weight_version": spans[-1]["version"] if spans else control.label, "weight_versions": spans}
         if self._wanted.logprobs is not None:
             meta["output_token_logprobs"] = [self._logprob(token.token_id, token.logprob) for token in tokens]
+        if self._wanted.logprobs:
+            meta["output_top_logprobs"] = [[self._logprob(*other) for other in token.top] for token in tokens]
         choice = {"text": text, "output_ids": [token.token_id for token in tokens], "meta_info": meta}
         return {"index": index, **choice} if self._is_list else choice
 
@@ -356,8 +365,8 @@ def _finish_reason(output: Trajectory) -> dict[str, Any]:
         return {"type": "length", "length": len(output.token_ids)}
     if output.finish_reason == "abort":
         return {"type": "abort", "message": "the request was aborted"}
-    stopped_by = getattr(output, "stop_reason", None)
-    return {"type": "stop", "matched": output.token_ids[-1] if stopped_by is None else stopped_by}
+    matched = output.token_ids[-1] if output.stop_reason is None else output.stop_reason
+    return {"type": "stop", "matched": matched}
 
 
 def _url(request: Request) -> str:

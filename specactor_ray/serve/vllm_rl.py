@@ -15,7 +15,7 @@ from specactor_ray.serve import prime_rl
 from specactor_ray.serve.absent import BY_DIRECTORY, NO_ADAPTERS, refuse_paths
 from specactor_ray.serve.bodies import Body, StreamOptions, Text
 from specactor_ray.serve.control import directory_of, label_of
-from specactor_ray.serve.forms import as_json, finite
+from specactor_ray.serve.forms import as_json, finite, tokens_of
 from specactor_ray.serve.outputs import EventStream, Part, merged, parts_of
 from specactor_ray.serve.refusal import Refusal, openai_error
 
@@ -43,8 +43,11 @@ _ABSENT = {
     "/v1/load_lora_adapter": NO_ADAPTERS,
     "/v1/unload_lora_adapter": NO_ADAPTERS,
 }
-_OF_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output")
-"""Parameters that change no token id."""
+_OF_FORM = (
+    *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"),
+    *("flat_logprobs", "output_kind"),
+)
+"""Parameters that change neither token ids nor log-probabilities."""
 _IGNORED = ("reasoning_ended", "reasoning_parser_kwargs", "token_offsets", "cache_salt")
 """Fields of a request that change no token: prefixes are never shared between versions of the weights."""
 
@@ -235,7 +238,7 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
     handles = service.submit([body.token_ids], wanted, name=name, session=session, priority=body.priority or 0)
     form = _Form(service, body, wanted, name)
     if body.stream:
-        streams = [parts_of(service, handle, index, wanted.stop) for index, handle in enumerate(handles)]
+        streams = [parts_of(service, handle, index) for index, handle in enumerate(handles)]
         events = form.events(merged(streams))
         return EventStream(events, lambda refusal: as_json(openai_error(refusal)), lambda: service.drop(handles))
     try:
@@ -247,10 +250,12 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
 
 def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
     """Without what changes no token id. Every output has one token, so `min_tokens` 1 asks for nothing; in vLLM that
-    token is none that ends the output."""
-    sampling = {name: value for name, value in given.items() if name not in _OF_TEXT}
+    token is none that ends the output. `logprobs` 1, which trainers send for the sampled token's, finds no others."""
+    sampling = {name: value for name, value in given.items() if name not in _OF_FORM}
     if sampling.get("min_tokens") == 1:
         del sampling["min_tokens"]
+    if sampling.get("logprobs") == 1:
+        sampling["logprobs"] = 0
     extra = sampling.get("extra_args")
     if isinstance(extra, dict):  # how prime-rl's client takes log-probabilities
         sampling["extra_args"] = {name: value for name, value in extra.items() if name != "prl_compact_logprobs"}
@@ -266,10 +271,7 @@ class _Form:
         self._with_usage = bool(options and options.include_usage)
 
     def whole(self, outputs: Sequence[Trajectory]) -> dict[str, Any]:
-        choices = [
-            self._choice(index, list(map(Token, output.token_ids, output.logprobs)), output)
-            for index, output in enumerate(outputs)
-        ]
+        choices = [self._choice(index, tokens_of(output), output) for index, output in enumerate(outputs)]
         return {
             "request_id": self._name,
             "output_mode": "tokens",
@@ -303,7 +305,7 @@ class _Form:
             "token_ids": [token.token_id for token in tokens],
             "logprobs": None if self._wanted.logprobs is None else {"content": [_reported(token) for token in tokens]},
             "finish_reason": output.finish_reason if output else None,
-            "stop_reason": getattr(output, "stop_reason", None),
+            "stop_reason": output.stop_reason if output else None,
             "routed_experts": None,
         }
         if output is not None:
@@ -316,7 +318,10 @@ class _Form:
 
 
 def _reported(token: Token) -> dict[str, Any]:
-    return {**_named(token.token_id, token.logprob), "top_logprobs": []}
+    """As vLLM: the sampled token comes first among the others."""
+    own = _named(token.token_id, token.logprob)
+    others = [_named(*other) for other in token.top if other[0] != token.token_id]
+    return {**own, "top_logprobs": [own, *others] if token.top else []}
 
 
 def _named(token_id: int, logprob: float) -> dict[str, Any]:
