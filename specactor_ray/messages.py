@@ -228,6 +228,17 @@ class TailBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """The most probable tokens at the committed positions of `n` requests."""
+
+    counts: np.ndarray
+    """int32 `(n,)`: how many of each position; 0 for a request that asked for none."""
+    tokens: np.ndarray
+    """int32, those of all positions one after the other, the most probable first; `logprobs` (float32) likewise."""
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Progress:
     """Verifier → rollout: what one step committed (the journal)."""
 
@@ -240,6 +251,8 @@ class Progress:
     """int32, those of all requests one after the other; `logprobs` (float32) and `margins` likewise."""
     logprobs: np.ndarray
     margins: np.ndarray | None = None
+    tops: TopTokens | None = None
+    """None where no request asked for any."""
 
     def rows(self) -> Iterator[tuple[str, list[int], list[float], list[float]]]:
         """Request, tokens, log-probabilities and margins (empty without any), one request after the other."""

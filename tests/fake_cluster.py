@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from specactor_ray.messages import (
     Refused,
     RequestStats,
     SamplingParams,
+    TopTokens,
     ToRollout,
     WeightSet,
 )
@@ -34,10 +36,14 @@ from tests.virtual import Bench
 STEP_S = 0.05
 
 
-def one_token(request_id: str, attempt: int, position: int, token: int) -> Progress:
-    """A step that committed one token of one request."""
+def one_token(request_id: str, attempt: int, position: int, token: int, tops: int = 0) -> Progress:
+    """A step that committed one token of one request; the most probable ones are that and those after it."""
     start, length, tokens = (np.array([number], np.int32) for number in (position, 1, token))
-    return Progress(((request_id, attempt),), start, length, tokens, np.full(1, -1.0, np.float32))
+    step = Progress(((request_id, attempt),), start, length, tokens, np.full(1, -1.0, np.float32))
+    if not tops:
+        return step
+    ids = np.arange(token, token + tops, dtype=np.int32)
+    return replace(step, tops=TopTokens(np.array([tops], np.int32), ids, (token - 1 - ids).astype(np.float32)))
 
 
 class FakeVerifier:
@@ -122,7 +128,7 @@ class FakeVerifier:
                 self._events.append(one_token(request_id, other, position, -1))
                 self._events.append(Finished(request_id, "error", RequestStats(), "noise", position, other))
         token = true_token(sampling.seed, self.version, sampling.first_position + position)
-        self._events.append(one_token(request_id, attempt, position, token))
+        self._events.append(one_token(request_id, attempt, position, token, sampling.logprobs))
         self.running[request_id] = (request, position + 1)
         if position + 1 == sampling.max_tokens:
             del self.running[request_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ class Token(NamedTuple):
     token_id: int
     logprob: float
     """Of softmax(logits / T), before top-k and top-p."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The `sampling.logprobs` most probable tokens at its position with their log-probabilities."""
 
 
 class Generates(abc.ABC):
@@ -227,9 +230,9 @@ class Handle:
         self._wakers.append(wake)
         self._owner.watch(self)
 
-    def push(self, tokens: list[tuple[int, float]]) -> None:
-        """These were committed."""
-        self.pushed.extend(map(Token._make, tokens))
+    def push(self, tokens: Sequence[tuple[Any, ...]]) -> None:
+        """These were committed: the fields of `Token`s."""
+        self.pushed.extend(itertools.starmap(Token, tokens))
         for wake in list(self._wakers):
             wake()
 
@@ -266,4 +269,7 @@ class Handle:
         if not self.future.done():
             return self.pushed[at:], False
         output = self.result(0.0)
-        return list(map(Token, output.token_ids[at:], output.logprobs[at:])), True
+        pairs = zip(output.token_ids[at:], output.logprobs[at:], strict=True)
+        if output.top_logprobs is None:
+            return list(itertools.starmap(Token, pairs)), True
+        return [Token(*pair, top) for pair, top in zip(pairs, output.top_logprobs[at:], strict=True)], True

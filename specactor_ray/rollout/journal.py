@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from specactor_ray.messages import Finished, Progress, SamplingParams
+from specactor_ray.messages import Finished, Progress, SamplingParams, TopTokens
 from specactor_ray.rollout.stops import Stop, StopFinder
 from specactor_ray.target.base import TargetRequest
 
@@ -63,6 +64,8 @@ class JournalEntry:
     dispatch thread until the request has ended."""
     margin_bytes: bytearray | None = field(default=None, repr=False)
     """float32, one per token behind the prefix; None where they are not recorded."""
+    top_bytes: bytearray | None = field(default=None, repr=False)
+    """`RECORD`s: the `sampling.logprobs` most probable tokens of each position behind the prefix."""
     stops: StopFinder | None = field(default=None, repr=False)
     """Finds the stop texts in the output; None where there are none."""
     stop: Stop | None = None
@@ -84,10 +87,22 @@ class JournalEntry:
         values: list[float] = np.frombuffer(self.records, RECORD)["logprob"].tolist()
         return values
 
-    def tokens_from(self, position: int) -> list[tuple[int, float]]:
-        """Token and log-probability of the output positions from this one on."""
-        found: list[tuple[int, float]] = np.frombuffer(self.records, RECORD, offset=position * RECORD.itemsize).tolist()
-        return found
+    def tokens_from(self, position: int) -> list[tuple[Any, ...]]:
+        """Token and log-probability of the output positions from this one on, and where they are kept the most probable
+        tokens."""
+        found: list[tuple[Any, ...]] = np.frombuffer(self.records, RECORD, offset=position * RECORD.itemsize).tolist()
+        if self.top_bytes is None:
+            return found
+        return [(*pair, top) for pair, top in zip(found, self.tops(position - self.prefix), strict=True)]
+
+    def tops(self, begin: int = 0) -> list[tuple[tuple[int, float], ...]]:
+        """The most probable tokens with their log-probabilities, position by position, from number `begin` behind the
+        prefix on."""
+        if self.top_bytes is None:
+            return []
+        width = self.sampling.logprobs
+        flat = np.frombuffer(self.top_bytes, RECORD, offset=begin * width * RECORD.itemsize).tolist()
+        return [tuple(flat[at : at + width]) for at in range(0, len(flat), width)]
 
     def set_prefix(self, token_ids: Sequence[int]) -> None:
         """Begin with these output tokens."""
@@ -105,6 +120,8 @@ class JournalEntry:
         del self.records[end * RECORD.itemsize :]
         if self.margin_bytes is not None:
             del self.margin_bytes[4 * (end - self.prefix) :]
+        if self.top_bytes is not None:
+            del self.top_bytes[(end - self.prefix) * self.sampling.logprobs * RECORD.itemsize :]
         return True
 
     def raise_version(self, version: int) -> None:
@@ -188,6 +205,7 @@ class Journal:
         records, margins = packed.tobytes(), None
         if message.margins is not None:
             margins = message.margins.astype(np.float32).tobytes()
+        tops = {} if message.tops is None else _top_records(message, message.tops)
         entries, size, end, gapped = self.entries, RECORD.itemsize, 0, []
         starts, lengths = message.starts.tolist(), message.lengths.tolist()
         for (request_id, attempt), start, length in zip(message.requests, starts, lengths, strict=True):
@@ -202,6 +220,9 @@ class Journal:
             if margins is not None:
                 entry.margin_bytes = bytearray() if entry.margin_bytes is None else entry.margin_bytes
                 entry.margin_bytes += margins[4 * begin : 4 * end]
+            if tops and (top := tops[request_id]):
+                entry.top_bytes = bytearray() if entry.top_bytes is None else entry.top_bytes
+                entry.top_bytes += top
             entry.has_begun = True
             entry.progress_at = now
             self.committed_tokens += length
@@ -257,3 +278,12 @@ class Journal:
         if owner is not None:
             self._owned.setdefault(owner, {})[entry.request_id] = entry
         entry.owner, entry.has_begun = owner, False
+
+
+def _top_records(message: Progress, tops: TopTokens) -> dict[str, bytes]:
+    """Request → the `RECORD`s of its most probable tokens."""
+    packed = np.empty(len(tops.tokens), RECORD)
+    packed["token"], packed["logprob"] = tops.tokens, tops.logprobs
+    records, ends = packed.tobytes(), np.cumsum(message.lengths * tops.counts) * RECORD.itemsize
+    firsts = [0, *ends.tolist()]
+    return {name: records[firsts[i] : firsts[i + 1]] for i, (name, _) in enumerate(message.requests)}

@@ -43,6 +43,9 @@ class Trajectory:
     """Earlier versions, each with the output tokens there were when it ended; empty where one version sampled all."""
     stop_reason: str | int | None = None
     """The stop text or the id of `sampling.stop_token_ids` that ended it; None where neither did."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    """Of each position the `sampling.logprobs` most probable tokens with their log-probabilities, the most probable
+    first, under the distribution of `logprobs`; None if that is 0."""
 
     def to_json(self) -> dict[str, Any]:
         """The trajectory as plain data for one line of JSONL."""
@@ -69,6 +72,8 @@ class Trajectory:
             row["margins"] = [round(value, 6) for value in self.margins]
         if self.error:
             row["error"] = self.error
+        if self.top_logprobs is not None:
+            row["top_logprobs"] = [[[one, round(max(value, -9999.0), 6)] for one, value in top] for top in self.top_logprobs]
         if self.stop_reason is not None:
             row["stop_reason"] = self.stop_reason
         if self.versions:
@@ -120,6 +125,7 @@ def trajectory_of(
         weight_version=entry.weight_version,
         versions=tuple((version, tokens - prefix) for version, tokens in entry.versions),
         stop_reason=stop,
+        top_logprobs=tuple(entry.tops()) if entry.sampling.logprobs else None,
     )
 
 

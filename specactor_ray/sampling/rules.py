@@ -34,6 +34,9 @@ class Rules:
         """Structured array `(slots,)`: seed, temperature, top_k, top_p, base."""
         self.any_filtered = False
         """Whether top-k or top-p may leave out tokens of some slot; then a call on the device takes one kernel more."""
+        self.tops = np.zeros(slots, np.int32)
+        """int32 `(slots,)`: most probable tokens whose log-probabilities are asked for."""
+        self.any_tops = False
         self._device = device
         self._words: torch.Tensor | None = None
 
@@ -42,8 +45,11 @@ class Rules:
         most = 1 + max(slots, default=-1)
         if most > len(self.table):
             self.table = enlarged(self.table, 0, max(2 * len(self.table), most))
+            self.tops = enlarged(self.tops, 0, len(self.table))
         for slot, one, base in zip(slots, params, bases, strict=True):
             self.table[slot] = (one.seed, one.temperature, one.top_k, one.top_p, base + one.first_position)
+            self.tops[slot] = one.logprobs
+        self.any_tops = bool(self.tops.any())
         self.any_filtered, self._words = bool(filtered(self.table).any()), None
 
     @property

@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from specactor_ray.serve import openai, trl
+from specactor_ray.serve import openai, prime_rl, sglang, trl, vllm_rl
 from specactor_ray.serve.guard import Guard
 from specactor_ray.serve.refusal import FAILED, Refusal, openai_error, refusal_of_fields
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DIALECTS: tuple[ModuleType, ...] = (openai, trl)
-"""Each has `router(service)`; `error_body(refusal)`, where its clients expect another form of errors than OpenAI's."""
+DIALECTS: tuple[ModuleType, ...] = (openai, trl, vllm_rl, prime_rl, sglang)
+"""Each has `router(service)`; `error_body(refusal)`, where its clients expect another form of errors than OpenAI's; and
+`CONTROL`, where some of its paths must be answered while all requests that may be open wait."""
 
 
 def make_app(service: Service, token: str | None = None) -> FastAPI:
@@ -34,6 +35,7 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
         token: Bearer token that requests must show; None where only this machine reaches the server.
     """
     app = FastAPI(title="specactor", docs_url=None, redoc_url=None)
+    control = frozenset(path for dialect in DIALECTS for path in getattr(dialect, "CONTROL", ()))
     forms: dict[str, Callable[[Refusal], dict[str, Any]]] = {}
     for dialect in DIALECTS:
         router = dialect.router(service)
@@ -65,6 +67,11 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
     app.add_exception_handler(HTTPException, refuse_http)  # type: ignore[arg-type]
     app.add_exception_handler(Exception, fail)
     app.add_middleware(
-        Guard, limits=service.limits, token=token, error_body=error_body, answered=service.metrics.answered
+        Guard,
+        limits=service.limits,
+        token=token,
+        error_body=error_body,
+        answered=service.metrics.answered,
+        control=control,
     )
     return app

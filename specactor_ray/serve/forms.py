@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.rollout.handle import Token
@@ -120,7 +121,7 @@ class CompletionForm(Form):
     def _choice(self, index: int, output: Trajectory) -> dict[str, Any]:
         choice = {"index": index, "text": output.text, "logprobs": None, **self._end_of(output)}
         if self._logprobs is not None:
-            choice["logprobs"] = self._report(index, _tokens_of(output))
+            choice["logprobs"] = self._report(index, tokens_of(output))
         if self._with_ids:
             choice["token_ids"] = output.token_ids
         return choice | self._prompt_ids(index)
@@ -135,9 +136,9 @@ class CompletionForm(Form):
             offsets.append(at)
             at += len(names[-1])
         self._offsets[index] = at
-        values = [_finite(token.logprob) for token in tokens]
+        values = [finite(token.logprob) for token in tokens]
         tops = [
-            {name: value} | {self._name(other): _finite(theirs) for other, theirs in getattr(token, "top", ())}
+            {name: value} | {self._name(other): finite(theirs) for other, theirs in token.top}
             for name, value, token in zip(names, values, tokens, strict=True)
         ]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
@@ -193,7 +194,7 @@ class ChatForm(Form):
             message["tool_calls"], message["content"] = calls, content or None
             choice["finish_reason"] = _with_calls(output.finish_reason)
         if self._logprobs is not None:
-            choice["logprobs"] = {"content": self._report(_tokens_of(output))}
+            choice["logprobs"] = {"content": self._report(tokens_of(output))}
         if self._with_ids:
             choice["token_ids"] = output.token_ids
         return choice
@@ -202,18 +203,19 @@ class ChatForm(Form):
         return [
             {
                 **self._one(token.token_id, token.logprob),
-                "top_logprobs": [self._one(*other) for other in getattr(token, "top", ())],
+                "top_logprobs": [self._one(*other) for other in token.top],
             }
             for token in tokens
         ]
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         utf8 = self._service.token_texts[token_id].utf8
-        return {"token": self._name(token_id), "logprob": _finite(logprob), "bytes": utf8}
+        return {"token": self._name(token_id), "logprob": finite(logprob), "bytes": utf8}
 
 
-def _tokens_of(output: Trajectory) -> list[Token]:
-    return list(map(Token, output.token_ids, output.logprobs))
+def tokens_of(output: Trajectory) -> list[Token]:
+    """The tokens of an output as they come in a stream."""
+    return list(map(Token, output.token_ids, output.logprobs, output.top_logprobs or repeat(())))
 
 
 def _with_calls(finish_reason: str) -> str:
@@ -225,5 +227,6 @@ def _fingerprint(outputs: Sequence[Trajectory]) -> str:
     return f"weights-{max(output.weight_version for output in outputs)}"
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A log-probability that JSON has a number for."""
     return max(float(logprob), _LEAST_LOGPROB)

@@ -6,7 +6,7 @@ import hmac
 import ipaddress
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -32,6 +32,7 @@ class Guard:
             page reaches the server under a name of its own.
         error_body: Path and refusal → body of the answer.
         answered: Called with route (empty for none), status and seconds of each request.
+        control: Paths that are answered however many requests are open.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class Guard:
         token: str | None,
         error_body: Callable[[str, Refusal], dict[str, Any]],
         answered: Callable[[str, int, float], None],
+        control: Collection[str] = (),
     ) -> None:
         self._app, self._limits, self._error_body, self._answered = app, limits, error_body, answered
         self._token = token.encode() if token else None
-        self._open = 0
+        self._control, self._open = control, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,7 +76,7 @@ class Guard:
         headers = dict(scope["headers"])
         if scope["path"] not in OPEN and (refusal := self._unauthorized(headers)) is not None:
             return refusal
-        if self._open > self._limits.max_requests:
+        if self._open > self._limits.max_requests and scope["path"] not in self._control:
             return Refusal(f"{self._limits.max_requests} requests are open already; try again later", OVERLOADED)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.max_body_bytes:

@@ -53,7 +53,7 @@ class ServerMetrics:
         for name, what, read in (
             ("specactor_outputs_open", "Outputs that run or wait.", lambda: service.open_choices),
             ("specactor_outputs_waiting", "Outputs that wait for a verifier.", lambda: service.waiting),
-            ("specactor_paused", "Whether the server is paused.", lambda: service.is_paused),
+            ("specactor_paused", "Whether the server is paused.", lambda: service.control.is_paused),
             ("specactor_weight_version", "Version of the weights.", lambda: service.rollout.weight_version),
         ):
             Gauge(name, what, registry=registry).set_function(read)

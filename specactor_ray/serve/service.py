@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specactor_ray.errors import SpecActorError
-from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.serve.control import Control
 from specactor_ray.serve.metrics import ServerMetrics
 from specactor_ray.serve.parameters import MOST_CHOICES, Wanted, wanted_of
 from specactor_ray.serve.refusal import CLIENT_GONE, FAILED, NOT_FOUND, Refusal, refusal_of
@@ -71,7 +71,7 @@ class Service:
         self._numbers = itertools.count()
         self._open: dict[Handle, str] = {}
         """Choices that run → the name of their request."""
-        self._pauses = 0
+        self.control = Control(self)
 
     # ---- what a request asks for ----
 
@@ -129,12 +129,13 @@ class Service:
         Args:
             prompts: Token ids.
             wanted: How to sample.
-            name: Of the request, for `abort`.
+            name: Of the request, for `Control.abort`.
             session, priority: As of `Engine.submit`.
 
         Raises:
             Refusal: They cannot run, or too many requests wait.
         """
+        self.control.require_awake()
         if len(prompts) * wanted.n > MOST_CHOICES:
             raise Refusal(f"the request has {len(prompts) * wanted.n} choices; at most {MOST_CHOICES} are allowed")
         for prompt in prompts:
@@ -160,13 +161,9 @@ class Service:
             if not handle.done():
                 self.engine.drop(handle)
 
-    def abort(self, name: str | None = None) -> int:
-        """End the choices of the requests of this name, or of all; their clients get what is committed. Returns how
-        many choices ran."""
-        running = [handle for handle, own in self._open.items() if name in (None, own) and not handle.done()]
-        for handle in running:
-            self.engine.drop(handle)
-        return len(running)
+    def running(self, name: str | None = None) -> list[Handle]:
+        """The choices that run or wait, of the requests of this name or of all."""
+        return [handle for handle, own in self._open.items() if name in (None, own) and not handle.done()]
 
     @property
     def open_choices(self) -> int:
@@ -222,32 +219,6 @@ class Service:
                 working.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await working
-
-    # ---- the run ----
-
-    @property
-    def is_paused(self) -> bool:
-        return self._pauses > 0
-
-    async def pause(self, policy: WeightPolicy) -> None:
-        """Begin no request until `resume`: more wait. `abort` and `wait` let those that run end, cut off or not, `keep`
-        lets them go on after it. Returns when none runs."""
-        self._pauses += 1
-        await asyncio.wrap_future(self.engine.pause(policy))
-
-    def resume(self) -> None:
-        """End all pauses."""
-        pauses, self._pauses = self._pauses, 0
-        for _ in range(pauses):
-            self.engine.resume()
-
-    async def update_weights(self, weights: Any, policy: WeightPolicy | str | None = None) -> int:
-        """See `Rollout.update_weights`; other requests are served meanwhile.
-
-        Raises:
-            Refusal: They do not fit.
-        """
-        return await self.guarded(asyncio.to_thread(self.rollout.update_weights, weights, policy))
 
     def require_known(self, token_ids: Sequence[int], field: str = "prompt") -> None:
         """Raises Refusal where an id is none of the model's."""

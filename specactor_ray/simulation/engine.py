@@ -63,6 +63,8 @@ class SimulatedEngine:
         prompt, most = len(request.prompt_token_ids), request.sampling.max_tokens
         if prompt + most > min(self.max_model_len, self._cache_tokens):
             raise InputError("the prompt is too long")
+        if request.sampling.logprobs:
+            raise InputError("sampling.logprobs: simulated engines have no probabilities")
         committed = len(request.committed_token_ids)
         output = self._world.text.output(request.sampling, self.weight_version)
         if committed and request.committed_token_ids[-1] in request.sampling.stop_token_ids:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.messages import SamplingParams, TopTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,8 @@ class StepResult:
     states: States | None = None
     """If exported: the target's states of positions that became final. Every position of a request comes once, in
     order, up to the one that predicted its newest token; also from rows that only prefilled."""
+    tops: TopTokens | None = None
+    """The most probable tokens at the positions of `tokens`, where a request asks for them."""
     forward_s: float = 0.0
     sampling_s: float = 0.0
     num_tokens: int = 0

@@ -16,10 +16,12 @@ import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import InputError
+from specactor_ray.messages import TopTokens
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.wire import to_wire
 from specactor_ray.ragged import begins, enlarged, places
 from specactor_ray.sampling.keyed import Found, verify_arrays, warm_up
+from specactor_ray.sampling.probable import most_probable
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows
 
@@ -153,9 +155,9 @@ class HfEngine:
         forward_s = time.perf_counter() - begin
         begin = time.perf_counter()
         rows, drafted = plan.rows[plan.samples], plan.drafted[plan.samples]
-        found = self._verify(output.logits, rows, drafted, tails)
+        found, tops = self._verify(output.logits, rows, drafted, tails)
         sampling_s = time.perf_counter() - begin
-        result = self._commit(rows, drafted, found)
+        result = self._commit(rows, drafted, found, tops)
         result.forward_s, result.sampling_s, result.num_tokens = forward_s, sampling_s, int(counts.sum())
         result.num_prefill_tokens = int(plan.context[plan.context > 1].sum())
         if output.hidden_states is not None:
@@ -237,15 +239,18 @@ class HfEngine:
         tokens[places(offsets + plan.context, plan.drafted)] = tails
         return tokens
 
-    def _verify(self, logits: Any, rows: np.ndarray, drafted: np.ndarray, tails: np.ndarray) -> Found:
+    def _verify(
+        self, logits: Any, rows: np.ndarray, drafted: np.ndarray, tails: np.ndarray
+    ) -> tuple[Found, TopTokens | None]:
         offsets, positions = begins(drafted), self._rows.length[rows].astype(np.int64)
         firsts = offsets[:-1] + np.arange(len(rows))
         rules, margins = self._rows.rules, self.record_margins
-        return verify_arrays(logits, firsts, offsets, tails, positions, rows, rules, record_margins=margins)
+        found = verify_arrays(logits, firsts, offsets, tails, positions, rows, rules, record_margins=margins)
+        return found, most_probable(logits, firsts, found, rows, rules)
 
-    def _commit(self, rows: np.ndarray, drafted: np.ndarray, found: Found) -> StepResult:
+    def _commit(self, rows: np.ndarray, drafted: np.ndarray, found: Found, tops: TopTokens | None) -> StepResult:
         before = self._rows.length[rows]
-        result = self._rows.commit(rows, drafted, found, self.record_margins)
+        result = self._rows.commit(rows, drafted, found, self.record_margins, tops)
         if len(rows):
             self._fit(0, int(self._rows.length[rows].max()))
         self._context[np.repeat(rows, result.lengths), places(before, result.lengths)] = result.tokens

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specactor_ray.errors import InputError
+from specactor_ray.messages import TopTokens
 from specactor_ray.ragged import begins, enlarged, places
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.rules import Rules
@@ -122,7 +123,14 @@ class EngineRows:
             lengths = np.clip(budget - (ends - lengths), 0, lengths)
         return firsts, lengths
 
-    def commit(self, rows: np.ndarray, drafted: np.ndarray, found: Found, record_margins: bool) -> StepResult:
+    def commit(
+        self,
+        rows: np.ndarray,
+        drafted: np.ndarray,
+        found: Found,
+        record_margins: bool,
+        tops: TopTokens | None = None,
+    ) -> StepResult:
         """Commit what the target sampled for these rows, up to their ends. The caller closes rows that have ended.
 
         Args:
@@ -130,6 +138,7 @@ class EngineRows:
             drafted: `(n,)` draft tokens that were verified.
             found: What was sampled, in the order of the rows.
             record_margins: Whether it has margins.
+            tops: The most probable tokens at the positions of `found`.
         """
         counts, tokens, column = found.counts, found.tokens, np.arange(found.width)
         ends = (tokens[:, :, None] == self._eos).any(axis=2) & self._minds_eos[rows, None]
@@ -160,6 +169,7 @@ class EngineRows:
             np.minimum(accepted, lengths).astype(np.int32),
             np.where(failed, Finish.ERROR, finish).astype(np.uint8),
             {int(rows[i]): text for i, text in errors.items() if failed[i]},
+            tops=None if tops is None else _first_positions(tops, counts, lengths),
         )
 
     def export(self, states: Any, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> States:
@@ -182,6 +192,12 @@ class EngineRows:
         return States(rows, known, lengths.astype(np.int32), states[places(offsets[some] + known, lengths)])
 
 
+def _first_positions(tops: TopTokens, had: np.ndarray, lengths: np.ndarray) -> TopTokens:
+    """Of `(n,)` positions that each request had the first `lengths`."""
+    at = places(begins(had * tops.counts)[:-1], lengths * tops.counts)
+    return TopTokens(tops.counts, tops.tokens[at], tops.logprobs[at])
+
+
 def refuse_impossible(request: TargetRequest, vocab_size: int, max_model_len: int) -> None:
     """Raise InputError for a request that can never run."""
     prompt, committed = request.prompt_token_ids, request.committed_token_ids
@@ -192,6 +208,8 @@ def refuse_impossible(request: TargetRequest, vocab_size: int, max_model_len: in
             raise InputError(
                 f"token id {token} at position {position} is outside the vocabulary (0 to {vocab_size - 1})"
             )
+    if request.sampling.logprobs > vocab_size:
+        raise InputError(f"sampling.logprobs is {request.sampling.logprobs}; the vocabulary has {vocab_size} tokens")
     if len(prompt) >= max_model_len:
         raise InputError(
             f"the prompt has {len(prompt)} tokens; with at least one output token it must stay within "

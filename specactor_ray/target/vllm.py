@@ -101,7 +101,7 @@ class VllmEngine:
         done = self._core.step(rows, lengths, drafts.tokens[places(firsts, lengths)])
         forward_s = time.perf_counter() - begin - done.sampling_s
         margins, sampled = self._settings.record_margins, done.sampled
-        result = self._rows.commit(done.rows[sampled], done.drafted[sampled], done.found, margins)
+        result = self._rows.commit(done.rows[sampled], done.drafted[sampled], done.found, margins, done.tops)
         if done.states is not None:
             result.states = self._rows.export(done.states, done.rows, done.firsts, done.counts)
         for row in result.rows[result.finish != Finish.RUNNING].tolist():

@@ -29,7 +29,7 @@ import torch
 from specactor_ray.errors import ConfigError, ModelLoadError, clipped
 from specactor_ray.fallbacks import fall_back
 from specactor_ray.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
-from specactor_ray.messages import SamplingParams
+from specactor_ray.messages import SamplingParams, TopTokens
 from specactor_ray.models.loading import locate_model
 from specactor_ray.ragged import begins
 from specactor_ray.sampling.keyed import Found
@@ -90,6 +90,8 @@ class CoreStep:
     """What they may commit."""
     states: np.ndarray | None = None
     """`(sum(counts), layers * hidden)`, if exported."""
+    tops: TopTokens | None = None
+    """The most probable tokens at the positions of `found`."""
     sampling_s: float = 0.0
 
 
@@ -162,7 +164,7 @@ class EngineCoreHandle:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        rule = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed]
+        rule = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, sampling.logprobs]
         keyed = {"row": row, "base": sampling.first_position - prompt, "rule": rule}
         params = VllmSamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args={KEY: keyed}

@@ -22,6 +22,7 @@ from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.wire import to_wire
 from specactor_ray.ragged import begins
 from specactor_ray.sampling.keyed import verify_arrays, warm_up
+from specactor_ray.sampling.probable import most_probable
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.vllm_bridge import KEY, CoreStep
 
@@ -143,12 +144,13 @@ class KeyedSampler:
         found = verify_arrays(
             logits, offsets, tails, drafts, positions, slots, self._rules, record_margins=self._margins
         )
+        tops = most_probable(logits, offsets, found, slots, self._rules)
         tokens = np.full((n, found.width), _PAD, np.int32)
         tokens[sampled] = found.tokens
         tokens[tokens[:, 0] == _PAD, 0] = 0  # also of a row that cannot be sampled from: the engine drops its request
         spent_s = time.perf_counter() - begin
         states = self._exported(int(counts.sum()))
-        self.step = CoreStep(rows, firsts, counts, drafted, sampled, found, states, spent_s)
+        self.step = CoreStep(rows, firsts, counts, drafted, sampled, found, states, tops, spent_s)
         return SamplerOutput(torch.from_numpy(tokens), None)  # on the host, where vLLM reads it
 
     def _rows_of(self, request_ids: list[str]) -> np.ndarray:
@@ -159,8 +161,8 @@ class KeyedSampler:
         for request_id in request_ids:
             if request_id not in known:
                 keyed = self._runner.requests[request_id].sampling_params.extra_args[KEY]
-                temperature, top_k, top_p, seed = keyed["rule"]
-                sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+                temperature, top_k, top_p, seed, tops = keyed["rule"]
+                sampling = SamplingParams(temperature, top_k, top_p, seed=seed, logprobs=tops)
                 self._rules.write([keyed["row"]], [sampling], [keyed["base"]])
                 known[request_id] = keyed["row"]
         self._ids = list(request_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -122,8 +123,10 @@ class Requests:
         seat_of[decoding] = seats
         self._drafting.commit(Committed(rows, counts, result.tokens, seat_of[rows], drafted, accepted))
         self.metrics.take(table.counts, table.reached)
-        names = tuple(map(self._names.__getitem__, rows.tolist()))
-        self._fresh.append(Progress(names, starts, counts, result.tokens, result.logprobs, result.margins))
+        names, tops = tuple(map(self._names.__getitem__, rows.tolist())), result.tops
+        if tops is not None and len(rows) < len(result.rows):
+            tops = replace(tops, counts=tops.counts[result.lengths > 0])
+        self._fresh.append(Progress(names, starts, counts, result.tokens, result.logprobs, result.margins, tops))
 
     def _end(self, row: int, finish: Finish, errors: Mapping[int, str]) -> None:
         table, (request_id, attempt) = self._table, self._names[row]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ class Output:
     num_accepted: int
     finish_reason: str | None
     error: str
+    tops: list[list[tuple[int, float]]]
+    """The most probable tokens of each position, if they were asked for."""
 
 
 @dataclass
@@ -99,18 +102,32 @@ class Driver:
         assert result.lengths.sum() == len(result.tokens) == len(result.logprobs)
         assert result.margins is None or len(result.margins) == len(result.tokens)
         assert not len(result.finish) or result.finish.dtype == np.uint8
-        end = 0
+        end, end_of_tops = 0, 0
         for at, (row, tokens, finish) in enumerate(result.outputs()):
             begin, end, name = end, end + len(tokens), self.requests[row].request_id
             assert result.starts[at] == self.committed[name]
             self.committed[name] += len(tokens)
             margins = None if result.margins is None else result.margins[begin:end].tolist()
+            tops, end_of_tops = tops_of(result, at, end_of_tops)
+            assert bool(tops) == bool(tokens and self.requests[row].sampling.logprobs)
             counts = int(result.drafted[at]), int(result.accepted[at])
             reason, error = None if finish is Finish.RUNNING else finish.reason, result.errors.get(row, "")
             if reason is not None:
                 del self.requests[row]
             logprobs = result.logprobs[begin:end].tolist()
-            yield Output(name, int(result.starts[at]), tokens, logprobs, margins, *counts, reason, error)
+            yield Output(name, int(result.starts[at]), tokens, logprobs, margins, *counts, reason, error, tops)
+        assert result.tops is None or end_of_tops == len(result.tops.tokens) == len(result.tops.logprobs)
+
+
+def tops_of(result: StepResult, at: int, begin: int) -> tuple[list[list[tuple[int, float]]], int]:
+    """The most probable tokens of each position of a step's request, and where the next one's begin."""
+    if result.tops is None:
+        return [], begin
+    assert result.tops.counts.dtype == result.tops.tokens.dtype == np.int32 and result.tops.logprobs.dtype == np.float32
+    count, length = int(result.tops.counts[at]), int(result.lengths[at])
+    pairs = list(zip(result.tops.tokens.tolist(), result.tops.logprobs.tolist(), strict=True))
+    firsts = range(begin, begin + count * length, max(count, 1))
+    return [pairs[first : first + count] for first in firsts], begin + count * length
 
 
 class Collected:
@@ -119,6 +136,7 @@ class Collected:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
+        self.tops: dict[str, list[list[tuple[int, float]]]] = {}
         self.reasons: dict[str, str] = {}
         self.errors: dict[str, str] = {}
         self.outputs: list[Output] = []
@@ -138,6 +156,7 @@ class Collected:
         self.outputs.append(output)
         self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
         self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
+        self.tops.setdefault(output.request_id, []).extend(output.tops)
         assert output.num_accepted <= output.num_drafted
         if output.finish_reason is not None:
             assert output.request_id not in self.reasons, "a request ended twice"
@@ -344,6 +363,30 @@ class ModelConformance(EngineConformance):
         for request in batch:
             engine.add(request)
         assert run(engine, noisy_oracle(truth.tokens, 5, engine.vocab_size)).tokens == truth.tokens
+
+    def test_the_most_probable_tokens_come_where_they_are_asked_for(self, engine: Driver) -> None:
+        asked = [0, 3, 20, 0, 1, 5]
+        batch = [
+            replace(one, sampling=replace(one.sampling, logprobs=count, temperature=temperature))
+            for one, count, temperature in zip(
+                requests(6, 1.0, max_tokens=40), asked, (1.0, 0.0, 0.6, 0.6, 1.3, 1.0), strict=True
+            )
+        ]
+        truth = self.plain(engine, batch)
+        for request in batch:
+            engine.add(request)
+        drafted = run(engine, noisy_oracle(truth.tokens, 5, engine.vocab_size))
+        assert drafted.tokens == truth.tokens
+        for request, count in zip(batch, asked, strict=True):
+            name = request.request_id
+            assert len(truth.tops[name]) == (len(truth.tokens[name]) if count else 0)
+            for plain, other in zip(truth.tops[name], drafted.tops[name], strict=True):
+                assert [token for token, _ in plain] == [token for token, _ in other] and len(plain) == count
+                assert [value for _, value in plain] == pytest.approx([value for _, value in other], abs=1e-4)
+            for token, own, top in zip(truth.tokens[name], truth.logprobs[name], truth.tops[name], strict=False):
+                values = [value for _, value in top]
+                assert values == sorted(values, reverse=True) and sum(map(math.exp, values)) < 1.0 + 1e-5
+                assert dict(top).get(token, own) == own and own <= values[0]
 
     def test_stops(self, engine: Driver) -> None:
         free = self.plain(engine, requests(8, 1.0, max_tokens=60))

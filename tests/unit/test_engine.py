@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from specactor_ray.controller.state import Departure
 from specactor_ray.errors import ActorLostError, InputError, OverloadedError
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.engine import Engine
@@ -62,6 +63,31 @@ class TestOutputs:
             assert tuple(tokens) == true_output(sampling(tokens=40), 0)
             assert len(set(times)) > 5, "not all at the end"
             assert [token.token_id for token in handle.tokens()] == tokens, "also when it has ended"
+
+        on(cluster, body)
+
+    def test_the_most_probable_tokens_come_with_each_token(self) -> None:
+        cluster = FakeCluster()
+
+        def body(engine: Engine) -> None:
+            engine.tokenizer = Numbers()
+            one = replace(sampling(3, 60), logprobs=3)
+            truth = true_output(one, 0)
+            tops = tuple(tuple((token + at, -1.0 - at) for at in range(3)) for token in truth)
+            handle, other = engine.submit(PROMPT, one), engine.submit(PROMPT, sampling(4))
+            streamed = list(handle.tokens())
+            assert tuple(token.top for token in streamed) == handle.result().top_logprobs == tops
+            assert list(handle.tokens()) == streamed and other.result().top_logprobs is None
+            assert {token.top for token in other.tokens()} == {()}
+            assert handle.result().to_json()["top_logprobs"][0] == [list(pair) for pair in tops[0]]
+            rest = engine.submit(PROMPT, one, prefix=truth[:20])
+            assert tuple(token.top for token in rest.tokens()) == rest.result().top_logprobs == tops[20:]
+            cut = engine.submit(PROMPT, replace(one, stop=(f"{truth[30]},{truth[31]},",)), prefix=truth[:20]).result()
+            assert cut.token_ids == truth[20:32] and cut.top_logprobs == tops[20:32]
+            moved = engine.submit(PROMPT, one)
+            cluster.bench.clock.sleep(0.6)
+            cluster.lose(next(name for name in cluster.handles if cluster.verifier(name).running), Departure.RELEASED)
+            assert moved.result().top_logprobs == tops
 
         on(cluster, body)
 

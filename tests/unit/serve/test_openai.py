@@ -309,7 +309,7 @@ class TestLeaving:
             waiting = asyncio.ensure_future(client.post(COMPLETIONS, json={"prompt": "a", "request_id": "mine"}))
             while not engine.running:
                 await asyncio.sleep(0)
-            assert service.abort("other") == 0 and service.abort("mine") == 1
+            assert await service.control.abort("other") == 0 and await service.control.abort("mine") == 1
             return await waiting
 
         assert on(service, work).json()["choices"][0]["finish_reason"] == "abort"

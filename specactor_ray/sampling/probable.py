@@ -1,0 +1,59 @@
+"""The most probable tokens of committed positions, for requests that ask for their log-probabilities."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specactor_ray.messages import TopTokens
+from specactor_ray.ragged import places
+from specactor_ray.sampling.keyed import Found
+from specactor_ray.sampling.numba import GREEDY_BELOW
+from specactor_ray.sampling.rules import Rules
+
+if TYPE_CHECKING:
+    import torch
+
+
+def most_probable(
+    logits: torch.Tensor, offsets: np.ndarray, found: Found, slots: np.ndarray, rules: Rules
+) -> TopTokens | None:
+    """The most probable tokens at the positions that were sampled, under softmax(logits / T) (T = 1 at temperature 0).
+
+    They are ordered by (probability descending, id ascending). Log-probabilities are those of the sampled tokens plus
+    the difference of the logits over T: no second sum over the vocabulary, and the same bits for the same token.
+
+    Args:
+        logits, offsets, slots, rules: As of `verify_arrays`.
+        found: What it returned.
+
+    Returns:
+        None where no request asks for any.
+    """
+    if not rules.any_tops or not (wanted := rules.tops[slots]).any():
+        return None
+    positions = np.where(wanted > 0, found.counts, 0)
+    counted = np.arange(found.width) < positions[:, None]
+    rule = rules.table["temperature"][slots]
+    temperature = np.repeat(np.where(rule < GREEDY_BELOW, 1.0, rule), positions)[:, None]
+    tokens, gaps = _ranked(logits, places(offsets, positions), found.tokens[counted], int(wanted.max()))
+    logprobs = found.logprobs[counted][:, None] + gaps / temperature
+    asked = np.arange(tokens.shape[1]) < np.repeat(wanted, positions)[:, None]
+    return TopTokens(wanted, tokens[asked].astype(np.int32), logprobs[asked].astype(np.float32))
+
+
+def _ranked(logits: torch.Tensor, rows: np.ndarray, sampled: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row the tokens with the largest logits, `(n, most)`, and float64 by how much their logits exceed the
+    sampled token's. Equal logits are ordered by id on every device."""
+    import torch
+
+    x = logits[torch.from_numpy(rows).to(logits.device)].float()
+    cut = x.topk(most, dim=1).values[:, -1:]
+    above, equal = x > cut, x == cut
+    room = most - above.sum(dim=1, keepdim=True, dtype=torch.int32)
+    kept = above | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= room))
+    tokens = kept.nonzero()[:, 1].view(len(x), most)
+    values, order = x.gather(1, tokens).sort(dim=1, descending=True, stable=True)
+    own = x.gather(1, torch.from_numpy(sampled).to(logits.device).unsqueeze(-1))
+    return tokens.gather(1, order).cpu().numpy(), (values.double() - own.double()).cpu().numpy()
