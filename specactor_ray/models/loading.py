@@ -282,17 +282,26 @@ def check_model_dir(path: Path) -> list[Path]:
     Raises:
         ModelLoadError: Something is missing or is no such file; the message names it.
     """
-    fix = _COPY_AGAIN
     _reject_endless_files(path)
     read_config(path)
+    return weight_files(path)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The weight files of a directory, all that its index names.
+
+    Raises:
+        ModelLoadError: One is missing, there are none, or a file has no end; the message names it.
+    """
+    _reject_endless_files(path)
     shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}
     missing = sorted(shard for shard in shards if not (path / shard).is_file())
     if missing:
-        raise ModelLoadError(f"The model directory {path} lacks the weight files {', '.join(missing)}. {fix}")
+        raise ModelLoadError(f"The model directory {path} lacks the weight files {', '.join(missing)}. {_COPY_AGAIN}")
     files = [path / shard for shard in sorted(shards)]
     files = files or sorted(found for pattern in _WEIGHT_FILES for found in path.glob(pattern))
     if not files:
-        raise ModelLoadError(f"The model directory {path} has no weights (model.safetensors). {fix}")
+        raise ModelLoadError(f"The model directory {path} has no weights (model.safetensors). {_COPY_AGAIN}")
     return files
 
 

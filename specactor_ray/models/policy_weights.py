@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specactor_ray.errors import InputError, did_you_mean
-from specactor_ray.models.loading import check_model_dir, load_model
+from specactor_ray.models.loading import load_model, weight_files
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path
 """A state dict, pairs of name and tensor, or the directory of a Hugging Face checkpoint; names are Hugging Face's."""
@@ -74,15 +74,17 @@ def _named_tensors(weights: Any, known: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _checkpoint_tensors(folder: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a checkpoint, one file after the other; through transformers where it names them differently."""
+    """Tensors of a checkpoint, one file after the other; through transformers where it names them differently and has a
+    configuration."""
     from safetensors import SafetensorError, safe_open
 
     if not folder.is_dir():
         raise InputError(f"weights: there is no directory {folder}. Fix: name one that `save_pretrained` wrote")
-    files = check_model_dir(folder)
+    files = weight_files(folder)
     try:
         with_names = [(file, safe_open(file, "pt")) for file in files if file.suffix == ".safetensors"]
-        if with_names and all(name in known for _, tensors in with_names for name in tensors.keys()):  # noqa: SIM118
+        names = [name for _, tensors in with_names for name in tensors.keys()]  # noqa: SIM118
+        if names and (not (folder / "config.json").exists() or known.keys() >= set(names)):
             for _, tensors in with_names:
                 for name in tensors.keys():  # noqa: SIM118 - it is no mapping
                     yield name, tensors.get_tensor(name)

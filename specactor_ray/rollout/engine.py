@@ -228,6 +228,16 @@ class Engine(Generates):
     def between_versions(self, version: int, policy: WeightPolicy) -> Iterator[None]:
         """Inside, no request runs; afterwards, all run with this version of the weights. The policy says what becomes
         of those that run before."""
+        drained = self.pause(policy)
+        try:
+            self.clock.result(drained, float("inf"))
+            self._put(partial(self._dispatcher.raise_version, version))
+            yield
+        finally:
+            self.resume()
+
+    def pause(self, policy: WeightPolicy) -> Future[None]:
+        """Begin no request until `resume`; the policy says what becomes of those that run. Done when none runs."""
         drained: Future[None] = Future()
 
         def hold() -> None:
@@ -235,12 +245,11 @@ class Engine(Generates):
             self._drained.append(drained)
 
         self._put(hold)
-        try:
-            self.clock.result(drained, float("inf"))
-            self._put(partial(self._dispatcher.raise_version, version))
-            yield
-        finally:
-            self._put(self._dispatcher.release)
+        return drained
+
+    def resume(self) -> None:
+        """End one `pause`."""
+        self._put(self._dispatcher.release)
 
     def settle(self) -> None:
         """Wait until nothing runs and verifiers have taken what was cancelled."""

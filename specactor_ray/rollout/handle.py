@@ -160,6 +160,7 @@ class Handle:
         self.pushed: list[Token] = []
         """Committed tokens, as far as they were pushed."""
         self._owner, self._wakers = owner, list[Callable[[], None]]()
+        self._output: Trajectory | None = None
 
     def result(self, timeout: float | None = None) -> Trajectory:
         """Wait until the request has ended. A request that failed is a trajectory with its `error`.
@@ -168,8 +169,7 @@ class Handle:
             TimeoutError: It has not ended within `timeout` seconds.
             ActorLostError: The run has ended before it.
         """
-        ended = self._owner.clock.result(self.future, float("inf") if timeout is None else timeout)
-        return self._owner.trajectory(self, ended)
+        return self._read(self._owner.clock.result(self.future, float("inf") if timeout is None else timeout))
 
     def done(self) -> bool:
         """Whether the request has ended."""
@@ -199,6 +199,12 @@ class Handle:
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         """The committed tokens one after the other, as they come."""
+        async for tokens in self.batches():
+            for token in tokens:
+                yield token
+
+    async def batches(self) -> AsyncIterator[list[Token]]:
+        """The committed tokens as they come, those that came together in one list."""
         loop, ready, at = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def wake() -> None:
@@ -209,8 +215,8 @@ class Handle:
             while True:
                 ready.clear()
                 fresh, ended = self._fresh(at)
-                for token in fresh:
-                    yield token
+                if fresh:
+                    yield fresh
                 at += len(fresh)
                 if ended:
                     return
@@ -240,8 +246,14 @@ class Handle:
     # ---- inner parts ----
 
     async def _result(self) -> Trajectory:
-        ended = await asyncio.shield(asyncio.wrap_future(self.future))  # a cancelled caller does not cancel the request
-        return self._owner.trajectory(self, ended)
+        # A cancelled caller does not cancel the request.
+        return self._read(await asyncio.shield(asyncio.wrap_future(self.future)))
+
+    def _read(self, ended: Any) -> Trajectory:
+        """The output, which is decoded once."""
+        if self._output is None:
+            self._output = self._owner.trajectory(self, ended)
+        return self._output
 
     @contextlib.contextmanager
     def _woken(self, wake: Callable[[], None]) -> Iterator[None]:

@@ -165,6 +165,12 @@ def max_prompt_tokens(config: Config, text: Any = None) -> int:
     return context - wanted
 
 
+def context_tokens(config: Config) -> int:
+    """Most tokens of prompt and output together: `target.max_model_len`, or fewer if the model was made for fewer."""
+    longest = config.target.max_model_len or 1 << 30
+    return min(longest, context_of(load_target_config(config).get_text_config()) or longest)
+
+
 def start_note(config: Config) -> str:
     """What to say before a start that takes minutes; empty otherwise."""
     target = config.target

@@ -105,7 +105,7 @@ def _prompt_of(row: Any, where: str) -> Prompt:
     if not isinstance(found, list) or not found:
         raise InputError(f'{where}: "messages" must be a non-empty list of {{"role": text, "content": text}} objects')
     try:
-        _with_plain_contents(found)
+        plain_messages(found)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     return found
@@ -124,7 +124,7 @@ def _unknown_keys(row: Any) -> str:
     return f"; its keys are {clipped_text(', '.join(row))}.{meant}"
 
 
-def _with_plain_contents(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """The messages, each with a content that is one text.
 
     Raises:
@@ -168,7 +168,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
         raise InputError(f"a prompt is text, a list of chat messages or a list of token ids, not {prompt!r}")
     if is_token_ids(prompt):
         return _not_empty(prompt)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _with_plain_contents(prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain_messages(prompt)
     _reject_half_characters(messages)
     if tokenizer is None:
         raise InputError("the model has no tokenizer; give prompts as lists of token ids")
@@ -177,6 +177,31 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
     if not tokenizer.chat_template:
         raise InputError("the prompt is a list of chat messages, but the model's tokenizer has no chat template")
     return _not_empty(_apply_template(tokenizer, messages))
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Any], **template: Any) -> tuple[int, ...]:
+    """Token ids of chat messages.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        messages: As of a `Prompt`; one of role `assistant` may have `tool_calls` in place of content.
+        template: More arguments of `apply_chat_template`, such as `tools`.
+
+    Raises:
+        InputError: A message is malformed, there is no chat template, or it refuses them.
+    """
+    filled = [{**one, "content": ""} if _only_calls(one) else one for one in messages]
+    plain = plain_messages(filled)
+    if not plain:
+        raise InputError("there are no messages")
+    _reject_half_characters(plain)
+    if tokenizer is None or not tokenizer.chat_template:
+        raise InputError("the model's tokenizer has no chat template; send a prompt of text or token ids")
+    return _not_empty(_apply_template(tokenizer, plain, **template))
+
+
+def _only_calls(message: Any) -> bool:
+    return isinstance(message, dict) and bool(message.get("tool_calls")) and message.get("content") is None
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> list[Encoded]:
@@ -213,9 +238,10 @@ def _tokenize(tokenizer: Any, prompt: str) -> Any:
         raise InputError(f"the tokenizer refuses this prompt: {error}") from error
 
 
-def _apply_template(tokenizer: Any, messages: Any) -> list[int]:
+def _apply_template(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
+    template = {"add_generation_prompt": True, **template}
     try:
         with quiet_transformers():  # as above; not every tokenizer takes `verbose` here
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            return tokenizer.apply_chat_template(messages, return_dict=False, **template)
     except Exception as error:  # templates are code of the checkpoint's and raise what they like
         raise InputError(f"the model's chat template refuses these messages: {error}") from error

@@ -218,8 +218,16 @@ class Rollout(RunClient):
         if not isinstance(weights, WeightSet):
             if policy is None:
                 self.require_no_stream("weights cannot change")
-            weights = self.put_weights(self._packed(weights))
+            weights = self.prepare_weights(weights)
         return super().update_weights(weights, policy)
+
+    def prepare_weights(self, weights: Weights) -> WeightSet:
+        """Check new weights and put them into the object store, for `update_weights`; requests go on.
+
+        Raises:
+            InputError: A tensor does not fit the target.
+        """
+        return self.put_weights(self._packed(weights))
 
     def fallbacks(self) -> list[str]:
         """What actors do in a slower way than they could, each once, as far as it can be asked; and what was set in
@@ -262,6 +270,7 @@ class Rollout(RunClient):
         return self.dispatcher.journal.committed_tokens
 
     def _packed(self, weights: Weights) -> Iterator[WeightBucket]:
+        self.require_open()
         shapes, tied = self._weight_shapes
         fitting = fitting_weights(weights, shapes, tied, parse_dtype(self.config.target.dtype))
         return pack_as_they_come(fitting, self.config.trainer.weight_bucket_mb * 2**20)

@@ -1,0 +1,265 @@
+"""Pauses, weights and sleep of a server, the same for trainers of every dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specactor_ray.errors import SpecActorError, UserError
+from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.rollout.dispatch import WeightPolicy
+from specactor_ray.serve.refusal import UNAVAILABLE, Refusal, refusal_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from specactor_ray.rollout.trajectory import Trajectory
+    from specactor_ray.serve.service import Service
+
+_LABELS = 1024
+"""Versions whose labels are kept."""
+_MOST_CHARACTERS = 4096
+"""Of a path, and of a label."""
+_ABORT_S = 30.0
+"""Longest wait for the ends of requests that were aborted."""
+_LIVE_S = 20.0
+"""An engine without progress for this long does not live."""
+_LOOK_S = 0.1
+
+
+class Control:
+    """What trainers do with a server beside generating. All coroutines belong to the service's event loop.
+
+    Args:
+        service: Whose requests are held, and whose weights change.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._rollout, self._engine = service, service.rollout, service.engine
+        self.is_paused = False
+        """Requests wait until `resume`."""
+        self.is_asleep = False
+        """Requests are refused until `wake`."""
+        self._resumed = asyncio.Event()
+        self._changing = asyncio.Lock()
+        """Held while weights change, or verifiers go to sleep or wake."""
+        self._labels: dict[int, str] = {}
+        """Version of the weights → the trainer's name for it."""
+        self._probe: asyncio.Task[bool] | None = None
+
+    # ---- pauses ----
+
+    async def pause(self, policy: WeightPolicy) -> None:
+        """Begin no request until `resume`: more wait. `abort` ends those that are there with what is committed, `wait`
+        lets those that run end, `keep` lets them continue after `resume`. Returns when none runs, or at `resume`.
+        Idempotent; the policy of each call is that for what runs then."""
+        with _refusing():
+            drained = asyncio.wrap_future(self._engine.pause(policy))
+            if self.is_paused:
+                self._engine.resume()  # of several pauses one is left
+        self.is_paused = True
+        self._resumed.clear()
+        if policy is WeightPolicy.ABORT:
+            await self.abort()
+        resumed = asyncio.ensure_future(self._resumed.wait())
+        await asyncio.wait((drained, resumed), return_when=asyncio.FIRST_COMPLETED)
+        resumed.cancel()
+        if drained.done():
+            await _answer(drained)
+
+    def resume(self) -> None:
+        """End the pause, if there is one."""
+        if self.is_paused:
+            self.is_paused = False
+            self._resumed.set()
+            with _refusing():
+                self._engine.resume()
+
+    async def abort(self, name: str | None = None) -> int:
+        """End the choices of the requests of this name, or of all; their clients get what is committed. Returns how
+        many they were, when they have ended."""
+        running = self._service.running(name)
+        for handle in running:
+            self._engine.drop(handle)
+        if running:
+            await asyncio.wait([asyncio.wrap_future(handle.future) for handle in running], timeout=_ABORT_S)
+        return len(running)
+
+    # ---- weights ----
+
+    @property
+    def label(self) -> str:
+        """The trainer's name for the present weights; without one, the number of their version."""
+        return self._label_of(self._rollout.weight_version)
+
+    def spans(self, output: Trajectory) -> list[dict[str, Any]]:
+        """Which weights sampled which tokens of an output: `{version, start, end}`, `end` excluded."""
+        spans, begin = [], 0
+        for version, end in (*output.versions, (output.weight_version, len(output.token_ids))):
+            if end > begin:
+                spans.append({"version": self._label_of(version), "start": begin, "end": end})
+                begin = end
+        return spans
+
+    async def update(self, weights: WeightSet | str, policy: WeightPolicy, label: str | None = None) -> None:
+        """Give all verifiers new weights; other requests are served meanwhile.
+
+        Args:
+            weights: The directory of a checkpoint, or what `prepare` returned.
+            policy: What becomes of requests that run, unless they are paused.
+            label: The trainer's name for them.
+
+        Raises:
+            Refusal: The weights do not fit, or the label goes back behind the present one; nothing has changed.
+        """
+        async with self._changing:
+            self._require_no_step_back(label)
+            rollout, before = self._rollout, self._rollout.weight_version
+            if isinstance(weights, WeightSet):
+                weights = replace(weights, version=before + 1)
+            try:
+                await _answer(asyncio.to_thread(rollout.update_weights, weights, policy))
+            finally:
+                if rollout.weight_version != before:  # also where verifiers have not got there in time
+                    self._name(rollout.weight_version, label)
+
+    async def prepare(self, directory: str) -> WeightSet:
+        """Check the weights of a checkpoint and hold them ready; requests go on.
+
+        Raises:
+            Refusal: They do not fit.
+        """
+        return await _answer(asyncio.to_thread(self._rollout.prepare_weights, directory))
+
+    def relabel(self, label: str) -> None:
+        """Set the name of the present weights; it may go back, as for a trainer that begins anew."""
+        self._name(self._rollout.weight_version, label)
+
+    def _name(self, version: int, label: str | None) -> None:
+        if label is not None:
+            self._labels[version] = label
+        if len(self._labels) > _LABELS:
+            del self._labels[min(self._labels)]
+
+    def _label_of(self, version: int) -> str:
+        return self._labels.get(version, str(version))
+
+    def _require_no_step_back(self, label: str | None) -> None:
+        old = self.label
+        if label is not None and label.isdecimal() and old.isdecimal() and int(label) < int(old):
+            raise Refusal(
+                f"weight_version {label} comes after {old}, and versions do not go back. Fix: count on, or set the "
+                "present one first: POST /update_weight_version",
+                param="weight_version",
+            )
+
+    # ---- sleep ----
+
+    async def sleep(self, policy: WeightPolicy) -> None:
+        """Free the memory of verifiers' caches, on GPUs also of weights. Requests are refused until `wake`.
+
+        Args:
+            policy: What becomes of requests that run; all but `abort` need those to end that wait.
+
+        Raises:
+            Refusal: Requests wait, or a stream of the driver is open; nothing has changed.
+        """
+        async with self._changing:
+            if self.is_asleep:
+                return
+            self.is_asleep, was_paused = True, self.is_paused
+            try:
+                await self.pause(policy)
+                await _answer(asyncio.to_thread(self._rollout.sleep))
+            except BaseException:
+                self.is_asleep = False
+                raise
+            finally:
+                if not was_paused:
+                    self.resume()
+
+    async def wake(self) -> None:
+        """End the sleep, if there is one."""
+        async with self._changing:
+            if self.is_asleep:
+                await _answer(asyncio.to_thread(self._rollout.wake))
+                self.is_asleep = False
+
+    def require_awake(self) -> None:
+        """Raises Refusal (503) while verifiers sleep."""
+        if self.is_asleep:
+            raise Refusal("the server sleeps; POST /wake_up first", UNAVAILABLE)
+
+    # ---- health ----
+
+    async def is_live(self) -> bool:
+        """Whether the engine commits a token, of any request or of one that is made for this; true while requests are
+        held. Several callers share one request."""
+        if self.is_paused or self.is_asleep:
+            return True
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.ensure_future(self._generates())
+        return await asyncio.shield(self._probe)
+
+    async def _generates(self) -> bool:
+        committed = self._rollout.committed_tokens
+        try:
+            handle = self._engine.submit([0], SamplingParams(max_tokens=1), priority=-(2**31))
+        except SpecActorError:
+            return False
+        try:
+            for _ in range(round(_LIVE_S / _LOOK_S)):
+                if handle.done():
+                    return not (await _answer(handle)).error
+                if self._rollout.committed_tokens > committed or self.is_paused:
+                    return True
+                await asyncio.sleep(_LOOK_S)
+            return False
+        except Refusal:
+            return False
+        finally:
+            self._engine.drop(handle)
+
+
+def directory_of(value: Any, field: str) -> str:
+    """The path of a checkpoint.
+
+    Raises:
+        Refusal: It is none.
+    """
+    if isinstance(value, str) and 0 < len(value) < _MOST_CHARACTERS and "\0" not in value and value[0] != "~":
+        return value
+    raise Refusal(f"{field} must be the directory of a Hugging Face checkpoint that this server can read", param=field)
+
+
+def label_of(value: Any, field: str = "weight_version") -> str | None:
+    """A trainer's name for a version: text, or a number.
+
+    Raises:
+        Refusal: It is neither.
+    """
+    if value is None or (isinstance(value, str) and 0 < len(value) < _MOST_CHARACTERS):
+        return value
+    if type(value) is int and value >= 0:
+        return str(value)
+    raise Refusal(f"{field} must be text or a whole number from 0", param=field)
+
+
+async def _answer(work: Awaitable[Any]) -> Any:
+    with _refusing():
+        return await work
+
+
+@contextlib.contextmanager
+def _refusing() -> Any:
+    """Errors of this package become refusals; a mistake of the caller's is one of the request."""
+    try:
+        yield
+    except UserError as error:
+        raise Refusal(str(error)) from None
+    except SpecActorError as error:
+        raise refusal_of(error) from None
+    except OSError as error:
+        raise Refusal(f"weights: {error.strerror or error}") from None

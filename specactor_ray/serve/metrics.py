@@ -1,0 +1,114 @@
+"""Figures of the server for Prometheus, in a registry of their own: Ray has one in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from specactor_ray.rollout.trajectory import Trajectory
+    from specactor_ray.serve.service import Service
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_DRAFTERS_S = 10.0
+"""Drafters are asked for their figures once in this time."""
+_COUNTERS = {
+    "steps": "Steps of all verifiers.",
+    "row_steps": "Requests that committed, summed over steps.",
+    "committed_tokens": "Output tokens, drafted or not.",
+    "drafted_tokens": "Draft tokens that were verified.",
+    "accepted_tokens": "Draft tokens that were right.",
+    "supplied_tokens": "Usable draft tokens that were there.",
+}
+"""Counters of `RolloutMetrics`."""
+
+
+class ServerMetrics:
+    """Counts requests and times streams; reads the rollout when it is asked for text."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._registry = service, CollectorRegistry()
+        registry = self._registry
+        self.requests = Counter("specactor_requests", "HTTP requests.", ["path", "status"], registry=registry)
+        self.prompt_tokens = Counter("specactor_prompt_tokens", "Tokens of prompts, once a choice.", registry=registry)
+        self.output_tokens = Counter("specactor_output_tokens", "Tokens of ended outputs.", registry=registry)
+        self.finished = Counter("specactor_outputs", "Ended outputs.", ["finish_reason"], registry=registry)
+        self.first = Histogram(
+            "specactor_time_to_first_token_seconds", "Of streams.", buckets=_SECONDS, registry=registry
+        )
+        self.between = Histogram(
+            "specactor_time_between_tokens_seconds",
+            "Of streams; tokens that come together share their time.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "specactor_request_seconds", "From request to answer.", ["path"], buckets=_SECONDS, registry=registry
+        )
+        for name, what, read in (
+            ("specactor_outputs_open", "Outputs that run or wait.", lambda: service.open_choices),
+            ("specactor_outputs_waiting", "Outputs that wait for a verifier.", lambda: service.waiting),
+            ("specactor_paused", "Whether the server is paused.", lambda: service.control.is_paused),
+            ("specactor_weight_version", "Version of the weights.", lambda: service.rollout.weight_version),
+        ):
+            Gauge(name, what, registry=registry).set_function(read)
+        self._drafters: list[Metric] = []
+        self._asked = float("-inf")
+        registry.register(self)  # type: ignore[arg-type]
+
+    def began(self, prompts: Sequence[Sequence[int]], n: int) -> None:
+        """Choices were submitted."""
+        self.prompt_tokens.inc(n * sum(map(len, prompts)))
+
+    def arrived(self, seconds: float, tokens: int, first: bool) -> None:
+        """Tokens of a stream have come together, so many seconds after its request or the tokens before."""
+        if first:
+            self.first.observe(seconds)
+        else:
+            for _ in range(tokens):
+                self.between.observe(seconds / tokens)
+
+    def ended(self, output: Trajectory) -> None:
+        """A choice has ended."""
+        self.output_tokens.inc(len(output.token_ids))
+        self.finished.labels(output.finish_reason).inc()
+
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered; `path` is a route, so that their number is bounded."""
+        self.requests.labels(path, str(status)).inc()
+        self.duration.labels(path).observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """Counters of the rollout and its drafters, as Prometheus asks for them."""
+        counters = self._service.rollout.metrics()
+        for name, what in _COUNTERS.items():
+            yield CounterMetricFamily(f"specactor_rollout_{name}", what, value=getattr(counters, name))
+        length = "Tokens committed per request and step."
+        yield GaugeMetricFamily("specactor_rollout_acceptance_length", length, value=counters.acceptance_length)
+        yield from self._drafters
+
+    async def text(self) -> bytes:
+        """All figures in Prometheus's text form."""
+        return await asyncio.to_thread(self._text)
+
+    def _text(self) -> bytes:
+        if time.monotonic() - self._asked > _DRAFTERS_S:
+            self._asked = time.monotonic()
+            self._drafters = _figures_of(self._service.rollout.drafters())
+        return generate_latest(self._registry)
+
+
+def _figures_of(drafters: Iterable[Mapping[str, Any]]) -> list[Metric]:
+    labels = ["drafter", "method"]
+    tried = CounterMetricFamily("specactor_drafter_tried_tokens", "Draft tokens that were verified.", labels=labels)
+    right = CounterMetricFamily("specactor_drafter_right_tokens", "Draft tokens that were right.", labels=labels)
+    alarm = GaugeMetricFamily("specactor_drafter_alarm", "No draft is right any more.", labels=labels)
+    for one in drafters:
+        for figure, value in ((tried, one["tried"]), (right, one["right"]), (alarm, bool(one["alarm"]))):
+            figure.add_metric([str(one["id"]), str(one["method"])], value)
+    return [tried, right, alarm]

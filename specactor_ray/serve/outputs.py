@@ -1,0 +1,156 @@
+"""Outputs of a request as they grow, and as a response that is streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+
+from specactor_ray.errors import SpecActorError
+from specactor_ray.rollout.handle import Handle, Token
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.serve.refusal import Refusal, refusal_of
+from specactor_ray.serve.text import Detokenizer
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from specactor_ray.serve.service import Service
+
+_BUFFERED = 64
+"""Parts of a stream of several choices that wait for a slow client."""
+
+
+@dataclass(slots=True)
+class Part:
+    """What came of an output since the part before."""
+
+    index: int
+    """Number of the choice."""
+    text: str
+    tokens: list[Token] = field(default_factory=list)
+    output: Trajectory | None = None
+    """The whole output, with its last part."""
+
+
+async def parts_of(
+    service: Service, handle: Handle, index: int = 0, stop: Sequence[str] = (), until: str | None = None
+) -> AsyncIterator[Part]:
+    """An output part by part; tokens that come together are one part, as are those of one character.
+
+    Args:
+        service, handle, index: Of the choice.
+        stop: Texts that end it.
+        until: Text from which on everything comes with the last part.
+
+    Raises:
+        Refusal: It failed.
+    """
+    came, count, text = time.monotonic(), 0, ""
+    detokenizer, tokens = Detokenizer(service.tokenizer, (*stop, *([until] if until else ()))), list[Token]()
+    try:
+        async for fresh in handle.batches():
+            now = time.monotonic()
+            service.metrics.arrived(now - came, len(fresh), not count)
+            came, count, tokens = now, count + len(fresh), tokens + fresh
+            text += detokenizer.add([token.token_id for token in fresh])
+            if text and not handle.done():
+                yield Part(index, text, tokens)
+                text, tokens = "", []
+        output = service.checked(await handle)
+    except SpecActorError as error:
+        raise refusal_of(error) from None
+    yield Part(index, text + detokenizer.rest(output.text), tokens, output)
+
+
+async def merged(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[Part]:
+    """The parts of several outputs as they come.
+
+    Raises:
+        Refusal: One of them failed.
+    """
+    if len(streams) == 1:
+        async for part in streams[0]:
+            yield part
+        return
+    queue: asyncio.Queue[Part | Exception] = asyncio.Queue(_BUFFERED)
+
+    async def read(stream: AsyncIterator[Part]) -> None:
+        try:
+            async for part in stream:
+                await queue.put(part)
+        except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
+            await queue.put(error)
+
+    readers = [asyncio.ensure_future(read(stream)) for stream in streams]
+    left = len(streams)
+    try:
+        while left:
+            got = await queue.get()
+            if isinstance(got, Exception):
+                raise got
+            yield got
+            left -= got.output is not None
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    Args:
+        events: Data of each event.
+        error_body: Refusal → data of the event that ends a stream that failed.
+        at_end: Called at the end, also when the client has left.
+        last: Data of the last event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[str],
+        error_body: Callable[[Refusal], str],
+        at_end: Callable[[], None],
+        last: str = "[DONE]",
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._error_body, self._at_end, self._last = events, error_body, at_end, last
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing, leaving = asyncio.ensure_future(self._write(send)), asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            for task in (writing, leaving):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(writing, return_exceptions=True)
+            self._at_end()
+
+    async def _write(self, send: Send) -> None:
+        async def write(body: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+            try:
+                async for event in events:
+                    await write(f"data: {event}\n\n".encode())
+            except Refusal as refusal:
+                await write(f"data: {self._error_body(refusal)}\n\n".encode())
+        await write(f"data: {self._last}\n\n".encode(), more=False)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

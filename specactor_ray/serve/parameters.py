@@ -1,0 +1,105 @@
+"""Fields of a request → how to sample. What would change an output and is not available is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specactor_ray.errors import InputError, clipped, did_you_mean
+from specactor_ray.messages import SamplingParams
+from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
+from specactor_ray.serve.refusal import Refusal, refusal_of
+
+MOST_CHOICES = 1024
+"""Outputs of a request."""
+_TRANSLATED = (
+    *("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "include_stop_str_in_output"),
+    *("ignore_eos", "first_position", "logprobs"),
+)
+"""Fields that `SamplingParams` has, too."""
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "detokenize": (True,),
+    "add_special_tokens": (True,),
+    "echo": (False,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "chat_template": (),
+    "documents": ([],),
+    "vllm_xargs": ({},),
+    "extra_args": ({},),
+    "reasoning_effort": (),
+    "prediction": (),
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+}
+"""Fields of prompts and texts that have one form here → their values beside null."""
+HARMLESS = frozenset(
+    (
+        *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"),
+        *("prompt_cache_retention", "request_id", "session", "priority", "stream", "stream_options", "output_kind"),
+        *("return_token_ids", "return_tokens_as_token_ids", "parallel_tool_calls", "kv_transfer_params", "verbosity"),
+    )
+)
+"""Fields that change no token: read elsewhere, or ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request asks for."""
+
+    sampling: SamplingParams
+    """Its seed is the request's, from which those of several choices are derived."""
+    n: int = 1
+    """Choices of each prompt."""
+    logprobs: int | None = None
+    """Alternatives of each token that are reported; None reports no log-probabilities."""
+
+
+def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> Wanted:
+    """Read the fields of a request that concern sampling.
+
+    Args:
+        given: All fields; null is as if it was not given. `top_k` -1 is off. Those in `HARMLESS` are left to others.
+        default: Of what is not given.
+        seed: Of a request that brings none.
+
+    Raises:
+        Refusal: A value is out of range, a field is not available here, or is unknown.
+    """
+    values = {name: value for name, value in given.items() if value is not None and name not in HARMLESS}
+    n = _number_of_choices(values.pop("n", 1))
+    own = {name: values.pop(name) for name in _TRANSLATED if name in values}
+    if values.get("best_of") == n:
+        del values["best_of"]
+    for name, value in values.items():
+        _refuse_unless_fixed(name, value)
+    if own.get("top_k") == -1:
+        own["top_k"] = 0
+    if isinstance(own.get("stop"), str):
+        own["stop"] = (own["stop"],)
+    try:
+        refuse(values)
+        sampling = replace(default, **{"seed": seed, "logprobs": 0, **own})
+    except InputError as error:
+        raise refusal_of(error) from None
+    return Wanted(sampling, n, sampling.logprobs if "logprobs" in own else None)
+
+
+def _refuse_unless_fixed(name: str, value: Any) -> None:
+    if name in UNAVAILABLE:
+        return
+    if name not in _FIXED:
+        known = ("n", *_TRANSLATED, *UNAVAILABLE, *_FIXED, *HARMLESS)
+        raise Refusal(f"{clipped(name)} is not known here; leave it out.{did_you_mean(name, known)}", param=name[:64])
+    if value not in _FIXED[name]:
+        raise Refusal(f"{name}={clipped(value)} is not available; leave it out", param=name)
+
+
+def _number_of_choices(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MOST_CHOICES:
+        raise Refusal(f"n is {clipped(value)}; it must be a whole number from 1 to {MOST_CHOICES}", param="n")
+    return value

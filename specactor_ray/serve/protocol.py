@@ -1,0 +1,38 @@
+"""HTTP for uvicorn with a limit on the size of a request's head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def http_protocol(most_bytes: int) -> Any:
+    """What uvicorn's `http` takes: httptools, where it is installed, with at most this many bytes of a head (and what
+    one read of the socket returns); else h11, which has a limit of its own."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return "h11"
+
+    class LimitedProtocol(HttpToolsProtocol):
+        """Closes a connection whose head is too large."""
+
+        head_bytes: int | None = None
+        """Of the head that is being read."""
+
+        def data_received(self, data: bytes) -> None:
+            if self.head_bytes is not None:
+                self.head_bytes += len(data)
+                if self.head_bytes > most_bytes:
+                    self.send_400_response("The head of the request is too large.")
+                    return
+            super().data_received(data)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.head_bytes = 0
+
+        def on_headers_complete(self) -> None:
+            self.head_bytes = None
+            super().on_headers_complete()
+
+    return LimitedProtocol

@@ -1,0 +1,77 @@
+"""Why a request gets no output, in one form; each dialect writes it in its clients' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from specactor_ray.errors import CallError, InputError, OverloadedError, RangeError, SpecActorError, UnavailableError
+
+BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, TOO_LARGE = 400, 401, 403, 404, 413
+OVERLOADED, CLIENT_GONE, FAILED, UNAVAILABLE = 429, 499, 500, 503
+RETRY_AFTER_S = 1
+"""Seconds until a client that was refused for load tries again."""
+_KINDS = {
+    UNAUTHORIZED: "authentication_error",
+    FORBIDDEN: "permission_error",
+    NOT_FOUND: "not_found_error",
+    OVERLOADED: "rate_limit_error",
+}
+
+
+class Refusal(Exception):
+    """A request that is not served.
+
+    Args:
+        message: The value, what is allowed and what to do; ends without a full stop.
+        status: HTTP status.
+        param: Field of the request that is at fault.
+    """
+
+    def __init__(self, message: str, status: int = BAD_REQUEST, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param = message, status, param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Beside the content's."""
+        if self.status == UNAUTHORIZED:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (OVERLOADED, UNAVAILABLE) else {}
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's name for the class of error."""
+        return _KINDS.get(self.status, "invalid_request_error" if self.status < FAILED else "server_error")
+
+
+def refusal_of(error: SpecActorError) -> Refusal:
+    """What the client of a request is answered when this package raised."""
+    if isinstance(error, RangeError):
+        return Refusal(str(error).removeprefix("sampling."), param=error.key.removeprefix("sampling."))
+    if isinstance(error, UnavailableError):
+        return Refusal(str(error), param=error.option)
+    if isinstance(error, InputError):
+        return Refusal(str(error))
+    if isinstance(error, OverloadedError):
+        return Refusal(str(error), OVERLOADED)
+    return Refusal(str(error), UNAVAILABLE if isinstance(error, CallError) else FAILED)
+
+
+def refusal_of_fields(problems: Iterable[Mapping[str, Any]]) -> Refusal:
+    """Of what pydantic found wrong in a body; values of the body are not repeated."""
+    for problem in problems:
+        place = [str(one) for one in problem["loc"] if one != "body"]
+        if problem["type"] == "json_invalid":
+            return Refusal(f"the body is not valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
+        name = ".".join(place)
+        if not name and problem["type"] != "missing":
+            return Refusal("the body must be a JSON object, sent with Content-Type: application/json")
+        return Refusal(f"{name or 'the body'}: {problem['msg']}", param=name or None)
+    return Refusal("the body is not what this endpoint takes")
+
+
+def openai_error(refusal: Refusal) -> dict[str, Any]:
+    """OpenAI's and vLLM's form."""
+    what = {"message": refusal.message, "type": refusal.kind, "param": refusal.param, "code": refusal.status}
+    return {"error": what}

@@ -1,0 +1,115 @@
+"""`specactor serve`: a run with an HTTP server in front, from a configuration to the end of all processes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+import uvicorn
+from rich.console import Console
+
+from specactor_ray.config import Config
+from specactor_ray.errors import InputError
+from specactor_ray.models.loading import require_tokenizer
+from specactor_ray.observability.console import say
+from specactor_ray.observability.heartbeat import Heartbeat, elapsed
+from specactor_ray.rollout.preflight import check_target, refuse_early, start_note
+from specactor_ray.serve.app import make_app
+from specactor_ray.serve.key import read_key
+from specactor_ray.serve.protocol import http_protocol
+from specactor_ray.serve.service import Service
+from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
+
+if TYPE_CHECKING:
+    from specactor_ray.rollout.rollout import Rollout
+
+_KEEP_ALIVE_S = 75
+"""How long a connection may be idle: longer than clients keep theirs, or they would send into one that closes."""
+
+
+def serve(config: Config, host: str, port: int, model: str | None, console: Console) -> None:
+    """Start a run and serve it until Ctrl-C or SIGTERM; then requests that run get `Limits.drain_s` to end.
+
+    Args:
+        config: The run.
+        host, port: Where to listen; port 0 is any that is free.
+        model: Name under which the model is served. Default: `target.model`.
+        console: Where progress is shown.
+
+    Raises:
+        UserError: The server would be open without a token, the port is taken, or the configuration cannot be served.
+        KeyboardInterrupt: Interrupted before it was ready.
+    """
+    token = read_key(host)
+    with listening_socket(host, port) as listener, sigterm_interrupts():
+        config, lines = refuse_early(config)
+        require_tokenizer(config.target.model)
+        check_target(config)
+        for line in (*lines, *filter(None, [start_note(config)])):
+            say(console, line)
+        shown = functools.partial(say, console)
+        try:
+            with Heartbeat(elapsed(shown, "starting")), signals_deferred():
+                from specactor_ray.rollout.rollout import Rollout  # takes seconds
+            heartbeat = Heartbeat(elapsed(shown, "starting"))
+            with heartbeat, Rollout(config) as rollout:
+                heartbeat.stop()
+                _serve(rollout, listener, token, model or config.target.model, console)
+        except KeyboardInterrupt as interrupt:
+            say(console, f"{interruption(interrupt)}: ended before it was ready")
+            raise
+
+
+def server_of(service: Service, token: str | None = None) -> uvicorn.Server:
+    """What serves the application over HTTP. Its `run` takes the sockets."""
+    limits = service.limits
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    options = uvicorn.Config(
+        make_app(service, token),
+        http=http_protocol(limits.max_header_bytes),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=limits.max_connections,
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(limits.drain_s),
+    )
+    return uvicorn.Server(options)
+
+
+def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
+    service = Service.of(rollout, model)
+    where, port = listener.getsockname()[:2]
+    url = f"http://{f'[{where}]' if ':' in where else where}:{port}"
+    say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
+    say(console, f"serving {model} at {url}; OpenAI clients: base_url={url}/v1")
+    try:
+        server_of(service, token).run(sockets=[listener])
+    except KeyboardInterrupt as interrupt:  # raised when it has ended in order
+        ignore_signals()
+        say(console, f"{interruption(interrupt)}: no request is open; ending the run")
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that is bound, so that a taken port is found before anything starts; clients are refused until it
+    listens.
+
+    Raises:
+        InputError: There is no such address here, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InputError(f"--host {host}: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise InputError(f"--host {host} --port {port}: {error.strerror}; choose another") from None
+    return listener

@@ -1,0 +1,250 @@
+"""What all dialects share: rollout, tokenizer, seeds, limits, and requests that end when their client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specactor_ray.errors import SpecActorError
+from specactor_ray.rollout.handle import Handle
+from specactor_ray.rollout.preflight import context_tokens, load_target_config
+from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.serve.control import Control
+from specactor_ray.serve.metrics import ServerMetrics
+from specactor_ray.serve.parameters import MOST_CHOICES, Wanted, wanted_of
+from specactor_ray.serve.refusal import CLIENT_GONE, FAILED, NOT_FOUND, Refusal, refusal_of
+from specactor_ray.serve.text import TokenTexts
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from specactor_ray.rollout.rollout import Rollout
+
+_T = TypeVar("_T")
+_SEEDS = 2**63
+"""Place of the prompt in the derivation of seeds of requests without one; no stream has as many prompts."""
+_LONG_TEXT = 4096
+"""Characters of a prompt from which on it is encoded in another thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a client may ask of a server."""
+
+    max_body_bytes: int = 16 << 20
+    max_requests: int = 2048
+    """HTTP requests at a time; more are answered with 429."""
+    max_connections: int = 4096
+    max_header_bytes: int = 32 << 10
+    drain_s: float = 10.0
+    """At the end, how long requests that run may go on."""
+
+
+class Service:
+    """Requests of HTTP clients on a rollout. All coroutines belong to one event loop.
+
+    Args:
+        rollout: Generates.
+        model: Name under which the model is served.
+        context: Most tokens of prompt and output.
+        vocabulary: Token ids of the model.
+        limits: Of requests.
+    """
+
+    def __init__(
+        self, rollout: Rollout, model: str, context: int, vocabulary: int, limits: Limits | None = None
+    ) -> None:
+        self.rollout, self.engine, self.model = rollout, rollout.engine, model
+        self.tokenizer = rollout.engine.tokenizer
+        self.limits = limits or Limits()
+        self.context, self.vocabulary = context, vocabulary
+        self.created = int(time.time())
+        """When the server started, in Unix seconds."""
+        self.token_texts = TokenTexts(self.tokenizer)
+        self.metrics = ServerMetrics(self)
+        self._numbers = itertools.count()
+        self._open: dict[Handle, str] = {}
+        """Choices that run → the name of their request."""
+        self.control = Control(self)
+
+    @classmethod
+    def of(cls, rollout: Rollout, model: str, limits: Limits | None = None) -> Service:
+        """On this rollout, with context and vocabulary of its target."""
+        vocabulary = load_target_config(rollout.config).get_text_config().vocab_size
+        return cls(rollout, model, context_tokens(rollout.config), vocabulary, limits)
+
+    # ---- what a request asks for ----
+
+    def wanted(self, given: Mapping[str, Any]) -> Wanted:
+        """How to sample, of the fields of a request; what they leave out is the configuration's, the seed one of the
+        run's sequence.
+
+        Raises:
+            Refusal: See `wanted_of`.
+        """
+        return wanted_of(given, self.engine.sampling, self._next_seed())
+
+    def require_model(self, name: str | None) -> None:
+        """Raises Refusal (404) for another model's name."""
+        if name is not None and name != self.model:
+            raise Refusal(f"the model {name[:200]!r} is not served here; {self.model!r} is", NOT_FOUND, "model")
+
+    async def encode(self, prompt: Prompt, chat: bool = False) -> tuple[int, ...]:
+        """Token ids of text, chat messages or token ids; with `chat` text is wrapped as a user message.
+
+        Raises:
+            Refusal: It cannot be encoded.
+        """
+
+        def work() -> tuple[int, ...]:
+            with self.engine.encoding:
+                return encode_prompt(self.tokenizer, prompt, chat)
+
+        try:
+            is_short = isinstance(prompt, str) and len(prompt) < _LONG_TEXT
+            return work() if is_short else await asyncio.to_thread(work)
+        except SpecActorError as error:
+            raise Refusal(str(error), param="prompt") from None
+
+    def seeds(self, seed: int, prompts: int, n: int) -> list[int]:
+        """Of each choice, prompt by prompt: of a single one the request's, else derived from it as `Rollout.generate`
+        derives those of its samples."""
+        if prompts * n == 1:
+            return [seed]
+        return [derive_seed(seed, prompt, sample) for prompt in range(prompts) for sample in range(n)]
+
+    # ---- requests ----
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        wanted: Wanted,
+        *,
+        name: str = "",
+        session: str | None = None,
+        priority: int = 0,
+    ) -> list[Handle]:
+        """Begin `wanted.n` choices of each prompt, prompt by prompt; `drop` them at the end, come what may.
+
+        Args:
+            prompts: Token ids.
+            wanted: How to sample.
+            name: Of the request, for `Control.abort`.
+            session, priority: As of `Engine.submit`.
+
+        Raises:
+            Refusal: They cannot run, or too many requests wait.
+        """
+        self.control.require_awake()
+        if len(prompts) * wanted.n > MOST_CHOICES:
+            raise Refusal(f"the request has {len(prompts) * wanted.n} choices; at most {MOST_CHOICES} are allowed")
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        seeds = self.seeds(wanted.sampling.seed, len(prompts), wanted.n)
+        each = [prompt for prompt in prompts for _ in range(wanted.n)]
+        handles: list[Handle] = []
+        try:
+            for prompt, seed in zip(each, seeds, strict=True):
+                sampling = wanted.sampling if seed == wanted.sampling.seed else replace(wanted.sampling, seed=seed)
+                handles.append(self.engine.submit(list(prompt), sampling, session=session, priority=priority))
+        except SpecActorError as error:
+            self.drop(handles)
+            raise refusal_of(error) from None
+        self._open.update(dict.fromkeys(handles, name))
+        self.metrics.began(prompts, wanted.n)
+        return handles
+
+    def drop(self, handles: Sequence[Handle]) -> None:
+        """End what has not ended of these."""
+        for handle in handles:
+            self._open.pop(handle, None)
+            if not handle.done():
+                self.engine.drop(handle)
+
+    def running(self, name: str | None = None) -> list[Handle]:
+        """The choices that run or wait, of the requests of this name or of all."""
+        return [handle for handle, own in self._open.items() if name in (None, own) and not handle.done()]
+
+    @property
+    def open_choices(self) -> int:
+        """Outputs that run or wait."""
+        return len(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Outputs that wait for a verifier."""
+        return self.rollout.dispatcher.waiting
+
+    async def outputs(self, handles: Sequence[Handle]) -> list[Trajectory]:
+        """The outputs of all choices.
+
+        Raises:
+            Refusal: One of them failed.
+        """
+        return [self.checked(await self.guarded(handle)) for handle in handles]
+
+    async def guarded(self, work: Awaitable[_T]) -> _T:
+        """The result; errors of this package become refusals."""
+        try:
+            return await work
+        except SpecActorError as error:
+            raise refusal_of(error) from None
+
+    def checked(self, output: Trajectory) -> Trajectory:
+        """An output that has ended, unless it failed.
+
+        Raises:
+            Refusal: Why it did.
+        """
+        self.metrics.ended(output)
+        if output.finish_reason == "error":
+            raise Refusal(output.error, FAILED if output.token_ids else 400)
+        return output
+
+    async def unless_gone(self, request: Request, work: Awaitable[_T]) -> _T:
+        """The result of `work`, which is cancelled when the client leaves.
+
+        Raises:
+            Refusal: The client has left; its answer reaches nobody.
+        """
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left(request))
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Refusal("the client has left", CLIENT_GONE)
+        finally:
+            leaving.cancel()
+            if not working.done():
+                working.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await working
+
+    def require_known(self, token_ids: Sequence[int], field: str = "prompt") -> None:
+        """Raises Refusal where an id is none of the model's."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocabulary:
+            raise Refusal(f"{field} has a token id that is not from 0 to {self.vocabulary - 1}", param=field)
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise Refusal("the prompt has no tokens", param="prompt")
+        if len(prompt) >= self.context:
+            problem = f"the prompt has {len(prompt)} tokens; prompt and output have at most {self.context} together"
+            raise Refusal(problem, param="prompt")
+        self.require_known(prompt)
+
+    def _next_seed(self) -> int:
+        return derive_seed(self.engine.sampling.seed, _SEEDS, next(self._numbers))
+
+
+async def left(request: Request) -> None:
+    """Returns when the client of a request whose body was read has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,279 @@
+"""The server over a run of the tiny model, with the clients that people use."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import hypothesis
+import openai
+import pytest
+import ray
+import schemathesis
+
+from specactor_ray import Rollout, SamplingParams
+from specactor_ray.config.load import from_mapping
+from specactor_ray.serve.run import listening_socket, server_of
+from specactor_ray.serve.service import Limits, Service
+from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_prompts, tiny_target
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+SETTINGS = {
+    "mode": "coupled",
+    "target": {"model": str(tiny_target()), "dtype": "float32", "max_batch": 8, "kv_cache_gb": 0.05},
+    "drafters": [{"method": "suffix"}],
+    "sampling": {"max_tokens": 48, "seed": 3},
+    "cluster": {"pin_cores": False},
+}
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def rollout() -> Iterator[Rollout]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    with Rollout(from_mapping(SETTINGS)) as rollout:
+        yield rollout
+    ray.shutdown()
+
+
+class Served:
+    """A server in a thread of this process."""
+
+    def __init__(self, rollout: Rollout, token: str | None = None, limits: Limits | None = None) -> None:
+        self.service = Service(rollout, "tiny", CONTEXT, VOCAB_SIZE, limits)
+        listener = listening_socket("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._server = server_of(self.service, token)
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20.0)
+        assert not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def serving(rollout: Rollout, **options: Any) -> Iterator[Served]:
+    served = Served(rollout, **options)
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+@pytest.fixture(scope="module")
+def server(rollout: Rollout) -> Iterator[Served]:
+    with serving(rollout) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+class TestOpenAI:
+    def test_samples_have_the_seeds_and_tokens_of_a_rollout(self, rollout: Rollout, client: openai.OpenAI) -> None:
+        prompts, sampling = tiny_prompts(2), SamplingParams(max_tokens=48, seed=11)
+        expected = rollout.generate(prompts, sampling, n=3)
+        ids = [list(expected[3 * at].prompt_token_ids) for at in range(2)]
+        answer = client.completions.create(
+            model="tiny", prompt=ids, n=3, max_tokens=48, seed=11, extra_body={"return_token_ids": True}
+        )
+        for choice, output in zip(answer.choices, expected, strict=True):
+            assert tuple(choice.token_ids) == output.token_ids and choice.text == output.text
+            assert choice.seed == output.sampling.seed and choice.finish_reason == output.finish_reason
+        one = client.completions.create(model="tiny", prompt=ids[1], max_tokens=48, seed=expected[4].sampling.seed)
+        assert one.choices[0].text == expected[4].text, "a choice can be asked for again by its seed"
+        assert answer.usage and answer.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+
+    def test_text_texts_and_ids_are_one_prompt(self, rollout: Rollout, client: openai.OpenAI) -> None:
+        text = "<|user|>Say 3 times: the red fox sings.<|assistant|>"
+        ids = rollout.engine.tokenizer(text)["input_ids"]
+        (expected,) = rollout.generate([ids], SamplingParams(max_tokens=32, temperature=0.0), n=1)
+        for prompt in (text, [text], ids, [ids]):
+            answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=32, temperature=0)
+            assert answer.choices[0].text == expected.text
+            assert answer.choices[0].finish_reason == expected.finish_reason
+
+    def test_a_request_without_a_seed_gets_one_and_it_gives_the_same_again(self, client: openai.OpenAI) -> None:
+        def ask(**options: Any) -> Any:
+            messages: Any = [{"role": "user", "content": "Tell me about the red fox."}]
+            return client.chat.completions.create(model="tiny", messages=messages, **options).choices[0]
+
+        first, second = ask(), ask()
+        assert first.seed != second.seed
+        assert ask(seed=first.seed).message.content == first.message.content
+
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_a_stream_is_the_whole_output(self, client: openai.OpenAI, n: int) -> None:
+        options: Any = {"model": "tiny", "messages": [{"role": "user", "content": tiny_prompts(5)[4]}], "n": n}
+        options |= {"seed": 9, "logprobs": True, "max_tokens": 60}
+        whole = client.chat.completions.create(**options)
+        texts, logprobs = dict[int, str](), dict[int, list[float]]()
+        finished, usage = dict[int, str](), None
+        for event in client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+            usage = event.usage or usage
+            for choice in event.choices:
+                texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+                if choice.logprobs:
+                    mine = logprobs.setdefault(choice.index, [])
+                    mine += [one.logprob for one in choice.logprobs.content]
+                finished[choice.index] = choice.finish_reason
+        for choice in whole.choices:
+            assert texts[choice.index] == choice.message.content
+            assert logprobs[choice.index] == pytest.approx([one.logprob for one in choice.logprobs.content], abs=1e-4)
+            assert finished[choice.index] == choice.finish_reason
+        assert usage == whole.usage
+
+    def test_models_and_tokens(self, server: Served, client: openai.OpenAI) -> None:
+        assert [one.id for one in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+        tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "red fox"}).json()["tokens"]
+        assert httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json() == {"prompt": "red fox"}
+
+    def test_metrics_count_tokens_and_drafts(self, server: Served) -> None:
+        text = httpx.get(f"{server.url}/metrics").text
+        figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert float(figures["specactor_output_tokens_total"]) > 0
+        assert float(figures["specactor_rollout_committed_tokens_total"]) > 0
+        assert float(figures["specactor_time_to_first_token_seconds_count"]) > 0
+        assert any(name.startswith("specactor_drafter_tried_tokens_total") for name in figures)
+
+
+class TestTRL:
+    @pytest.fixture(scope="class")
+    def vllm_client(self, server: Served) -> Any:
+        pytest.importorskip("vllm")
+        from trl.generation.vllm_client import VLLMClient
+
+        return VLLMClient(base_url=server.url)
+
+    def test_generate(self, rollout: Rollout, vllm_client: Any) -> None:
+        sampling = SamplingParams(max_tokens=32, seed=5)
+        expected = rollout.generate(tiny_prompts(2), sampling, n=2)
+        prompts = [list(expected[2 * at].prompt_token_ids) for at in range(2)]
+        done = vllm_client.generate(prompts, n=2, max_tokens=32, generation_kwargs={"seed": 5})
+        assert done["prompt_ids"] == prompts
+        assert done["completion_ids"] == [list(one.token_ids) for one in expected]
+        assert [[value for (value,) in one] for one in done["logprobs"]] == [
+            pytest.approx(one.logprobs, abs=1e-4) for one in expected
+        ]
+        assert [[token for (token,) in one] for one in done["logprob_token_ids"]] == done["completion_ids"]
+
+    def test_chat(self, rollout: Rollout, vllm_client: Any) -> None:
+        text = tiny_prompts(1)[0]
+        expected = rollout.generate([text], SamplingParams(max_tokens=32, seed=5), n=2)
+        done = vllm_client.chat(
+            [[{"role": "user", "content": text}]], n=2, max_tokens=32, generation_kwargs={"seed": 5}
+        )
+        assert done["completion_ids"] == [list(one.token_ids) for one in expected]
+        assert done["prompt_ids"] == [list(expected[0].prompt_token_ids)]
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_the_requests_of_a_client_that_leaves_end(self, rollout: Rollout, server: Served, stream: bool) -> None:
+        body = json.dumps({"prompt": [1, 2, 3], "n": 4, "stream": stream, **LONG}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+            wait_until(lambda: server.service.open_choices == 4)
+        wait_until(lambda: not server.service.open_choices and not rollout.engine.is_busy)
+
+
+class TestLoad:
+    def test_many_streams_at_once(self, server: Served) -> None:
+        async def stream(http: httpx.AsyncClient, seed: int) -> str:
+            body = {"prompt": [1, 2, 3], "max_tokens": 12, "seed": seed % 8, "stream": True, "ignore_eos": True}
+            text = ""
+            async with http.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        text += json.loads(line[6:])["choices"][0]["text"]
+            return text
+
+        async def all_at_once() -> list[str]:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(limits=limits, timeout=120.0) as http:
+                return await asyncio.gather(*(stream(http, seed) for seed in range(256)))
+
+        texts = asyncio.run(all_at_once())
+        assert all(text == texts[seed % 8] for seed, text in enumerate(texts)) and len(set(texts)) == 8
+
+    def test_too_many_are_refused_and_come_in_later(self, rollout: Rollout, server: Served) -> None:
+        engine, before = rollout.engine, rollout.engine.max_waiting
+        engine.max_waiting = 0
+        try:
+            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [1, 2, 3], "n": 4})
+        finally:
+            engine.max_waiting = before
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1, 2, 3]}).status_code == 200
+        assert not server.service.open_choices
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_request_of_the_schema_is_a_defect(server: Served) -> None:
+    """Bodies that fit the OpenAPI schema, and some that do not."""
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    statuses = Counter[int]()
+    for operation in (one.ok() for one in schema.get_all_operations()):
+
+        @hypothesis.settings(max_examples=20, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+        @hypothesis.given(case=operation.as_strategy())
+        def send(case: Any) -> None:
+            if isinstance(case.body, dict):
+                case.body = {**case.body, "model": "tiny", "max_tokens": 4}
+            answer = case.call(base_url=server.url, timeout=60.0)
+            statuses[answer.status_code] += 1
+            assert answer.status_code < 500, answer.text
+
+        send()
+    assert statuses[200] > 50 and statuses[400] > 20
+
+
+class TestCommand:
+    def test_sigterm_ends_the_run(self, rollout: Rollout, tmp_path: Path) -> None:
+        settings = {**SETTINGS, "cluster": {"pin_cores": False, "address": rollout.address}}
+        config = tmp_path / "serve.json"
+        config.write_text(json.dumps(settings))
+        key = "a-key-of-this-test"
+        environment = {**os.environ, "SPECACTOR_API_KEY": key}
+        command = [sys.executable, "-m", "specactor_ray", "serve", "--config", str(config), "--port", "0"]
+        with subprocess.Popen(
+            [*command, "--model-name", "tiny"], env=environment, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stderr is not None
+            url = next(line for line in process.stderr if line.startswith("serving")).split()[3].rstrip(";")
+            assert httpx.get(f"{url}/v1/models").status_code == 401
+            headers = {"Authorization": f"Bearer {key}"}
+            assert httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"] == "tiny"
+            body = {"prompt": [1, 2, 3], "max_tokens": 8}
+            assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60.0).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            said = process.stderr.read()
+            assert process.wait(60) == 0, said
+
+
+def wait_until(holds: Any) -> None:
+    for _ in range(1200):
+        if holds():
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("it did not come to be")

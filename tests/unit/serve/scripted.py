@@ -1,0 +1,112 @@
+"""An engine that gives out scripted tokens, in parts whose sizes a test sets, and a service on it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from specactor_ray.clock import SYSTEM
+from specactor_ray.config.schema import Config
+from specactor_ray.errors import OverloadedError, SpecActorError
+from specactor_ray.messages import SamplingParams
+from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.rollout.handle import Generates, Handle
+from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.serve.app import make_app
+from specactor_ray.serve.service import Limits, Service
+from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_target
+
+Script = Callable[[tuple[int, ...], SamplingParams], Sequence[int]]
+
+
+def counting(prompt: tuple[int, ...], sampling: SamplingParams) -> Sequence[int]:
+    """A hundred tokens that depend on the seed."""
+    return [10 + (sampling.seed + at) % 300 for at in range(100)]
+
+
+class ScriptedEngine(Generates):
+    """Attributes:
+    submitted: Prompt, sampling and options of each request.
+    part: Tokens that come together.
+    held: While this is set, nothing comes.
+    """
+
+    def __init__(self, script: Script = counting, part: int = 3, max_waiting: int = 10**6) -> None:
+        self.clock, self.tokenizer = SYSTEM, load_tokenizer(str(tiny_target()))
+        self.encoding, self.sampling, self.chat = threading.Condition(), SamplingParams(max_tokens=16, seed=5), True
+        self.script, self.part, self.max_waiting, self.held = script, part, max_waiting, False
+        self.submitted: list[tuple[tuple[int, ...], SamplingParams, dict[str, Any]]] = []
+        self.running: set[Handle] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.failure: SpecActorError | None = None
+        self.error = ""
+
+    def submit(self, prompt: Any, sampling: SamplingParams | None = None, **options: Any) -> Handle:
+        assert sampling is not None
+        if len(self.running) >= self.max_waiting:
+            raise OverloadedError("too many requests wait already")
+        self.submitted.append((tuple(prompt), sampling, options))
+        handle = Handle(self, f"request-{len(self.submitted)}")
+        self.running.add(handle)
+        task = asyncio.get_running_loop().create_task(self._run(handle, tuple(prompt), sampling))
+        self.tasks.add(task)
+        return handle
+
+    def handle(self, request_id: str) -> Handle:
+        raise NotImplementedError
+
+    def drop(self, handle: Handle) -> None:
+        self.running.discard(handle)
+
+    def watch(self, handle: Handle) -> None:
+        pass
+
+    def trajectory(self, handle: Handle, ended: Trajectory) -> Trajectory:
+        return ended
+
+    async def _run(self, handle: Handle, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
+        tokens, at, stop = list(self.script(prompt, sampling))[: sampling.max_tokens], 0, None
+        for end in range(len(tokens) if sampling.stop else 0):
+            decoded = self.tokenizer.decode(tokens[: end + 1])
+            if stop := next((one for one in sampling.stop if one in decoded), None):
+                tokens = tokens[: end + 1]
+                break
+        while handle in self.running and at < len(tokens):
+            await asyncio.sleep(0)
+            if not self.held:
+                handle.push([(token, -0.5) for token in tokens[at : at + self.part]])
+                at = min(at + self.part, len(tokens))
+        reason = "abort" if handle not in self.running else "stop" if stop else "length"
+        self.running.discard(handle)
+        text = self.tokenizer.decode(tokens[:at], skip_special_tokens=True)
+        text = text.partition(stop)[0] if stop else text
+        ids, logprobs = tuple(tokens[:at]), (-0.5,) * at
+        output = Trajectory("", 0, 0, prompt, ids, logprobs, text, reason, sampling, stop_reason=stop)
+        if self.error:
+            output = Trajectory("", 0, 0, prompt, (), (), "", "error", sampling, error=self.error)
+        handle.end(self.failure or output)
+
+
+def make_service(engine: ScriptedEngine, limits: Limits | None = None) -> Service:
+    rollout: Any = SimpleNamespace(
+        engine=engine,
+        config=Config(),
+        weight_version=0,
+        dispatcher=SimpleNamespace(waiting=0),
+        metrics=RolloutMetrics,
+        drafters=lambda: [{"id": "d", "method": "ngram", "tried": 3, "right": 2, "alarm": False}],
+    )
+    return Service(rollout, "tiny", CONTEXT, VOCAB_SIZE, limits)
+
+
+def client_of(service: Service, token: str | None = None, **options: Any) -> httpx.AsyncClient:
+    """A client of the whole application, without a network."""
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(make_app(service, token)), base_url="http://localhost", **options
+    )

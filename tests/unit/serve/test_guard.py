@@ -1,0 +1,123 @@
+"""What stands before the endpoints: tokens, hosts, sizes, numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specactor_ray.errors import InputError
+from specactor_ray.serve.guard import is_loopback
+from specactor_ray.serve.key import read_key
+from specactor_ray.serve.service import Limits
+from tests.unit.serve.scripted import ScriptedEngine, client_of, make_service
+
+TOKEN = "a-token-of-some-length"
+
+
+def get(path: str, token: str | None = None, **options: Any) -> httpx.Response:
+    async def work() -> httpx.Response:
+        async with client_of(make_service(ScriptedEngine()), token) as client:
+            return await client.get(path, **options)
+
+    return asyncio.run(work())
+
+
+class TestToken:
+    @pytest.mark.parametrize(
+        ("header", "status"),
+        [
+            (f"Bearer {TOKEN}", 200),
+            (f"bearer {TOKEN}", 200),
+            ("Bearer wrong", 401),
+            (TOKEN, 401),
+            ("Bearer ", 401),
+            (None, 401),
+        ],
+    )
+    def test_is_asked_for(self, header: str | None, status: int) -> None:
+        answer = get("/v1/models", TOKEN, headers={"Authorization": header} if header else {})
+        assert answer.status_code == status
+        if status == 401:
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["type"] == "authentication_error"
+
+    @pytest.mark.parametrize("path", ["/metrics", "/openapi.json", "/nowhere", "/tokenize"])
+    def test_is_asked_for_by_everything_but_probes(self, path: str) -> None:
+        assert get(path, TOKEN).status_code == 401
+        assert get("/health", TOKEN).status_code == 200
+
+    def test_without_one_only_names_of_this_machine_are_served(self) -> None:
+        for host in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:80", "127.5.5.5"):
+            assert get("/v1/models", headers={"Host": host}).status_code == 200
+        for host in ("evil.example", "10.0.0.1:8000", "localhost.evil.example", "0.0.0.0", ""):
+            assert get("/v1/models", headers={"Host": host}).status_code == 403
+        assert get("/v1/models", TOKEN, headers={"Host": "a.example", "Authorization": f"Bearer {TOKEN}"}).is_success
+
+
+class TestKey:
+    def test_only_loopback_needs_none(self) -> None:
+        assert read_key("127.0.0.1", {}) is None and read_key("localhost", {}) is None and read_key("::1", {}) is None
+        for host in ("0.0.0.0", "::", "10.0.0.1", "a.example", ""):
+            with pytest.raises(InputError, match="SPECACTOR_API_KEY"):
+                read_key(host, {})
+        assert is_loopback("[::1]") and not is_loopback("1.2.3.4")
+
+    def test_leaves_the_environment(self) -> None:
+        environment = {"SPECACTOR_API_KEY": TOKEN}
+        assert read_key("0.0.0.0", environment) == TOKEN and not environment
+
+    def test_is_read_from_a_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "key"
+        path.write_text(f"{TOKEN}\n")
+        assert read_key("0.0.0.0", {"SPECACTOR_API_KEY_PATH": str(path)}) == TOKEN
+
+    @pytest.mark.parametrize("content", ["", "short", "with a space in the middle", "ünïcödé-ünïcödé-ünïcödé", None])
+    def test_one_that_cannot_be_used_is_refused(self, content: str | None, tmp_path: Path) -> None:
+        path = tmp_path / "key"
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(InputError, match="SPECACTOR_API_KEY"):
+            read_key("127.0.0.1", {"SPECACTOR_API_KEY_PATH": str(path)})
+
+
+class TestLimits:
+    def test_a_large_body_is_refused_with_and_without_its_length(self) -> None:
+        body = json.dumps({"prompt": "a" * 2000}).encode()
+
+        async def in_pieces() -> AsyncIterator[bytes]:
+            for at in range(0, len(body), 100):
+                yield body[at : at + 100]
+
+        async def work() -> list[httpx.Response]:
+            service = make_service(ScriptedEngine(), Limits(max_body_bytes=1000))
+            headers = {"Content-Type": "application/json"}
+            async with client_of(service) as client:
+                one = await client.post("/v1/completions", content=body, headers=headers)
+                return [one, await client.post("/v1/completions", content=in_pieces(), headers=headers)]
+
+        for answer in asyncio.run(work()):
+            assert answer.status_code == 413 and "at most 1000 bytes" in answer.json()["error"]["message"]
+
+    def test_too_many_requests_are_refused(self) -> None:
+        async def work() -> list[int]:
+            engine = ScriptedEngine()
+            engine.held = True
+            service = make_service(engine, Limits(max_requests=2))
+            async with client_of(service) as client:
+                post = partial(client.post, "/v1/completions", json={"prompt": "a"})
+                waiting = [asyncio.ensure_future(post()) for _ in range(2)]
+                while len(engine.running) < 2:
+                    await asyncio.sleep(0)
+                refused = await post()
+                assert refused.headers["retry-after"] == "1"
+                engine.held = False
+                return [refused.status_code, *[(await one).status_code for one in waiting]]
+
+        assert asyncio.run(work()) == [429, 200, 200]

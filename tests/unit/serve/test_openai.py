@@ -1,0 +1,315 @@
+"""OpenAI's endpoints on a scripted engine: forms, errors, streams, tool calls, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from specactor_ray.errors import ActorLostError
+from specactor_ray.serve.app import make_app
+from specactor_ray.serve.service import Service
+from tests.unit.serve.scripted import ScriptedEngine, client_of, make_service
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Count."}]
+JSON = {"Content-Type": "application/json"}
+
+
+def on(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    async def body() -> Any:
+        async with client_of(service) as client:
+            return await work(client)
+
+    return asyncio.run(body())
+
+
+def post(path: str, body: Any, engine: ScriptedEngine | None = None) -> httpx.Response:
+    return on(make_service(engine or ScriptedEngine()), lambda client: client.post(path, json=body))
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Those of a stream, without its last line."""
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]" and answer.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def saying(text: str, part: int = 3) -> ScriptedEngine:
+    """An engine whose outputs are this text."""
+    engine = ScriptedEngine(part=part)
+    tokens = engine.tokenizer(text)["input_ids"]
+    engine.script = lambda _prompt, _sampling: tokens
+    return engine
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("body", "param"),
+        [
+            (b"", None),
+            (b"{", None),
+            (b"[]", None),
+            (b"null", None),
+            (b'"prompt"', None),
+            (b"[" * 100_000, None),
+            (b'{"prompt": "\xff"}', None),
+            (b"{}", "prompt"),
+            (b'{"prompt": null}', "prompt"),
+            (b'{"prompt": ""}', "prompt"),
+            (b'{"prompt": []}', "prompt"),
+            (b'{"prompt": [[]]}', "prompt"),
+            (b'{"prompt": [1, "a"]}', "prompt"),
+            (b'{"prompt": [true]}', "prompt"),
+            (b'{"prompt": [-1]}', "prompt"),
+            (b'{"prompt": [512]}', "prompt"),
+            (b'{"prompt": [1e3]}', "prompt"),
+            (b'{"prompt": [99999999999999999999999]}', "prompt"),
+            (b'{"prompt": "\\ud800"}', "prompt"),
+            (b'{"prompt": "a", "max_tokens": "many"}', "max_tokens"),
+            (b'{"prompt": "a", "stream": 7}', "stream"),
+            (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
+            (b'{"prompt": "a", "priority": 1e30}', "priority"),
+            (b'{"prompt": "a", "\\ud800": 1}', None),
+            (b'{"prompt": "a", "request_id": "\\ud800"}', "request_id"),
+            (b'{"prompt": "a", "min_p": 0.2}', "min_p"),
+            (b'{"prompt": "a", "echo": true}', "echo"),
+            (b'{"prompt": "a", "n": 1024, "top_k": 99999999999}', "top_k"),
+        ],
+    )
+    def test_bad_bodies_are_refused_in_openais_form(self, body: bytes, param: str | None) -> None:
+        answer = on(make_service(ScriptedEngine()), lambda client: client.post(COMPLETIONS, content=body, headers=JSON))
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error" and error["message"] and error["code"] == 400
+        assert param is None or error["param"] == param
+
+    @pytest.mark.parametrize(
+        "messages",
+        [
+            [],
+            [1],
+            [{}],
+            [{"role": "user"}],
+            [{"role": 1, "content": "a"}],
+            [{"role": "user", "content": [{"type": "x"}]}],
+        ],
+    )
+    def test_bad_messages_are_refused(self, messages: Any) -> None:
+        answer = post(CHAT, {"messages": messages})
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("messages")
+
+    def test_a_long_prompt_and_another_model_are_refused(self) -> None:
+        assert "at most 512" in post(COMPLETIONS, {"prompt": [1] * 600}).json()["error"]["message"]
+        answer = post(COMPLETIONS, {"prompt": "a", "model": "other"})
+        assert answer.status_code == 404 and answer.json()["error"]["param"] == "model"
+
+    def test_other_paths_and_methods(self) -> None:
+        async def work(client: httpx.AsyncClient) -> None:
+            assert (await client.get("/nowhere")).json()["error"]["code"] == 404
+            answer = await client.get(COMPLETIONS)
+            assert answer.status_code == 405 and answer.headers["allow"] == "POST" and "error" in answer.json()
+            answer = await client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+            assert answer.status_code == 400, "no web page sends JSON to another origin unasked"
+
+        on(make_service(ScriptedEngine()), work)
+
+    def test_a_run_that_is_lost_is_unavailable(self) -> None:
+        engine = ScriptedEngine()
+        engine.failure = ActorLostError("all verifiers are gone")
+        answer = post(COMPLETIONS, {"prompt": "a"}, engine)
+        assert answer.status_code == 503 and "gone" in answer.json()["error"]["message"]
+        (event,) = events(post(COMPLETIONS, {"prompt": "a", "stream": True}, engine))[-1:]
+        assert event["error"]["code"] == 503
+
+    def test_a_request_that_fails_is_refused(self) -> None:
+        engine = ScriptedEngine()
+        engine.error = "the prompt cannot run"
+        answer = post(COMPLETIONS, {"prompt": "a", "n": 3}, engine)
+        assert answer.status_code == 400 and "cannot run" in answer.json()["error"]["message"]
+        assert not engine.running
+
+    def test_overload_is_refused_as_a_whole(self) -> None:
+        engine = ScriptedEngine(max_waiting=2)
+        engine.held = True
+        answer = post(COMPLETIONS, {"prompt": "a", "n": 3}, engine)
+        assert answer.status_code == 429 and not engine.running
+
+    def test_a_defect_is_an_error_without_its_text(self) -> None:
+        service = make_service(ScriptedEngine())
+        service.require_model = lambda name: 1 // 0  # type: ignore[method-assign]
+
+        async def work() -> httpx.Response:
+            transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.post(COMPLETIONS, json={"prompt": "a"})
+
+        answer = asyncio.run(work())
+        assert answer.status_code == 500 and "division" not in answer.text and answer.json()["error"]["code"] == 500
+
+
+class TestAnswers:
+    def test_logprobs_and_ids(self) -> None:
+        body = {"prompt": [5, 6], "max_tokens": 2, "logprobs": 0, "seed": 1, "return_token_ids": True}
+        choice = post(COMPLETIONS, body).json()["choices"][0]
+        assert choice["token_ids"] == [11, 12] and choice["prompt_token_ids"] == [5, 6]
+        names = choice["logprobs"]["tokens"]
+        assert "".join(names) == choice["text"] and choice["logprobs"]["token_logprobs"] == [-0.5, -0.5]
+        assert choice["logprobs"]["top_logprobs"] == [{name: -0.5} for name in names]
+        named = post(COMPLETIONS, {**body, "return_tokens_as_token_ids": True}).json()["choices"][0]["logprobs"]
+        assert named["tokens"] == ["token_id:11", "token_id:12"]
+        assert post(COMPLETIONS, {"prompt": [5, 6]}).json()["choices"][0]["logprobs"] is None
+
+    def test_sampling_session_and_priority_reach_the_engine(self) -> None:
+        engine = ScriptedEngine()
+        body = {"prompt": [5], "temperature": 0.5, "top_k": 7, "max_tokens": 3, "session": "s", "priority": -2}
+        post(COMPLETIONS, body, engine)
+        _, sampling, options = engine.submitted[0]
+        assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.5, 7, 3)
+        assert options["session"] == "s" and options["priority"] == -2
+
+    def test_a_chat_without_max_tokens_has_the_context(self) -> None:
+        engine = ScriptedEngine()
+        post(CHAT, {"messages": MESSAGES}, engine)
+        prompt, sampling, _ = engine.submitted[0]
+        assert sampling.max_tokens == 512 - len(prompt)
+        post(CHAT, {"messages": MESSAGES, "max_completion_tokens": 4}, engine)
+        assert engine.submitted[1][1].max_tokens == 4
+
+    @pytest.mark.parametrize("part", [1, 2, 3, 50])
+    def test_a_stream_of_characters_of_several_bytes(self, part: int) -> None:
+        text = "näïve 🦊 狐狸."
+        body = {"messages": MESSAGES, "stream": True, "logprobs": True, "return_token_ids": True, "max_tokens": 100}
+        got = events(post(CHAT, body, saying(text, part)))
+        choices = [event["choices"][0] for event in got]
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        pieces = [choice["delta"].get("content", "") for choice in choices]
+        assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+        tokens = [token for choice in choices[1:] for token in choice["token_ids"]]
+        assert tokens == saying(text).tokenizer(text)["input_ids"]
+        utf8 = [byte for choice in choices[1:] for one in choice["logprobs"]["content"] for byte in one["bytes"]]
+        assert bytes(utf8).decode() == text
+        assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1]["finish_reason"] == "length"
+
+    @pytest.mark.parametrize("part", [1, 4, 50])
+    @pytest.mark.parametrize("text", ["one, two, three", "one, tw"])
+    def test_a_stop_text_is_never_sent(self, text: str, part: int) -> None:
+        body = {"messages": MESSAGES, "stop": [", two", "zzz"], "max_tokens": 100}
+        whole = post(CHAT, body, saying(text, part)).json()["choices"][0]
+        choices = [event["choices"][0] for event in events(post(CHAT, {**body, "stream": True}, saying(text, part)))]
+        sent = "".join(choice["delta"].get("content", "") for choice in choices)
+        assert sent == whole["message"]["content"] == text.partition(", two")[0]
+        ended = ("stop", ", two") if ", two" in text else ("length", None)
+        for choice in (whole, choices[-1]):
+            assert (choice["finish_reason"], choice["stop_reason"]) == ended
+
+    def test_parts_of_several_choices_are_told_apart(self) -> None:
+        body = {"prompt": ["a", "b"], "n": 2, "stream": True, "seed": 4, "max_tokens": 10}
+        whole = post(COMPLETIONS, {**body, "stream": False}).json()
+        texts = ["", "", "", ""]
+        for event in events(post(COMPLETIONS, {**body, "stream_options": {"include_usage": True}})):
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == [choice["text"] for choice in whole["choices"]] and event["usage"] == whole["usage"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+class TestToolCalls:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("before", ["", "Sure: "])
+    def test_calls_are_read(self, stream: bool, before: str) -> None:
+        body = {"messages": MESSAGES, "tools": TOOLS, "stream": stream, "max_tokens": 300}
+        answer = post(CHAT, body, saying(f"{before}{CALL}\n{CALL}"))
+        if stream:
+            deltas = [event["choices"][0]["delta"] for event in events(answer)]
+            content = "".join(delta.get("content", "") for delta in deltas)
+            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            assert [call["index"] for call in calls] == [0, 1]
+        else:
+            message = answer.json()["choices"][0]["message"]
+            content, calls = message["content"] or "", message["tool_calls"]
+        assert content.strip() == before.strip()
+        assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"a": 1}] * 2
+        assert all(call["function"]["name"] == "add" and call["type"] == "function" for call in calls)
+
+    @pytest.mark.parametrize("text", ["<tool_call> no JSON", "<tool_call>[1]</tool_call>", "plain < text"])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_what_is_no_call_is_text(self, text: str, stream: bool) -> None:
+        answer = post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "stream": stream, "max_tokens": 300}, saying(text))
+        if stream:
+            found = "".join(event["choices"][0]["delta"].get("content", "") for event in events(answer))
+        else:
+            found = answer.json()["choices"][0]["message"]["content"]
+        assert found == text
+
+    def test_without_tools_or_with_none_calls_are_text(self) -> None:
+        for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            answer = post(CHAT, {"messages": MESSAGES, "max_tokens": 300, **more}, saying(CALL))
+            assert answer.json()["choices"][0]["message"]["content"] == CALL
+        assert post(CHAT, {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}).status_code == 400
+
+    def test_answers_of_tools_go_into_the_prompt(self) -> None:
+        called = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        messages = [
+            *MESSAGES,
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+        ]
+        assert post(CHAT, {"messages": messages, "tools": TOOLS}).status_code == 200
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_what_a_client_leaves_behind_ends(self, stream: bool) -> None:
+        engine = ScriptedEngine()
+        engine.held = True
+        service = make_service(engine)
+        body = json.dumps({"prompt": "a", "n": 3, "stream": stream}).encode()
+        sent: list[Any] = []
+
+        async def work() -> None:
+            gone = asyncio.Event()
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> Any:
+                if messages:
+                    return messages.pop()
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers, "query_string": b""}
+            serving = asyncio.ensure_future(make_app(service)(scope, receive, send))
+            while len(engine.running) < 3:
+                await asyncio.sleep(0)
+            assert service.open_choices == 3
+            gone.set()
+            await serving
+
+        asyncio.run(work())
+        assert not engine.running and not service.open_choices
+
+    def test_an_aborted_request_gives_what_there_is(self) -> None:
+        engine = ScriptedEngine()
+        engine.held = True
+        service = make_service(engine)
+
+        async def work(client: httpx.AsyncClient) -> httpx.Response:
+            waiting = asyncio.ensure_future(client.post(COMPLETIONS, json={"prompt": "a", "request_id": "mine"}))
+            while not engine.running:
+                await asyncio.sleep(0)
+            assert await service.control.abort("other") == 0 and await service.control.abort("mine") == 1
+            return await waiting
+
+        assert on(service, work).json()["choices"][0]["finish_reason"] == "abort"

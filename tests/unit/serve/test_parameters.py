@@ -1,0 +1,84 @@
+"""Fields of requests: translated, refused by name, or ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specactor_ray.messages import SamplingParams
+from specactor_ray.serve.parameters import wanted_of
+from specactor_ray.serve.refusal import Refusal
+
+DEFAULT = SamplingParams(temperature=0.7, max_tokens=16, seed=1)
+
+
+def test_what_is_not_given_is_the_configurations_and_the_seed_the_runs() -> None:
+    wanted = wanted_of({"temperature": None, "model": "x", "user": "me"}, DEFAULT, 9)
+    assert wanted.sampling == SamplingParams(temperature=0.7, max_tokens=16, seed=9)
+    assert (wanted.n, wanted.logprobs) == (1, None)
+
+
+def test_fields_are_translated() -> None:
+    given = {"temperature": 0, "top_k": -1, "top_p": 0.5, "max_tokens": 3, "seed": 2**64 - 1, "stop_token_ids": [4]}
+    wanted = wanted_of({**given, "n": 2, "stop": "end", "logprobs": 0}, DEFAULT, 9)
+    assert wanted.sampling == SamplingParams(0.0, 0, 0.5, 3, 2**64 - 1, (4,), stop=("end",))
+    assert (wanted.n, wanted.logprobs) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"min_p": 0.1},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {"3": 5}},
+        {"best_of": 2},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"guided_json": {}},
+        {"bad_words": ["a"]},
+        {"min_tokens": 3},
+        {"use_beam_search": True},
+        {"prompt_logprobs": 1},
+        {"skip_special_tokens": False},
+        {"echo": True},
+        {"chat_template": "{{ messages }}"},
+        {"temprature": 1.0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": "hot"},
+        {"top_p": 0.0},
+        {"top_k": -2},
+        {"max_tokens": 0},
+        {"n": 0},
+        {"n": True},
+        {"n": 10**6},
+        {"seed": 2**64},
+        {"logprobs": 21},
+        {"stop": [""]},
+        {"stop": ["a"] * 100},
+        {"stop": {}},
+        {"stop_token_ids": ["a"]},
+        {"\ud800": 1},
+    ],
+    ids=lambda given: ascii(given)[:40],
+)
+def test_what_cannot_be_is_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(Refusal) as caught:
+        wanted_of(given, DEFAULT, 9)
+    (name,) = given
+    assert caught.value.status == 400 and caught.value.param == name
+    assert name == "\ud800" or name in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "best_of": 2, "n": 2},
+        {"response_format": {"type": "text"}, "min_tokens": 0, "bad_words": [], "skip_special_tokens": True},
+        {"metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "stream_options": None},
+    ],
+)
+def test_what_asks_for_nothing_passes(given: dict[str, Any]) -> None:
+    assert wanted_of(given, DEFAULT, 9).sampling == wanted_of({}, DEFAULT, 9).sampling

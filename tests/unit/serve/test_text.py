@@ -1,0 +1,74 @@
+"""Text of outputs that grow: every character once, when it is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.serve.text import Detokenizer, TokenTexts
+from tests.tiny import tiny_target
+
+TEXT = "näïve 🦊 fox — 狐狸 \u200d 🏳️‍🌈 e\u0301 end"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(str(tiny_target()))
+
+
+def in_parts(detokenizer: Detokenizer, tokens: list[int], sizes: list[int]) -> list[str]:
+    """What each part gives out; the last takes what is left."""
+    parts, at = [], 0
+    for size in [*sizes, len(tokens)]:
+        parts.append(detokenizer.add(tokens[at : at + size]))
+        at += size
+    return parts
+
+
+SIZES = st.lists(st.integers(0, 5), max_size=40)
+
+
+class TestDetokenizer:
+    def test_a_character_comes_with_its_last_byte(self, tokenizer: Any) -> None:
+        tokens = tokenizer("a🦊b")["input_ids"]
+        assert len(tokens) == 6, "a byte a token"
+        assert in_parts(Detokenizer(tokenizer), tokens, [1] * 6)[:6] == ["a", "", "", "", "🦊", "b"]
+
+    @given(text=st.text(st.sampled_from(TEXT), max_size=30), sizes=SIZES)
+    def test_parts_are_the_text(self, tokenizer: Any, text: str, sizes: list[int]) -> None:
+        tokens = tokenizer(text)["input_ids"] if text else []
+        detokenizer = Detokenizer(tokenizer)
+        parts = in_parts(detokenizer, tokens, sizes)
+        assert "\ufffd" not in "".join(parts) and text.startswith("".join(parts))
+        assert "".join(parts) + detokenizer.rest(text) == text
+
+    @given(tokens=st.lists(st.integers(0, 400), max_size=40), sizes=SIZES)
+    def test_any_tokens_give_what_they_decode_to(self, tokenizer: Any, tokens: list[int], sizes: list[int]) -> None:
+        whole = tokenizer.decode(tokens, skip_special_tokens=True)
+        detokenizer = Detokenizer(tokenizer)
+        parts = in_parts(detokenizer, tokens, sizes)
+        assert "".join(parts) + detokenizer.rest(whole) == whole
+
+    @given(text=st.text(st.sampled_from("ab "), max_size=30), sizes=SIZES, hold=st.text("ab", min_size=1, max_size=4))
+    def test_nothing_that_may_be_a_stop_text_is_given_out(
+        self, tokenizer: Any, text: str, sizes: list[int], hold: str
+    ) -> None:
+        tokens = tokenizer(text)["input_ids"] if text else []
+        detokenizer = Detokenizer(tokenizer, (hold,))
+        given_out = "".join(in_parts(detokenizer, tokens, sizes))
+        before = text.partition(hold)[0]
+        assert before.startswith(given_out), "what is cut off was not given out"
+        assert given_out + detokenizer.rest(before) == before
+        if hold not in text:
+            assert len(before) - len(given_out) < len(hold)
+
+
+class TestTokenTexts:
+    def test_text_and_bytes(self, tokenizer: Any) -> None:
+        texts, tokens = TokenTexts(tokenizer), tokenizer(TEXT)["input_ids"]
+        assert bytes(byte for token in tokens for byte in texts[token].utf8).decode() == TEXT
+        assert texts[1].text == "<|eos|>" and texts[1].utf8 == list(b"<|eos|>")
