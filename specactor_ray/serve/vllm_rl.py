@@ -209,7 +209,7 @@ class _Transfer:
     async def update(self, info: dict[str, Any] | None) -> None:
         """Hold the weights for `finish`; take them at once where no update was started."""
         if not info or info.keys() != {"weight_dir"}:
-            strange = next(iter(set(info or ()) - {"weight_dir"}), "update_info")[:64]
+            strange = next((name for name in info or () if name != "weight_dir"), "update_info")[:64]
             raise Refusal(f"{strange}: no tensors are received here. {BY_DIRECTORY}", param=strange)
         directory = directory_of(info["weight_dir"], "weight_dir")
         if self._is_open:
