@@ -92,7 +92,8 @@ class SamplingParams:
         for name, (kind, plain, is_in_range, allowed) in _NUMBERS.items():
             value = getattr(self, name)
             try:
-                number = plain(value) if isinstance(value, kind) and not isinstance(value, bool) else None
+                fits = type(value) is plain or (isinstance(value, kind) and not isinstance(value, bool))
+                number = plain(value) if fits else None
             except OverflowError:  # a whole number that no float holds
                 number = None
             if number is None or not is_in_range(number):

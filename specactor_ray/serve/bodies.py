@@ -28,6 +28,24 @@ Stops = Annotated[
 ]
 
 
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"type": "string", "enum": ["system", "user", "assistant", "tool"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
+        "tool_calls": {"type": "array", "items": {"type": "object"}},
+    },
+    "required": ["role", "content"],
+}
+Messages = Annotated[list[Any], WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1})]
+"""Of a conversation."""
+
+
 class Body(BaseModel):
     """A JSON object."""
 
@@ -78,7 +96,7 @@ class CompletionBody(SamplingBody):
 class TemplateBody(Body):
     """Chat messages, and what goes into the chat template with them."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -99,7 +117,7 @@ class TokenizeBody(Body):
 
     model: Text = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -52,9 +52,9 @@ async def encode_messages(service: Service, body: TemplateBody, with_tools: bool
         raise Refusal(refusal_of(error).message, param="messages") from None
 
 
-def _with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _with_read_arguments(message: Any) -> Any:
     """Templates expect the arguments of earlier tool calls as objects; OpenAI's clients send them as JSON text."""
-    calls = message.get("tool_calls")
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not isinstance(calls, list):
         return message
     return {**message, "tool_calls": [_with_read_call(call) for call in calls]}

@@ -83,7 +83,7 @@ def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> W
         own["stop"] = (own["stop"],)
     try:
         refuse(values)
-        sampling = replace(replace(default, seed=seed, logprobs=0), **own)
+        sampling = replace(default, **{"seed": seed, "logprobs": 0, **own})
     except InputError as error:
         raise refusal_of(error) from None
     return Wanted(sampling, n, sampling.logprobs if "logprobs" in own else None)

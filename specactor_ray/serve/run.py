@@ -25,6 +25,9 @@ from specactor_ray.signals import ignore_signals, interruption, signals_deferred
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
+_KEEP_ALIVE_S = 75
+"""How long a connection may be idle: longer than clients keep theirs, or they would send into one that closes."""
+
 
 def serve(config: Config, host: str, port: int, model: str | None, console: Console) -> None:
     """Start a run and serve it until Ctrl-C or SIGTERM; then requests that run get `Limits.drain_s` to end.
@@ -59,10 +62,10 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
             raise
 
 
-def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
-    limits = Limits()
-    vocabulary = load_target_config(rollout.config).get_text_config().vocab_size
-    service = Service(rollout, model, context_tokens(rollout.config), vocabulary, limits)
+def server_of(service: Service, token: str | None = None) -> uvicorn.Server:
+    """What serves the application over HTTP. Its `run` takes the sockets."""
+    limits = service.limits
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     options = uvicorn.Config(
         make_app(service, token),
         http=http_protocol(limits.max_header_bytes),
@@ -72,15 +75,22 @@ def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: 
         server_header=False,
         limit_concurrency=limits.max_connections,
         h11_max_incomplete_event_size=limits.max_header_bytes,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(limits.drain_s),
     )
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    return uvicorn.Server(options)
+
+
+def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
+    limits = Limits()
+    vocabulary = load_target_config(rollout.config).get_text_config().vocab_size
+    service = Service(rollout, model, context_tokens(rollout.config), vocabulary, limits)
     where, port = listener.getsockname()[:2]
     url = f"http://{f'[{where}]' if ':' in where else where}:{port}"
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
     say(console, f"serving {model} at {url}; OpenAI clients: base_url={url}/v1")
     try:
-        uvicorn.Server(options).run(sockets=[listener])
+        server_of(service, token).run(sockets=[listener])
     except KeyboardInterrupt as interrupt:  # raised when it has ended in order
         ignore_signals()
         say(console, f"{interruption(interrupt)}: no request is open; ending the run")

@@ -145,7 +145,7 @@ class Service:
         handles: list[Handle] = []
         try:
             for prompt, seed in zip(each, seeds, strict=True):
-                sampling = replace(wanted.sampling, seed=seed)
+                sampling = wanted.sampling if seed == wanted.sampling.seed else replace(wanted.sampling, seed=seed)
                 handles.append(self.engine.submit(list(prompt), sampling, session=session, priority=priority))
         except SpecActorError as error:
             self.drop(handles)

@@ -11,21 +11,21 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import openai
 import pytest
 import ray
-import uvicorn
+import schemathesis
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
-from specactor_ray.serve.app import make_app
-from specactor_ray.serve.protocol import http_protocol
-from specactor_ray.serve.run import listening_socket
+from specactor_ray.serve.run import listening_socket, server_of
 from specactor_ray.serve.service import Limits, Service
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_prompts, tiny_target
 
@@ -55,13 +55,7 @@ class Served:
         self.service = Service(rollout, "tiny", CONTEXT, VOCAB_SIZE, limits)
         listener = listening_socket("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        options = uvicorn.Config(
-            make_app(self.service, token),
-            http=http_protocol(self.service.limits.max_header_bytes),
-            log_config=None,
-            timeout_graceful_shutdown=5,
-        )
-        self._server = uvicorn.Server(options)
+        self._server = server_of(self.service, token)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
         self._thread.start()
 
@@ -232,6 +226,26 @@ class TestLoad:
         assert answer.json()["error"]["type"] == "rate_limit_error"
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1, 2, 3]}).status_code == 200
         assert not server.service.open_choices
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_request_of_the_schema_is_a_defect(server: Served) -> None:
+    """Bodies that fit the OpenAPI schema, and some that do not."""
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    statuses = Counter[int]()
+    for operation in (one.ok() for one in schema.get_all_operations()):
+
+        @hypothesis.settings(max_examples=20, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+        @hypothesis.given(case=operation.as_strategy())
+        def send(case: Any) -> None:
+            if isinstance(case.body, dict):
+                case.body = {**case.body, "model": "tiny", "max_tokens": 4}
+            answer = case.call(base_url=server.url, timeout=60.0)
+            statuses[answer.status_code] += 1
+            assert answer.status_code < 500, answer.text
+
+        send()
+    assert statuses[200] > 50 and statuses[400] > 20
 
 
 class TestCommand:
