@@ -168,12 +168,9 @@ def router(service: Service) -> APIRouter:
         return {"success": True}
 
     @routes.post("/sleep")
-    async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
-        """Free the verifiers' memory until `/wake_up`; level 0 only pauses. Weights come back as they were."""
-        if level:
-            await control.sleep(WeightPolicy(mode))
-        else:
-            await control.pause(WeightPolicy(mode))
+    async def sleep(level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
+        """Free the verifiers' memory until `/wake_up`; the weights come back at every level."""
+        await control.sleep(WeightPolicy(mode))
         return {"status": "sleeping", "level": level}
 
     @routes.post("/wake_up")

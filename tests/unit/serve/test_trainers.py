@@ -251,7 +251,7 @@ class TestControl:
         [
             ("/pause?mode=later", None, "mode"),
             ("/sleep?mode=later", None, "mode"),
-            ("/sleep?level=7", None, "level"),
+            ("/sleep?level=0", None, "level"),
             ("/pause_generation", {"mode": "later"}, "mode"),
             ("/update_weights", {}, "update_info"),
             ("/update_weights", {"weight_dir": None}, "NCCL"),
