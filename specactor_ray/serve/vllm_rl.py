@@ -168,12 +168,9 @@ def router(service: Service) -> APIRouter:
         return {"success": True}
 
     @routes.post("/sleep")
-    async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
-        """Free the verifiers' memory until `/wake_up`; level 0 only pauses. Weights come back as they were."""
-        if level:
-            await control.sleep(WeightPolicy(mode))
-        else:
-            await control.pause(WeightPolicy(mode))
+    async def sleep(level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
+        """Free the verifiers' memory until `/wake_up`; the weights come back at every level."""
+        await control.sleep(WeightPolicy(mode))
         return {"status": "sleeping", "level": level}
 
     @routes.post("/wake_up")
@@ -209,7 +206,7 @@ class _Transfer:
     async def update(self, info: dict[str, Any] | None) -> None:
         """Hold the weights for `finish`; take them at once where no update was started."""
         if not info or info.keys() != {"weight_dir"}:
-            strange = next(iter(set(info or ()) - {"weight_dir"}), "update_info")[:64]
+            strange = next((name for name in info or () if name != "weight_dir"), "update_info")[:64]
             raise Refusal(f"{strange}: no tensors are received here. {BY_DIRECTORY}", param=strange)
         directory = directory_of(info["weight_dir"], "weight_dir")
         if self._is_open:

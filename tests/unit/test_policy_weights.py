@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specactor_ray.errors import InputError, ModelLoadError
 from specactor_ray.models.loading import load_model, weight_shapes
@@ -124,6 +125,10 @@ def test_checkpoints_in_shards_under_other_names_and_damaged(untied: dict[str, t
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     assert same(taken(tmp_path / "shards"), untied)
 
+    (tmp_path / "shards" / "config.json").rename(tmp_path / "config.json")  # trainers write weights alone
+    assert same(taken(tmp_path / "shards"), untied)
+    (tmp_path / "config.json").rename(tmp_path / "shards" / "config.json")
+
     old = tmp_path / "old"  # a format of pickled files, which transformers reads
     old.mkdir()
     (old / "config.json").write_bytes((tmp_path / "shards" / "config.json").read_bytes())
@@ -136,6 +141,12 @@ def test_checkpoints_in_shards_under_other_names_and_damaged(untied: dict[str, t
     next((tmp_path / "shards").glob("*.safetensors")).unlink()
     with pytest.raises(ModelLoadError, match="lacks the weight files"):
         taken(tmp_path / "shards")
+
+
+def test_of_weights_alone_a_strange_tensor_is_named(untied: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    save_file({**untied, "model.strange": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"the target has no model\.strange"):
+        taken(tmp_path)
 
 
 def test_buckets_hold_at_most_their_size_and_only_one_is_held(untied: dict[str, torch.Tensor]) -> None:

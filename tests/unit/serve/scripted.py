@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -30,6 +31,12 @@ def counting(prompt: tuple[int, ...], sampling: SamplingParams) -> Sequence[int]
     return [10 + (sampling.seed + at) % 300 for at in range(100)]
 
 
+@functools.cache
+def tokenizer() -> Any:
+    """The tiny model's."""
+    return load_tokenizer(str(tiny_target()))
+
+
 class ScriptedEngine(Generates):
     """Attributes:
     submitted: Prompt, sampling and options of each request.
@@ -38,14 +45,14 @@ class ScriptedEngine(Generates):
     """
 
     def __init__(self, script: Script = counting, part: int = 3, max_waiting: int = 10**6) -> None:
-        self.clock, self.tokenizer = SYSTEM, load_tokenizer(str(tiny_target()))
+        self.clock, self.tokenizer = SYSTEM, tokenizer()
         self.encoding, self.sampling, self.chat = threading.Condition(), SamplingParams(max_tokens=16, seed=5), True
         self.script, self.part, self.max_waiting, self.held = script, part, max_waiting, False
         self.submitted: list[tuple[tuple[int, ...], SamplingParams, dict[str, Any]]] = []
         self.running: set[Handle] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.failure: SpecActorError | None = None
-        self.error = ""
+        self.error, self.finish_reason = "", "length"
 
     def submit(self, prompt: Any, sampling: SamplingParams | None = None, **options: Any) -> Handle:
         assert sampling is not None
@@ -82,7 +89,7 @@ class ScriptedEngine(Generates):
             if not self.held:
                 handle.push([(token, -0.5) for token in tokens[at : at + self.part]])
                 at = min(at + self.part, len(tokens))
-        reason = "abort" if handle not in self.running else "stop" if stop else "length"
+        reason = "abort" if handle not in self.running else "stop" if stop else self.finish_reason
         self.running.discard(handle)
         text = self.tokenizer.decode(tokens[:at], skip_special_tokens=True)
         text = text.partition(stop)[0] if stop else text

@@ -1,0 +1,544 @@
+"""The server as the rollout engine of other trainers: their calls over HTTP, on a run of the tiny model over Ray.
+
+No trainer's client can be installed beside this package, but for vLLM's; the others' calls are written out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file, save_file
+
+from specactor_ray import Rollout, SamplingParams
+from specactor_ray.config.load import from_mapping
+from specactor_ray.models.loading import load_model
+from specactor_ray.serve.service import Limits
+from specactor_ray.target.base import TargetRequest
+from tests.ray.test_serve import Served, serving
+from tests.tiny import tiny_prompt_ids, tiny_target
+from tests.unit.engine_conformance import run
+from tests.unit.test_hf_engine import load, make
+from tests.vllm import needs_vllm
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+SETTINGS = {
+    "mode": "coupled",
+    "target": {"model": str(tiny_target()), "dtype": "float32", "max_batch": 8, "kv_cache_gb": 0.05},
+    "drafters": [{"method": "suffix"}],
+    "sampling": {"max_tokens": 24, "seed": 3},
+    "trainer": {"weight_bucket_mb": 1},
+    "cluster": {"pin_cores": False},
+}
+PROMPTS = [list(one) for one in tiny_prompt_ids(3)]
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=11)
+LONG = {"max_tokens": 440, "ignore_eos": True, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def rollout() -> Iterator[Rollout]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    with Rollout(from_mapping(SETTINGS)) as rollout:
+        yield rollout
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(rollout: Rollout) -> Iterator[Served]:
+    with serving(rollout) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights that the run began with, in a file of their own as prime-rl writes it: no configuration."""
+    folder = tmp_path_factory.mktemp("old")
+    shutil.copy(tiny_target() / "model.safetensors", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those after a training step of a kind, as a whole checkpoint."""
+    folder, noise = tmp_path_factory.mktemp("new"), torch.Generator().manual_seed(1)
+    policy = load_model(str(tiny_target()))
+    for weight in policy.parameters():
+        if weight.dim() > 1:
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise)
+    policy.save_pretrained(folder)
+    return folder
+
+
+def plain(model: Path, sampling: SamplingParams, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """What plain decoding gives under this very seed."""
+    engine = make(load(model), max_batch=8)
+    for number, prompt in enumerate(prompts):
+        engine.add(TargetRequest(str(number), tuple(prompt), sampling))
+    tokens = run(engine).tokens
+    return [list(tokens[str(number)]) for number in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def truth(new: Path) -> dict[str, list[list[int]]]:
+    truth = {"old": plain(tiny_target(), SAMPLING), "new": plain(new, SAMPLING)}
+    assert truth["old"] != truth["new"]
+    return truth
+
+
+def generated(client: httpx.Client) -> list[list[int]]:
+    """Token ids of all prompts from vLLM's endpoint; SGLang's counts the positions of seeds in another way."""
+    params = {"temperature": 1.0, "max_tokens": SAMPLING.max_tokens, "seed": SAMPLING.seed, "logprobs": 1}
+    outputs = []
+    for prompt in PROMPTS:
+        body = {"model": "tiny", "token_ids": prompt, "sampling_params": params}
+        (choice,) = sent(client, "/inference/v1/generate", body)["choices"]
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+        outputs.append(choice["token_ids"])
+    return outputs
+
+
+def sent(client: httpx.Client, path: str, body: Any = None, **params: Any) -> Any:
+    answer = client.post(path, json=body, params=params)
+    assert answer.is_success, answer.text
+    return answer.json()
+
+
+def got(client: httpx.Client, path: str) -> Any:
+    answer = client.get(path)
+    assert answer.is_success, answer.text
+    return answer.json()
+
+
+Push = Callable[[httpx.Client, Path, int], None]
+
+
+def push_by_vllm(client: httpx.Client, weights: Path, version: int) -> None:
+    """`vllm.distributed.weight_transfer.clients.HTTPVLLMWeightSyncClient`, between a pause and its end."""
+    sent(client, "/pause", mode="keep")
+    sent(client, "/start_weight_update")
+    sent(client, "/update_weights", {"update_info": {"weight_dir": str(weights)}})
+    sent(client, "/finish_weight_update", {"weight_version": str(version)})
+    sent(client, "/resume")
+    assert got(client, "/weight_info") == {"weight_version": str(version)}
+
+
+def push_by_prime_rl(client: httpx.Client, weights: Path, version: int) -> None:
+    """`prime_rl.utils.client.update_weights`."""
+    del version
+    assert sent(client, "/pause", mode="keep", clear_cache="false") == {"status": "paused"}
+    (weights / "NCCL_READY").touch()
+    assert sent(client, "/update_weights", {"weight_dir": weights.as_posix()}) == {"status": "ok"}
+    assert sent(client, "/resume") == {"status": "resumed"}
+
+
+def push_by_slime(client: httpx.Client, weights: Path, version: int) -> None:
+    """`RayTrainGroup._reload_rollout_weights_from_disk` through `SGLangEngine`."""
+    sent(client, "/pause_generation", {})
+    assert client.get("/flush_cache").status_code == 200
+    answer = sent(client, "/update_weights_from_disk", {"model_path": str(weights), "weight_version": str(version)})
+    assert answer["success"] is True
+    sent(client, "/continue_generation", {})
+    assert str(got(client, "/get_weight_version")["weight_version"]) == str(version)
+
+
+PUSHES = [push_by_vllm, push_by_prime_rl, push_by_slime]
+versions = iter(range(100, 10_000))
+
+
+@pytest.mark.parametrize("push", PUSHES)
+def test_new_weights_change_the_tokens_and_the_old_ones_bring_them_back(
+    client: httpx.Client, truth: dict[str, list[list[int]]], old: Path, new: Path, push: Push
+) -> None:
+    assert generated(client) == truth["old"]
+    for weights, name in ((new, "new"), (old, "old"), (new, "new"), (old, "old")):
+        push(client, weights, next(versions))
+        assert generated(client) == truth[name]
+
+
+def background(server: Served, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    async def body() -> Any:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            return await work(client)
+
+    return asyncio.run(body())
+
+
+async def until(client: httpx.AsyncClient, is_so: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait for a number of requests."""
+    while not is_so((await client.get("/v1/loads?include=core")).json()["loads"][0]):
+        await asyncio.sleep(0.01)
+
+
+async def begun(client: httpx.AsyncClient, requests: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait until one of the requests runs, or has ended."""
+    await until(client, lambda load: bool(load["num_running_reqs"]) or any(one.done() for one in requests))
+
+
+def waiting(number: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda load: bool(load["num_waiting_reqs"] == number)
+
+
+class TestPauses:
+    def test_requests_continue_with_the_new_weights(self, server: Served, old: Path, new: Path) -> None:
+        """One that runs behind what it has, one that waits from the beginning."""
+        body = {"token_ids": PROMPTS[0], "sampling_params": {**LONG, "seed": 5}}
+
+        async def work(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+            outputs = [asyncio.ensure_future(client.post("/inference/v1/generate", json=body))]
+            await begun(client, outputs)
+            assert (await client.post("/pause?mode=keep")).is_success
+            before = (await client.get("/v1/loads")).json()["loads"][0]["num_waiting_reqs"]
+            outputs.append(asyncio.ensure_future(client.post("/inference/v1/generate", json=body)))
+            await until(client, waiting(before + 1))
+            for path, more in (
+                ("/update_weights", {"json": {"weight_dir": str(new)}}),
+                ("/update_weight_version", {"json": {"new_version": "in flight"}}),
+                ("/resume", {}),
+            ):
+                assert (await client.post(path, **more)).is_success
+            return [(await output).json()["choices"][0] for output in outputs]
+
+        sampling = SamplingParams(seed=5, **LONG)
+        before, after = plain(tiny_target(), sampling, PROMPTS[:1])[0], plain(new, sampling, PROMPTS[:1])[0]
+        ran, waited = background(server, work)
+        assert waited["token_ids"] == after
+        assert waited["weight_versions"] == [{"version": "in flight", "start": 0, "end": len(after)}]
+        tokens, spans = ran["token_ids"], ran["weight_versions"]
+        end = spans[0]["end"]
+        assert spans[0]["start"] == 0 and tokens[:end] == before[:end]
+        if end < len(tokens):  # it had not ended by then
+            assert spans[1:] == [{"version": "in flight", "start": end, "end": len(tokens)}]
+            rest = replace(sampling, first_position=end, max_tokens=sampling.max_tokens - end)
+            assert tokens[end:] == plain(new, rest, [PROMPTS[0] + tokens[:end]])[0]
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            push_by_prime_rl(client, old, 0)
+            sent(client, "/update_weight_version", {"new_version": "0"})
+
+    def test_requests_wait_and_pauses_are_idempotent(
+        self, server: Served, client: httpx.Client, truth: dict[str, list[list[int]]]
+    ) -> None:
+        async def work(other: httpx.AsyncClient) -> Any:
+            outputs = asyncio.ensure_future(asyncio.to_thread(generated, client))
+            await until(other, waiting(1))
+            assert (await other.get("/is_paused")).json() == {"is_paused": True}
+            assert not outputs.done()
+            assert (await other.get("/health_generate")).is_success, "a pause is no failure"
+            assert (await other.post("/resume")).is_success
+            return await outputs
+
+        with httpx.Client(base_url=server.url, timeout=60) as another:
+            for mode in ("keep", "wait", "keep", "abort"):
+                sent(another, "/pause", mode=mode)
+            assert background(server, work) == truth["old"]
+            sent(another, "/resume")
+            assert got(another, "/is_paused") == {"is_paused": False}
+            assert generated(client) == truth["old"]
+
+    def test_a_pause_that_waits_lets_requests_end(self, server: Served) -> None:
+        async def work(client: httpx.AsyncClient) -> Any:
+            body = {"token_ids": PROMPTS[1], "sampling_params": {**LONG, "seed": 1}}
+            output = asyncio.ensure_future(client.post("/inference/v1/generate", json=body))
+            await begun(client, [output])
+            assert (await client.post("/pause?mode=wait")).is_success
+            assert (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] == 0
+            ended = await output
+            assert (await client.post("/resume")).is_success
+            return ended.json()["choices"][0]
+
+        choice = background(server, work)
+        assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == LONG["max_tokens"]
+
+    @pytest.mark.parametrize("path", ["/pause?mode=abort", "/pause_generation"])
+    def test_a_pause_that_aborts_gives_out_what_there_is(self, server: Served, path: str) -> None:
+        def body(seed: int) -> dict[str, Any]:
+            return {"token_ids": PROMPTS[0], "sampling_params": {**LONG, "seed": seed}}
+
+        async def work(client: httpx.AsyncClient) -> list[list[dict[str, Any]]]:
+            def start(seeds: Sequence[int]) -> list[asyncio.Future[httpx.Response]]:
+                return [asyncio.ensure_future(client.post("/inference/v1/generate", json=body(seed))) for seed in seeds]
+
+            begins = start(range(12))
+            await begun(client, begins)
+            assert (await client.post(path)).is_success
+            ran = [(await one).json()["choices"][0] for one in begins]
+            waits = start(range(3))
+            await until(client, waiting(3))
+            assert (await client.post(path)).is_success
+            waited = [(await one).json()["choices"][0] for one in waits]
+            assert (await client.post("/resume")).is_success
+            return [ran, waited]
+
+        ran, waited = background(server, work)
+        assert [(one["finish_reason"], one["token_ids"], one["weight_versions"]) for one in waited] == [
+            ("abort", [], [])
+        ] * 3
+        assert {one["finish_reason"] for one in ran} <= {"abort", "length"}
+        for seed, choice in enumerate(ran[:3]):
+            expected = plain(tiny_target(), SamplingParams(seed=seed, **LONG), PROMPTS[:1])[0]
+            assert choice["token_ids"] == expected[: len(choice["token_ids"])]
+
+    def test_an_end_of_a_pause_gets_through_when_all_places_are_taken(self, rollout: Rollout) -> None:
+        async def work(client: httpx.AsyncClient) -> list[int]:
+            assert (await client.post("/pause?mode=keep")).is_success
+            body = {"token_ids": PROMPTS[0], "sampling_params": {"max_tokens": 2}}
+            outputs = [asyncio.ensure_future(client.post("/inference/v1/generate", json=body)) for _ in range(3)]
+            await until(client, waiting(3))
+            assert (await client.post("/inference/v1/generate", json=body)).status_code == 429
+            assert (await client.post("/resume")).is_success
+            return [(await one).status_code for one in outputs]
+
+        with serving(rollout, limits=Limits(max_requests=3)) as served:
+            assert background(served, work) == [200] * 3
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """Directory and what an error says of it."""
+    root, tensors = tmp_path_factory.mktemp("bad"), load_file(tiny_target() / "model.safetensors")
+    first = next(iter(tensors))
+    shaped = {**tensors, first: tensors[first][:, 1:].contiguous()}
+    named = {**tensors, "model.another.weight": tensors[first].clone()}
+    whole = {name: tensor for name, tensor in tensors.items() if name != first}
+    for name, content in (("shape", shaped), ("unknown", named), ("missing", whole)):
+        (root / name).mkdir()
+        save_file(content, root / name / "model.safetensors")
+    (root / "empty").mkdir()
+    (root / "cut").mkdir()
+    data = (tiny_target() / "model.safetensors").read_bytes()
+    (root / "cut" / "model.safetensors").write_bytes(data[: len(data) // 2])
+    (root / "index").mkdir()
+    (root / "index" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    return {
+        "nowhere": (root / "nowhere", "no directory"),
+        "file": (tiny_target() / "model.safetensors", "no directory"),
+        "long": (root / ("x" * 300), "name too long"),
+        "empty": (root / "empty", "no weights"),
+        "index": (root / "index", "gone.safetensors"),
+        "cut": (root / "cut", "cannot be read"),
+        "shape": (root / "shape", first),
+        "unknown": (root / "unknown", "model.another.weight"),
+        "missing": (root / "missing", first),
+    }
+
+
+class TestRefusedWeights:
+    @pytest.mark.parametrize("dialect", ["vllm", "prime_rl", "slime"])
+    def test_are_named_and_change_nothing(
+        self, client: httpx.Client, bad: dict[str, tuple[Path, str]], truth: dict[str, list[list[int]]], dialect: str
+    ) -> None:
+        version = got(client, "/weight_info")
+        for folder, named in bad.values():
+            if dialect == "vllm":
+                sent(client, "/start_weight_update")
+                answer = client.post("/update_weights", json={"update_info": {"weight_dir": str(folder)}})
+                assert client.post("/finish_weight_update").status_code == 400, "there are none to finish with"
+            elif dialect == "prime_rl":
+                answer = client.post("/update_weights", json={"weight_dir": str(folder)})
+            else:
+                answer = client.post("/update_weights_from_disk", json={"model_path": str(folder)})
+                assert answer.json()["success"] is False
+            assert answer.status_code == 400
+            assert named.lower() in answer.json()["error"]["message"].lower()
+        assert generated(client) == truth["old"]
+        assert got(client, "/weight_info") == version
+
+    def test_versions_do_not_go_back(self, client: httpx.Client, old: Path, new: Path) -> None:
+        version = next(versions)
+        push_by_slime(client, old, version)
+        push_by_slime(client, old, version)  # a call that is repeated
+        back = {"model_path": str(new), "weight_version": str(version - 1)}
+        answer = client.post("/update_weights_from_disk", json=back)
+        assert answer.status_code == 400 and f"{version - 1} comes after {version}" in answer.json()["message"]
+        sent(client, "/start_weight_update")
+        sent(client, "/update_weights", {"update_info": {"weight_dir": str(new)}})
+        answer = client.post("/finish_weight_update", json={"weight_version": str(version - 1)})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "weight_version"
+        assert got(client, "/weight_info") == {"weight_version": str(version)}
+        assert generated(client) == plain(tiny_target(), SAMPLING)
+        sent(client, "/update_weight_version", {"new_version": "1"})
+        push_by_slime(client, old, 2)
+        sent(client, "/update_weight_version", {"new_version": str(next(versions))})
+
+
+def test_sleep(server: Served, client: httpx.Client, truth: dict[str, list[list[int]]]) -> None:
+    async def work(other: httpx.AsyncClient) -> str:
+        body = {"token_ids": PROMPTS[1], "sampling_params": {**LONG, "seed": 1}}
+        output = asyncio.ensure_future(other.post("/inference/v1/generate", json=body))
+        await begun(other, [output])
+        assert (await other.post("/sleep?level=1")).is_success
+        return str((await output).json()["choices"][0]["finish_reason"])
+
+    assert background(server, work) in ("abort", "length")
+    assert got(client, "/is_sleeping") == {"is_sleeping": True}
+    refused = client.post("/inference/v1/generate", json={"token_ids": [1], "sampling_params": {}})
+    assert refused.status_code == 503 and "wake_up" in refused.json()["error"]["message"]
+    sent(client, "/sleep")
+    assert sent(client, "/wake_up", tags=["weights"]) == {"status": "awake", "tags": ["weights"]}
+    sent(client, "/wake_up")
+    assert got(client, "/is_sleeping") == {"is_sleeping": False} and got(client, "/is_paused") == {"is_paused": False}
+    assert generated(client) == truth["old"]
+    sent(client, "/release_memory_occupation", {})
+    sent(client, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert generated(client) == truth["old"]
+
+
+def test_skyrls_client(client: httpx.Client, rollout: Rollout) -> None:
+    """`RemoteInferenceClient`: generate, pause, resume, the rest of its control plane."""
+    params = {"min_tokens": 1, "skip_special_tokens": True, "include_stop_str_in_output": True, "max_tokens": 24}
+    params |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 1, "stop": None, "seed": 11}
+    body = {"sampling_params": params, "model": "tiny", "token_ids": PROMPTS[0], "cache_salt": "0"}
+    headers = {"X-Session-ID": "trajectory-1"}
+    answer = client.post("/inference/v1/generate", json=body, headers=headers).json()
+    choice = answer["choices"][0]
+    assert choice["token_ids"] == plain(tiny_target(), SAMPLING, PROMPTS[:1])[0]
+    assert len([info["logprob"] for info in choice["logprobs"]["content"]]) == len(choice["token_ids"])
+    text = sent(client, "/detokenize", {"model": "tiny", "tokens": choice["token_ids"]})["prompt"]
+    assert text == rollout.engine.tokenizer.decode(choice["token_ids"])
+    samples = sent(client, "/inference/v1/generate", {**body, "sampling_params": {**params, "n": 3, "output_kind": 2}})
+    assert len(samples["choices"]) == 3
+
+    assert client.request("GET", "/get_world_size", json={}).json() == {"world_size": 1}
+    for path, options in (
+        ("/pause", {"params": {"mode": "keep", "clear_cache": "false"}}),
+        ("/reset_prefix_cache", {"json": {"reset_running_requests": True}}),
+        ("/resume", {}),
+        ("/sleep", {"params": {"level": "2"}}),
+        ("/wake_up", {"params": {"tags": ["weights"]}}),
+        ("/wake_up", {"params": {"tags": ["kv_cache"]}}),
+        ("/finish_session", {"params": {"session_id": "trajectory-1"}}),
+    ):
+        answer = client.post(path, **options)  # type: ignore[arg-type]
+        assert answer.is_success and answer.json(), path
+    for path, refused in (
+        ("/init_weight_transfer_engine", {"init_info": {"master_address": "x"}}),
+        ("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}),
+        ("/fetch_weights", {"target_version": 1}),
+        ("/skyrl/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}),
+    ):
+        answer = client.post(path, json=refused)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(path)
+
+
+def test_prime_rls_client(client: httpx.Client) -> None:
+    """`renderers.client.generate`, as its train client calls it, and the checks of its admin clients."""
+    assert client.get("/health").is_success and client.get("/liveness").is_success
+    card = next(model for model in got(client, "/v1/models")["data"] if model["id"] == "tiny")
+    assert card["max_model_len"] > 0
+    params = {"temperature": 1.0, "max_tokens": 24, "seed": 11, "stop_token_ids": [2], "skip_special_tokens": False}
+    body = {"model": "tiny", "token_ids": PROMPTS[0], "cache_salt": "4", "priority": -1}
+    for head in (None, 3):
+        logprobs = {"logprobs": 1 if head is None else head + 2}
+        if head is not None:
+            logprobs |= {"flat_logprobs": True, "extra_args": {"prl_compact_logprobs": True}, "detokenize": False}
+        (choice,) = sent(client, "/inference/v1/generate", {**body, "sampling_params": {**params, **logprobs}})[
+            "choices"
+        ]
+        content = choice["logprobs"]["content"]
+        assert [one["token"] for one in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+        if head is not None:
+            for one in content:
+                ranked = {other["token"]: other["logprob"] for other in one["top_logprobs"]}
+                assert len(ranked) == len(one["top_logprobs"]) >= head + 2
+                assert ranked[one["token"]] == one["logprob"]
+                assert all(logprob <= 1e-6 for logprob in ranked.values())
+    with httpx.Client(base_url=str(client.base_url), timeout=60) as admin:
+        refused = admin.post("/update_weights", json={"weight_dir": None})
+        assert refused.status_code == 400 and "filesystem" in refused.json()["error"]["message"]
+
+
+class TestSlime:
+    def test_an_external_engine(self, client: httpx.Client) -> None:
+        """`slime.backends.sglang_utils.external` and `SGLangEngine._init_external`, miles's beside it."""
+        url = str(client.base_url).rstrip("/")
+        assert client.get("/health_generate").status_code == 200 and client.get("/flush_cache").status_code == 200
+        for path in ("/server_info", "/get_server_info"):
+            info = got(client, path)
+            assert int(info["tp_size"]) * int(info["pp_size"]) == 1 and int(info["num_gpus"]) == 1
+            assert info["disaggregation_mode"] not in ("prefill", "decode") and not info.get("encoder_only")
+            assert info["enable_memory_saver"] is False
+        assert client.post("/workers", json={"url": url, "worker_type": "regular"}).is_success
+        assert [worker["url"] for worker in got(client, "/workers")["workers"]] == [url]
+
+    def test_an_output_that_was_cut_off_continues_with_its_tokens(self, client: httpx.Client) -> None:
+        """`slime.rollout.sglang_rollout.generate` of a partial sample: prompt and response are the new prompt."""
+        params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 40, "stop": None, "sampling_seed": 9}
+        params |= {"stop_token_ids": None, "skip_special_tokens": False, "no_stop_trim": True, "ignore_eos": True}
+        params |= {"spaces_between_special_tokens": False}
+        payload = {"sampling_params": params, "return_logprob": True, "input_ids": PROMPTS[0]}
+
+        def tokens_of(payload: dict[str, Any]) -> list[tuple[float, int]]:
+            meta = sent(client, "/generate", payload)["meta_info"]
+            assert meta["finish_reason"]["type"] == "length" and meta["weight_version"]
+            return [(round(item[0], 3), item[1]) for item in meta["output_token_logprobs"]]
+
+        whole = tokens_of(payload)
+        part = [token for _, token in whole[:15]]
+        rest = {**params, "max_new_tokens": 25}
+        assert tokens_of({**payload, "input_ids": PROMPTS[0] + part, "sampling_params": rest}) == whole[15:]
+
+    def test_aborts_until_idle(self, server: Served) -> None:
+        """`abort_server_until_idle`, while streams of `generate_streaming` run."""
+
+        async def stream(client: httpx.AsyncClient, seed: int) -> dict[str, Any]:
+            params = {"max_new_tokens": 440, "ignore_eos": True, "sampling_seed": seed}
+            body = {"input_ids": PROMPTS[0], "sampling_params": params, "return_logprob": True, "stream": True}
+            meta: dict[str, Any] = {}
+            async with client.stream("POST", "/generate", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data:") and (data := line[len("data:") :].strip()) != "[DONE]":
+                        meta = json.loads(data)["meta_info"]
+            return meta
+
+        async def work(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+            streams = [asyncio.ensure_future(stream(client, seed)) for seed in range(6)]
+            await begun(client, streams)
+            assert (await client.post("/abort_request", json={"abort_all": True})).is_success
+            await until(client, lambda load: load["num_total_reqs"] == 0)
+            return [await one for one in streams]
+
+        metas = background(server, work)
+        assert all(meta["finish_reason"]["type"] in ("abort", "length") for meta in metas)
+        assert all(len(meta["output_token_logprobs"]) == meta["completion_tokens"] for meta in metas)
+
+
+@needs_vllm
+def test_vllms_own_client(client: httpx.Client, truth: dict[str, list[list[int]]], old: Path, new: Path) -> None:
+    """In a process of its own: vLLM is not imported beside Ray's tests."""
+    script = """if True:
+        import sys
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+        client = HTTPVLLMWeightSyncClient(sys.argv[1])
+        for line in sys.stdin:
+            weights, version = line.split()
+            client.start_weight_update()
+            client.update_weights({"weight_dir": weights})
+            client.finish_weight_update(version)
+            print("done", flush=True)
+    """
+    command = [sys.executable, "-c", script, str(client.base_url)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as theirs:
+        assert theirs.stdin is not None and theirs.stdout is not None
+        for weights, name in ((new, "new"), (old, "old")):
+            theirs.stdin.write(f"{weights} {next(versions)}\n")
+            theirs.stdin.flush()
+            assert "done\n" in iter(theirs.stdout.readline, "")
+            assert generated(client) == truth[name]
+        theirs.stdin.close()
+        assert theirs.wait(30.0) == 0
