@@ -1,15 +1,23 @@
 """TRL's trainers with our rollouts: `attach(trainer, rollout)`, and an unmodified `GRPOTrainer` generates here.
 
 TRL reaches an engine through its class `VLLMGeneration`, and in that class's server mode through a client with a few
-methods. `RolloutClient` is such a client. Everything above it stays TRL's: gathering over ranks, FSDP, ZeRO and PEFT,
+methods. `RolloutClient` is such a client, and `ServerClient`, for `attach(trainer, "http://host:8000")`.
+Everything above it stays TRL's: gathering over ranks, FSDP, ZeRO and PEFT,
 tools, evaluation, importance correction. vLLM is not needed.
 """
 
 from __future__ import annotations
 
+import abc
+import json
+import os
+import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
 SUPPORTED = "1.16"
+_SENT = ("temperature", "top_k", "top_p", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos")
+"""Fields of `SamplingParams` that a server is sent."""
 _TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "stop")
 """Keys of `generation_kwargs` that `SamplingParams` has, too."""
 _SHAPE = (
@@ -32,7 +42,12 @@ _SHAPE = (
 """Keys of a model's configuration that decide which weights there are."""
 
 
-def attach(trainer: Any, rollout: Rollout | None) -> None:
+class _Output(NamedTuple):
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+def attach(trainer: Any, rollout: Rollout | str | None, weights_folder: str | None = None) -> None:
     """Let a TRL trainer generate with this rollout; call it once, before `trainer.train()`.
 
     The trainer pushes its weights before it generates, when a step has changed them. Seeds are derived from its
@@ -40,54 +55,69 @@ def attach(trainer: Any, rollout: Rollout | None) -> None:
 
     Args:
         trainer: A `GRPOTrainer` or `RLOOTrainer` that was made with `use_vllm=False`.
-        rollout: Serves the model that the trainer trains. Where a trainer has several processes, the main one passes
-            it and the others None.
+        rollout: Serves the model that the trainer trains: a rollout of this process, or the address of a server,
+            `http://host:8000` (`specactor serve`; its token is read from SPECACTOR_API_KEY). Where a trainer has
+            several processes, the main one passes it and the others None.
+        weights_folder: Folder that trainer and server both see, through which a server gets weights. Default: one of
+            this machine's temporary ones.
 
     Raises:
         InputError: TRL is of another version, the trainer asks for what keyed sampling does not have, or the rollout
             serves another model or tokenizer.
     """
     _require_supported(trainer)
-    client = None
+    client: _Client | None = None
     if trainer.accelerator.is_main_process:
         if rollout is None:
             raise InputError("attach: the main process passes no rollout; only the other processes pass None")
-        _require_same_model(trainer, rollout)
-        client = RolloutClient(trainer, rollout)
+        if isinstance(rollout, str):
+            client = ServerClient(trainer, rollout, weights_folder)
+        else:
+            _require_same_model(trainer, rollout)
+            client = RolloutClient(trainer, rollout)
         client.sampling(**_sampling_arguments(trainer))  # what cannot be is refused before a step is made
     trainer.vllm_generation = _generation(trainer, client)
     trainer.use_vllm, trainer.vllm_mode = True, "server"
     trainer._last_loaded_step = -1
 
 
-class RolloutClient:
+class _Client(abc.ABC):
     """What TRL calls in place of its `VLLMClient`."""
 
-    def __init__(self, trainer: Any, rollout: Rollout) -> None:
-        self._trainer, self._rollout = trainer, rollout
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._step, self._calls = -1, [0, 0]
         """Calls of that step while evaluating, and while training."""
 
+    @abc.abstractmethod
+    def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> list[_Output]:
+        """`n` outputs of each prompt, those of a prompt together.
+
+        Raises:
+            SpecActorError: One of them failed.
+        """
+
+    @abc.abstractmethod
+    def push_weights(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Outputs come from these weights from now on."""
+
     def generate(self, prompts: Sequence[Sequence[int]], n: int, **arguments: Any) -> dict[str, Any]:
         """Outputs in the order of the prompts, the `n` of a prompt together."""
-        sampling = self.sampling(seed=self._next_seed(), **arguments)
-        done = self._rollout.generate([list(prompt) for prompt in prompts], sampling, n)
-        failed = [trajectory for trajectory in done if trajectory.error]
-        if failed:
-            raise InputError(f"prompt {failed[0].prompt_index} of {len(prompts)} cannot run: {failed[0].error}")
+        prompt_ids = [list(prompt) for prompt in prompts]
+        done = self.roll_out(prompt_ids, self.sampling(seed=self._next_seed(), **arguments), n)
         return {
-            "prompt_ids": [list(prompt) for prompt in prompts],
-            "completion_ids": [list(trajectory.token_ids) for trajectory in done],
-            "logprobs": [[[value] for value in trajectory.logprobs] for trajectory in done],
-            "logprob_token_ids": [[[token] for token in trajectory.token_ids] for trajectory in done],
+            "prompt_ids": prompt_ids,
+            "completion_ids": [list(output.token_ids) for output in done],
+            "logprobs": [[[value] for value in output.logprobs] for output in done],
+            "logprob_token_ids": [[[token] for token in output.token_ids] for output in done],
         }
 
     def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Push the policy's weights."""
         del metadata  # every tensor is checked when it comes
-        self._rollout.update_weights(named_params)
+        self.push_weights(named_params)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> None:  # noqa: B027
         """Nothing: no cache outlives an update of the weights."""
 
     def sampling(
@@ -137,7 +167,75 @@ class RolloutClient:
         return derive_seed(self._trainer.args.seed, 2 * step + training, self._calls[training])
 
 
-def _generation(trainer: Any, client: RolloutClient | None) -> Any:
+class RolloutClient(_Client):
+    """Generates with a rollout of this process."""
+
+    def __init__(self, trainer: Any, rollout: Rollout) -> None:
+        super().__init__(trainer)
+        self._rollout = rollout
+
+    def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> list[_Output]:
+        done = self._rollout.generate(prompts, sampling, n)
+        failed = [trajectory for trajectory in done if trajectory.error]
+        if failed:
+            raise InputError(f"prompt {failed[0].prompt_index} of {len(prompts)} cannot run: {failed[0].error}")
+        return [_Output(trajectory.token_ids, trajectory.logprobs) for trajectory in done]
+
+    def push_weights(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._rollout.update_weights(named_params)
+
+
+class ServerClient(_Client):
+    """Generates with `specactor serve`. A version of the weights is a checkpoint in a folder, removed when the server
+    has read it.
+
+    Raises:
+        InputError: The server does not answer, or has another tokenizer.
+    """
+
+    def __init__(self, trainer: Any, url: str, weights_folder: str | None = None) -> None:
+        super().__init__(trainer)
+        self._url, self._folder = url.rstrip("/"), weights_folder
+        self._model = self._ask("/v1/models")["data"][0]["id"]
+        text = "specactor: 3 rivers, naïve \u6cb3 \n\tx = 1"
+        here = trainer._tokenizer(text, add_special_tokens=False)["input_ids"]
+        there = self._ask("/tokenize", {"prompt": text})["tokens"]
+        if there[-len(here) :] != here:
+            raise InputError(f"{url} serves {self._model}, whose tokenizer is not the trainer's; serve its model")
+
+    def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> list[_Output]:
+        fields = {name: getattr(sampling, name) for name in _SENT}
+        more = {"model": self._model, "n": n, "logprobs": 0, "return_token_ids": True}
+        answer = self._ask("/v1/completions", {"prompt": prompts, **fields, **more})
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [_Output(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+
+    def push_weights(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from safetensors.torch import save_file
+
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named_params}
+        with tempfile.TemporaryDirectory(prefix="specactor-weights-", dir=self._folder) as folder:
+            save_file(tensors, Path(folder, "model.safetensors"))
+            self._ask("/update_weights", {"weight_dir": folder})
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The answer to a request; with a body it is a POST."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("SPECACTOR_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self._url + path, data, headers)) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise InputError(
+                f"{self._url}{path}: {error.code}: {error.read().decode(errors='replace')[:2000]}"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self._url}{path} does not answer: {error}. Fix: start `specactor serve`") from None
+
+
+def _generation(trainer: Any, client: _Client | None) -> Any:
     from trl.generation.vllm_generation import VLLMGeneration
 
     class RolloutGeneration(VLLMGeneration):  # type: ignore[misc]

@@ -15,6 +15,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import InputError
 from specactor_ray.integrations.trl import attach
 from specactor_ray.models.loading import load_model, load_tokenizer
+from tests.ray.test_serve import serving
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -104,6 +105,33 @@ def test_grpo_learns_the_same_with_drafts_and_without(drafting: Rollout, tmp_pat
     assert all(row[GAP] < 1e-3 for done in (with_drafts, without) for row in steps(done)), "weights are in step"
     for first, second in zip(rows(with_drafts, "loss", "grad_norm"), rows(without, "loss", "grad_norm"), strict=True):
         assert first == pytest.approx(second, rel=1e-2, abs=1e-4)
+
+
+def test_a_server_in_place_of_the_rollout_changes_nothing(drafting: Rollout, tmp_path: Path) -> None:
+    """Tokens, weights and log-probabilities over HTTP; the server drafts."""
+    names = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio")
+    over_http = trainer(tmp_path / "server")
+    with serving(drafting) as server:
+        version = drafting.weight_version
+        attach(over_http, server.url, str(tmp_path))
+        over_http.train()
+        assert drafting.weight_version == version + STEPS
+    assert not list(tmp_path.glob("specactor-weights-*")), "a version of the weights is removed when it was read"
+    here = trainer(tmp_path / "here")
+    attach(here, drafting)
+    here.train()
+    assert rows(over_http, *names) == rows(here, *names)
+    assert all(row[GAP] < 1e-3 for row in steps(over_http)), "weights are in step"
+
+
+def test_a_server_that_cannot_be_used_is_refused(drafting: Rollout, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not answer"):
+        attach(trainer(tmp_path), "http://127.0.0.1:9")
+    with serving(drafting) as server:
+        other = trainer(tmp_path)
+        other._tokenizer.add_tokens(["rivers"])
+        with pytest.raises(InputError, match="whose tokenizer is not the trainer's"):
+            attach(other, server.url)
 
 
 def test_a_resumed_run_samples_what_the_whole_run_did(drafting: Rollout, tmp_path: Path) -> None:
