@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from importlib.metadata import version
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -13,7 +14,9 @@ from omegaconf.resolvers import oc
 from specactor_ray.errors import ConfigError, clipped
 
 KeyPath = tuple[str | int, ...]
-_register: Any = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)  # its name from 2.4 on
+_IS_2_3 = version("omegaconf").startswith("2.3.")
+_register: Any = getattr(OmegaConf, "register_new_resolver" if _IS_2_3 else "register_resolver")
+"""2.3 has something else under the name of 2.4."""
 _FIX = "mend it, or what it refers to."
 
 

@@ -373,7 +373,11 @@ def _check_value(section: type, name: str, annotation: Any, value: Any, key: str
 
 @functools.cache
 def _defaults(schema: Any) -> Any:
-    return OmegaConf.structured(schema)  # of `Config` 20 ms; a copy takes 3
+    node = OmegaConf.structured(schema)  # of `Config` 20 ms; a copy takes 3
+    for name in node:
+        if OmegaConf.is_config(section := node._get_node(name)):
+            OmegaConf.set_readonly(section, None)  # OmegaConf 2.3 makes frozen sections read-only
+    return node
 
 
 def _convert(tree: Tree, schema: type[S]) -> tuple[S, dict[KeyPath, str]]:

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specactor_ray.errors import InputError, did_you_mean
-from specactor_ray.models.loading import load_model, weight_files
+from specactor_ray.models.loading import load_model, parse_dtype, weight_files
+from specactor_ray.models.weight_buckets import WeightBucket, pack_as_they_come
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path
 """A state dict, pairs of name and tensor, or the directory of a Hugging Face checkpoint; names are Hugging Face's."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Which weights the target has, and how they travel; for any process that holds weights of the policy."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Name → shape of every weight."""
+    tied: Mapping[str, str]
+    """Name → name of the weight that it shares its values with."""
+    dtype: str
+    """Of the target, such as `float32`."""
+    bucket_bytes: int
+
+    def buckets(self, weights: Weights) -> Iterator[WeightBucket]:
+        """The weights in buckets. Raises as `fitting_weights`."""
+        fitting = fitting_weights(weights, self.shapes, self.tied, parse_dtype(self.dtype))
+        return pack_as_they_come(fitting, self.bucket_bytes)
 
 
 def fitting_weights(

@@ -19,9 +19,8 @@ from specactor_ray.config.drafter_spec import unused_branches
 from specactor_ray.controller.start import start_actor, start_controller
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import SamplingParams, WeightSet
-from specactor_ray.models.loading import locate_model, parse_dtype, weight_shapes
-from specactor_ray.models.policy_weights import Weights, fitting_weights
-from specactor_ray.models.weight_buckets import WeightBucket, pack_as_they_come
+from specactor_ray.models.loading import locate_model, weight_shapes
+from specactor_ray.models.policy_weights import WeightLayout, Weights
 from specactor_ray.observability.console import log_by_default
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
 from specactor_ray.observability.report import drafter_health
@@ -227,7 +226,8 @@ class Rollout(RunClient):
         Raises:
             InputError: A tensor does not fit the target.
         """
-        return self.put_weights(self._packed(weights))
+        self.require_open()
+        return self.put_weights(self.weight_layout.buckets(weights))
 
     def fallbacks(self) -> list[str]:
         """What actors do in a slower way than they could, each once, as far as it can be asked; and what was set in
@@ -269,16 +269,12 @@ class Rollout(RunClient):
         """Output tokens journaled since the start."""
         return self.dispatcher.journal.committed_tokens
 
-    def _packed(self, weights: Weights) -> Iterator[WeightBucket]:
-        self.require_open()
-        shapes, tied = self._weight_shapes
-        fitting = fitting_weights(weights, shapes, tied, parse_dtype(self.config.target.dtype))
-        return pack_as_they_come(fitting, self.config.trainer.weight_bucket_mb * 2**20)
-
     @functools.cached_property
-    def _weight_shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    def weight_layout(self) -> WeightLayout:
+        """How another process packs weights of the target, for `update_weights` with a `WeightSet`."""
         target = self.config.target
-        return weight_shapes(target.model, trust_remote_code=target.trust_remote_code)
+        shapes, tied = weight_shapes(target.model, trust_remote_code=target.trust_remote_code)
+        return WeightLayout(shapes, tied, target.dtype, self.config.trainer.weight_bucket_mb * 2**20)
 
     def _stream(
         self,

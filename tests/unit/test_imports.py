@@ -67,6 +67,8 @@ MAY_IMPORT = {
         "controller/start.py",
         "rollout/rollout.py",
         "rollout/run.py",  # shows the cluster's resources
+        "integrations/verl.py",
+        "integrations/verl_server.py",
         "training/trainer_group.py",
         "submission.py",
     ),
@@ -74,6 +76,7 @@ MAY_IMPORT = {
     "vllm": ("target/vllm_bridge.py", "target/vllm_worker.py", "benchmarks/vllm_peer.py"),
     "trl": ("integrations/trl.py",),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
+    "verl": ("integrations/verl.py", "integrations/verl_server.py"),
     "triton": ("sampling/triton.py",),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
     "transformers": ("models/", "draft/eagle/head.py", "training/", "drafter_training/", "benchmarks/gpu_check/"),
@@ -93,9 +96,9 @@ MAY_IMPORT = {
     ),
 }
 # These take seconds to import: only inside the function that needs them.
-ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton")
-LEAVES = ("target/vllm_worker.py", "sampling/triton.py", "sampling/fused.py")
-"""Import such a package when they are themselves imported: vLLM loads its worker by name, functions the others."""
+ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton", "verl")
+LEAVES = ("target/vllm_worker.py", "sampling/triton.py", "sampling/fused.py", "integrations/verl.py")
+"""Import such a package when they are themselves imported: vLLM and verl load theirs by name, functions the others."""
 LEAF_MODULES = tuple(f"specactor_ray.{name[:-3].replace('/', '.')}" for name in LEAVES)
 
 

@@ -1,0 +1,429 @@
+"""A replica of verl on this side: its configuration and requests in our terms, and the actor that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config, TargetConfig
+from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.rollout.handle import Handle
+from specactor_ray.rollout.rollout import Rollout
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling.keyed import derive_seed
+
+NAME = "specactor"
+"""Of the rollout, the section of `engine_kwargs` and the checkpoint engine in verl's configuration."""
+_KEYS = "actor_rollout_ref."
+_SETTINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "rollout.pipeline_model_parallel_size": ((1,), "use tensor_model_parallel_size and data_parallel_size"),
+    "rollout.expert_parallel_size": ((1,), "set it to 1"),
+    "rollout.repetition_penalty": ((1.0,), "set it to 1.0; verification compares with the model's own logits"),
+    "rollout.logprobs_mode": ((None, "processed_logprobs"), "use processed_logprobs"),
+    "rollout.quantization": ((None,), "leave it out"),
+    "rollout.qat.enable": ((None, False), "set it to false"),
+    "rollout.enable_rollout_routing_replay": ((None, False), "set it to false; routed experts are not recorded"),
+    "rollout.mtp.enable_rollout": ((None, False), "set it to false and name drafters in engine_kwargs.specactor"),
+    "rollout.limit_images": ((None,), "leave it out; rollouts are of text only"),
+    "rollout.prometheus.enable": ((None, False), "set it to false"),
+    "rollout.disaggregation.enabled": ((None, False), "set it to false"),
+    "rollout.checkpoint_engine.backend": (("naive", NAME), f"use naive (hybrid) or {NAME} (apart)"),
+}
+"""Key → values that can be served, and the fix."""
+_TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "ignore_eos", "seed")
+_IGNORED = ("logprobs", "max_new_tokens", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
+"""Parameters that change no token; `max_new_tokens` is SGLang's name of `max_tokens`."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_p": (0.0,),
+    "min_tokens": (0,),
+    "include_stop_str_in_output": (False,),
+}
+_MOST_ABORTED = 65_536
+_ANY_NUMBER = 2**31
+
+
+def require_supported(rollout: Any, model: Any) -> None:
+    """Refuse what cannot be served, by the key of verl's configuration.
+
+    Args:
+        rollout, model: Sections `rollout` and `model` of `actor_rollout_ref`.
+
+    Raises:
+        ConfigError: A key asks for something that is not available.
+    """
+    for key, (allowed, fix) in _SETTINGS.items():
+        value = _value({"rollout": rollout}, key)
+        if value not in allowed:
+            raise ConfigError(_KEYS + key, f"{value!r} is not available with rollout.name={NAME}.", f"{fix}.")
+    if not _value(model, "lora.merge"):
+        for key in ("lora_rank", "lora.rank"):
+            if _value(model, key):
+                fix = "set model.lora.merge=true, which pushes whole weights."
+                raise ConfigError(f"{_KEYS}model.{key}", f"adapters are not available with rollout.name={NAME}.", fix)
+
+
+def configuration(rollout: Any, model_path: str, trust_remote_code: bool, has_gpus: bool) -> Config:
+    """Our configuration of a replica. `engine_kwargs.specactor` holds further keys, which win.
+
+    Args:
+        rollout: Section `actor_rollout_ref.rollout`.
+        model_path: A local directory or a Hugging Face id.
+        trust_remote_code: As verl's.
+        has_gpus: Verifiers run on GPUs.
+
+    Raises:
+        ConfigError: A key cannot be used.
+    """
+    ranks = _value(rollout, "tensor_model_parallel_size")
+    gpus = ranks if has_gpus else 0
+    length = _value(rollout, "max_model_len") or rollout.prompt_length + rollout.response_length
+    settings: dict[str, Any] = {
+        "cluster": {"address": "auto"},
+        "target": {
+            "model": model_path,
+            "trust_remote_code": trust_remote_code,
+            "dtype": rollout.dtype,
+            "max_model_len": length,
+            "replicas": rollout.data_parallel_size,
+            "tensor_parallel": ranks,
+            "backend": "vllm" if ranks > 1 else "hf",
+            "gpus": gpus,
+            "max_batch": min(rollout.max_num_seqs, TargetConfig(gpus=gpus).max_batch or _ANY_NUMBER),
+        },
+    }
+    own = _plain(_value(rollout, f"engine_kwargs.{NAME}"))
+    try:
+        return from_mapping(_merged(settings, own))
+    except ConfigError as error:
+        key = f"{_KEYS}rollout.engine_kwargs.{NAME}.{error.key}"
+        raise ConfigError(key, error.problem, error.fix) from None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What verl's configuration says of all requests."""
+
+    prompt_length: int
+    response_length: int
+    max_model_len: int
+    """Most prompt + output tokens."""
+    ignore_eos: bool
+
+    def sampling(self, parameters: Mapping[str, Any], num_prompt: int, seed: int) -> SamplingParams:
+        """Parameters of one request.
+
+        The position in the noise is that in the whole sequence. So a request that comes again with its output so far as
+        part of the prompt goes on with the tokens that would have followed.
+
+        Args:
+            parameters: As verl gives them; those that are absent are the model's.
+            num_prompt: Tokens of the prompt.
+            seed: Where `parameters` has none.
+
+        Raises:
+            InputError: A parameter is not available, or the prompt leaves no room.
+        """
+        for name, value in parameters.items():
+            known = name in _TRANSLATED or name in _IGNORED
+            if not known and value not in (None, *_NEUTRAL.get(name, ())) and value not in ([], ()):
+                raise InputError(
+                    f"verl: sampling_params.{name}={value!r} is not available. Fix: leave it out; it may hold "
+                    f"{', '.join(_TRANSLATED)}"
+                )
+        room = self.max_model_len - num_prompt
+        if room < 1:
+            raise InputError(
+                f"verl: {num_prompt} tokens leave no room for an output in {self.max_model_len}. Fix: raise "
+                "actor_rollout_ref.rollout.max_model_len, or engine_kwargs.specactor.target.max_model_len"
+            )
+        given = {name: parameters[name] for name in _TRANSLATED if parameters.get(name) is not None}
+        most = given.pop("max_tokens", None) or parameters.get("max_new_tokens")
+        if most is None:
+            most = min(self.response_length, self.prompt_length + self.response_length - num_prompt)
+        if given.get("top_k") == -1:  # vLLM's value for all tokens
+            given["top_k"] = 0
+        settings = {"seed": seed, "ignore_eos": self.ignore_eos, **given, "max_tokens": max(1, min(most, room))}
+        return SamplingParams(**settings, first_position=num_prompt)
+
+
+class Seeds:
+    """Seeds of requests that bring none: a function of verl's seed, its step, the prompt, and how often it came.
+
+    verl sends a request that was aborted again, with the output so far as part of the prompt and under a new name. Such
+    a request keeps its seed: it is recognised by its tokens.
+
+    Args:
+        run_seed: `rollout.seed`.
+        replica: Rank of the replica; two of them never use one seed for one prompt.
+    """
+
+    def __init__(self, run_seed: int, replica: int) -> None:
+        self._run_seed, self._replica, self._step = run_seed, replica, 0
+        self._counts: dict[int, int] = {}
+        """Requests of a prompt in this step."""
+        self._aborted: OrderedDict[int, list[int]] = OrderedDict()
+        """Prompt and output of an aborted request → its seed, or the seeds of several."""
+
+    def begin_step(self, step: int) -> None:
+        """Requests from now on are of this step of the trainer."""
+        if step + 1 != self._step:
+            self._step, self._counts = step + 1, {}
+
+    def take(self, prompt: Sequence[int], name: str | None = None) -> int:
+        """Seed of a request. With a name that does not change from run to run it depends on that, and not on how often
+        the prompt came nor on the replica."""
+        key = _digest(prompt)
+        if kept := self._aborted.get(key):
+            if not kept[1:]:
+                del self._aborted[key]
+            return kept.pop()
+        if name is not None:
+            return derive_seed(derive_seed(self._run_seed, self._step, 0), key, _digest(name.encode()))
+        count = self._counts[key] = self._counts.get(key, -1) + 1
+        return derive_seed(derive_seed(self._run_seed, self._step, 1 + self._replica), key, count)
+
+    def keep(self, tokens: Sequence[int], seed: int) -> None:
+        """A request with this seed was aborted; `tokens` are its prompt and its output."""
+        self._aborted.setdefault(_digest(tokens), []).append(seed)
+        while len(self._aborted) > _MOST_ABORTED:
+            self._aborted.popitem(last=False)
+
+
+class Server:
+    """Serves one replica of verl with a rollout of its own in verl's Ray cluster; an asynchronous actor.
+
+    Args:
+        rollout: verl's configuration `actor_rollout_ref.rollout`.
+        model_path, use_shm, trust_remote_code: Of the model, as verl's.
+        replica_rank: Rank of the replica.
+        sleeps: Free caches, and on GPUs the weights, while verl trains.
+    """
+
+    def __init__(
+        self,
+        rollout: Any,
+        model_path: str,
+        use_shm: bool,
+        trust_remote_code: bool,
+        replica_rank: int,
+        sleeps: bool,
+    ) -> None:
+        self._settings, self._model = rollout, (model_path, use_shm, trust_remote_code)
+        self._seeds, self._sleeps = Seeds(rollout.seed, replica_rank), sleeps
+        self._running: dict[Handle, str] = {}
+        """Requests that have not ended → verl's names."""
+        self._open, self._rejects = asyncio.Event(), False
+        """Requests may begin; those that come while they may not are refused."""
+        self._open.set()
+        self._steps: dict[int, int] = {}
+        """Version of the weights → step of the trainer."""
+
+    async def start(self) -> str:
+        """Start the rollout; returns the name of its run."""
+        self._rollout = await asyncio.to_thread(self._start)
+        engine, length = self._rollout.engine, self._rollout.config.target.max_model_len
+        engine.max_waiting = _ANY_NUMBER  # verl bounds its requests itself
+        engine.tokenizer = None  # it exchanges token ids
+        settings = self._settings
+        self._limits = Limits(settings.prompt_length, settings.response_length, length or 0, settings.ignore_eos)
+        return self._rollout.run_name
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        priority: int = 0,
+        **others: Any,
+    ) -> Any:
+        """verl's `TokenOutput`. Log-probabilities are those under softmax(logits / temperature).
+
+        Raises:
+            InputError: The request asks for something that is not available, such as images, or cannot run.
+        """
+        for name, value in others.items():
+            if value is not None and value not in ([], {}, ()):
+                raise InputError(f"verl: {name} is not available with rollout.name={NAME}; rollouts are of text only")
+        while not self._open.is_set():
+            if self._rejects:
+                return _token_output([], None, "aborted", {"global_steps": self._step(self._rollout.weight_version)})
+            await self._open.wait()
+        prompt = [int(token) for token in prompt_ids]
+        own_seed = sampling_params.get("seed") is None
+        seed = self._seeds.take(prompt, request_id if self._settings.full_determinism else None) if own_seed else 0
+        sampling = self._limits.sampling(sampling_params, len(prompt), seed)
+        handle = self._rollout.engine.submit(prompt, sampling, priority=int(priority))
+        self._running[handle] = request_id
+        try:
+            output = await handle
+        finally:
+            del self._running[handle]
+            self._rollout.engine.drop(handle)  # if this was cancelled
+        if output.error:
+            raise InputError(f"verl: request {request_id} cannot run: {output.error}")
+        if output.finish_reason == "abort" and own_seed:
+            self._seeds.keep([*prompt, *output.token_ids], seed)
+        logprobs = list(output.logprobs) if sampling_params.get("logprobs") else None
+        reason = "aborted" if output.finish_reason == "abort" else "completed"
+        return _token_output(list(output.token_ids), logprobs, reason, self._facts(output))
+
+    # ---- between requests ----
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """End all requests with what is committed; those that come wait for `resume_generation`, or are refused."""
+        del reset_prefix_cache  # no cache outlives an update of the weights
+        self._open.clear()
+        self._rejects = reject_request
+        running = dict(self._running)
+        for handle in running:
+            self._rollout.engine.drop(handle)
+        await self._all_ended(running)
+        return {"aborted_count": len(running), "request_ids": list(running.values())}
+
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
+        """End one request with what is committed."""
+        del reset_prefix_cache
+        aborted = [handle for handle, name in self._running.items() if name == request_id]
+        for handle in aborted:
+            self._rollout.engine.drop(handle)
+        return {"aborted": bool(aborted), "request_id": request_id}
+
+    async def resume_generation(self) -> None:
+        """Let requests begin again."""
+        self._rejects = False
+        self._open.set()
+
+    async def sleep(self) -> None:
+        """Free the verifiers' memory when no request runs, in hybrid mode with `free_cache_engine`."""
+        if self._sleeps:
+            await self._all_ended(list(self._running))
+            await asyncio.to_thread(self._rollout.sleep)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back: all of it, whatever the tags are."""
+        del tags
+        if self._sleeps:
+            await asyncio.to_thread(self._rollout.wake_if_asleep)
+
+    async def release_kv_cache(self) -> None:
+        """As `sleep`."""
+        await self.sleep()
+
+    async def resume_kv_cache(self) -> None:
+        """As `wake_up`."""
+        await self.wake_up()
+
+    async def clear_kv_cache(self) -> None:
+        """Nothing: no cache outlives an update of the weights."""
+
+    async def start_profile(self, **_settings: Any) -> None:
+        """Nothing: verl's profiler does not reach verifiers."""
+
+    async def stop_profile(self) -> None:
+        """Nothing."""
+
+    # ---- weights ----
+
+    async def weight_layout(self) -> Any:
+        """How a trainer packs weights (`WeightLayout`)."""
+        return await asyncio.to_thread(getattr, self._rollout, "weight_layout")
+
+    async def update_weights(self, weights: WeightSet, global_steps: int | None = None) -> int:
+        """Take weights that a trainer has put into the object store. Requests that run go on with them behind what is
+        committed. Returns their version."""
+        version = await asyncio.to_thread(self._update, weights)
+        if global_steps is not None:
+            await self.set_global_steps(global_steps)
+        return version
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """The trainer's step that made the present weights."""
+        self._steps[self._rollout.weight_version] = global_steps
+        self._seeds.begin_step(global_steps)
+
+    async def close(self) -> None:
+        """End the rollout."""
+        await asyncio.to_thread(self._rollout.close)
+
+    # ---- inner parts ----
+
+    def _start(self) -> Rollout:
+        import ray
+        from verl.utils.fs import copy_to_local
+
+        path, use_shm, trusted = self._model
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        return Rollout(configuration(self._settings, copy_to_local(path, use_shm=use_shm), trusted, has_gpus))
+
+    def _update(self, weights: WeightSet) -> int:
+        self._rollout.wake_if_asleep()
+        return self._rollout.update_weights(replace(weights, version=self._rollout.weight_version + 1), "keep")
+
+    async def _all_ended(self, handles: Sequence[Handle] | Mapping[Handle, str]) -> None:
+        await asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in handles), return_exceptions=True)
+
+    def _facts(self, output: Trajectory) -> dict[str, Any]:
+        last, first = output.weight_version, output.versions[0][0] if output.versions else output.weight_version
+        return {
+            "global_steps": self._step(last),
+            "min_global_steps": self._step(first),
+            "max_global_steps": self._step(last),
+            "spec_num_draft_tokens": output.stats.drafted,
+            "spec_num_accepted_tokens": output.stats.accepted,
+            "spec_num_verify_steps": output.stats.steps,
+        }
+
+    def _step(self, version: int) -> int | None:
+        return self._steps.get(version)
+
+
+def _token_output(token_ids: list[int], logprobs: list[float] | None, reason: str, facts: dict[str, Any]) -> Any:
+    return _token_output_class()(token_ids=token_ids, log_probs=logprobs, stop_reason=reason, extra_fields=facts)
+
+
+@functools.cache
+def _token_output_class() -> Any:
+    from verl.workers.rollout.replica import TokenOutput
+
+    return TokenOutput
+
+
+def _value(section: Any, path: str) -> Any:
+    """What stands there in mappings and objects; None where there is nothing."""
+    for name in path.split("."):
+        section = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
+    return section
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    """The section as dicts and lists; `section` may hold OmegaConf's containers."""
+    whole: Any = OmegaConf.to_container(OmegaConf.create({NAME: section or {}}), resolve=True)
+    plain: dict[str, Any] = whole[NAME]
+    return plain
+
+
+def _merged(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(settings)
+    for key, value in more.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _digest(tokens: Sequence[int] | bytes) -> int:
+    data = tokens if isinstance(tokens, bytes) else np.asarray(tokens, dtype="<u4").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
