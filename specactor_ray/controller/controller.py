@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -45,6 +45,7 @@ from specactor_ray.controller.state import (
 from specactor_ray.controller.weights import WeightNews
 from specactor_ray.errors import ActorLostError, ClusterError, SpecActorError
 from specactor_ray.messages import WeightSet
+from specactor_ray.observability.metrics import Row, controller_rows
 
 logger = logging.getLogger(__name__)
 
@@ -416,6 +417,14 @@ class Controller:
         self._view = next_view(self._view, members, self._drafters, self._failures, self._departed)
         now = self._clock.now()
         self._status = [member.row(now) for member in members]
+        self._calls.transport.export(self._metric_rows)
+
+    def _metric_rows(self) -> Iterable[Row]:
+        """Metrics of the members in the last status."""
+        groups = [(VERIFIER, ""), *(("drafter", method) for method in self._desired.drafters)]
+        known = [(*group, phase.value) for group in groups for phase in Phase]
+        seen = [(row["kind"], row["method"], row["phase"]) for row in self._status]
+        return controller_rows(seen, known, self._desired.drafters)
 
     # ---- the end ----
 

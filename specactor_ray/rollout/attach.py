@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specactor_ray.clock import SYSTEM
 from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.controller.state import ClusterView, Phase
+from specactor_ray.errors import SpecActorError
+
+if TYPE_CHECKING:
+    from specactor_ray.cluster.calls import Calls
 
 
 def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tuple[str, list[dict[str, Any]]]:
@@ -27,7 +32,7 @@ def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tup
         InputError: There is no such run.
         ConfigError: The run has no such method, or a number is negative.
     """
-    with _attached(run, address) as (name, ask):
+    with _attached(run, address) as (name, ask, _):
         ask("scale", dict(drafters))
         deadline = SYSTEM.now() + _ACT_S
         while True:
@@ -48,28 +53,49 @@ def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int]) -
 
 
 def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, Any]]]:
-    """The run's name and one row per actor.
+    """The run's name and one row per actor; see `actors_status`.
 
     Raises:
         ClusterError: There is no such cluster.
         InputError: There is no such run.
     """
-    with _attached(run, address) as (name, ask):
-        return name, ask("status")
+    with _attached(run, address) as (name, ask, calls):
+        return name, actors_status(ask, calls)
+
+
+def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]:
+    """One row per actor: id, kind, phase, placement and counters. Ready actors are called for their counters; those of
+    one that does not answer are of its last health check.
+
+    Args:
+        ask: Calls a method of the controller and returns the answer.
+    """
+    rows: list[dict[str, Any]] = ask("status")
+    view: ClusterView = ask("view")
+    ready = {**view.verifiers, **{one.actor_id: one.handle for one in view.drafters if one.phase is Phase.READY}}
+    pings = {name: calls.start(handle, "ping", deadline_s=_PING_S, retry=False) for name, handle in ready.items()}
+    for row in rows:
+        if row["id"] in pings:
+            with contextlib.suppress(SpecActorError):
+                row["counters"] = pings[row["id"]].result()
+    return rows
 
 
 _ACT_S = 4.0
 """Longest time to wait for the controller to act on a new number."""
 _ASK_S = 60.0
+_PING_S = 2.0
+"""Longest wait for the counters of actors."""
 
 
 @contextlib.contextmanager
-def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The run's name, and how to ask its controller."""
+def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any], Calls]]:
+    """The run's name, how to ask its controller, and calls."""
     from specactor_ray.cluster.calls import Calls
     from specactor_ray.cluster.connection import connect
     from specactor_ray.cluster.lookup import address_of_run, find_controller, only_run
 
     with connect(ClusterConfig(address=address_of_run(run) if address == "auto" else address)):
         name = run or only_run()
-        yield name, functools.partial(Calls().ask, find_controller(name), deadline_s=_ASK_S)
+        calls = Calls()
+        yield name, functools.partial(calls.ask, find_controller(name), deadline_s=_ASK_S), calls
