@@ -8,6 +8,7 @@ What loads ray or torch is imported inside the commands, so that `--help` answer
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 
 from specactor_ray.cli_demo import demo
 from specactor_ray.cli_options import ConfigFile, Overrides, finish, load_settings, parse_numbers, planned_side_by_side
@@ -188,15 +190,49 @@ def scale(
 
 
 @app.command()
-def status(run: Run = None, address: Address = "auto") -> None:
+def status(
+    run: Run = None,
+    address: Address = "auto",
+    watch: Annotated[bool, typer.Option("--watch", help="Show them until the run ends, or Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks of --watch.")] = 2.0,
+) -> None:
     """Show the actors of a run."""
+    console = make_console()
+    if watch:
+        _watch(console, run, address, every)
+        return
     from specactor_ray.rollout.attach import status_of_run
 
-    name, rows = status_of_run(run, address)
-    console = make_console()
-    say(console, f"run {name}")
-    console.print(status_table(rows))
-    _show_ladder(console, rows)
+    console.print(_status(*status_of_run(run, address)))
+
+
+def _watch(console: Console, run: str | None, address: str, interval_s: float) -> None:
+    """Redraw the status in a terminal, else print one after the other."""
+    if not 0.1 <= interval_s <= 3600.0:
+        raise InputError(f"--every: {interval_s:g} is out of range; give seconds, 0.1 to 3600")
+    from rich.live import Live
+
+    from specactor_ray.rollout.attach import watch_run
+
+    name = None
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, auto_refresh=False, vertical_overflow="visible")
+        if console.is_terminal
+        else contextlib.nullcontext() as live,
+    ):
+        for name, rows in watch_run(run, address, interval_s):
+            if live is None:
+                console.print(_status(name, rows))
+            else:
+                live.update(_status(name, rows), refresh=True)
+        say(console, f"run {name} has ended")
+
+
+def _status(name: str, rows: Sequence[Mapping[str, Any]]) -> Group:
+    """The actors of a run, and the ladder of their draft methods."""
+    ladder = ladder_table(rows)
+    return Group(Text(f"run {name}"), status_table(rows), *([ladder] if ladder is not None else []))
 
 
 def _show_ladder(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specactor_ray.clock import SYSTEM
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.controller.state import ClusterView, Phase
-from specactor_ray.errors import SpecActorError
+from specactor_ray.errors import CallError, SpecActorError
 
 if TYPE_CHECKING:
     from specactor_ray.cluster.calls import Calls
@@ -63,6 +63,24 @@ def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, An
         return name, actors_status(ask, calls)
 
 
+def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """What `status_of_run` returns, every `interval_s` seconds until the run ends.
+
+    Raises:
+        ClusterError: There is no such cluster.
+        InputError: There is no such run.
+    """
+    with _attached(run, address) as (name, ask, calls):
+        until = SYSTEM.now()
+        with contextlib.suppress(CallError):  # the controller ends with its run
+            while rows := actors_status(ask, calls):
+                yield name, rows
+                until += max(interval_s, SYSTEM.now() - until)
+                while (left := until - SYSTEM.now()) > 0.0:
+                    SYSTEM.sleep(min(left, _LOOK_S))
+                    ask("view", None)  # a private cluster ends soon after its run
+
+
 def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]:
     """One row per actor: id, kind, phase, placement and counters. Ready actors are called for their counters; those of
     one that does not answer are of its last health check.
@@ -84,6 +102,8 @@ def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]
 _ACT_S = 4.0
 """Longest time to wait for the controller to act on a new number."""
 _ASK_S = 60.0
+_LOOK_S = 1.0
+"""Time between two calls that find out whether a run has ended."""
 _PING_S = 2.0
 """Longest wait for the counters of actors."""
 
