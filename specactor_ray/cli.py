@@ -172,7 +172,9 @@ def submit(
 
 @app.command()
 def scale(
-    drafters: Annotated[list[str], typer.Argument(metavar="METHOD=N", help="Draft actors wanted, as in ngram=2.")],
+    drafters: Annotated[
+        list[str], typer.Argument(metavar="METHOD=N", help="Draft actors wanted, as in ngram=2; auto: as many as pay.")
+    ],
     run: Run = None,
     address: Address = "auto",
 ) -> None:
@@ -182,7 +184,8 @@ def scale(
 
     name, rows = scale_run(run, wanted, address)
     console = make_console()
-    say(console, f"run {name}: wanted now {', '.join(f'{method}={count}' for method, count in wanted.items())}")
+    shown = (f"{method}={'auto' if count is None else count}" for method, count in wanted.items())
+    say(console, f"run {name}: wanted now {', '.join(shown)}")
     console.print(status_table(rows))
     for row in rows:
         if row["phase"] == "pending" and row["method"] in wanted:
@@ -314,14 +317,14 @@ def _show_bench(report: dict) -> None:
     say(console, f"report: {Path(report['output']).resolve()}")
 
 
-def parse_scale(items: Sequence[str]) -> dict[str, int]:
-    """`["ngram=2"]` → `{"ngram": 2}`. Raises InputError for an item that is not METHOD=N."""
-    wanted = {}
+def parse_scale(items: Sequence[str]) -> dict[str, int | None]:
+    """`["ngram=2"]` → `{"ngram": 2}`, None for `auto`. Raises InputError for an item that is not METHOD=N."""
+    wanted: dict[str, int | None] = {}
     for item in items:
         method, separator, count = item.partition("=")
-        if not (method and separator and count.isdecimal()):
-            raise InputError(f"{item!r} is not METHOD=N with a whole number, 0 or more; for example ngram=2")
-        wanted[method] = int(count)
+        if not (method and separator and (count.isdecimal() or count == "auto")):
+            raise InputError(f"{item!r} is not METHOD=N with a whole number, 0 or more, or auto; for example ngram=2")
+        wanted[method] = None if count == "auto" else int(count)
     return wanted
 
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from specactor_ray.cluster.calls import Calls
 
 
-def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tuple[str, list[dict[str, Any]]]:
+def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:
     """Set how many draft actors of each method a run should have.
 
     Args:
         run: Its name; None takes the only run of the cluster.
-        drafters: Method → number of draft actors.
+        drafters: Method → number of draft actors; None: as many as pay.
         address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only one here with such a run.
 
     Returns:
@@ -42,12 +42,14 @@ def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tup
             SYSTEM.sleep(0.1)
 
 
-def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int]) -> bool:
+def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | None]) -> bool:
     """Whether as many draft actors are there, or on their way, as are wanted, and what still waits says why."""
     for method, wanted in drafters.items():
         mine = [row for row in rows if row["method"] == method]
         mine = [row for row in mine if row["phase"] not in ("draining", "dead")]
-        if len(mine) != wanted or any(row["phase"] == "pending" and not row["note"] for row in mine):
+        if wanted is not None and len(mine) != wanted:
+            return False
+        if any(row["phase"] == "pending" and not row["note"] for row in mine):
             return False
     return True
 

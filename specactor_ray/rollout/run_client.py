@@ -154,11 +154,12 @@ class RunClient:
         """See `actors_status`."""
         return actors_status(self.ask, self._calls)
 
-    def scale(self, drafters: Mapping[str, int]) -> None:
-        """Set how many draft actors of each method there should be; takes effect during the rollout.
+    def scale(self, drafters: Mapping[str, int | None]) -> None:
+        """Set how many draft actors of each method there should be; takes effect during the rollout. A number ends the
+        scaling of a method by its load (`drafters.N.max_replicas`), None begins it again.
 
         Raises:
-            ConfigError: A method is not in the configuration, or a number is negative.
+            ConfigError: A method is not in the configuration, a number is negative, or a method has no `max_replicas`.
         """
         self.ask("scale", dict(drafters))
 

@@ -15,7 +15,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.observability.metrics import METRICS
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 LIMIT_S = 120.0
 
 

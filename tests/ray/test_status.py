@@ -17,7 +17,7 @@ from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 LIMIT_S = 120.0
 CLEAR_LINE = "\x1b[2K"
 """What rich redraws with."""
