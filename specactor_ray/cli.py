@@ -8,6 +8,7 @@ What loads ray or torch is imported inside the commands, so that `--help` answer
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 
 from specactor_ray.cli_demo import demo
 from specactor_ray.cli_options import ConfigFile, Overrides, finish, load_settings, parse_numbers, planned_side_by_side
@@ -175,7 +177,9 @@ def submit(
 
 @app.command()
 def scale(
-    drafters: Annotated[list[str], typer.Argument(metavar="METHOD=N", help="Draft actors wanted, as in ngram=2.")],
+    drafters: Annotated[
+        list[str], typer.Argument(metavar="METHOD=N", help="Draft actors wanted, as in ngram=2; auto: as many as pay.")
+    ],
     run: Run = None,
     address: Address = "auto",
 ) -> None:
@@ -185,7 +189,8 @@ def scale(
 
     name, rows = scale_run(run, wanted, address)
     console = make_console()
-    say(console, f"run {name}: wanted now {', '.join(f'{method}={count}' for method, count in wanted.items())}")
+    shown = (f"{method}={'auto' if count is None else count}" for method, count in wanted.items())
+    say(console, f"run {name}: wanted now {', '.join(shown)}")
     console.print(status_table(rows))
     for row in rows:
         if row["phase"] == "pending" and row["method"] in wanted:
@@ -193,15 +198,49 @@ def scale(
 
 
 @app.command()
-def status(run: Run = None, address: Address = "auto") -> None:
+def status(
+    run: Run = None,
+    address: Address = "auto",
+    watch: Annotated[bool, typer.Option("--watch", help="Show them until the run ends, or Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks of --watch.")] = 2.0,
+) -> None:
     """Show the actors of a run."""
+    console = make_console()
+    if watch:
+        _watch(console, run, address, every)
+        return
     from specactor_ray.rollout.attach import status_of_run
 
-    name, rows = status_of_run(run, address)
-    console = make_console()
-    say(console, f"run {name}")
-    console.print(status_table(rows))
-    _show_ladder(console, rows)
+    console.print(_status(*status_of_run(run, address)))
+
+
+def _watch(console: Console, run: str | None, address: str, interval_s: float) -> None:
+    """Redraw the status in a terminal, else print one after the other."""
+    if not 0.1 <= interval_s <= 3600.0:
+        raise InputError(f"--every: {interval_s:g} is out of range; give seconds, 0.1 to 3600")
+    from rich.live import Live
+
+    from specactor_ray.rollout.attach import watch_run
+
+    name = None
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, auto_refresh=False, vertical_overflow="visible")
+        if console.is_terminal
+        else contextlib.nullcontext() as live,
+    ):
+        for name, rows in watch_run(run, address, interval_s):
+            if live is None:
+                console.print(_status(name, rows))
+            else:
+                live.update(_status(name, rows), refresh=True)
+        say(console, f"run {name} has ended")
+
+
+def _status(name: str, rows: Sequence[Mapping[str, Any]]) -> Group:
+    """The actors of a run, and the ladder of their draft methods."""
+    ladder = ladder_table(rows)
+    return Group(Text(f"run {name}"), status_table(rows), *([ladder] if ladder is not None else []))
 
 
 def _show_ladder(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -283,14 +322,14 @@ def _show_bench(report: dict) -> None:
     say(console, f"report: {Path(report['output']).resolve()}")
 
 
-def parse_scale(items: Sequence[str]) -> dict[str, int]:
-    """`["ngram=2"]` → `{"ngram": 2}`. Raises InputError for an item that is not METHOD=N."""
-    wanted = {}
+def parse_scale(items: Sequence[str]) -> dict[str, int | None]:
+    """`["ngram=2"]` → `{"ngram": 2}`, None for `auto`. Raises InputError for an item that is not METHOD=N."""
+    wanted: dict[str, int | None] = {}
     for item in items:
         method, separator, count = item.partition("=")
-        if not (method and separator and count.isdecimal()):
-            raise InputError(f"{item!r} is not METHOD=N with a whole number, 0 or more; for example ngram=2")
-        wanted[method] = int(count)
+        if not (method and separator and (count.isdecimal() or count == "auto")):
+            raise InputError(f"{item!r} is not METHOD=N with a whole number, 0 or more, or auto; for example ngram=2")
+        wanted[method] = None if count == "auto" else int(count)
     return wanted
 
 

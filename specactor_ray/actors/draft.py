@@ -9,6 +9,7 @@ from specactor_ray.actors.process import ActorHost, LoopActor
 from specactor_ray.controller.state import DraftActorSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import CommitBatch, TailBatch
+from specactor_ray.observability.metrics import drafter_rows
 from specactor_ray.queues.link import Link
 
 
@@ -31,7 +32,9 @@ class DraftActor(LoopActor[DraftActorSpec, DraftLoop]):
         loop = self._running()
         if self._thread is None or not self._thread.alive:
             raise RuntimeError("the draft loop has ended")
-        return loop.snapshot()
+        counters = loop.snapshot()
+        self._host.calls.transport.export(lambda: drafter_rows(self._spec.actor_id, counters))
+        return counters
 
     def deliver(self, message: CommitBatch) -> None:
         """Opens, commits and closes of verifiers."""

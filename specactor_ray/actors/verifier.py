@@ -10,6 +10,7 @@ from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.controller.state import VERIFIER, DraftEndpoint, VerifierSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import FinishedOutput, TailBatch, ToRollout, WeightSet
+from specactor_ray.observability.metrics import verifier_rows
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.verify.loop import VerifyLoop
@@ -36,7 +37,9 @@ class VerifierActor(LoopActor[VerifierSpec, VerifyLoop]):
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended by an error: the controller then replaces this actor."""
-        return self._counters(self._running())
+        counters = self._counters(self._running())
+        self._host.calls.transport.export(lambda: verifier_rows(self._spec.actor_id, counters))
+        return counters
 
     def _counters(self, loop: VerifyLoop) -> dict[str, Any]:
         if loop.error is not None:

@@ -18,6 +18,7 @@ import ray
 from ray import exceptions as ray_errors
 
 from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.cluster.metrics import RayMetrics
 from specactor_ray.errors import (
     ActorLostError,
     ActorUnavailableError,
@@ -26,6 +27,7 @@ from specactor_ray.errors import (
     RemoteError,
     SpecActorError,
 )
+from specactor_ray.observability.metrics import Row
 from specactor_ray.queues.link import Delivery
 
 _RETRY_S, _RETRY_MAX_S = 0.1, 2.0
@@ -60,6 +62,9 @@ class Transport(Protocol):
         Raises:
             CallError: They cannot be had (any more), or not within `timeout_s` seconds.
         """
+
+    def export(self, rows: Callable[[], Iterable[Row]], run: str = "") -> None:
+        """Export metrics of this process, at most once a second. `run`: its run; default: that of this actor."""
 
 
 class Call:
@@ -250,6 +255,9 @@ class RayDelivery:
 class RayTransport:
     """Calls and objects of Ray."""
 
+    def __init__(self) -> None:
+        self._metrics = RayMetrics()
+
     def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Any:
         try:
             return getattr(actor, method).remote(*arguments)
@@ -281,6 +289,9 @@ class RayTransport:
         except ray_errors.RayError as error:
             raise translate_ray_error(error, "fetching an object") from None
         return found
+
+    def export(self, rows: Callable[[], Iterable[Row]], run: str = "") -> None:
+        self._metrics.export(rows, run)
 
 
 _FETCH_S = 60.0

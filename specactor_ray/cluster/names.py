@@ -16,7 +16,7 @@ NAMESPACE = "specactor"
 
 CONTROLLER = "controller"
 _PREFIX = "specactor"
-_CONTROLLER = re.compile(rf"{_PREFIX}::(?P<run>.+)::controller")
+_ACTOR = re.compile(rf"{_PREFIX}::(?P<run>.+)::(?P<actor>.+)")
 
 
 def new_run_name(now: float | None = None) -> str:
@@ -48,5 +48,11 @@ def controller_name(run: str) -> str:
 
 def run_of_controller(name: str) -> str | None:
     """The run whose controller is called `name`; None when it is not a controller's name."""
-    found = _CONTROLLER.fullmatch(name)
-    return found["run"] if found else None
+    found = _ACTOR.fullmatch(name)
+    return found["run"] if found and found["actor"] == CONTROLLER else None
+
+
+def run_of_actor(name: str) -> str:
+    """The run of the actor called `name`; empty when it is none of ours."""
+    found = _ACTOR.fullmatch(name)
+    return found["run"] if found else ""

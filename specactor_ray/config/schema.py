@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 from specactor_ray.config.online import OnlineConfig
-from specactor_ray.config.ranges import at_least, limited, not_empty, one_of, positive
+from specactor_ray.config.ranges import at_least, limited, not_empty, not_negative, one_of, positive
 from specactor_ray.config.training_schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -209,6 +209,11 @@ class DrafterConfig:
     steps where that pays. `mode: auto` with `false` is `decoupled`."""
     replicas: int = at_least(0, default=1)
     """Number of draft actors; `specactor scale` changes it during the run. Hosted: 0 switches it off."""
+    min_replicas: int = at_least(0, default=0)
+    """Fewest draft actors that the controller scales down to; see `max_replicas`."""
+    max_replicas: int | None = at_least(1, default=None)
+    """Most draft actors that the controller scales up to, by what they bring (section `elastic`); `replicas` is the
+    start. Default: it leaves their number alone. `mode: auto` with it is `decoupled`."""
     cores: float = 1.0
     """CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that other draft
     actors of the run share, never a verifier. Hosted: unused, but `mode: auto` on CPUs gives them to the verifier."""
@@ -300,6 +305,19 @@ class SpeculationConfig:
 
 
 @dataclass
+class ElasticConfig:
+    """When the controller changes the number of draft actors of methods with `max_replicas`."""
+
+    up_s: float = not_negative(20.0)
+    """Seconds for which more draft actors must promise to pay before some are added."""
+    down_s: float = not_negative(60.0)
+    """Seconds for which fewer must be better, or verifiers idle, before some are removed."""
+    devices_weight: float = not_negative(1.0)
+    """What devices count against speed: the number of draft actors is that with the most tokens/s divided by
+    (GPUs, or cores) ** devices_weight. 1: most tokens/s per device; 0: most tokens/s."""
+
+
+@dataclass
 class DataConfig:
     """What to roll out."""
 
@@ -357,6 +375,8 @@ class Config:
     """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """How far drafters run ahead and how long a verifier waits."""
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    """When the number of draft actors follows the load."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How tokens are chosen."""
     data: DataConfig = field(default_factory=DataConfig)

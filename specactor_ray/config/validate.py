@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from specactor_ray.config.drafting import is_hosted
 from specactor_ray.config.engine_arguments import reject_engine_arguments
 from specactor_ray.config.named import is_named
 from specactor_ray.config.online import OnlineWhere, reject_batch_above_buffer, reject_two_sources_of_weights
@@ -248,6 +249,28 @@ def reject_device_the_drafter_cannot_use(drafter: DrafterConfig, key: str) -> No
         raise ConfigError(f"{key}.gpus", problem, f"use 1 and raise {key}.replicas.")
 
 
+def reject_elastic_bounds_that_nothing_meets(drafter: DrafterConfig, key: str) -> None:
+    least, most = drafter.min_replicas, drafter.max_replicas
+    if most is None:
+        if least:
+            problem = f"{least}, but without max_replicas the number of draft actors is not changed."
+            raise ConfigError(f"{key}.min_replicas", problem, f"set {key}.max_replicas, or leave it out.")
+        return
+    if not least <= drafter.replicas <= most:
+        problem = f"{drafter.replicas} is not between min_replicas ({least}) and max_replicas ({most})."
+        raise ConfigError(f"{key}.replicas", problem, "start with a number between them.")
+
+
+def reject_elastic_method_without_draft_actors(config: Config) -> None:
+    if config.mode is ModeName.plain:
+        return
+    for index, drafter in enumerate(config.drafters):
+        if drafter.max_replicas is not None and is_hosted(drafter, config.mode, f"drafters.{index}"):
+            problem = f"verifiers draft by {drafter.method} themselves, so it has no draft actors to scale."
+            fix = f"leave it out, or use mode=decoupled and drafters.{index}.hosted=false."
+            raise ConfigError(f"drafters.{index}.max_replicas", problem, fix)
+
+
 def reject_match_range_upside_down(drafter: DrafterConfig, key: str) -> None:
     if drafter.min_match > drafter.max_match:
         problem = f"{drafter.min_match} is above max_match ({drafter.max_match}): nothing could ever match."
@@ -273,6 +296,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_compiled_off_for_others,
     reject_engine_arguments,
     reject_method_twice,
+    reject_elastic_method_without_draft_actors,
     reject_plan_without_profile,
 )
 
@@ -284,6 +308,7 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_keys_of_other_methods,
     reject_device_the_drafter_cannot_use,
     reject_match_range_upside_down,
+    reject_elastic_bounds_that_nothing_meets,
     reject_batch_above_buffer,
     reject_two_sources_of_weights,
 )

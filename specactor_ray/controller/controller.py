@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
+from specactor_ray.controller.elastic import Elastic
 from specactor_ray.controller.first_start import FirstStart
 from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
 from specactor_ray.controller.seats import Seating, scale_refusal
@@ -45,6 +46,7 @@ from specactor_ray.controller.state import (
 from specactor_ray.controller.weights import WeightNews
 from specactor_ray.errors import ActorLostError, ClusterError, SpecActorError
 from specactor_ray.messages import WeightSet
+from specactor_ray.observability.metrics import Row, controller_rows
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class Controller:
         self._suspects: list[str] = []
         """Actors that somebody could not reach since the last step."""
         self._wake, self._stopping = self._clock.event(), self._clock.event()
+        self._elastic = Elastic(config, self._priors)
         self._is_shutting, self._was_asked_to_start = False, False
         self._all_gone: Future[bool] = Future()
         """Answer of the shutdown."""
@@ -156,20 +159,28 @@ class Controller:
         """One row per actor: id, kind, method, phase, node, pid, cores, gpus, silent_s, note, counters."""
         return self._status
 
-    def scale(self, drafters: Mapping[str, int]) -> None:
-        """Set how many draft actors of each method there should be; returns before it is so.
+    def scale(self, drafters: Mapping[str, int | None]) -> None:
+        """Set how many draft actors of each method there should be; returns before it is so. A number ends the
+        scaling of a method by its load, None begins it again.
 
         Raises:
-            ConfigError: A method is not configured or a number is negative; nothing was changed.
+            ConfigError: A method is not configured, a number is negative, or a method has no `max_replicas` for None;
+                nothing was changed.
         """
         for method, number in drafters.items():
             refusal = scale_refusal(self._config, method, number)
             if refusal is not None:
                 raise refusal
         with self._lock:
-            self._desired = replace(self._desired, drafters={**self._desired.drafters, **drafters})
+            for method, number in drafters.items():
+                self._elastic.hold(method, number is not None)
+            self._want({method: number for method, number in drafters.items() if number is not None})
             self._forgiven += drafters
         self._wake.set()
+
+    def _want(self, drafters: Mapping[str, int]) -> None:
+        """Change the desired state; the lock is held."""
+        self._desired = replace(self._desired, drafters={**self._desired.drafters, **drafters})
 
     def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
         """Send these weights to all actors that follow the policy, also to later ones. Returns when all ready verifiers
@@ -250,6 +261,7 @@ class Controller:
 
     def _reconcile(self) -> None:
         while not self._stopping.is_set():
+            self._guarded("scale by load", self._scale_by_load)
             self._round(self._guarded)
             self._wake.wait(_TICK_S if self._weights_in_place() else _SYNC_TICK_S)
             self._wake.clear()
@@ -263,6 +275,12 @@ class Controller:
         run("publish", self._publish)
         run("tell peers", lambda: self._news.tell(self._members.values(), self._view, self._clock.now()))
         run("reap", self._reaper.poll)
+
+    def _scale_by_load(self) -> None:
+        given_up = [key for key, record in self._failures.items() if record.given_up]
+        numbers = self._elastic.revise(self._members.values(), self._desired.drafters, given_up, self._clock.now())
+        with self._lock:
+            self._want({method: number for method, number in numbers.items() if not self._elastic.holds(method)})
 
     def _guarded(self, name: str, step: Callable[[], Any]) -> Any:
         """A step that fails must not end the loop: the next round finds the same difference again."""
@@ -416,6 +434,14 @@ class Controller:
         self._view = next_view(self._view, members, self._drafters, self._failures, self._departed)
         now = self._clock.now()
         self._status = [member.row(now) for member in members]
+        self._calls.transport.export(self._metric_rows)
+
+    def _metric_rows(self) -> Iterable[Row]:
+        """Metrics of the members in the last status."""
+        groups = [(VERIFIER, ""), *(("drafter", method) for method in self._desired.drafters)]
+        known = [(*group, phase.value) for group in groups for phase in Phase]
+        seen = [(row["kind"], row["method"], row["phase"]) for row in self._status]
+        return controller_rows(seen, known, self._desired.drafters)
 
     # ---- the end ----
 

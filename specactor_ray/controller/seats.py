@@ -118,8 +118,8 @@ class Seating:
         self._ledger.release(seat.stem)
 
 
-def scale_refusal(config: Config, method: str, number: int) -> ConfigError | ClusterError | None:
-    """Why there cannot be `number` draft actors of `method`; None when there can."""
+def scale_refusal(config: Config, method: str, number: int | None) -> ConfigError | ClusterError | None:
+    """Why there cannot be `number` draft actors of `method` (None: as many as pay); None when there can."""
     known = [drafter.method for drafter in config.drafters]
     if config.mode is ModeName.plain:
         return ConfigError("mode", "'plain' uses no drafters.", "start the run with mode=decoupled.")
@@ -133,6 +133,11 @@ def scale_refusal(config: Config, method: str, number: int) -> ConfigError | Clu
         problem = f"verifiers draft by {method} themselves, so it has no draft actors to scale."
         key = f"drafters.{known.index(method)}.hosted"
         return ConfigError(key, problem, f"start the run with {key}=false.")
+    if number is None:
+        key = f"drafters.{known.index(method)}.max_replicas"
+        if config.drafters[known.index(method)].max_replicas is None:
+            return ConfigError(key, "is not set, so there is no number to scale up to.", f"start the run with {key}=4.")
+        return None
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         return ConfigError(f"drafters.{method}", f"{number!r} is not a number of draft actors.", "use 0 or more.")
     return None

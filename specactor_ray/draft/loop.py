@@ -91,6 +91,7 @@ class DraftLoop(Loop):
         counters: dict[str, Any] = {**self._requests.counters, **self._inbox.snapshot()}
         counters |= {"open_requests": len(self._requests), "inbox": len(self._inbox), "token_s": self._token_s}
         counters |= {"busy_s": self.busy_s, "fallbacks": fallbacks(), "health": self._health.to_dict()}
+        counters["cost"] = self._cost.points()
         counters["failures"] = len(self._requests.failures) + len(getattr(self.proposer, "failures", ()))
         counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._links.items()}
         for name in ("history_tokens", "history_bytes"):

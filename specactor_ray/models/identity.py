@@ -14,6 +14,8 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype
 _NOT_THE_METHOD = (
     "hosted",
     "replicas",
+    "min_replicas",
+    "max_replicas",
     "cores",
     "gpus",
     "window",

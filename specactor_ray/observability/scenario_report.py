@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -32,27 +33,40 @@ def scenario_speed_table(report: Mapping[str, Any]) -> Table:
     results, device = report["results"], report["device"]
     has_steps = any(step["update_s"] or step["sync_s"] for result in results for step in result["steps"])
     columns = ["variant", "mode", f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x"]
+    latencies = [
+        sorted(second for step in result["steps"] for second in step.get("latency_s", ())) for result in results
+    ]
+    columns += ["latency s", "95%"] if any(latencies) else []
     columns += [*(["RL step s"] if has_steps else []), *(["of oracle"] if report["of_oracle"] else [])]
     table = _table("speed", columns, text=("variant", "mode"))
-    for result in results:
+    for result, latency in zip(results, latencies, strict=True):
         name = result["variant"]
         cells = [
-            f"{result['devices']:,}",
-            f"{result['draft_devices']:,}",
+            _count(result["devices"]),
+            _count(result["draft_devices"]),
             f"{result['rollout_s']:,.2f}",
             f"{result['tokens_per_s']:,.0f}",
             f"{result['tokens_per_s_and_device']:,.1f}",
             _times(report["ratios"].get(name)) + ("*" if name == report["baseline"] else ""),
         ]
+        if any(latencies):
+            seconds = [fmean(latency), latency[int(0.95 * len(latency))]] if latency else []
+            cells += [f"{one:.2f}" for one in seconds] or ["-", "-"]
         if has_steps:
             cells.append(f"{sum(result['step_s']) / max(len(result['step_s']), 1):,.2f}")
         if report["of_oracle"]:
             cells.append(_share(report["of_oracle"].get(name)))
         table.add_row(name, result["mode"], *cells)
     table.caption = f"* baseline of x: tokens/s per {device}, drafting ones included. rollout s: all RL steps."
+    if any(latencies):
+        table.caption = f"{table.caption}\nlatency s: mean of the requests, and what 95% of them stay below."
     if has_steps:
         table.caption = f"{table.caption}\nRL step s: mean of rollout, update and weight sync."
     return table
+
+
+def _count(devices: float) -> str:
+    return f"{devices:,.0f}" if devices == int(devices) else f"{devices:,.2f}"
 
 
 def scenario_work_table(report: Mapping[str, Any]) -> Table:

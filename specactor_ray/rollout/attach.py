@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specactor_ray.clock import SYSTEM
 from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.controller.state import ClusterView, Phase
+from specactor_ray.errors import CallError, SpecActorError
+
+if TYPE_CHECKING:
+    from specactor_ray.cluster.calls import Calls
 
 
-def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tuple[str, list[dict[str, Any]]]:
+def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:
     """Set how many draft actors of each method a run should have.
 
     Args:
         run: Its name; None takes the only run of the cluster.
-        drafters: Method → number of draft actors.
+        drafters: Method → number of draft actors; None: as many as pay.
         address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only one here with such a run.
 
     Returns:
@@ -27,7 +32,7 @@ def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tup
         InputError: There is no such run.
         ConfigError: The run has no such method, or a number is negative.
     """
-    with _attached(run, address) as (name, ask):
+    with _attached(run, address) as (name, ask, _):
         ask("scale", dict(drafters))
         deadline = SYSTEM.now() + _ACT_S
         while True:
@@ -37,39 +42,82 @@ def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tup
             SYSTEM.sleep(0.1)
 
 
-def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int]) -> bool:
+def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | None]) -> bool:
     """Whether as many draft actors are there, or on their way, as are wanted, and what still waits says why."""
     for method, wanted in drafters.items():
         mine = [row for row in rows if row["method"] == method]
         mine = [row for row in mine if row["phase"] not in ("draining", "dead")]
-        if len(mine) != wanted or any(row["phase"] == "pending" and not row["note"] for row in mine):
+        if wanted is not None and len(mine) != wanted:
+            return False
+        if any(row["phase"] == "pending" and not row["note"] for row in mine):
             return False
     return True
 
 
 def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, Any]]]:
-    """The run's name and one row per actor.
+    """The run's name and one row per actor; see `actors_status`.
 
     Raises:
         ClusterError: There is no such cluster.
         InputError: There is no such run.
     """
-    with _attached(run, address) as (name, ask):
-        return name, ask("status")
+    with _attached(run, address) as (name, ask, calls):
+        return name, actors_status(ask, calls)
+
+
+def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """What `status_of_run` returns, every `interval_s` seconds until the run ends.
+
+    Raises:
+        ClusterError: There is no such cluster.
+        InputError: There is no such run.
+    """
+    with _attached(run, address) as (name, ask, calls):
+        until = SYSTEM.now()
+        with contextlib.suppress(CallError):  # the controller ends with its run
+            while rows := actors_status(ask, calls):
+                yield name, rows
+                until += max(interval_s, SYSTEM.now() - until)
+                while (left := until - SYSTEM.now()) > 0.0:
+                    SYSTEM.sleep(min(left, _LOOK_S))
+                    ask("view", None)  # a private cluster ends soon after its run
+
+
+def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]:
+    """One row per actor: id, kind, phase, placement and counters. Ready actors are called for their counters; those of
+    one that does not answer are of its last health check.
+
+    Args:
+        ask: Calls a method of the controller and returns the answer.
+    """
+    rows: list[dict[str, Any]] = ask("status")
+    view: ClusterView = ask("view")
+    ready = {**view.verifiers, **{one.actor_id: one.handle for one in view.drafters if one.phase is Phase.READY}}
+    pings = {name: calls.start(handle, "ping", deadline_s=_PING_S, retry=False) for name, handle in ready.items()}
+    for row in rows:
+        if row["id"] in pings:
+            with contextlib.suppress(SpecActorError):
+                row["counters"] = pings[row["id"]].result()
+    return rows
 
 
 _ACT_S = 4.0
 """Longest time to wait for the controller to act on a new number."""
 _ASK_S = 60.0
+_LOOK_S = 1.0
+"""Time between two calls that find out whether a run has ended."""
+_PING_S = 2.0
+"""Longest wait for the counters of actors."""
 
 
 @contextlib.contextmanager
-def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The run's name, and how to ask its controller."""
+def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any], Calls]]:
+    """The run's name, how to ask its controller, and calls."""
     from specactor_ray.cluster.calls import Calls
     from specactor_ray.cluster.connection import connect
     from specactor_ray.cluster.lookup import address_of_run, find_controller, only_run
 
     with connect(ClusterConfig(address=address_of_run(run) if address == "auto" else address)):
         name = run or only_run()
-        yield name, functools.partial(Calls().ask, find_controller(name), deadline_s=_ASK_S)
+        calls = Calls()
+        yield name, functools.partial(calls.ask, find_controller(name), deadline_s=_ASK_S), calls

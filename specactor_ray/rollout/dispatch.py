@@ -165,6 +165,11 @@ class Dispatcher:
         self._backlog.clear()
         self._ended.clear()
 
+    def latest_counters(self) -> list[tuple[str, dict[str, Any]]]:
+        """Id and latest counters of each verifier that serves; for any thread."""
+        known = self.counters.copy()
+        return [(name, known[name]) for name in list(self._links) if name in known]
+
     def forget_counters(self) -> None:
         """Drop the counters of all verifiers."""
         self._verifiers.forget_counters()

@@ -276,6 +276,11 @@ class Journal:
         entry.finished = message
         return entry
 
+    @property
+    def owned(self) -> int:
+        """Requests that a verifier has; for any thread."""
+        return sum(map(len, list(self._owned.values())))
+
     def load(self, verifier_id: str) -> int:
         """Requests this verifier owns."""
         return len(self._owned.get(verifier_id, ()))

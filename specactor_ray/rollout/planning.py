@@ -76,8 +76,8 @@ def settle(config: Config, devices: Devices | None) -> Config:
 def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[str]]:
     """`mode: auto`: coupled or decoupled, and one line with the reason; any other mode stays, without a line.
 
-    - Drafters that need draft actors (`hosted: false`, GPUs beside a target on CPUs, or all have `replicas: 0`, which
-      `specactor scale` may raise): decoupled.
+    - Drafters that need draft actors (`hosted: false`, `max_replicas`, GPUs beside a target on CPUs, or all have
+      `replicas: 0`, which `specactor scale` may raise): decoupled.
     - A target on CPUs: coupled. Draft actors would take cores from the verifiers; the verifiers get those that draft
       actors are configured with, as far as they exist and can be shared out in whole cores.
     - A target on GPUs: decoupled where there are draft actors, and room for them beside verifiers and trainer, else
@@ -138,7 +138,7 @@ def _models_on_cores(config: Config) -> list[int]:
     return [
         number
         for number, drafter in enumerate(config.drafters if config.target.gpus else ())
-        if drafter.replicas
+        if (drafter.replicas or drafter.max_replicas)
         and not (drafter.gpus or drafter.hosted)
         and not traits(drafter.method, f"drafters.{number}.method").looks_up
     ]
@@ -163,6 +163,8 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
     for index, drafter in enumerate(config.drafters):
         if drafter.hosted is False:
             return ModeName.decoupled, f"drafters.{index}.hosted is false, so {drafter.method} has draft actors"
+        if drafter.max_replicas is not None:
+            return ModeName.decoupled, f"drafters.{index}.max_replicas is set, so {drafter.method} has draft actors"
         if drafter.gpus and drafter.replicas and not (drafter.hosted or config.target.gpus):
             return ModeName.decoupled, f"{drafter.method} has GPUs of its own, drafters.{index}.gpus"
     if not any(drafter.replicas for drafter in config.drafters) and acting_drafters(config):

@@ -296,7 +296,7 @@ def warn_without_drafters(config: Config) -> None:
 
     Not an error: draft actors may be added while the run goes on (`specactor scale`), and a verifier does without.
     """
-    if config.mode is ModeName.plain or any(drafter.replicas for drafter in config.drafters):
+    if config.mode is ModeName.plain or any(one.replicas or one.max_replicas for one in config.drafters):
         return
     acting = acting_drafters(config)
     logger.warning(

@@ -14,6 +14,7 @@ import ray
 from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
+from specactor_ray.cluster.metrics import INTERVAL_S
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.drafter_spec import unused_branches
 from specactor_ray.controller.start import start_actor, start_controller
@@ -97,6 +98,8 @@ class Rollout(RunClient):
                     logger.warning("%s: ending what has started, some seconds", interruption(error))
                 self._connection.close()
                 raise
+        self._ends = SYSTEM.event()
+        self._exporting = SYSTEM.spawn(self._export_metrics, "metrics")
         logger.info("run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, SYSTEM.now() - begin)
 
     @classmethod
@@ -117,6 +120,8 @@ class Rollout(RunClient):
         """End all actors and leave the cluster as it was found. Idempotent."""
         if self.closed:
             return
+        self._ends.set()
+        self._exporting.join(INTERVAL_S)
         try:
             if self._doorman is not None:
                 self._doorman.close()
@@ -268,6 +273,10 @@ class Rollout(RunClient):
     def committed_tokens(self) -> int:
         """Output tokens journaled since the start."""
         return self.dispatcher.journal.committed_tokens
+
+    def _export_metrics(self) -> None:
+        while not self._ends.wait(INTERVAL_S):
+            self._calls.transport.export(lambda: self.metric_rows(verifiers=False), self.run_name)
 
     @functools.cached_property
     def weight_layout(self) -> WeightLayout:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.process import put_weights
@@ -13,8 +12,10 @@ from specactor_ray.config.drafting import inline_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.state import ClusterView, Phase
 from specactor_ray.draft.registry import traits
-from specactor_ray.errors import ActorLostError, InputError, SpecActorError
+from specactor_ray.errors import ActorLostError, InputError
 from specactor_ray.messages import WeightSet
+from specactor_ray.observability.metrics import DRIVER, Row, row, verifier_rows
+from specactor_ray.rollout.attach import actors_status
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
 from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.journal import JournalEntry
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 _ASK_S = 60.0
 """Longest wait for an answer to what takes no time."""
-_PING_S = 2.0
-"""Longest wait for the counters of actors."""
 _COMMAND_S = 300.0
 """Longest wait for verifiers to do what they are told."""
 SHUTDOWN_S = 60.0
@@ -56,6 +55,8 @@ class RunClient:
         """Verifiers were told to sleep."""
         self.weight_version = 0
         """Version of the policy's weights that new requests are run with."""
+        self._syncs, self._sync_s = 0, 0.0
+        """Updates of the policy's weights, and the seconds of them."""
 
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended; see `Engine.run`."""
@@ -78,9 +79,10 @@ class RunClient:
             raise InputError(f"weights of version {weights.version} come after version {self.weight_version}")
         # From the call on the controller may be bringing everyone there, whether or not it says so in time.
         self.weight_version = weights.version
-        limit_s = self._sync_timeout_s
+        limit_s, begin = self._sync_timeout_s, self._calls.clock.now()
         with self.engine.between_versions(weights.version, WeightPolicy(policy or WeightPolicy.WAIT)):
             self.ask("set_weights", weights, limit_s, deadline_s=limit_s + _ASK_S)
+        self._syncs, self._sync_s = self._syncs + 1, self._sync_s + self._calls.clock.now() - begin
         return weights.version
 
     def update_drafter(self, method: str, weights: WeightSet) -> None:
@@ -130,29 +132,34 @@ class RunClient:
         # A copy: progress is shown from another thread, while verifiers may join.
         return RolloutMetrics.merge(self.dispatcher.counters.copy().values())
 
+    def metric_rows(self, verifiers: bool = True) -> Iterator[Row]:
+        """Metrics of the driver, and of the verifiers as they reported them last; for any thread, without a call."""
+        journal, dispatcher = self.dispatcher.journal, self.dispatcher
+        yield row("specactor_requests_in_flight", in_flight := journal.owned)
+        yield row("specactor_requests_waiting", max(len(journal.entries) - in_flight, 0))
+        yield row("specactor_requests_reissued_total", dispatcher.reissues)
+        yield row("specactor_requests_moved_total", dispatcher.moves)
+        yield row("specactor_journaled_tokens_total", journal.committed_tokens)
+        yield row("specactor_weight_version", self.weight_version, actor=DRIVER)
+        yield row("specactor_weight_syncs_total", self._syncs)
+        yield row("specactor_weight_sync_seconds_total", self._sync_s)
+        for verifier_id, counters in dispatcher.latest_counters() if verifiers else ():
+            yield from verifier_rows(verifier_id, counters)
+
     def view(self) -> ClusterView:
         view: ClusterView = self.ask("view")
         return view
 
     def status(self) -> list[dict[str, Any]]:
-        """One row per actor: id, kind, phase, placement and counters. Those of ready actors are asked for; of one that
-        does not answer they are as old as the controller's."""
-        rows: list[dict[str, Any]] = self.ask("status")
-        view = self.view()
-        ready = dict(view.verifiers)
-        ready |= {one.actor_id: one.handle for one in view.drafters if one.phase is Phase.READY}
-        pings = {name: self._calls.start(at, "ping", deadline_s=_PING_S, retry=False) for name, at in ready.items()}
-        for row in rows:
-            if row["id"] in pings:
-                with contextlib.suppress(SpecActorError):
-                    row["counters"] = pings[row["id"]].result()
-        return rows
+        """See `actors_status`."""
+        return actors_status(self.ask, self._calls)
 
-    def scale(self, drafters: Mapping[str, int]) -> None:
-        """Set how many draft actors of each method there should be; takes effect during the rollout.
+    def scale(self, drafters: Mapping[str, int | None]) -> None:
+        """Set how many draft actors of each method there should be; takes effect during the rollout. A number ends the
+        scaling of a method by its load (`drafters.N.max_replicas`), None begins it again.
 
         Raises:
-            ConfigError: A method is not in the configuration, or a number is negative.
+            ConfigError: A method is not in the configuration, a number is negative, or a method has no `max_replicas`.
         """
         self.ask("scale", dict(drafters))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from specactor_ray.config.drafting import acting_drafters
 from specactor_ray.config.schema import ModeName
+from specactor_ray.controller.state import VERIFIER
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
@@ -18,12 +20,13 @@ from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.run import VirtualRun
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig
 from specactor_ray.simulation.text import GeneratedText, RecordedText, Skill
-from specactor_ray.simulation.workload import Recording, draw_lengths
+from specactor_ray.simulation.workload import Recording, draw_arrivals, draw_lengths
 from specactor_ray.simulation.world import MeasuredPython, PythonTime, Record, World
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run cannot end."""
 _KEPT_SPANS = 20_000
+_DAY_TICK_S = 0.25
 _SEEDS_PER_STEP = 1_000_000
 
 
@@ -49,6 +52,8 @@ class StepTimes:
     tokens: int
     ended_s: list[float] = field(default_factory=list)
     """When each request ended, since the rollout of the step began."""
+    latency_s: list[float] = field(default_factory=list)
+    """`daily`: seconds from the arrival of each request to its end, in the order they end."""
 
     @property
     def seconds(self) -> float:
@@ -61,9 +66,9 @@ class Result:
 
     variant: str
     mode: str
-    devices: int
-    """GPUs (or, without any, CPU cores) of verifiers and draft actors together."""
-    draft_devices: int
+    devices: float
+    """GPUs (or, without any, CPU cores) of verifiers and draft actors together; `daily`: their mean."""
+    draft_devices: float
     steps: list[StepTimes] = field(default_factory=list)
     verifier_s: float = 0.0
     """Seconds of all verifiers together while rollouts ran."""
@@ -74,6 +79,10 @@ class Result:
     """Most tokens in the caches of drafters at once, summed over drafters."""
     peak_stream_bytes: float = 0.0
     """Bytes of these tokens."""
+    drafting_s: float = 0.0
+    """`daily`: seconds that draft actors held their devices, summed over devices."""
+    draft_actors: list[tuple[float, float]] = field(default_factory=list)
+    """`daily`: seconds since midnight, and devices of draft actors from then on."""
     moves: int = 0
     events: int = 0
     digest: int = 0
@@ -222,7 +231,10 @@ class SimulatedRollouts(VirtualRun):
         for number in range(self.scenario.steps.steps):
             if number:
                 self._sync(number)
-            self._step(number)
+            if self.scenario.workload.arrival is Arrival.daily:
+                self._day(number)
+            else:
+                self._step(number)
         self.result.metrics = self.client.metrics()
         self.result.moves = self.client.dispatcher.moves
         self.client.shutdown()
@@ -251,6 +263,50 @@ class SimulatedRollouts(VirtualRun):
         self.result.verifier_s += times.rollout_s * self.config.target.replicas
         self.result.steps.append(times)
         self._update(times)
+
+    def _day(self, number: int) -> None:
+        """Requests at their times, through the engine."""
+        clock, entries = self.clock, self.entries(number)
+        arrivals = draw_arrivals(self.scenario.workload, f"arrivals {self.scenario.seed} {number}")
+        begin, before = clock.now(), self.client.dispatcher.journal.committed_tokens
+        times = StepTimes(0.0, 0.0, 0.0, 0)
+
+        def submit(entry: JournalEntry) -> None:
+            arrived = clock.now()
+
+            def end(_future: Future[Any]) -> None:
+                times.ended_s.append(clock.now() - begin)
+                times.latency_s.append(clock.now() - arrived)
+                self._ended += 1
+                self._on_progress(self._ended / (len(entries) * self.scenario.steps.steps))
+
+            handle = self.client.engine.submit(list(entry.prompt_token_ids), entry.sampling)
+            handle.future.add_done_callback(end)
+
+        for at, entry in zip(arrivals, entries, strict=True):
+            self._count_drafters(begin, begin + at)
+            submit(entry)
+        while len(times.ended_s) < len(entries):
+            self._count_drafters(begin, clock.now() + _DAY_TICK_S)
+        times.rollout_s, times.tokens = clock.now() - begin, self.client.dispatcher.journal.committed_tokens - before
+        self.result.verifier_s += times.rollout_s * self.config.target.replicas
+        self.result.steps.append(times)
+        verifying = self.result.devices - self.result.draft_devices
+        self.result.draft_devices = self.result.drafting_s / self.result.rollout_s
+        self.result.devices = verifying + self.result.draft_devices
+
+    def _count_drafters(self, begin: float, until: float) -> None:
+        """Sleep, and add up what draft actors hold meanwhile."""
+        result, clock, target = self.result, self.clock, self.config.target
+        while (now := clock.now()) < until:
+            seconds = min(_DAY_TICK_S, until - now)
+            clock.sleep(seconds)
+            demands = [group.demand for group in self.machines.groups if group.node is not None]
+            mine = [demand for demand in demands if not demand.owner.startswith(f"{VERIFIER}-")]
+            held = sum(demand.gpus if target.gpus else demand.cpus for demand in mine)
+            result.drafting_s += seconds * held
+            if not result.draft_actors or result.draft_actors[-1][1] != held:
+                result.draft_actors.append((now - begin, held))
 
     def _update(self, times: StepTimes) -> None:
         steps, workload = self.scenario.steps, self.scenario.workload

@@ -30,6 +30,9 @@ class Arrival(str, Enum):
     """All at the start of a step; the step ends with the last of them."""
     continuous = "continuous"
     """New ones wait at any time; the run ends when `workload.requests` of them have."""
+    daily = "daily"
+    """Single requests at a rate that rises from night to day and falls again (`workload.day_s`, `workload.night`); the
+    run ends with the last of them."""
 
 
 @dataclass
@@ -49,7 +52,12 @@ class WorkloadConfig:
     max_tokens: int = 8192
     """Longest output; longer draws are cut there."""
     arrival: Arrival = Arrival.at_once
-    """`at_once` or `continuous`."""
+    """`at_once`, `continuous` or `daily`."""
+    day_s: float = 240.0
+    """`daily`: seconds of a day, from midnight to midnight."""
+    night: float = 0.05
+    """`daily`: the rate at midnight relative to that at noon; in between it follows a cosine, to the third power, so
+    that nights are longer than peaks."""
     trajectories: str | None = None
     """Recorded outputs in place of drawn ones: a `trajectories.jsonl` of ours. Lookups then search the recorded tokens;
     other methods are right as often as in the record."""
@@ -171,12 +179,13 @@ class ScenarioConfig:
 _OTHER_RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("cpus", "group", "max_tokens", "median_tokens", "nodes"), (1, _MOST)),
     **dict.fromkeys(("part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
-    **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean"), (0, 1)),
+    **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean", "night"), (0, 1)),
     **dict.fromkeys(("second", "third", "fourth", "fifth"), (0, 1)),
     **dict.fromkeys(("burst", "sigma", "spread"), (0, 10)),
     "bandwidth_gb_s": (1e-3, _MOST),
     "block": (1, 128),
     "cache_share": (_TINY, 1),
+    "day_s": (1, _MOST),
 }
 """Least and largest value of numbers; of those that are not named, 0 and `_MOST`."""
 _RUN = "the configuration of a run; name a scenario, which holds one as `config`"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -214,7 +214,14 @@ def _counts(devices: int, requests: int, g_v: int, g_d: int) -> Iterator[tuple[i
         yield n_v, min(n_v, (devices - n_v * g_v) // g_d)
 
 
-class _Step(NamedTuple):
+class Cost(Protocol):
+    """Seconds of a step."""
+
+    def seconds(self, rows: float, positions: float, context_tokens: float) -> float:
+        """Positions and context are those of all rows."""
+
+
+class Step(NamedTuple):
     """A step of every verifier at its best window; see `Candidate`."""
 
     window: int
@@ -227,12 +234,12 @@ class _Step(NamedTuple):
 
 def _best_step(
     mode: ModeName, costs: GridCost, method: Method | None, devices: int, n_v: int, n_d: int, load: Load
-) -> _Step:
+) -> Step:
     """A step at this load; `devices`: those of a drafter."""
     batch, context = max(load.requests / n_v, 1.0), load.context
     if method is None:
         verify_s = costs.step(batch, context)
-        return _Step(0, 0.0, 0.0, verify_s, 1.0, 1.0 / verify_s)
+        return Step(0, 0.0, 0.0, verify_s, 1.0, 1.0 / verify_s)
     rows = max(load.requests / n_d, 1.0) if n_d else batch
     survival, drafting = method.survival[: int(costs.knots[1][-1])], method.costs[devices]
     if mode is ModeName.coupled:
@@ -241,9 +248,24 @@ def _best_step(
         tau, iteration_s = iterations(survival[None], draft_s, verify)[0]
         at = int(np.argmax(tau / iteration_s))
         p, tokens = share_right(survival[: at + 2]), float(tau[0, at])
-        return _Step(at + 1, p, draft_s, float(verify[at + 1]), tokens, tokens / float(iteration_s[at]))
-    best = _Step(len(survival) - 1, share_right(survival), 0.0, 0.0, 0.0, 0.0)
-    for branches in (count for count in _BRANCHES if count <= method.branches):
+        return Step(at + 1, p, draft_s, float(verify[at + 1]), tokens, tokens / float(iteration_s[at]))
+    return best_ahead(costs, drafting, survival, batch, rows, context, method.branches)
+
+
+def best_ahead(
+    costs: Cost, drafting: Cost, survival: np.ndarray, batch: float, rows: float, context: float, most_branches: int
+) -> Step:
+    """A decoupled step with as many branches and verified tokens as are best.
+
+    Args:
+        costs, drafting: V and D.
+        survival: `(window + 1,)` S_i.
+        batch, rows: Requests of a verifier, and of a drafter.
+        context: Tokens of prompt and output that each has.
+        most_branches: Most branches of a request.
+    """
+    best = Step(len(survival) - 1, share_right(survival), 0.0, 0.0, 0.0, 0.0)
+    for branches in (count for count in _BRANCHES if count <= most_branches):
         chains = rows * (1.0 + branches)
         draft_s = drafting.seconds(chains, chains, rows * context)
         best = max(best, _ahead(best, costs, batch, context, survival, branches, draft_s), key=lambda step: step.tgs)
@@ -251,8 +273,8 @@ def _best_step(
 
 
 def _ahead(
-    step: _Step, costs: GridCost, batch: float, context: float, survival: np.ndarray, branches: float, draft_s: float
-) -> _Step:
+    step: Step, costs: Cost, batch: float, context: float, survival: np.ndarray, branches: float, draft_s: float
+) -> Step:
     """A decoupled step with as many verified tokens as are best."""
     step, window = step._replace(draft_s=draft_s, tgs=0.0), len(survival) - 1
     for most in (*(count for count in _VERIFIED if count < window), window):

@@ -31,7 +31,7 @@ class StepCost:
         if num_tokens < 1 or not 0.0 < seconds < float("inf"):
             return
         self._steps += 1
-        at = _range_number(num_tokens)
+        at = range_number(num_tokens)
         is_new = self._steps - self._seen[at] > _FORGET_STEPS
         if is_new:
             self._count[at] = 0
@@ -55,6 +55,11 @@ class StepCost:
         more_s, less_s = np.interp((num_tokens, fewer), *self._knots)
         return max(float(more_s - less_s), 0.0)
 
+    def points(self) -> list[tuple[float, float]]:
+        """Positions and seconds of what is remembered; for any thread."""
+        tokens, seconds = self._knots
+        return list(zip(tokens[1:].tolist(), seconds[1:].tolist(), strict=True)) if self._steps else []
+
     @property
     def is_known(self) -> bool:
         """A step was recorded."""
@@ -68,7 +73,7 @@ class StepCost:
         self._knots = np.array([0.0, *(self._tokens[at] for at in known)]), np.append(0.0, (rising + falling) / 2.0)
 
 
-def _range_number(num_tokens: int) -> int:
+def range_number(num_tokens: int) -> int:
     """Ranges 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, ...: two per doubling."""
     octave = (num_tokens - 1).bit_length()
     return 2 * octave + (4 * num_tokens > 3 << octave)

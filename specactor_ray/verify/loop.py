@@ -146,6 +146,7 @@ class VerifyLoop(Loop):
             "weight_version": self._engine.weight_version,
             "busy_s": self.busy_s,
             "fallbacks": fallbacks(),
+            "cost": self._drafting.policy.cost.points(),
             "inline": {one.loop.drafter_id: one.loop.snapshot() for one in self._hosted},
         }
 

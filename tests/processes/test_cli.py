@@ -381,7 +381,11 @@ class TestParsing:
         assert cli.parse_modes("plain, decoupled") == [ModeName.plain, ModeName.decoupled]
 
     def test_scale(self) -> None:
-        assert cli.parse_scale(["ngram=2", "draft_model=0"]) == {"ngram": 2, "draft_model": 0}
+        assert cli.parse_scale(["ngram=2", "draft_model=0", "eagle=auto"]) == {
+            "ngram": 2,
+            "draft_model": 0,
+            "eagle": None,
+        }
 
 
 class TestWriter:

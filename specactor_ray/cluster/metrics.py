@@ -1,0 +1,74 @@
+"""Export of metrics through Ray: the metrics agent of each node serves those of its processes to Prometheus."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ray
+from ray.util.metrics import Counter, Gauge
+
+from specactor_ray.clock import SYSTEM
+from specactor_ray.cluster.names import run_of_actor
+from specactor_ray.observability.metrics import METRICS, Kind, Row
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+"""Least time between two exports of a process."""
+
+
+class Totals:
+    """The last value of each counter."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+
+    def take(self, row: Row) -> float:
+        """The increment since the last value of this name and these labels; the whole value after a reset."""
+        place = row.name, tuple(sorted(row.labels.items()))
+        last, self._last[place] = self._last.get(place, 0.0), row.value
+        return row.value - last if row.value >= last else row.value
+
+
+class RayMetrics:
+    """Exports the metrics of this process. For any thread."""
+
+    def __init__(self) -> None:
+        self._run = ""
+        self._metrics: dict[str, Any] = {}
+        self._totals = Totals()
+        self._exported_at = float("-inf")
+        self._failed = False
+        self._lock = threading.Lock()
+
+    def export(self, rows: Callable[[], Iterable[Row]], run: str = "") -> None:
+        """Export these values, unless others were exported less than `INTERVAL_S` ago. `run`: a label of every series;
+        default: that of this actor."""
+        with self._lock:
+            now = SYSTEM.now()
+            if self._failed or now - self._exported_at < INTERVAL_S or not ray.is_initialized():
+                return
+            self._exported_at = now
+            try:
+                self._run = self._run or run or run_of_actor(ray.get_runtime_context().get_actor_name() or "")
+                for row in rows():
+                    self._record(row)
+            except Exception:  # an actor must not fail its health check by this
+                logger.exception("metrics of this process are not exported any more")
+                self._failed = True
+
+    def _record(self, row: Row) -> None:
+        metric = self._metrics.get(row.name)
+        if metric is None:
+            kind: Any = Counter if row.kind is Kind.COUNTER else Gauge
+            metric = kind(row.name, row.help, (*METRICS[row.name].labels, "run")).set_default_tags({"run": self._run})
+            self._metrics[row.name] = metric
+        if row.kind is Kind.GAUGE:
+            metric.set(row.value, dict(row.labels))
+            return
+        more = self._totals.take(row)
+        if more > 0.0:
+            metric.inc(more, dict(row.labels))

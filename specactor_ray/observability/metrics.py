@@ -1,0 +1,157 @@
+"""Metrics of a run: names, kinds, units and help texts, and their values from counters that exist.
+
+Actors and the driver export them through Ray (`cluster/metrics.py`); `RunClient.metric_rows` has those of the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+
+class Kind(StrEnum):
+    """Types of the Prometheus text format."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+
+
+class Row(NamedTuple):
+    """One value of a metric."""
+
+    name: str
+    help: str
+    kind: Kind
+    labels: Mapping[str, str]
+    value: float
+
+
+class Metric(NamedTuple):
+    """A definition. The kind follows from the name: counters end in `_total`."""
+
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+_ACTOR, _METHOD = ("actor",), ("actor", "method")
+METRICS: Mapping[str, Metric] = {
+    # verifiers
+    "specactor_running_requests": Metric("Requests that run or wait at a verifier.", _ACTOR),
+    "specactor_steps_total": Metric("Steps of a verifier.", _ACTOR),
+    "specactor_suspended_steps_total": Metric("Steps without drafts, because drafts did not pay.", _ACTOR),
+    "specactor_step_seconds_total": Metric(
+        "Seconds of steps, by part: forward, sampling, waiting (for drafts), protocol.", ("actor", "part")
+    ),
+    "specactor_row_steps_total": Metric("Requests in a step, summed over steps.", _ACTOR),
+    "specactor_committed_tokens_total": Metric(
+        "Committed tokens; divided by row_steps, the acceptance length: tokens of a request in a step.", _ACTOR
+    ),
+    "specactor_supplied_row_steps_total": Metric(
+        "Requests with a usable draft tail, summed over steps; divided by row_steps, the supply.", _ACTOR
+    ),
+    "specactor_drafted_tokens_total": Metric("Draft tokens that were verified.", _ACTOR),
+    "specactor_accepted_tokens_total": Metric("Draft tokens that were verified and right.", _ACTOR),
+    # drafters: draft actors, and those that verifiers host
+    "specactor_drafter_tried_tokens_total": Metric("Draft tokens of a drafter that commits judged.", _METHOD),
+    "specactor_drafter_right_tokens_total": Metric(
+        "Those that were right; divided by tried_tokens, the acceptance of a draft method.", _METHOD
+    ),
+    "specactor_drafter_alarm": Metric("1 while none of a drafter's last 200 draft tokens or more was right.", _METHOD),
+    "specactor_drafter_weight_version": Metric("Version of a drafter's weights.", _METHOD),
+    "specactor_drafter_open_requests": Metric("Requests that a drafter drafts for.", _METHOD),
+    "specactor_drafter_token_seconds": Metric("Seconds of a draft token of every request of a drafter.", _METHOD),
+    # all actors
+    "specactor_step_age_seconds": Metric("Seconds since the step under way began; 0 between two steps.", _ACTOR),
+    # the controller
+    "specactor_actors": Metric(
+        "Actors by kind, draft method and phase: pending, starting, ready, draining, dead.", ("kind", "method", "phase")
+    ),
+    "specactor_drafters_wanted": Metric("Draft actors that the controller works towards.", ("method",)),
+    # the driver
+    "specactor_requests_in_flight": Metric("Requests that a verifier has."),
+    "specactor_requests_waiting": Metric("Requests that no verifier has."),
+    "specactor_requests_reissued_total": Metric("Requests issued again, as their verifier was gone or had none of it."),
+    "specactor_requests_moved_total": Metric("Requests moved from one healthy verifier to another."),
+    "specactor_journaled_tokens_total": Metric("Output tokens that the driver has."),
+    "specactor_weight_version": Metric(
+        "Version of the policy's weights: those a verifier has, those the driver's new requests run with.", _ACTOR
+    ),
+    "specactor_weight_syncs_total": Metric("Updates of the policy's weights."),
+    "specactor_weight_sync_seconds_total": Metric("Seconds of these updates, the wait for running requests included."),
+}
+"""Every metric of this package."""
+DRIVER = "driver"
+"""`actor` of the driver."""
+
+
+def row(name: str, value: float, **labels: str) -> Row:
+    """A value of a metric in `METRICS`."""
+    kind = Kind.COUNTER if name.endswith("_total") else Kind.GAUGE
+    return Row(name, METRICS[name].help, kind, labels, float(value))
+
+
+def verifier_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
+    """Metrics of a verifier and of the drafters it hosts; `counters`: `VerifyLoop.snapshot`."""
+    actor = _seat(actor_id)
+    for name in (
+        "steps",
+        "suspended_steps",
+        "row_steps",
+        "committed_tokens",
+        "supplied_row_steps",
+        "drafted_tokens",
+        "accepted_tokens",
+    ):
+        yield row(f"specactor_{name}_total", counters[name], actor=actor)
+    for part in ("forward", "sampling", "waiting", "protocol"):
+        yield row("specactor_step_seconds_total", counters[f"{part}_s"], actor=actor, part=part)
+    yield row("specactor_running_requests", counters["running"], actor=actor)
+    yield row("specactor_weight_version", counters["weight_version"], actor=actor)
+    yield row("specactor_step_age_seconds", counters["busy_s"], actor=actor)
+    for hosted in counters["inline"].values():
+        yield from _drafting_rows(actor, hosted)
+
+
+def drafter_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
+    """Metrics of a draft actor; `counters`: `DraftLoop.snapshot`."""
+    yield row("specactor_step_age_seconds", counters["busy_s"], actor=_seat(actor_id))
+    yield from _drafting_rows(_seat(actor_id), counters)
+
+
+def _drafting_rows(actor: str, counters: Mapping[str, Any]) -> Iterator[Row]:
+    health = counters["health"]
+    figures = {
+        "tried_tokens_total": health["tried"],
+        "right_tokens_total": health["right"],
+        "alarm": health["alarm"],
+        "weight_version": health["version"],
+        "open_requests": counters["open_requests"],
+        "token_seconds": counters["token_s"],
+    }
+    for name, value in figures.items():
+        yield row(f"specactor_drafter_{name}", value, actor=actor, method=health["method"])
+
+
+def controller_rows(
+    seen: Iterable[tuple[str, str, str]], known: Iterable[tuple[str, str, str]], wanted: Mapping[str, int]
+) -> Iterator[Row]:
+    """Metrics of the controller.
+
+    Args:
+        seen: Kind, method and phase of each actor.
+        known: Such groups that have a value also when they are empty.
+        wanted: Method → draft actors wanted.
+    """
+    counts = dict.fromkeys(known, 0)
+    for group in seen:
+        counts[group] = counts.get(group, 0) + 1
+    for (kind, method, phase), count in counts.items():
+        yield row("specactor_actors", count, kind=kind, method=method, phase=phase)
+    for method, number in wanted.items():
+        yield row("specactor_drafters_wanted", number, method=method)
+
+
+def _seat(actor_id: str) -> str:
+    """`verifier-0` for `verifier-0#3f2a`: a replacement goes on with the series of its seat."""
+    return actor_id.partition("#")[0]
