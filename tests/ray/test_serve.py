@@ -197,6 +197,16 @@ class TestLeaving:
 
 
 class TestLoad:
+    @pytest.mark.parametrize("head", ["GET /health HTTP/1.1\r\nHost: localhost\r\nA: {}", "GET /{} HTTP/1.1\r\n"])
+    def test_a_head_without_end_is_cut_off(self, server: Served, head: str) -> None:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+            with contextlib.suppress(ConnectionError):
+                for part in (head.partition("{}")[0], *["a" * 10_000] * 100):
+                    connection.sendall(part.encode())
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(100).startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+                assert connection.recv(10_000) is not None and connection.recv(1) == b""
+
     def test_many_streams_at_once(self, server: Served) -> None:
         async def stream(http: httpx.AsyncClient, seed: int) -> str:
             body = {"prompt": [1, 2, 3], "max_tokens": 12, "seed": seed % 8, "stream": True, "ignore_eos": True}
