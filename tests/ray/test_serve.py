@@ -197,6 +197,16 @@ class TestLeaving:
 
 
 class TestLoad:
+    @pytest.mark.parametrize("head", ["GET /health HTTP/1.1\r\nHost: localhost\r\nA: {}", "GET /{} HTTP/1.1\r\n"])
+    def test_a_head_without_end_is_cut_off(self, server: Served, head: str) -> None:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+            with contextlib.suppress(ConnectionError):
+                for part in (head.partition("{}")[0], *["a" * 10_000] * 100):
+                    connection.sendall(part.encode())
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(100).startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+                assert connection.recv(10_000) is not None and connection.recv(1) == b""
+
     def test_many_streams_at_once(self, server: Served) -> None:
         async def stream(http: httpx.AsyncClient, seed: int) -> str:
             body = {"prompt": [1, 2, 3], "max_tokens": 12, "seed": seed % 8, "stream": True, "ignore_eos": True}
@@ -245,6 +255,8 @@ def test_no_request_of_the_schema_is_a_defect(server: Served) -> None:
             assert answer.status_code < 500, answer.text
 
         send()
+        for path in ("/wake_up", "/resume"):
+            httpx.post(f"{server.url}{path}", timeout=60.0).raise_for_status()
     assert statuses[200] > 50 and statuses[400] > 20
 
 
@@ -256,9 +268,9 @@ class TestCommand:
         key = "a-key-of-this-test"
         environment = {**os.environ, "SPECACTOR_API_KEY": key}
         command = [sys.executable, "-m", "specactor_ray", "serve", "--config", str(config), "--port", "0"]
-        with subprocess.Popen(
-            [*command, "--model-name", "tiny"], env=environment, stderr=subprocess.PIPE, text=True
-        ) as process:
+        command += ["--model-name", "tiny"]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        try:
             assert process.stderr is not None
             url = next(line for line in process.stderr if line.startswith("serving")).split()[3].rstrip(";")
             assert httpx.get(f"{url}/v1/models").status_code == 401
@@ -269,6 +281,9 @@ class TestCommand:
             process.send_signal(signal.SIGTERM)
             said = process.stderr.read()
             assert process.wait(60) == 0, said
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def wait_until(holds: Any) -> None:
