@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 from specactor_ray import Rollout, SamplingParams
-from specactor_ray.rollout.preflight import context_tokens, load_target_config
 from specactor_ray.serve.run import listening_socket, server_of
 from specactor_ray.serve.service import Service
 
@@ -34,12 +33,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     with Rollout.from_config(options.config, options.overrides) as rollout:
-        service = Service(
-            rollout,
-            "bench",
-            context_tokens(rollout.config),
-            load_target_config(rollout.config).get_text_config().vocab_size,
-        )
+        service = Service.of(rollout, "bench")
         listener = listening_socket("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = server_of(service)

@@ -91,6 +91,8 @@ class SamplingParams:
         """
         for name, (kind, plain, is_in_range, allowed) in _NUMBERS.items():
             value = getattr(self, name)
+            if type(value) is plain and is_in_range(value):
+                continue
             try:
                 fits = type(value) is plain or (isinstance(value, kind) and not isinstance(value, bool))
                 number = plain(value) if fits else None
@@ -99,6 +101,15 @@ class SamplingParams:
             if number is None or not is_in_range(number):
                 raise RangeError(f"sampling.{name}", clipped(value), f"be {allowed}")
             object.__setattr__(self, name, number)
+        if type(self.stop_token_ids) is not tuple or self.stop_token_ids:
+            self._check_stop_token_ids()
+        if type(self.stop) is not tuple or self.stop:
+            self._check_stop()
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if type(getattr(self, name)) is not bool:
+                raise RangeError(f"sampling.{name}", clipped(getattr(self, name)), "be true or false")
+
+    def _check_stop_token_ids(self) -> None:
         stops = self.stop_token_ids
         if (
             not isinstance(stops, list | tuple)
@@ -108,6 +119,8 @@ class SamplingParams:
             allowed = f"hold at most {_MOST_STOPS} token ids, each from 0 to 2**31 - 1"
             raise RangeError("sampling.stop_token_ids", clipped(stops), allowed)
         object.__setattr__(self, "stop_token_ids", tuple(stops))
+
+    def _check_stop(self) -> None:
         texts = self.stop
         if (
             not isinstance(texts, list | tuple)
@@ -117,9 +130,6 @@ class SamplingParams:
             allowed = f"hold at most {_MOST_STOP_TEXTS} texts, each of 1 to {_LONGEST_STOP_TEXT} characters"
             raise RangeError("sampling.stop", clipped(texts), allowed)
         object.__setattr__(self, "stop", tuple(texts))
-        for name in ("ignore_eos", "include_stop_str_in_output"):
-            if type(getattr(self, name)) is not bool:
-                raise RangeError(f"sampling.{name}", clipped(getattr(self, name)), "be true or false")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,3 +26,13 @@ def plain_tokens(
         engine.add(TargetRequest(name, ids, replace(sampling, seed=derive_seed(sampling.seed, *place))))
     tokens = run(engine).tokens
     return {place: tuple(tokens[name]) for name, place in places.items()}
+
+
+def cut_at_stops(model: Path, tokens: tuple[int, ...], stops: Sequence[str]) -> tuple[tuple[int, ...], str]:
+    """Tokens and text of an output up to its first stop text, by decoding it after every token."""
+    tokenizer = load_tokenizer(str(model))
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        if begins := [text.find(stop) for stop in stops if stop in text]:
+            return tokens[:end], text[: min(begins)]
+    return tokens, tokenizer.decode(tokens, skip_special_tokens=True)

@@ -86,6 +86,8 @@ class Call:
         """There is a result or an error; kept up to date by `poll` and `Calls.wait`."""
         self.reference: Any = None
         """Of the attempt under way; None between two attempts and at the end."""
+        self._delivery: Delivery | None = None
+        """Of the same attempt, where there is a `wake`."""
         self._send()
 
     def poll(self) -> bool:
@@ -115,9 +117,13 @@ class Call:
     def advance(self, arrived: bool, now: float) -> None:
         """Go one step further; `arrived` says whether the attempt under way has an answer."""
         if arrived:
-            reference, self.reference = self.reference, None
+            reference, delivery = self.reference, self._delivery
+            self.reference = self._delivery = None
             try:
-                self._value = self._calls.transport.take(reference, self._method)
+                if isinstance(delivery, RayDelivery) and delivery.is_done:  # the transport would deserialize it again
+                    self._value = delivery.result(self._method)
+                else:
+                    self._value = self._calls.transport.take(reference, self._method)
                 self.done = True
             except ActorUnavailableError as error:
                 self._unavailable, self._again_at = error, now + self._delay_s
@@ -138,10 +144,11 @@ class Call:
             self._fail(error)
             return
         if (wake := self._wake) is not None:
-            self._calls.transport.delivery(self.reference).add_done_callback(lambda _delivery: wake())
+            self._delivery = self._calls.transport.delivery(self.reference)
+            self._delivery.add_done_callback(lambda _delivery: wake())
 
     def _fail(self, error: SpecActorError) -> None:
-        self.error, self.done, self.reference = error, True, None
+        self.error, self.done, self.reference, self._delivery = error, True, None, None
 
 
 class Calls:
@@ -227,6 +234,17 @@ class RayDelivery:
     def exception(self) -> SpecActorError | None:
         error = self._future.exception()
         return None if error is None else translate_ray_error(error, "delivery")
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def result(self, what: str) -> Any:
+        """What the call returned, when it is done; as `Transport.take`."""
+        try:
+            return self._future.result()
+        except ray_errors.RayError as error:
+            raise translate_ray_error(error, what) from None
 
 
 class RayTransport:

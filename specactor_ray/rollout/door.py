@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 from specactor_ray.clock import SYSTEM, Thread
-from specactor_ray.cluster.calls import Call, Calls
+from specactor_ray.cluster.calls import Call, Calls, translate_ray_error
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.messages import SamplingParams
@@ -34,7 +34,9 @@ _CLOSE_S = 5.0
 _AGAIN_S = 0.5
 """Pause after a call that failed."""
 _GONE_S = 60.0
-"""A sender that has not read for this long is gone: its requests are aborted."""
+"""A sender that has not read for this long is gone: its requests are aborted, as when its process has ended."""
+_MOST_GONE = 65_536
+"""Senders that are remembered as gone."""
 _CLOSED = "the connection to the engine is closed"
 ALL = -1
 """In place of a number: all requests of a sender."""
@@ -101,6 +103,42 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._commands, self._outputs = Mail(), dict[str, Mail]()
+        self._staying: dict[str, asyncio.Event] = {}
+        """Senders that are here; set when one leaves."""
+        self._gone: dict[str, None] = {}
+        """Senders that have left, the newest last."""
+        self._watches: set[asyncio.Task[None]] = set()
+
+    async def stay(self, sender: str) -> None:
+        """Return when the sender leaves. The sender owns the reference of this call."""
+        if sender not in self._gone:
+            await self._staying.setdefault(sender, asyncio.Event()).wait()
+
+    async def greet(self, sender: str, staying: list[Any]) -> None:
+        """A sender comes. `staying` holds the reference of its call of `stay`, which fails when its process ends."""
+        if sender not in self._gone:
+            watch = asyncio.ensure_future(self._watch(sender, staying[0]))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
+
+    async def leave(self, sender: str) -> None:
+        """A sender goes: its requests are aborted, and their outputs dropped."""
+        if sender in self._gone:
+            return
+        self._gone[sender] = None
+        if len(self._gone) > _MOST_GONE:
+            del self._gone[next(iter(self._gone))]
+        self._staying.pop(sender, asyncio.Event()).set()
+        self._outputs.pop(sender, None)
+        self._commands.put([Command(sender, ALL, "drop")])
+
+    async def _watch(self, sender: str, staying: Any) -> None:
+        try:
+            await staying
+        except Exception as error:  # noqa: BLE001 - Ray's errors; what is no death shows when nothing is read
+            if isinstance(translate_ray_error(error, "a sender"), ActorLostError):
+                logger.info("a process that sent requests has ended; they are aborted")
+                await self.leave(sender)
 
     async def send_commands(self, messages: list[Command]) -> None:
         """Messages of a sender for the driver."""
@@ -113,6 +151,8 @@ class EngineActor:
     async def send_outputs(self, messages: list[tuple[str, OutputPart]]) -> None:
         """Messages of the driver, each for a sender."""
         for sender, message in messages:
+            if sender in self._gone:
+                continue
             self._outputs.setdefault(sender, Mail()).put([message])
         for sender, mail in self._outputs.items():
             if mail.is_left:
@@ -287,6 +327,10 @@ class RemoteEngine(Generates):
         """Requests that have not ended, by number."""
         self._numbers: dict[Handle, int] = {}
         self._closed = False
+        self._calls, self._actor = calls, actor
+        self._staying = calls.transport.send(actor, "stay", [self._sender])
+        """Owned by this process, so that the actor is told when the process ends."""
+        self._tell("greet", [self._staying])
         self._exchange = Exchange(calls, actor, "send_commands", ("read_outputs", self._sender), self._take, self._fail)
         self._exchange.start()
 
@@ -301,7 +345,7 @@ class RemoteEngine(Generates):
             raise InputError(_CLOSED)
         number = next(self._count)
         name = options.pop("request_id", None) or f"request-{self._sender}-{number}"
-        handle = self._handles[number] = Handle(self, name)
+        handle = self._handles[number] = Handle(self, name, options.get("place") or (0, 0))
         self._numbers[handle] = number
         arguments = {"prompt": prompt, "sampling": sampling, "request_id": name, **options}
         self._exchange.put(partial(Command, self._sender, number, "submit", arguments))
@@ -330,8 +374,13 @@ class RemoteEngine(Generates):
         for handle in list(self._handles.values()):
             self.drop(handle)
         self._exchange.close()
+        with contextlib.suppress(SpecActorError):
+            self._tell("leave").result()
         self._fail(InputError(_CLOSED))
         self._on_close()
+
+    def _tell(self, method: str, *arguments: Any) -> Call:
+        return self._calls.start(self._actor, method, self._sender, *arguments, deadline_s=_CLOSE_S)
 
     def _send(self, handle: Handle, what: str) -> None:
         if (number := self._numbers.get(handle)) is not None:

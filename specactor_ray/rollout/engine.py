@@ -144,6 +144,7 @@ class Engine(Generates):
     def _stops(self, sampling: SamplingParams) -> StopFinder | None:
         if not sampling.stop:
             return None
+        sampling.check()  # of another process, it may be unchecked
         with self.encoding:
             if self._stop_texts.tokenizer is not self.tokenizer:
                 self._stop_texts = StopTexts(self.tokenizer)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.messages import Finished, Progress, SamplingParams, TopTokens
+from specactor_ray.ragged import begins
 from specactor_ray.rollout.stops import Stop, StopFinder
 from specactor_ray.target.base import TargetRequest
 
@@ -154,6 +155,8 @@ class Journal:
         """Requests that have been handed to a verifier before or now."""
         self.stopped: dict[str, str] = {}
         """Requests to end, since a stop text has ended their outputs; or why that cannot be found out."""
+        self._stopping = 0
+        """Requests with stop texts."""
         self._owned: dict[str, dict[str, JournalEntry]] = {}
         """Verifier → its requests by id."""
 
@@ -161,6 +164,7 @@ class Journal:
         if entry.request_id in self.entries:
             raise ValueError(f"request {entry.request_id} is in the journal already")
         self.entries[entry.request_id] = entry
+        self._stopping += entry.stops is not None
 
     def hand_to(self, request_id: str, verifier_id: str) -> TargetRequest:
         """Make this verifier the owner, in place of an earlier one if there is any; returns what to hand it.
@@ -205,7 +209,8 @@ class Journal:
         records, margins = packed.tobytes(), None
         if message.margins is not None:
             margins = message.margins.astype(np.float32).tobytes()
-        tops = {} if message.tops is None else _top_records(message, message.tops)
+        if message.tops is not None:
+            self._keep_tops(message, message.tops)
         entries, size, end, gapped = self.entries, RECORD.itemsize, 0, []
         starts, lengths = message.starts.tolist(), message.lengths.tolist()
         for (request_id, attempt), start, length in zip(message.requests, starts, lengths, strict=True):
@@ -220,19 +225,31 @@ class Journal:
             if margins is not None:
                 entry.margin_bytes = bytearray() if entry.margin_bytes is None else entry.margin_bytes
                 entry.margin_bytes += margins[4 * begin : 4 * end]
-            if tops and (top := tops[request_id]):
-                entry.top_bytes = bytearray() if entry.top_bytes is None else entry.top_bytes
-                entry.top_bytes += top
             entry.has_begun = True
             entry.progress_at = now
             self.committed_tokens += length
-            if entry.stops is not None:
-                self.look_for_stop(entry, start)
+        if self._stopping:
+            for (request_id, attempt), start in zip(message.requests, starts, strict=True):
+                if self.is_current(request_id, attempt):
+                    self.look_for_stop(entries[request_id], start)
         return gapped
+
+    def _keep_tops(self, message: Progress, tops: TopTokens) -> None:
+        """Append the most probable tokens of what is about to be appended."""
+        packed = np.empty(len(tops.tokens), RECORD)
+        packed["token"], packed["logprob"] = tops.tokens, tops.logprobs
+        records, firsts = packed.tobytes(), (begins(message.lengths * tops.counts) * RECORD.itemsize).tolist()
+        for number, (request_id, attempt) in enumerate(message.requests):
+            part = records[firsts[number] : firsts[number + 1]]
+            if part and self.is_current(request_id, attempt):
+                entry = self.entries[request_id]
+                if message.starts[number] == entry.num_tokens:
+                    entry.top_bytes = bytearray() if entry.top_bytes is None else entry.top_bytes
+                    entry.top_bytes += part
 
     def look_for_stop(self, entry: JournalEntry, begin: int) -> None:
         """Put the request into `stopped` if a token from number `begin` on completes a stop text."""
-        if entry.stops is None:
+        if entry.stops is None or begin >= entry.num_tokens:
             return
         before = entry.num_tokens
         try:
@@ -254,6 +271,7 @@ class Journal:
         """End a request, whoever has it."""
         entry = self.entries.pop(message.request_id)
         self.begun -= entry.attempt > 0
+        self._stopping -= entry.stops is not None
         self._set_owner(entry, None)
         entry.finished = message
         return entry
@@ -266,7 +284,7 @@ class Journal:
         """Forget all requests."""
         self.entries.clear()
         self._owned.clear()
-        self.begun = 0
+        self.begun = self._stopping = 0
 
     def _set_owner(self, entry: JournalEntry, owner: str | None) -> None:
         """A change of owner ends the attempt."""
@@ -278,12 +296,3 @@ class Journal:
         if owner is not None:
             self._owned.setdefault(owner, {})[entry.request_id] = entry
         entry.owner, entry.has_begun = owner, False
-
-
-def _top_records(message: Progress, tops: TopTokens) -> dict[str, bytes]:
-    """Request → the `RECORD`s of its most probable tokens."""
-    packed = np.empty(len(tops.tokens), RECORD)
-    packed["token"], packed["logprob"] = tops.tokens, tops.logprobs
-    records, ends = packed.tobytes(), np.cumsum(message.lengths * tops.counts) * RECORD.itemsize
-    firsts = [0, *ends.tolist()]
-    return {name: records[firsts[i] : firsts[i + 1]] for i, (name, _) in enumerate(message.requests)}

@@ -73,7 +73,9 @@ class Trajectory:
         if self.error:
             row["error"] = self.error
         if self.top_logprobs is not None:
-            row["top_logprobs"] = [[[one, round(max(value, -9999.0), 6)] for one, value in top] for top in self.top_logprobs]
+            row["top_logprobs"] = [
+                [[one, round(max(value, -9999.0), 6)] for one, value in top] for top in self.top_logprobs
+            ]
         if self.stop_reason is not None:
             row["stop_reason"] = self.stop_reason
         if self.versions:

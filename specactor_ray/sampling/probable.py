@@ -49,11 +49,25 @@ def _ranked(logits: torch.Tensor, rows: np.ndarray, sampled: np.ndarray, most: i
     import torch
 
     x = logits[torch.from_numpy(rows).to(logits.device)].float()
-    cut = x.topk(most, dim=1).values[:, -1:]
+    own = x.gather(1, torch.from_numpy(sampled).to(logits.device).unsqueeze(-1))
+    best = x.topk(min(most + 1, x.shape[1]), dim=1)
+    tokens, values = best.indices.cpu().numpy(), best.values.cpu().numpy()
+    if tokens.shape[1] > most:
+        tied = np.flatnonzero(values[:, most] == values[:, most - 1])  # which of the last ones count is topk's choice
+        tokens, values = tokens[:, :most], values[:, :most]
+        if len(tied):
+            at = torch.from_numpy(tied).to(x.device)
+            tokens[tied] = _lowest_ids(x[at], best.values[at, most - 1 : most], most).cpu().numpy()
+            values[tied] = x[at].gather(1, torch.from_numpy(tokens[tied]).to(x.device)).cpu().numpy()
+    order = np.lexsort((tokens, -values))
+    gaps = np.take_along_axis(values, order, axis=1).astype(np.float64) - own.double().cpu().numpy()
+    return np.take_along_axis(tokens, order, axis=1), gaps
+
+
+def _lowest_ids(x: torch.Tensor, cut: torch.Tensor, most: int) -> torch.Tensor:
+    """The `most` tokens of each row that are above `cut` `(n, 1)` or, with the lowest ids, equal to it."""
+    import torch
+
     above, equal = x > cut, x == cut
     room = most - above.sum(dim=1, keepdim=True, dtype=torch.int32)
-    kept = above | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= room))
-    tokens = kept.nonzero()[:, 1].view(len(x), most)
-    values, order = x.gather(1, tokens).sort(dim=1, descending=True, stable=True)
-    own = x.gather(1, torch.from_numpy(sampled).to(logits.device).unsqueeze(-1))
-    return tokens.gather(1, order).cpu().numpy(), (values.double() - own.double()).cpu().numpy()
+    return (above | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= room))).nonzero()[:, 1].view(len(x), most)

@@ -15,11 +15,11 @@ from specactor_ray.errors import InputError
 from specactor_ray.models.loading import require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
-from specactor_ray.rollout.preflight import check_target, context_tokens, load_target_config, refuse_early, start_note
+from specactor_ray.rollout.preflight import check_target, refuse_early, start_note
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.key import read_key
 from specactor_ray.serve.protocol import http_protocol
-from specactor_ray.serve.service import Limits, Service
+from specactor_ray.serve.service import Service
 from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ def server_of(service: Service, token: str | None = None) -> uvicorn.Server:
 
 
 def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
-    limits = Limits()
-    vocabulary = load_target_config(rollout.config).get_text_config().vocab_size
-    service = Service(rollout, model, context_tokens(rollout.config), vocabulary, limits)
+    service = Service.of(rollout, model)
     where, port = listener.getsockname()[:2]
     url = f"http://{f'[{where}]' if ':' in where else where}:{port}"
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")

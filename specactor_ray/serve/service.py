@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specactor_ray.errors import SpecActorError
 from specactor_ray.rollout.handle import Handle
+from specactor_ray.rollout.preflight import context_tokens, load_target_config
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.keyed import derive_seed
@@ -72,6 +73,12 @@ class Service:
         self._open: dict[Handle, str] = {}
         """Choices that run → the name of their request."""
         self.control = Control(self)
+
+    @classmethod
+    def of(cls, rollout: Rollout, model: str, limits: Limits | None = None) -> Service:
+        """On this rollout, with context and vocabulary of its target."""
+        vocabulary = load_target_config(rollout.config).get_text_config().vocab_size
+        return cls(rollout, model, context_tokens(rollout.config), vocabulary, limits)
 
     # ---- what a request asks for ----
 

@@ -18,10 +18,11 @@ from specactor_ray.simulation.cluster import LINGER_S
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.run import VirtualRun
-from specactor_ray.simulation.text import HashedText, true_output
+from specactor_ray.simulation.text import HashedText
 from specactor_ray.simulation.world import World
 from tests.faults.injector import FaultPlan, Injector
 from tests.faults.training import Training
+from tests.number_text import NumberText, stopped_output
 
 _STANDSTILL_S = 900.0
 """Virtual seconds without any progress after which a run has failed to end. Three poison requests that block a lone
@@ -47,6 +48,8 @@ class FaultScenario:
     """The verifiers host the n-gram drafter."""
     training: bool = False
     """Steps of training, instead of streams alone."""
+    stops: bool = False
+    """Stop texts end a third of the outputs."""
     faults: FaultPlan = field(default_factory=FaultPlan)
 
     @classmethod
@@ -71,6 +74,7 @@ class FaultScenario:
             training=training,
             faults=plan,
             hosted=rng.random() < 0.5,
+            stops=rng.random() < 0.5,
         )
 
 
@@ -185,6 +189,7 @@ class Simulation(VirtualRun):
             self.injector.start_begins()
             try:
                 super().start_run()
+                self.client.engine.tokenizer = NumberText()
                 break
             except SpecActorError:
                 if not self.injector.may_end_start():
@@ -247,7 +252,7 @@ class Simulation(VirtualRun):
         for index in range(_SINGLES):
             seed = self.scenario.seed * 1_000_000 + number * 10_000 + 5_000 + index
             self.world.version_of[seed] = self.version
-            sampling = SamplingParams(max_tokens=rng.randrange(1, 120), seed=seed)
+            sampling = SamplingParams(max_tokens=rng.randrange(1, 120), seed=seed, stop=self._stops(seed))
             session = rng.choice((None, "a", "b"))
             singles.append((self.client.engine.submit([1, 2, 3], sampling, session=session), sampling))
         return singles
@@ -255,15 +260,18 @@ class Simulation(VirtualRun):
     def _check_single(self, handle: Handle, sampling: SamplingParams) -> None:
         """Some are aborted and continued; all end with the tokens of plain decoding."""
         part = handle.abort() if random.Random(sampling.seed).random() < 0.5 else handle.result()
-        tokens = part.token_ids
+        tokens, text = part.token_ids, part.text
         if part.finish_reason == "abort":
             prompt, rest, prefix = [1, 2, 3], sampling, tokens
-            if sampling.seed % 2:  # as a client that knows of no prefix does
+            if sampling.seed % 2 and not sampling.stop:  # as a client that knows of no prefix does
                 left = {"max_tokens": sampling.max_tokens - len(tokens), "first_position": len(tokens)}
                 prompt, rest, prefix = [*prompt, *tokens], replace(sampling, **left), ()
             handle = self.client.engine.submit(prompt, rest, prefix=prefix)
             tokens += tuple(token.token_id for token in handle.tokens())
-        if handle.result().error or tokens != true_output(sampling, part.weight_version):
+            text += handle.result().text
+        if sampling.stop and part.finish_reason == "abort":  # it may begin in the part
+            text = text[: len(stopped_output(sampling, part.weight_version)[1])]
+        if handle.result().error or (tokens, text) != stopped_output(sampling, part.weight_version):
             self.fail(f"{handle.request_id} of the engine has other tokens than plain decoding")
 
     def entries(self, number: int) -> list[JournalEntry]:
@@ -273,14 +281,19 @@ class Simulation(VirtualRun):
         for index in range(self.scenario.requests):
             seed = self.scenario.seed * 1_000_000 + number * 10_000 + index
             length = min(200, int(rng.lognormvariate(2.7, 0.9)) + 1)
-            sampling = SamplingParams(max_tokens=length, seed=seed)
             self.world.version_of[seed] = self.version
             poison = self.injector.poison(length)
             if poison is not None:
                 self.world.poison[seed] = poison
+            stop = self._stops(seed) if poison is None else ()
+            sampling = SamplingParams(max_tokens=length, seed=seed, stop=stop)
             prompt = tuple(range(rng.randrange(1, 40)))
             entries.append(JournalEntry(f"{number}-{index}", prompt, sampling))
         return entries
+
+    def _stops(self, seed: int) -> tuple[str, ...]:
+        """One that is likely within a few tokens, and one that lies across tokens."""
+        return ("7,1", f",{seed % 10}3,") if self.scenario.stops and seed % 3 == 0 else ()
 
     def _update_weights(self, number: int) -> None:
         self.version += 1
@@ -299,7 +312,7 @@ class Simulation(VirtualRun):
 
     def check_entry(self, entry: JournalEntry) -> None:
         """What holds for every request that ended."""
-        truth = true_output(entry.sampling, entry.weight_version)
+        truth, _ = stopped_output(entry.sampling, entry.weight_version)
         tokens, finished = tuple(entry.token_ids), entry.finished
         assert finished is not None
         if tokens != truth[: len(tokens)]:

@@ -21,11 +21,11 @@ from specactor_ray.learner.saving import PartWriter, Progress, SavedPart
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import VirtualActor, VirtualTransport
-from specactor_ray.simulation.text import true_output
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState
 from specactor_ray.training.saver import Saver
 from specactor_ray.training.steps import TrainingParts, TrainOutcome, run_steps
 from specactor_ray.training.trainer_ranks import TrainerRanks
+from tests.number_text import stopped_output
 
 if TYPE_CHECKING:
     from tests.faults.run import Simulation
@@ -225,7 +225,7 @@ class Training:
         weights = 0
         for step in range(STEPS):
             entries = self._simulation.entries(step)
-            outputs = [(entry.request_id, true_output(entry.sampling, step)) for entry in entries]
+            outputs = [(entry.request_id, stopped_output(entry.sampling, step)[0]) for entry in entries]
             weights = learn(weights, digest_of(outputs), step)
             if self._record.steps.get(step + 1) != weights:
                 self._simulation.fail(f"step {step + 1} of training left other weights than a calm run")

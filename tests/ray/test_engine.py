@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,15 @@ import pytest
 import ray
 
 from specactor_ray import Engine, Rollout, SamplingParams
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
+from specactor_ray.controller.start import start_actor
 from specactor_ray.errors import InputError
 from specactor_ray.models.loading import load_model
+from specactor_ray.rollout.door import ALL, EngineActor, RemoteEngine
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.keyed import derive_seed
+from tests.plain_decoding import cut_at_stops
 from tests.tiny import tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -126,6 +131,31 @@ def test_requests_go_on_behind_new_weights(rollout: Rollout) -> None:
     assert engine.submit(prompts[0], sampling).result(120.0).weight_version == version
 
 
+def test_stop_texts_and_probable_tokens_are_those_of_plain_decoding(rollout: Rollout, truth: list[Trajectory]) -> None:
+    texts = [whole.text for whole in truth]
+    stops = (texts[0][9:12], texts[1][5:6], "not there")
+    sampling = replace(SAMPLING, stop=stops, logprobs=3)
+    expected = [cut_at_stops(tiny_target(), whole.token_ids, stops) for whole in truth]
+    assert all(len(tokens) < len(whole.token_ids) for (tokens, _), whole in zip(expected[:2], truth[:2], strict=True))
+    streamed = rollout.generate(tiny_prompts(COUNT), sampling, n=1)
+    for output, wanted, whole in zip(streamed, expected, truth, strict=True):
+        assert (output.token_ids, output.text) == wanted
+        assert (output.stop_reason in stops) == (output.text != whole.text)
+        assert output.top_logprobs is not None and len(output.top_logprobs) == len(output.token_ids)
+        for token, logprob, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
+            assert len(top) == 3 and dict(top).get(token, logprob) == logprob <= top[0][1]
+    prompt, at = tiny_prompts(1)[0], max(1, len(expected[0][0]) - 2)
+    rest = rollout.engine.submit(prompt, replace(sampling, seed=own(0).seed), prefix=expected[0][0][:at]).result(60.0)
+    assert rest.token_ids == expected[0][0][at:]
+    with Engine.connect(rollout.listen()) as remote:
+        handles = remote.submit_samples(prompt, 2, sampling)
+        tokens = list(handles[0].tokens())
+        outputs = [handle.result(60.0) for handle in handles]
+    assert [token.top for token in tokens] == list(outputs[0].top_logprobs or ())
+    for output, whole in zip(outputs, rollout.generate([prompt], sampling, n=2), strict=True):
+        assert same(output, whole) and output.sample_index == whole.sample_index
+
+
 def test_another_process_of_the_cluster_generates(rollout: Rollout, truth: list[Trajectory]) -> None:
     @ray.remote(num_cpus=0)
     def elsewhere(run: str, prompts: list[Any], sampling: list[SamplingParams]) -> list[Any]:
@@ -153,3 +183,47 @@ def test_another_process_of_the_cluster_generates(rollout: Rollout, truth: list[
     assert tuple(streamed) == truth[0].token_ids and same(again, truth[1])
     assert cut.finish_reason == ("abort" if len(cut.token_ids) < 400 else "length")
     assert done and refused == "the prompt has no tokens"
+
+
+def test_the_requests_of_a_process_that_dies_are_dropped(rollout: Rollout) -> None:
+    @ray.remote(num_cpus=0, max_retries=0)
+    def sender(actor: Any) -> None:
+        RemoteEngine(Calls(), actor).submit([1])
+        ray.get(actor.read_commands.remote(0, 60.0))  # the request is there
+        os._exit(1)
+
+    actor = start_actor(rollout.run_name, "door", EngineActor)
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        ray.get(sender.remote(actor), timeout=120.0)
+    commands: list[Any] = []
+    while len(commands) < 2:  # no output waits, so it is not the time without a read that ends it
+        commands = ray.get(actor.read_commands.remote(0, 60.0), timeout=120.0)[1]
+    assert [(one.what, one.number) for one in commands] == [("submit", 0), ("drop", ALL)]
+    ray.kill(actor)
+
+
+made: list[int] = []
+
+
+def make() -> str:
+    made.append(1)
+    return "made"
+
+
+class Counted:
+    """Counts in this process how often it is deserialized."""
+
+    def __reduce__(self) -> Any:
+        return make, ()
+
+
+def test_an_answer_is_deserialized_once(rollout: Rollout) -> None:
+    @ray.remote(num_cpus=0)
+    class Answers:
+        def answer(self) -> Any:
+            return Counted()
+
+    actor, ready = Answers.remote(), threading.Event()
+    call = Calls().start(actor, "answer", deadline_s=60.0, wake=ready.set)
+    assert ready.wait(60.0) and call.poll() and call.result() == "made"
+    assert len(made) == 1

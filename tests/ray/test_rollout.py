@@ -27,6 +27,7 @@ from specactor_ray.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.models.weight_buckets import pack
 from specactor_ray.observability.report import alarm_lines
 from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
+from tests.plain_decoding import cut_at_stops
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompt_ids, tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -58,6 +59,7 @@ def config(mode: str, drafters: list[dict[str, Any]], verifiers: int = 2, **sect
 
 NGRAM = {"method": "ngram", "replicas": 2}
 APART = {**NGRAM, "hosted": False}
+STOPS = ("ee", " is ", "3, ")
 SMALL = {"method": "draft_model", "replicas": 1, "kv_cache_gb": 0.05}
 
 
@@ -119,7 +121,12 @@ def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> No
         while len(history := histories(rollout)) < 2 or min(history) < tokens:
             assert time.monotonic() < end, f"{history}: not each verifier hosts it and has learned what others finished"
             time.sleep(0.2)
+        stopping = SamplingParams(max_tokens=48, seed=3, stop=STOPS)
+        stopped = rollout.generate(tiny_prompts(PROMPTS), stopping, n=SAMPLES)
     assert [tokens_of(trajectories) for trajectories in done] == [plain[0.0], plain[1.0]]
+    expected = {name: cut_at_stops(tiny_target(), tokens, STOPS) for name, tokens in plain[1.0].items()}
+    assert {f"{t.prompt_index}/{t.sample_index}": (t.token_ids, t.text) for t in stopped} == expected
+    assert {t.stop_reason for t in stopped} >= set(STOPS)
     assert metrics["accepted_tokens"] > 0
     computed_again = metrics["committed_tokens"] - sum(len(t.token_ids) for t in (*done[0], *done[1]))
     # What a verifier commits between the last journal entry and a move is computed again by the next one.

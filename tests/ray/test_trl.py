@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused_by_name(
 def test_what_is_no_trainer_is_attached_or_speaks_another_vocabulary(drafting: Rollout, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not list"):
         attach([], drafting)
-    twice = trainer(tmp_path, generation_kwargs={"top_k": None, "stop_token_ids": None}, top_k=-1)
+    twice = trainer(tmp_path, generation_kwargs={"top_k": None, "stop_token_ids": None, "stop": "x"}, top_k=-1)
     with pytest.raises(InputError, match="the main process passes no rollout"):
         attach(twice, None)
     attach(twice, drafting)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from ray.exceptions import OwnerDiedError
+
 from specactor_ray.errors import SpecActorError
 from specactor_ray.rollout import door
 from specactor_ray.rollout.door import ALL, Command, EngineActor, OutputPart
@@ -21,6 +23,31 @@ def test_messages_are_read_again_until_they_are_confirmed() -> None:
         assert await actor.read_commands(0, 0.0) == (0, [first, second])
         assert await actor.read_commands(1, 0.0) == (1, [second])
         assert await actor.read_commands(2, 0.0) == (2, [])
+
+    asyncio.run(body())
+
+
+def test_a_sender_whose_process_ends_or_that_leaves_is_forgotten() -> None:
+    async def body() -> None:
+        actor, loop = EngineActor(), asyncio.get_running_loop()
+        alive, dead, strange = (loop.create_future() for _ in range(3))
+        for sender, staying in (("alive", alive), ("dead", dead), ("strange", strange)):
+            await actor.greet(sender, [staying])
+            await actor.send_outputs([(sender, OutputPart(0, []))])
+        dead.set_exception(OwnerDiedError("00", "", ""))
+        strange.set_exception(OSError("something else"))
+        assert await actor.read_commands(0, 5.0) == (0, [Command("dead", ALL, "drop")])
+        await actor.send_outputs([("dead", OutputPart(1, []))])
+        assert set(actor._outputs) == {"alive", "strange"}
+        staying = asyncio.create_task(actor.stay("alive"))
+        await asyncio.sleep(0)
+        assert not staying.done()
+        for _ in range(2):
+            await actor.leave("alive")
+        await staying
+        assert await actor.read_commands(1, 0.0) == (1, [Command("alive", ALL, "drop")])
+        assert not actor._staying and set(actor._outputs) == {"strange"}
+        alive.set_result(None)
 
     asyncio.run(body())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.rollout.trajectory import trajectory_of
-from specactor_ray.simulation.text import HashedText, true_output, true_token
+from specactor_ray.simulation.text import true_output, true_token
 from tests.fake_cluster import STEP_S, FakeCluster, entries
+from tests.number_text import NumberText, stopped_output
 
 PROMPT = [1, 2, 3]
 
@@ -70,7 +71,7 @@ class TestOutputs:
         cluster = FakeCluster()
 
         def body(engine: Engine) -> None:
-            engine.tokenizer = Numbers()
+            engine.tokenizer = NumberText()
             one = replace(sampling(3, 60), logprobs=3)
             truth = true_output(one, 0)
             tops = tuple(tuple((token + at, -1.0 - at) for at in range(3)) for token in truth)
@@ -175,34 +176,12 @@ class TestAbort:
         assert not any(cluster.verifier(name).running for name in cluster.handles)
 
 
-class Numbers:
-    """A tokenizer whose token n reads `n,`."""
-
-    def __len__(self) -> int:
-        return HashedText.vocab_size
-
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        return "".join(f"{token}," for token in tokens)
-
-    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        return [self.decode(row, skip_special_tokens) for row in rows]
-
-
-def stopped(whole: tuple[int, ...], *stops: str) -> tuple[tuple[int, ...], str]:
-    """Tokens and text of an output up to the first stop text."""
-    for end in range(1, len(whole) + 1):
-        text = Numbers().decode(whole[:end], True)
-        if begins := [text.find(stop) for stop in stops if stop in text]:
-            return whole[:end], text[: min(begins)]
-    return whole, Numbers().decode(whole, True)
-
-
 class TestStopTexts:
     def test_outputs_end_with_the_token_that_completes_one(self) -> None:
         cluster = FakeCluster()
 
         def body(engine: Engine) -> None:
-            engine.tokenizer = Numbers()
+            engine.tokenizer = NumberText()
             wanted = [replace(sampling(seed, 60), stop=("77,", f"{seed},1")) for seed in range(40)]
             handles = [engine.submit(PROMPT, one) for one in wanted]
             tokens = [tuple(token.token_id for token in handle.tokens()) for handle in handles]
@@ -214,7 +193,7 @@ class TestStopTexts:
             }
             reasons = set()
             for seed, (one, handle) in enumerate(zip(wanted, handles, strict=True)):
-                output, expected = handle.result(), stopped(true_output(one, 0), *one.stop)
+                output, expected = handle.result(), stopped_output(one)
                 assert (output.token_ids, output.text) == expected and tokens[seed] == output.token_ids
                 assert len(output.logprobs) == len(output.token_ids)
                 other = ended[f"r{seed}"]
@@ -233,12 +212,12 @@ class TestStopTexts:
         cluster, whole = FakeCluster(), true_output(sampling(3, 60), 0)
 
         def body(engine: Engine) -> None:
-            engine.tokenizer = Numbers()
+            engine.tokenizer = NumberText()
             one = replace(sampling(3, 60), stop=(f"{whole[30]},{whole[31]},{whole[32]},",))
             for at in (5, 31, 32, 33):
                 output = engine.submit(PROMPT, one, prefix=whole[:at]).result()
                 assert output.token_ids == whole[at:33] and output.finish_reason == "stop"
-                assert output.text == Numbers().decode(whole[at:30], True)
+                assert output.text == NumberText().decode(whole[at:30])
             beyond = engine.submit(PROMPT, one, prefix=whole[:40]).result()
             assert beyond.token_ids == whole[40:] and beyond.finish_reason == "length"
 
@@ -248,14 +227,14 @@ class TestStopTexts:
         cluster = FakeCluster()
 
         def body(engine: Engine) -> None:
-            engine.tokenizer = Numbers()
+            engine.tokenizer = NumberText()
             wanted = [replace(sampling(seed, 60), stop=("77,",)) for seed in range(40)]
             handles = [engine.submit(PROMPT, one) for one in wanted]
             cluster.bench.clock.sleep(0.6)
             cluster.network.kill(cluster.handles["v0"])
             for one, handle in zip(wanted, handles, strict=True):
                 output = handle.result()
-                assert (output.token_ids, output.text) == stopped(true_output(one, 0), *one.stop)
+                assert (output.token_ids, output.text) == stopped_output(one)
 
         on(cluster, body)
 
@@ -265,6 +244,10 @@ class TestStopTexts:
         def body(engine: Engine) -> None:
             with pytest.raises(InputError, match="the model has no tokenizer"):
                 engine.submit(PROMPT, replace(sampling(), stop=("x",)))
+            unchecked = sampling()
+            object.__setattr__(unchecked, "stop", ("",))
+            with pytest.raises(InputError, match=r"sampling\.stop is \('',\); it must"):
+                engine.submit(PROMPT, unchecked)
             assert engine.submit(PROMPT, sampling()).result().finish_reason == "length"
 
         on(cluster, body)

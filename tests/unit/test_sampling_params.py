@@ -24,7 +24,9 @@ NUMBER, WHOLE = "a number from 0 to 1e30", "a whole number from"
         *(("top_p", value, "a number above 0 and at most 1") for value in (0.0, 1.5, 10**400)),
         *(("max_tokens", value, f"{WHOLE} 1 to 2**31 - 1") for value in (0, 2**31, "5")),
         *(("seed", value, f"{WHOLE} 0 to 2**64 - 1") for value in (None, -1, 2**64)),
+        *(("logprobs", value, f"{WHOLE} 0 to 20") for value in (-1, 21, 1.5, True)),
         ("ignore_eos", 1, "true or false"),
+        ("include_stop_str_in_output", None, "true or false"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(name: str, value: Any, allowed: str) -> None:
@@ -41,11 +43,18 @@ def test_a_number_that_python_does_not_write_is_named_too(name: str) -> None:
         SamplingParams(**{name: 10**5000})
 
 
-@pytest.mark.parametrize("stops", [[-1], [2**31], ["a"], 5, [1.0], [1] * 65_537])
+@pytest.mark.parametrize("stops", [[-1], [2**31], ["a"], 5, [1.0], [1] * 65_537, np.ones(1, int)])
 def test_stop_tokens_are_token_ids(stops: Any) -> None:
     with pytest.raises(InputError, match="it must hold at most 65536 token ids, each from 0") as caught:
         SamplingParams(stop_token_ids=stops)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("stops", ["a", [""], ["a" * 257], [5], None, ["a"] * 65, np.array(["a"])])
+def test_stop_texts_are_a_few_short_texts(stops: Any) -> None:
+    with pytest.raises(InputError, match=r"sampling\.stop is .*; it must hold at most 64 texts, each of 1 to 256 char"):
+        SamplingParams(stop=stops)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
 def test_extreme_values_within_the_bounds_sample_on_every_backend() -> None:

@@ -16,8 +16,8 @@ from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.messages import Finished, Progress, Refused, SamplingParams, ToRollout
-from specactor_ray.queues.link import Link
+from specactor_ray.messages import CommitBatch, Finished, Progress, Refused, SamplingParams, ToRollout
+from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
@@ -128,6 +128,21 @@ def test_a_cancellation_ends_this_attempt_or_an_older_one_and_no_newer(verifier:
     verifier.loop.submit([one(4)])
     verifier.finish()
     assert verifier.ends() == []
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_drafters_learn_from_an_output_that_is_cancelled_since_it_has_ended(
+    verifier: Verifier, has_ended: bool
+) -> None:
+    heard: list[CommitBatch] = []
+    link = Link(direct_sender(heard.append), clock=verifier.clock)
+    verifier.loop.set_drafters({"d": DrafterLink(DrafterSpec("draft_model"), link)})
+    verifier.loop.submit([one()])
+    verifier.step(4)
+    verifier.loop.cancel([("r0", 0)], has_ended)
+    verifier.step()
+    assert not verifier.engine.has_work() and verifier.ends() == []
+    assert [ended for batch in heard for _row, _generation, ended in batch.closed] == [has_ended]
 
 
 def test_a_request_for_other_weights_is_refused_once_and_makes_no_token(verifier: Verifier) -> None:
