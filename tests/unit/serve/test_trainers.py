@@ -298,7 +298,7 @@ class TestControl:
             while len(engine.running) < 2:
                 await asyncio.sleep(0)
             for path, body, left in (
-                ("/abort_request", {"rid": "nobody"}, 2),
+                ("/abort_request", {"rid": "another"}, 2),
                 ("/abort_request", {"rid": "a"}, 1),
                 ("/abort_requests", {"request_ids": ["b"]}, 0),
             ):
