@@ -113,7 +113,9 @@ def _prompt_of(row: Any, where: str) -> Prompt:
 
 def is_token_ids(prompt: Prompt) -> bool:
     """Whether the prompt is a list of token ids, which needs no tokenizer."""
-    return isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt)
+    if not isinstance(prompt, list | tuple):
+        return False
+    return set(map(type, prompt)) <= {int} or all(isinstance(token, int) for token in prompt)
 
 
 def _unknown_keys(row: Any) -> str:

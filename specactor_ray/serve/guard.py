@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import ipaddress
 import json
@@ -126,6 +127,7 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
 
+@functools.lru_cache(64)
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a host: `localhost` or a loopback address."""
     host = host.strip("[]").lower()

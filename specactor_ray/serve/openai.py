@@ -145,7 +145,7 @@ async def _prompts(service: Service, prompt: Any) -> list[tuple[int, ...]]:
     if len(each) > _MOST_PROMPTS:
         raise Refusal(f"the request has {len(each)} prompts; at most {_MOST_PROMPTS} are allowed", param="prompt")
     for one in each:
-        is_ids = isinstance(one, list) and all(type(token) is int for token in one)
+        is_ids = isinstance(one, list) and set(map(type, one)) <= {int}
         if not (isinstance(one, str) or is_ids) or not one:
             raise Refusal("prompt must be text, token ids, or a list of these, none of them empty", param="prompt")
     return [tuple(one) if isinstance(one, list) else await service.encode(one) for one in each]

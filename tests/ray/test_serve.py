@@ -245,6 +245,8 @@ def test_no_request_of_the_schema_is_a_defect(server: Served) -> None:
             assert answer.status_code < 500, answer.text
 
         send()
+        for path in ("/wake_up", "/resume"):
+            httpx.post(f"{server.url}{path}", timeout=60.0).raise_for_status()
     assert statuses[200] > 50 and statuses[400] > 20
 
 
@@ -256,9 +258,9 @@ class TestCommand:
         key = "a-key-of-this-test"
         environment = {**os.environ, "SPECACTOR_API_KEY": key}
         command = [sys.executable, "-m", "specactor_ray", "serve", "--config", str(config), "--port", "0"]
-        with subprocess.Popen(
-            [*command, "--model-name", "tiny"], env=environment, stderr=subprocess.PIPE, text=True
-        ) as process:
+        command += ["--model-name", "tiny"]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        try:
             assert process.stderr is not None
             url = next(line for line in process.stderr if line.startswith("serving")).split()[3].rstrip(";")
             assert httpx.get(f"{url}/v1/models").status_code == 401
@@ -269,6 +271,9 @@ class TestCommand:
             process.send_signal(signal.SIGTERM)
             said = process.stderr.read()
             assert process.wait(60) == 0, said
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def wait_until(holds: Any) -> None:
