@@ -29,8 +29,8 @@ class Guard:
     Args:
         app: What is guarded.
         limits: Of requests.
-        token: Bearer token that requests show; without one, their Host header must be a loopback name, so that no web
-            page reaches the server under a name of its own.
+        token: Bearer token that requests show; without one, their Host header, and the Origin of web pages, must be
+            loopback names, so that no web page of others uses the server.
         error_body: Path and refusal → body of the answer.
         answered: Called with route (empty for none), status and seconds of each request.
         control: Paths that are answered however many requests are open.
@@ -87,11 +87,12 @@ class Guard:
     def _unauthorized(self, headers: dict[bytes, bytes]) -> Refusal | None:
         if self._token is None:
             host = headers.get(b"host", b"").decode("latin-1")
-            return (
-                None
-                if is_loopback(_without_port(host))
-                else Refusal(f"Host is {host[:200]!r}, no name of this machine", FORBIDDEN)
-            )
+            if not is_loopback(_without_port(host)):
+                return Refusal(f"Host is {host[:200]!r}, no name of this machine", FORBIDDEN)
+            origin = headers.get(b"origin", b"").decode("latin-1")
+            if origin and not is_loopback(_without_port(origin.partition("://")[2])):
+                return Refusal(f"Origin is {origin[:200]!r}, no name of this machine", FORBIDDEN)
+            return None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._token):
             return None

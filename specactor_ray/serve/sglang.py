@@ -1,4 +1,4 @@
-"""SGLang's endpoints, as far as slime and miles call them."""
+"""SGLang's endpoints, as far as slime calls them; miles calls the same ones to generate."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ _ABSENT = {
     "/update_weights_from_distributed": _NO_TENSORS,
     "/update_weights_from_tensor": _NO_TENSORS,
     "/update_weights_from_ipc": _NO_TENSORS,
+    "/begin_weight_update": _NO_TENSORS,
+    "/end_weight_update": _NO_TENSORS,
     "/pull_weights": f"nothing is copied to disks here; leave --update-weight-local-checkpoint-dir out. {BY_DIRECTORY}",
     "/weights_checker": "a checkpoint is checked tensor by tensor when it comes",
     "/post_process_weights": "weights need no work after they are loaded",
@@ -44,7 +46,7 @@ _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sam
 _OF_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval")
 """Parameters that change no token id; the first and the third are heeded."""
 _IGNORED = frozenset(
-    ("log_metrics", "conversation_id", "data_parallel_rank", "routed_dp_rank", "priority", "modalities")
+    ("log_metrics", "conversation_id", "data_parallel_rank", "routed_dp_rank", "priority", "modalities", "extra_key")
 )
 """Fields of a request that change no token; `priority` is read."""
 _MOST_PROMPTS = 1024

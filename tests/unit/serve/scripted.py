@@ -105,6 +105,7 @@ def make_service(engine: ScriptedEngine, limits: Limits | None = None) -> Servic
         engine=engine,
         config=Config(),
         weight_version=0,
+        committed_tokens=0,
         dispatcher=SimpleNamespace(waiting=0),
         metrics=RolloutMetrics,
         drafters=lambda: [{"id": "d", "method": "ngram", "tried": 3, "right": 2, "alarm": False}],

@@ -53,6 +53,18 @@ class TestToken:
         assert get(path, TOKEN).status_code == 401
         assert get("/health", TOKEN).status_code == 200
 
+    @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost.evil.example:80", "file://"])
+    def test_without_one_no_web_page_of_others_is_served(self, origin: str) -> None:
+        """A browser sends it with a POST without a body, which needs no permission of the server."""
+
+        async def work() -> list[int]:
+            async with client_of(make_service(ScriptedEngine())) as client:
+                sent = [(path, {"Origin": one}) for path in ("/abort_requests", "/resume") for one in (origin, local)]
+                return [(await client.post(path, headers=headers)).status_code for path, headers in sent]
+
+        local = "http://localhost:3000"
+        assert asyncio.run(work()) == [403, 200, 403, 200]
+
     def test_without_one_only_names_of_this_machine_are_served(self) -> None:
         for host in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:80", "127.5.5.5"):
             assert get("/v1/models", headers={"Host": host}).status_code == 200

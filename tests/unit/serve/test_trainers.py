@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from specactor_ray.serve import control
 from specactor_ray.serve.service import Limits, Service
 from tests.tiny import VOCAB_SIZE
 from tests.unit.serve.scripted import ScriptedEngine, client_of, make_service
@@ -297,7 +298,7 @@ class TestControl:
             while len(engine.running) < 2:
                 await asyncio.sleep(0)
             for path, body, left in (
-                ("/abort_request", {"rid": "nobody"}, 2),
+                ("/abort_request", {"rid": "another"}, 2),
                 ("/abort_request", {"rid": "a"}, 1),
                 ("/abort_requests", {"request_ids": ["b"]}, 0),
             ):
@@ -326,6 +327,19 @@ class TestControl:
             await asyncio.gather(*waiting)
 
         on(service, work)
+
+    @pytest.mark.parametrize("path", ["/health_generate", "/liveness"])
+    def test_an_engine_that_commits_nothing_is_not_live(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(control, "_LIVE_S", 0.3)
+        engine = ScriptedEngine()
+        service = make_service(engine)
+
+        async def both(client: httpx.AsyncClient) -> set[int]:
+            return {answer.status_code for answer in await asyncio.gather(client.get(path), client.get(path))}
+
+        assert on(service, both) == {200} and len(engine.submitted) == 1, "one request for all that look"
+        engine.held = True
+        assert on(service, both) == {503} and not engine.running
 
     def test_server_info_holds_vllms_and_sglangs_fields(self) -> None:
         info = on(make_service(ScriptedEngine()), lambda client: client.get("/server_info?config_format=json")).json()
