@@ -40,6 +40,14 @@ class Trajectory:
     """Version of the target's weights that sampled it; the newest, if there were several."""
     versions: tuple[tuple[int, int], ...] = ()
     """Earlier versions, each with the output tokens there were when it ended; empty where one version sampled all."""
+    loss_mask: tuple[bool, ...] = ()
+    """Whether each output token is the model's own, with `environment.name`; the log-probabilities of others are 0.
+    Empty where all are."""
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Output tokens that the model sampled."""
+        return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
 
     def to_json(self) -> dict[str, Any]:
         """The trajectory as plain data for one line of JSONL."""

@@ -137,7 +137,7 @@ class ExperienceMaker:
         )
 
     def _samples(self, group: Group) -> Iterable[Sample]:
-        lengths = [len(trajectory.token_ids) for trajectory in group.trajectories]
+        lengths = [trajectory.num_own_tokens for trajectory in group.trajectories]
         rewards = self._recipe.shaped(group.rewards, lengths, self._config.sampling.max_tokens)
         advantages: torch.Tensor = self._recipe.advantages(rewards[None])[0]
         for trajectory, reward, advantage in zip(group.trajectories, rewards, advantages, strict=True):
@@ -147,4 +147,5 @@ class ExperienceMaker:
                 rollout_logprobs=np.asarray(trajectory.logprobs, dtype=np.float32),
                 reward=float(reward),
                 advantage=float(advantage),
+                loss_mask=np.asarray(trajectory.loss_mask or [True] * len(trajectory.token_ids), dtype=np.bool_),
             )

@@ -148,7 +148,7 @@ class StepRecorder:
 
     def _train_figures(self, experience: Experience, update: Mapping[str, float]) -> dict[str, Any]:
         rewards, config = experience.rewards, self._config
-        lengths = [len(trajectory.token_ids) for trajectory in experience.trajectories]
+        lengths = [trajectory.num_own_tokens for trajectory in experience.trajectories]
         passed = [reward >= config.reward.pass_threshold for reward in rewards]
         truncated = [trajectory.finish_reason == "length" for trajectory in experience.trajectories]
         learnt = {name: value for name, value in update.items() if not name.startswith("logprob_gap")}
@@ -167,7 +167,7 @@ class StepRecorder:
 
     def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
         metrics = self._rollout.metrics()
-        tokens = sum(len(trajectory.token_ids) for trajectory in experience.trajectories)
+        tokens = sum(trajectory.num_own_tokens for trajectory in experience.trajectories)
         return {
             "tokens": tokens,
             "tokens_per_s": tokens / max(seconds["rollout"], 1e-9),
