@@ -2,8 +2,8 @@
 
 Shapes: `B` samples, `T` output positions (right-padded), `G` samples per prompt. Masks are float32, 1.0 for tokens of
 the policy and 0.0 for those of an environment and padding. Everything is float32 and on one device. Losses are returned
-per token, not reduced: `token_weights` gives the weight of each token, so that micro-batches and ranks add up to exactly
-the whole batch.
+per token, not reduced: `token_weights` gives the weight of each token, so that micro-batches and ranks add up to the
+whole batch exactly.
 
 Sources: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 (arXiv 1506.02438); GRPO, Shao et al.
 2024 (DeepSeekMath, arXiv 2402.03300); RLOO, Ahmadian et al. 2024 (arXiv 2402.14740); DAPO, Yu et al. 2025
