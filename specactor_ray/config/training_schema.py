@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from specactor_ray.config.ranges import above_zero, at_least, below_one, limited, not_negative
+from specactor_ray.config.ranges import above_zero, at_least, below_one, limited, not_empty, not_negative
 
 
 class AlgorithmName(str, Enum):
@@ -123,6 +124,25 @@ class RewardConfig:
     """Samples scored at once, in processes of their own."""
     pass_threshold: float = 1.0
     """A sample with at least this reward counts as passed."""
+
+
+@dataclass
+class EnvironmentConfig:
+    """What answers the model between its turns. A sample is a conversation then, of sampling.max_tokens own tokens."""
+
+    name: str | None = not_empty()
+    """`calculator` (answers calls of a tool), `retry` (wrong answers may be corrected), or a class of your own as
+    `package.module:Class`. Null: a sample is one output."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the class."""
+    max_turns: int = at_least(1, default=8)
+    """Most turns of the model in a sample."""
+    turn_tokens: int | None = at_least(1, default=None)
+    """Most tokens of one turn. Default: what is left of sampling.max_tokens."""
+    timeout_s: float = above_zero(30.0)
+    """Longest time of one step of an environment."""
+    workers: int = at_least(1, default=2)
+    """Steps of environments at once, in processes of their own."""
 
 
 @dataclass

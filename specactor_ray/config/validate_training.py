@@ -50,6 +50,12 @@ def reject_greedy_rollouts(config: Config) -> None:
         raise ConfigError("sampling.temperature", problem, "use a temperature above 0, such as 1.")
 
 
+def reject_an_environment_without_chat(config: Config) -> None:
+    if config.environment.name is not None and not config.data.chat:
+        problem = "an environment answers with chat messages, and data.chat is false."
+        raise ConfigError("environment.name", problem, "use data.chat=true, or no environment.")
+
+
 def reject_ranks_of_a_single_process(config: Config) -> None:
     trainer = config.trainer
     if trainer.backend is TrainerBackend.torch and trainer.ranks > 1:
@@ -76,6 +82,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_an_answer_pattern_that_does_not_compile,
     reject_groups_without_a_baseline,
     reject_greedy_rollouts,
+    reject_an_environment_without_chat,
     reject_ranks_of_a_single_process,
     reject_several_gpus_of_a_rank,
     reject_warmup_longer_than_the_run,

@@ -176,7 +176,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
         return _not_empty(_tokenize(tokenizer, prompt))
     if not tokenizer.chat_template:
         raise InputError("the prompt is a list of chat messages, but the model's tokenizer has no chat template")
-    return _not_empty(_apply_template(tokenizer, messages))
+    return _not_empty(_apply_template(tokenizer, messages, add_generation_prompt=True, return_dict=False))
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> list[Encoded]:
@@ -188,6 +188,24 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> lis
         except InputError as error:
             encoded.append(((), str(error)))
     return encoded
+
+
+def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
+    """Chat messages as the text that the model's template makes of them.
+
+    Raises:
+        InputError: A message is malformed, or the template refuses them.
+    """
+    plain = _with_plain_contents(messages)
+    _reject_half_characters(plain)
+    text: str = _apply_template(tokenizer, plain, tokenize=False, add_generation_prompt=generation_prompt)
+    return text
+
+
+def tokenize_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text of the template, nothing added."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 def _not_empty(token_ids: Sequence[Any]) -> tuple[int, ...]:
@@ -213,9 +231,9 @@ def _tokenize(tokenizer: Any, prompt: str) -> Any:
         raise InputError(f"the tokenizer refuses this prompt: {error}") from error
 
 
-def _apply_template(tokenizer: Any, messages: Any) -> list[int]:
+def _apply_template(tokenizer: Any, messages: Any, **options: bool) -> Any:
     try:
         with quiet_transformers():  # as above; not every tokenizer takes `verbose` here
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates are code of the checkpoint's and raise what they like
         raise InputError(f"the model's chat template refuses these messages: {error}") from error

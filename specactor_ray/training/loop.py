@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from specactor_ray.training.data import TaskStream
 from specactor_ray.training.record import StepRecorder
 from specactor_ray.training.run_folder import TrainingRun, open_run
 from specactor_ray.training.saver import Saver
-from specactor_ray.training.setup import announce, checked_memory, checked_tasks, prepare
+from specactor_ray.training.setup import announce, checked_memory, checked_tasks, open_conversations, prepare
 from specactor_ray.training.steps import TrainingParts, TrainOutcome, run_steps
 
 
@@ -93,13 +94,14 @@ def _train(
         TrainerGroup(config, rollout.run_name, run.checkpoint) as trainer,
         StepRecorder(config, run, rollout, display) as record,
         RewardRunner(config.reward) as rewards,
+        open_conversations(config) or contextlib.nullcontext() as conversations,
     ):
         return run_steps(
             TrainingParts(
                 config=config,
                 rollout=rollout,
                 trainer=trainer,
-                maker=ExperienceMaker(config, make_recipe(config), stream, rewards, record.timed),
+                maker=ExperienceMaker(config, make_recipe(config), stream, rewards, record.timed, conversations),
                 record=record,
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved, run.check_lease),
                 stop=stop,

@@ -98,7 +98,11 @@ class StepRecorder:
             "gap": {"mean": update["logprob_gap"], "max": update["logprob_gap_max"]},
             "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
-            "failures": {"reward": dict(experience.reward_failures), "rollout": dict(experience.rollout_failures)},
+            "failures": {
+                "reward": dict(experience.reward_failures),
+                "rollout": dict(experience.rollout_failures),
+                "environment": dict(experience.environment_failures),
+            },
         }
         self._metrics.append(record)
         self._display.end(record)
@@ -151,6 +155,8 @@ class StepRecorder:
         lengths = [trajectory.num_own_tokens for trajectory in experience.trajectories]
         passed = [reward >= config.reward.pass_threshold for reward in rewards]
         truncated = [trajectory.finish_reason == "length" for trajectory in experience.trajectories]
+        if experience.turns:
+            update = {"turns_mean": experience.turns / max(len(experience.trajectories), 1), **update}
         learnt = {name: value for name, value in update.items() if not name.startswith("logprob_gap")}
         return {
             "reward_mean": mean(rewards) if rewards else 0.0,
@@ -175,6 +181,7 @@ class StepRecorder:
             "acceptance_rate": metrics.acceptance_rate,
             "supply": metrics.supply,
             "by_method": drafted_by_method(experience.trajectories),
+            "environment_s": experience.environment_s / max(len(experience.trajectories), 1),
             "drafter_alarms": sum(one["alarm"] for one in self._rollout.drafters()),
             "rollout_share": seconds["rollout"] / max(seconds["step"], 1e-9),
         }
@@ -199,8 +206,9 @@ class StepRecorder:
                 method,
                 100.0 * usual,
             )
-        for reason, count in record["failures"]["reward"].items():
-            logger.warning("step %d: %d rewards failed: %s", record["step"], count, reason)
+        for what in ("reward", "environment"):
+            for reason, count in record["failures"][what].items():
+                logger.warning("step %d: %d %ss failed: %s", record["step"], count, what, reason)
 
 
 def _counts(record: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
