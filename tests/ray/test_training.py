@@ -17,8 +17,9 @@ import ray
 
 from specactor_ray import Rollout
 from specactor_ray.config import load_config
-from specactor_ray.messages import WeightSet
+from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.observability.console import make_console
+from specactor_ray.training.experience import Experience, ExperienceMaker
 from specactor_ray.training.loop import TrainOutcome, train
 from specactor_ray.training.run_folder import read_metrics
 from specactor_ray.training.tracking import numbers
@@ -202,3 +203,67 @@ def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt
     table = json.loads((outcome.folder / "summary.json").read_text())["totals"]["drafters"]
     assert table == {"eagle": [sum(column) for column in zip(*figures, strict=True)]}
     assert [record["train"] for record in done] == [record["train"] for record in learnt[:2]]
+
+
+class Seen:
+    """Experience of each step of the runs of a test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[Experience] = []
+        collect = ExperienceMaker.collect
+
+        def keep(maker: ExperienceMaker, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
+            self.steps.append(collect(maker, rollout, sampling, step))
+            return self.steps[-1]
+
+        monkeypatch.setattr(ExperienceMaker, "collect", keep)
+
+    def taken(self) -> list[list[tuple[Any, ...]]]:
+        """Per step and sample: tokens, masks, log-probabilities as the trainer got them, and rewards."""
+        steps, self.steps = self.steps, []
+        return [
+            [
+                (
+                    one.prompt.tolist(),
+                    one.output.tolist(),
+                    one.loss_mask.tolist(),
+                    one.rollout_logprobs.tolist(),
+                    one.reward,
+                )
+                for one in experience.samples
+            ]
+            for experience in steps
+        ]
+
+
+def sums(folder: Path) -> Path:
+    path = folder / "sums.jsonl"
+    pairs = [(first, second) for first in range(2, 8) for second in range(3, 9)]
+    rows = [{"prompt": f"Add {a} and {b}.", "answer": f"{a} plus {b} is {a + b}."} for a, b in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+CONVERSATION = (
+    "environment.name=tests.environments:Sums",
+    "environment.turn_tokens=24",
+    "sampling.max_tokens=64",
+    "reward.functions=[{name: length, weight: -1.0}]",
+)
+
+
+def test_conversations_teach_the_same_with_drafts_and_without(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, tasks, learnt, taken = Seen(monkeypatch), sums(tmp_path), [], []
+    for mode in ("decoupled", "plain"):
+        more = ("trainer.steps=2", f"mode={mode}", *CONVERSATION, *FEW)
+        done = records(run(settings(tasks, tmp_path, mode, *more)).folder)
+        assert bool(done[-1]["speed"]["by_method"]) == (mode == "decoupled")
+        assert all(record["train"]["turns_mean"] > 1.2 and record["gap"]["mean"] < 1e-4 for record in done)
+        assert all(not any(record["failures"].values()) for record in done)
+        learnt.append([record["train"] for record in done])
+        taken.append(seen.taken())
+    assert taken[0] == taken[1] and learnt[0] == learnt[1]
+    masks = [mask for step in taken[0] for _, _, mask, _, _ in step]
+    assert any(False in mask for mask in masks) and len({one[-1] for step in taken[0] for one in step}) > 1
