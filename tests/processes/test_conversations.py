@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from specactor_ray.clock import SYSTEM
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ActorLostError
+from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.messages import RequestStats, SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.handle import Generates, Handle
@@ -19,7 +22,9 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.keyed import derive_seed
 from specactor_ray.training import worker_pool
 from specactor_ray.training.conversations import Conversations, Episode
-from specactor_ray.training.data import Task
+from specactor_ray.training.data import Task, TaskOrder, TaskStream
+from specactor_ray.training.experience import ExperienceMaker
+from specactor_ray.training.reward_runner import RewardRunner
 from tests import tiny
 
 SEED = 7
@@ -100,6 +105,51 @@ def converse(
         for episode in episodes:
             assert not episode.turns or conversations.trajectory(episode).token_ids == tuple(episode.output)
         return episodes
+
+
+@pytest.mark.parametrize("failure_value", [None, -1.0])
+def test_samples_of_a_step(failure_value: float | None) -> None:
+    """Conversations that failed have no reward, or the configured one; the others of their group go on without them."""
+    turns = iter(["bye", "raises", "the red fox", "bye", "bye", "fails"] + ["raises"] * 4)
+    said: dict[int, str] = {}
+
+    def says(prompt: list[int], sampling: SamplingParams) -> str:
+        return said.setdefault(len(said), next(turns, "bye"))
+
+    class Tasks:
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> Task:
+            return Task(index, "Hi")
+
+    rollout = Scripted(says)
+    rollout.max_waiting = 1  # one conversation after the other
+    config = from_mapping(
+        {
+            "mode": "plain",
+            "environment": {"name": "tests.environments:Echo"},
+            "reward": {"functions": [{"name": "exact_match"}], "failure_value": failure_value},
+            "sampling": {"max_tokens": 64},
+            "data": {"n": 4},
+            "trainer": {"prompts_per_step": 1},
+        }
+    )
+    stream = TaskStream(Tasks(), TaskOrder(9, 0, False), lambda prompt: 1, 100)
+    with Conversations(config, rollout.tokenizer, 512) as conversations, RewardRunner(config.reward) as rewards:
+        arguments = (config, make_recipe(config), stream, rewards, lambda _: contextlib.nullcontext(), conversations)
+        maker = ExperienceMaker(*arguments)
+        mixed = maker.collect(rollout, config.sampling, 0)
+        failed = maker.collect(rollout, replace(config.sampling, seed=1), 1)
+    reason = "tests.environments:Echo: RuntimeError: no such move"
+    assert [one.reward for one in mixed.samples] == [0.0, *([] if failure_value is None else [-1.0]), 1.0, 0.0]
+    own = [int(one.loss_mask.sum()) for one in mixed.samples if one.reward == 1.0]
+    words = len(rollout.tokenizer("the red fox bye")["input_ids"])
+    assert own[0] >= words and any(not one.loss_mask.all() for one in mixed.samples)
+    assert dict(mixed.environment_failures) == {reason: 1} and mixed.scored == 3 and not mixed.unscored
+    assert mixed.turns == 5 and not mixed.rollout_failures
+    assert dict(failed.rollout_failures) == {"no room": 1} and dict(failed.environment_failures) == {reason: 3}
+    assert failed.unscored and len(failed.samples) == (0 if failure_value is None else 3)
 
 
 def one(*turns: str, **settings: Any) -> Episode:

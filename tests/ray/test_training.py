@@ -19,6 +19,7 @@ from specactor_ray import Rollout
 from specactor_ray.config import load_config
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.observability.console import make_console
+from specactor_ray.training.conversations import Conversations, Episode
 from specactor_ray.training.experience import Experience, ExperienceMaker
 from specactor_ray.training.loop import TrainOutcome, train
 from specactor_ray.training.run_folder import read_metrics
@@ -267,3 +268,28 @@ def test_conversations_teach_the_same_with_drafts_and_without(
     assert taken[0] == taken[1] and learnt[0] == learnt[1]
     masks = [mask for step in taken[0] for _, _, mask, _, _ in step]
     assert any(False in mask for mask in masks) and len({one[-1] for step in taken[0] for one in step}) > 1
+
+
+def test_an_interrupted_conversation_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a rollout, with turns and steps of environments under way."""
+    seen, tasks, begin_step = Seen(monkeypatch), sums(tmp_path), Conversations._step
+    common = ("trainer.steps=3", "mode=coupled", "algorithm.name=ppo", *CONVERSATION, *FEW)
+    whole = run(settings(tasks, tmp_path, "whole", *common))
+    taken, steps = seen.taken(), list[Episode]()
+
+    def interrupt(made: Conversations, episode: Episode, *arguments: Any) -> Any:
+        steps.append(episode)
+        if len(seen.steps) == 1 and len(steps) > 30:
+            raise KeyboardInterrupt
+        return begin_step(made, episode, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Conversations, "_step", interrupt)
+        assert run(settings(tasks, tmp_path, "stopped", *common)).status == "interrupted"
+    assert seen.taken() == taken[:1]
+    resumed = run(settings(tasks, tmp_path, "stopped", *common, "resume=auto"))
+    assert seen.taken() == taken[1:]
+    learnt = [[record["train"] for record in records(outcome.folder)] for outcome in (whole, resumed)]
+    assert learnt[0] == learnt[1] and len(learnt[0]) == 3
