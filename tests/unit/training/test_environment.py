@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,19 @@ def test_wrong_answers_may_be_corrected() -> None:
     assert asyncio.run(step(turn("7", 1))) == Reply(reward=0.5, done=True)
     assert asyncio.run(step(turn("8", 2, reward=0.1))) == Reply(reward=0.025, done=True)
     assert asyncio.run(step(turn("8", 0, is_last=True, reward=0.1))) == Reply(reward=0.1, done=True)
+
+
+def test_the_environment_of_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+    module: dict[str, Any] = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], module)  # type: ignore[index]
+    game = module["GuessNumber"](highest=9)
+    (first,) = asyncio.run(game.reset(Task(0, "unused"), seed=4))
+    assert "from 1 to 9" in first["content"]
+    replies = [asyncio.run(game.step(turn(f"{number}.", number - 1))) for number in range(1, game.number + 1)]
+    assert [reply.done for reply in replies] == [False] * (game.number - 1) + [True]
+    assert replies[-1].reward == 1.0 / game.number
+    assert asyncio.run(game.step(turn("ten"))) == Reply(reward=-1.0, done=True)
 
 
 def ask(name: str, *requests: Any, options: dict[str, Any] | None = None) -> tuple[Any, str]:
