@@ -87,8 +87,8 @@ class AlgorithmConfig:
     value_clip: float | None = above_zero(0.2)
     """ppo: how far a value may move from its old one and still count; null: anywhere."""
     importance_cap: float | None = above_zero(None)
-    """Weigh every token by min(trainer's probability / rollout's, cap). Null: no weights; they differ by rounding
-    only where both run in the same precision."""
+    """Weigh every token by min(trainer's probability / rollout's, cap). Null: 2 with trainer.max_staleness, else no
+    weights; the two differ by rounding only where both run in the same precision."""
     max_logprob_gap: float = above_zero(0.05)
     """Warn when the rollout's and the trainer's log-probabilities differ by more than this on average."""
 
@@ -167,6 +167,9 @@ class TrainerConfig:
     """Policy updates of the whole run."""
     prompts_per_step: int = at_least(1, default=8)
     """Prompts of one step; each is sampled data.n times."""
+    max_staleness: int = at_least(0, default=0)
+    """How many versions old the weights may be that a step's outputs begin with. 0: rollout and update take turns.
+    Above, rollouts of later steps run while the trainer updates, and go on with new weights behind their tokens."""
     learning_rate: float = above_zero(1.0e-6, up_to=1.0)
     """Peak learning rate of AdamW."""
     beta1: float = below_one(0.9)

@@ -70,6 +70,14 @@ def reject_several_gpus_of_a_rank(config: Config) -> None:
         raise ConfigError("trainer.gpus", problem, "use 1 and raise trainer.ranks (trainer.backend=deepspeed).")
 
 
+def reject_offload_beside_rollouts(config: Config) -> None:
+    if config.trainer.max_staleness and config.trainer.offload:
+        problem = (
+            "verifiers give up their caches during updates, and with trainer.max_staleness they generate meanwhile."
+        )
+        raise ConfigError("trainer.offload", problem, "use trainer.offload=false, or trainer.max_staleness=0.")
+
+
 def reject_warmup_longer_than_the_run(config: Config) -> None:
     trainer = config.trainer
     if trainer.warmup_steps > trainer.steps:
@@ -85,5 +93,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_an_environment_without_chat,
     reject_ranks_of_a_single_process,
     reject_several_gpus_of_a_rank,
+    reject_offload_beside_rollouts,
     reject_warmup_longer_than_the_run,
 )

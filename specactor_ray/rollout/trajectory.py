@@ -49,6 +49,14 @@ class Trajectory:
         """Output tokens that the model sampled."""
         return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
 
+    def own_tokens_by_version(self) -> dict[int, int]:
+        """Version of the weights → output tokens that the model sampled with it."""
+        counts, begin = dict[int, int](), 0
+        for version, end in (*self.versions, (self.weight_version, len(self.token_ids))):
+            own = sum(self.loss_mask[begin:end]) if self.loss_mask else end - begin
+            counts[version], begin = counts.get(version, 0) + own, end
+        return counts
+
     def to_json(self) -> dict[str, Any]:
         """The trajectory as plain data for one line of JSONL."""
         row: dict[str, Any] = {

@@ -68,6 +68,8 @@ class Experience:
     """Of all conversations."""
     environment_s: float = 0.0
     """How long conversations waited for their environments, added up."""
+    position: tuple[int, int] = (0, 0)
+    """Tasks taken from the data up to this step, and tasks passed over."""
 
     @property
     def unscored(self) -> bool:
@@ -118,6 +120,7 @@ class ExperienceMaker:
         used = kept or dull
         experience.used_groups = len(used)
         experience.samples = [sample for group in used for sample in self._samples(group)]
+        experience.position = (self._stream.order.position, self._stream.skipped)
         return experience
 
     def _roll_out(self, rollout: Any, sampling: SamplingParams, count: int, experience: Experience) -> list[Group]:

@@ -40,6 +40,7 @@ _TRAINER = (
     "trainer.mini_batches",
     "trainer.epochs",
     "trainer.dtype",
+    "trainer.max_staleness",
 )
 _DATA = ("data.n", "data.chat", "data.system_prompt", "data.prompt_key", "data.answer_key")
 _SECTIONS = ("algorithm", "sampling", "reward", "environment")

@@ -293,3 +293,22 @@ def test_an_interrupted_conversation_goes_on_as_if_nothing_had_happened(
     assert seen.taken() == taken[1:]
     learnt = [[record["train"] for record in records(outcome.folder)] for outcome in (whole, resumed)]
     assert learnt[0] == learnt[1] and len(learnt[0]) == 3
+
+
+@pytest.mark.parametrize("more", [(), CONVERSATION])
+def test_rollouts_run_ahead_of_the_trainer(
+    more: tuple[str, ...], tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, tasks = Seen(monkeypatch), sums(tmp_path) if more else write_tasks(tmp_path)
+    common = ("trainer.max_staleness=1", "checkpoint.every=2", *more, *FEW)
+    first = run(settings(tasks, tmp_path, "ahead", "trainer.steps=3", *common))
+    last = run(settings(tasks, tmp_path, "ahead", "trainer.steps=5", "resume=auto", *common))
+    assert first.status == last.status == "complete"
+    done = [record["train"] for record in records(last.folder)]
+    assert [one["staleness_max"] for one in done[:1] + done[3:4]] == [0, 0], "nothing was made ahead of these"
+    assert all(0 <= one["staleness_mean"] <= one["staleness_max"] <= 1 for one in done)
+    assert len(done) == 5 and any(one["staleness_mean"] > 0 for one in done)
+    assert all("importance_weight" in one and one["skipped"] == 0 for one in done)
+    tokens = sum(trajectory.num_own_tokens for step in seen.steps for trajectory in step.trajectories)
+    assert sum(record["speed"]["tokens"] for record in records(last.folder)) == tokens
+    assert [step.position for step in seen.steps] == [(4 * number, 0) for number in (1, 2, 3, 4, 5)]
