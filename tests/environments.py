@@ -47,6 +47,8 @@ class Echo(Environment):
 
     def _misbehave(self, text: str) -> None:
         if text == "hangs":
+            if self.marks:
+                (Path(self.marks) / f"hangs-{self.seed}").touch()
             while True:
                 time.sleep(0.01)
         if text == "blocks":

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -295,6 +299,20 @@ def test_a_turn_that_failed_is_no_failure_of_the_environment() -> None:
 def test_without_verifiers_the_rollout_ends() -> None:
     with pytest.raises(ActorLostError):
         one("a", "lost")
+
+
+def test_an_interruption_does_not_wait_for_environments(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        end = time.monotonic() + 60.0
+        while not list(tmp_path.iterdir()) and time.monotonic() < end:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        one("hangs", timeout_s=3600.0, options={"marks": str(tmp_path)})
+    thread.join()
 
 
 def test_a_first_prompt_without_room_is_named() -> None:

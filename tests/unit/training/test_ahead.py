@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from typing import Any
 
@@ -66,6 +68,22 @@ def test_what_a_rollout_raises_arrives_at_its_step() -> None:
         with pytest.raises(RuntimeError, match="lost"):
             ahead.collect("rollout", SamplingParams(), 1)
     assert 2 not in maker.begun
+
+
+def test_an_interruption_ends_the_wait_for_a_rollout() -> None:
+    maker = Maker()
+
+    def interrupt() -> None:
+        assert maker.has_begun[0].wait(PATIENCE_S)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        AheadMaker(maker, 1, 10).collect("rollout", SamplingParams(), 0)
+    thread.join()
+    for event in maker.allowed.values():
+        event.set()
 
 
 def trajectory(tokens: int, version: int, versions: tuple[tuple[int, int], ...], mask: str = "") -> Trajectory:
