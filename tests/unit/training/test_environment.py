@@ -13,10 +13,18 @@ import pytest
 from specactor_ray.config import load_config
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig, RewardFunctionConfig
 from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.rollout.prompts import read_jsonl
 from specactor_ray.training.data import Task
 from specactor_ray.training.environment import Reply, Turn
-from specactor_ray.training.environment_work import Close, EnvironmentWork, Reset, Step, find_environment
-from specactor_ray.training.rewards import RewardSample
+from specactor_ray.training.environment_work import (
+    Close,
+    EnvironmentWork,
+    Reset,
+    Step,
+    find_environment,
+    make_environment,
+)
+from specactor_ray.training.rewards import RewardSample, Scorer
 from specactor_ray.training.run_settings import settings_of
 from specactor_ray.training.setup import checked_tasks, prepare
 from specactor_ray.training.shipped_environments import Calculator, Retry, evaluate
@@ -62,6 +70,18 @@ def test_a_calculator_answers_calls_and_scores_what_is_none() -> None:
     assert reply == Reply([{"role": "user", "content": "7\nerror: division by zero"}])
     assert asyncio.run(step(turn("It is 7.", reward=0.5))) == Reply(reward=0.5, done=True)
     assert asyncio.run(step(turn("<calc>3 + 4</calc>", is_last=True, reward=0.25))) == Reply(reward=0.25, done=True)
+
+
+def test_the_shipped_tasks_show_calls_that_the_calculator_answers() -> None:
+    config = load_config("train_calculator_cpu")
+    step = make_environment(config.environment).step
+    for _, row in read_jsonl("conf/prompts/calculator.jsonl"):
+        *shown, question = row["messages"]
+        assert evaluate(question["content"].removesuffix("=")) == row["answer"]
+        for call, result in zip(shown[1::4], shown[2::4], strict=True):
+            assert asyncio.run(step(turn(call["content"]))) == Reply([result])
+        scorer = Scorer(config.reward)
+        assert scorer(RewardSample(row["messages"], f"The answer is {row['answer']}.", row["answer"])) == 1.0
 
 
 def test_calls_in_the_format_of_chat_templates() -> None:
