@@ -49,10 +49,18 @@ class AheadMaker:
                 raise self._problem
             return self._made.pop(step)
 
+    def close(self) -> None:
+        """Begin no further step; the one that is being made ends with the rollout."""
+        with self._changed:
+            self._steps = 0
+            self._changed.notify_all()
+
     def _run(self, rollout: Any, sampling: SamplingParams) -> None:
-        while self._next < self._steps:
+        while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._next <= self._allowed)
+                self._changed.wait_for(lambda: self._next <= self._allowed or self._next >= self._steps)
+                if self._next >= self._steps:
+                    return
             try:
                 made = self._maker.collect(rollout, sampling, self._next)
             except BaseException as error:  # noqa: BLE001 - the thread that asks for it raises it

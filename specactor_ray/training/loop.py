@@ -96,10 +96,12 @@ def _train(
         StepRecorder(config, run, rollout, display) as record,
         RewardRunner(config.reward) as rewards,
         open_conversations(config) or contextlib.nullcontext() as conversations,
+        contextlib.ExitStack() as parts,
     ):
         maker: MakerPart = ExperienceMaker(config, make_recipe(config), stream, rewards, record.timed, conversations)
         if config.trainer.max_staleness:
-            maker = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)
+            ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)
+            maker = parts.enter_context(contextlib.closing(ahead))
         return run_steps(
             TrainingParts(
                 config=config,

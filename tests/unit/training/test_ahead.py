@@ -57,6 +57,18 @@ def test_rollouts_run_ahead_as_far_as_they_may(staleness: int, first: int) -> No
     assert any(step > version for step, version in maker.begun.items())
 
 
+def test_nothing_begins_after_the_end() -> None:
+    maker = Maker()
+    for event in maker.allowed.values():
+        event.set()
+    ahead = AheadMaker(maker, 1, 10)
+    ahead.collect("rollout", SamplingParams(), 0)
+    ahead.close()
+    assert ahead._thread is not None
+    ahead._thread.join(PATIENCE_S)
+    assert not ahead._thread.is_alive() and max(maker.begun) <= 1
+
+
 def test_what_a_rollout_raises_arrives_at_its_step() -> None:
     maker = Maker()
     maker.fails[1] = RuntimeError("lost")
