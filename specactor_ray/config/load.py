@@ -67,6 +67,7 @@ def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
     tree = _checked_tree(settings, overrides, Config)
     config, read = _convert(tree, Config)
     config.data.options = _plain(config.data.options)  # a reference may stand for a section
+    config.environment.options = _plain(config.environment.options)
     config.target.engine_arguments = _plain(config.target.engine_arguments)
     try:
         validate(config)

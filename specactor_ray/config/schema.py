@@ -17,6 +17,7 @@ from specactor_ray.config.ranges import at_least, limited, not_empty, not_negati
 from specactor_ray.config.training_schema import (
     AlgorithmConfig,
     CheckpointConfig,
+    EnvironmentConfig,
     RewardConfig,
     TrackingConfig,
     TrainerConfig,
@@ -385,6 +386,8 @@ class Config:
     """Training: the policy-gradient algorithm."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """Training: how outputs are scored."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Training: what answers the model between its turns."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Training: the policy update."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

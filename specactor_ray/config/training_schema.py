@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from specactor_ray.config.ranges import above_zero, at_least, below_one, limited, not_negative
+from specactor_ray.config.ranges import above_zero, at_least, below_one, limited, not_empty, not_negative
 
 
 class AlgorithmName(str, Enum):
@@ -86,8 +87,8 @@ class AlgorithmConfig:
     value_clip: float | None = above_zero(0.2)
     """ppo: how far a value may move from its old one and still count; null: anywhere."""
     importance_cap: float | None = above_zero(None)
-    """Weigh every token by min(trainer's probability / rollout's, cap). Null: no weights; they differ by rounding
-    only where both run in the same precision."""
+    """Weigh every token by min(trainer's probability / rollout's, cap). Null: 2 with trainer.max_staleness, else no
+    weights; the two differ by rounding only where both run in the same precision."""
     max_logprob_gap: float = above_zero(0.05)
     """Warn when the rollout's and the trainer's log-probabilities differ by more than this on average."""
 
@@ -126,6 +127,25 @@ class RewardConfig:
 
 
 @dataclass
+class EnvironmentConfig:
+    """What answers the model between its turns. A sample is a conversation then, of sampling.max_tokens own tokens."""
+
+    name: str | None = not_empty()
+    """`calculator` (answers calls of a tool), `retry` (wrong answers may be corrected), or a class of your own as
+    `package.module:Class`. Null: a sample is one output."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the class."""
+    max_turns: int = at_least(1, default=8)
+    """Most turns of the model in a sample."""
+    turn_tokens: int | None = at_least(1, default=None)
+    """Most tokens of one turn. Default: what is left of sampling.max_tokens."""
+    timeout_s: float = above_zero(30.0)
+    """Longest time of one step of an environment."""
+    workers: int = at_least(1, default=2)
+    """Steps of environments at once, in processes of their own."""
+
+
+@dataclass
 class TrainerConfig:
     """The policy update."""
 
@@ -147,6 +167,9 @@ class TrainerConfig:
     """Policy updates of the whole run."""
     prompts_per_step: int = at_least(1, default=8)
     """Prompts of one step; each is sampled data.n times."""
+    max_staleness: int = at_least(0, default=0)
+    """How many versions old the weights may be that a step's outputs begin with. 0: rollout and update take turns.
+    Above, rollouts of later steps run while the trainer updates, and go on with new weights behind their tokens."""
     learning_rate: float = above_zero(1.0e-6, up_to=1.0)
     """Peak learning rate of AdamW."""
     beta1: float = below_one(0.9)

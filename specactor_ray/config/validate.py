@@ -18,7 +18,7 @@ from specactor_ray.draft.proposer import Checkpoint, Traits
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError, clipped
 
-TRAINING_SECTIONS = ("algorithm", "reward", "trainer", "checkpoint", "tracking")
+TRAINING_SECTIONS = ("algorithm", "reward", "environment", "trainer", "checkpoint", "tracking")
 """Sections that `validate_training` checks."""
 SMALLEST_SHARE = 0.01
 """Of a core. Ray counts in ten-thousandths; less than a hundredth is no share one could mean."""
@@ -26,7 +26,7 @@ LARGEST = 1.0e9
 """Of numbers that need not be whole: seconds, gigabytes, weights."""
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 """NUL and surrogates: the characters that UTF-8 or files do not take."""
-_FREE_NUMBERS = ("sampling.", "data.options.", "target.engine_arguments.")
+_FREE_NUMBERS = ("sampling.", "data.options.", "environment.options.", "target.engine_arguments.")
 """Keys with other bounds: those of `SamplingParams`, and of the libraries that read the others."""
 
 

@@ -50,6 +50,12 @@ def reject_greedy_rollouts(config: Config) -> None:
         raise ConfigError("sampling.temperature", problem, "use a temperature above 0, such as 1.")
 
 
+def reject_an_environment_without_chat(config: Config) -> None:
+    if config.environment.name is not None and not config.data.chat:
+        problem = "an environment answers with chat messages, and data.chat is false."
+        raise ConfigError("environment.name", problem, "use data.chat=true, or no environment.")
+
+
 def reject_ranks_of_a_single_process(config: Config) -> None:
     trainer = config.trainer
     if trainer.backend is TrainerBackend.torch and trainer.ranks > 1:
@@ -64,6 +70,14 @@ def reject_several_gpus_of_a_rank(config: Config) -> None:
         raise ConfigError("trainer.gpus", problem, "use 1 and raise trainer.ranks (trainer.backend=deepspeed).")
 
 
+def reject_offload_beside_rollouts(config: Config) -> None:
+    if config.trainer.max_staleness and config.trainer.offload:
+        problem = (
+            "verifiers give up their caches during updates, and with trainer.max_staleness they generate meanwhile."
+        )
+        raise ConfigError("trainer.offload", problem, "use trainer.offload=false, or trainer.max_staleness=0.")
+
+
 def reject_warmup_longer_than_the_run(config: Config) -> None:
     trainer = config.trainer
     if trainer.warmup_steps > trainer.steps:
@@ -76,7 +90,9 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_an_answer_pattern_that_does_not_compile,
     reject_groups_without_a_baseline,
     reject_greedy_rollouts,
+    reject_an_environment_without_chat,
     reject_ranks_of_a_single_process,
     reject_several_gpus_of_a_rank,
+    reject_offload_beside_rollouts,
     reject_warmup_longer_than_the_run,
 )

@@ -1,8 +1,9 @@
 """The formulas of policy-gradient post-training, as pure functions on tensors.
 
-Shapes: `B` samples, `T` output positions (right-padded), `G` samples per prompt. Masks are float32, 1.0 for output
-tokens and 0.0 for padding. Everything is float32 and on one device. Losses are returned per token, not reduced:
-`token_weights` gives the weight of each token, so that micro-batches and ranks add up to exactly the whole batch.
+Shapes: `B` samples, `T` output positions (right-padded), `G` samples per prompt. Masks are float32, 1.0 for tokens of
+the policy and 0.0 for those of an environment and padding. Everything is float32 and on one device. Losses are returned
+per token, not reduced: `token_weights` gives the weight of each token, so that micro-batches and ranks add up to the
+whole batch exactly.
 
 Sources: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 (arXiv 1506.02438); GRPO, Shao et al.
 2024 (DeepSeekMath, arXiv 2402.03300); RLOO, Ahmadian et al. 2024 (arXiv 2402.14740); DAPO, Yu et al. 2025
@@ -63,7 +64,8 @@ def generalized_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """GAE: `A_t = Σ_l (γλ)^l δ_{t+l}`, `δ_t = r_t + γ V_{t+1} - V_t` (arXiv 1506.02438 eq. 16; PPO eqs. 11 and 12).
 
-    The output ends with its last token: the value after it is 0.
+    The output ends with its last token: the value after it is 0. Tokens with mask 0 take no time: what follows the
+    last token before them is the first one behind them.
 
     Args:
         rewards: `(B, T)` reward given at each token.
@@ -79,11 +81,11 @@ def generalized_advantages(
     running = torch.zeros_like(rewards[:, 0])
     next_value = torch.zeros_like(running)
     for t in range(rewards.shape[1] - 1, -1, -1):
-        inside = mask[:, t]
+        inside = mask[:, t] > 0
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = inside * (delta + gamma * lam * running)
-        next_value = inside * values[:, t]
-        advantages[:, t] = running
+        running = torch.where(inside, delta + gamma * lam * running, running)
+        next_value = torch.where(inside, values[:, t], next_value)
+        advantages[:, t] = torch.where(inside, running, 0.0)
     return advantages, (advantages + values) * mask
 
 

@@ -24,13 +24,15 @@ class Sample:
     prompt: np.ndarray
     """`(P,)` int64 token ids."""
     output: np.ndarray
-    """`(T,)` int64 token ids, at least one."""
+    """`(T,)` int64 token ids."""
     rollout_logprobs: np.ndarray
-    """`(T,)` float32, as the verifier computed them."""
+    """`(T,)` float32, as the verifier computed them; 0 where the loss mask is 0."""
     reward: float
-    """Reward of the whole output; given at its last token."""
+    """Reward of the whole output; given at its last token of the policy."""
     advantage: float
     """Of every token alike; ppo computes its own from `reward`."""
+    loss_mask: np.ndarray
+    """`(T,)` bool: the policy's own tokens, at least one; the others are an environment's and are not trained on."""
 
     @property
     def num_tokens(self) -> int:
@@ -50,13 +52,13 @@ class MicroBatch:
     targets: torch.Tensor
     """`(B, T)` int64: the output tokens; 0 where the mask is 0."""
     mask: torch.Tensor
-    """`(B, T)` float32."""
+    """`(B, T)` float32: 1 for tokens of the policy, 0 for those of an environment and padding."""
     rollout_logprobs: torch.Tensor
     """`(B, T)` float32; 0 where the mask is 0."""
     rewards: torch.Tensor
-    """`(B, T)` float32, given at the last output token."""
+    """`(B, T)` float32, given at the last token of the policy."""
     advantages: torch.Tensor
-    """`(B, T)` float32."""
+    """`(B, T)` float32; 0 where the mask is 0."""
     indices: tuple[int, ...]
     """Indices of the samples in the list that was cut."""
 
@@ -113,12 +115,13 @@ def collate(samples: Sequence[Sample], indices: Sequence[int], pad_token_id: int
         input_ids[row, :prompt_len] = prompt
         input_ids[row, prompt_len : prompt_len + output_len] = output
         attention_mask[row, : prompt_len + output_len] = 1
-        positions[row, :output_len] = torch.arange(prompt_len - 1, prompt_len - 1 + output_len)
-        targets[row, :output_len] = output
-        mask[row, :output_len] = 1.0
-        logprobs[row, :output_len] = torch.tensor(sample.rollout_logprobs)
-        rewards[row, output_len - 1] = sample.reward
-        advantages[row, :output_len] = sample.advantage
+        own = torch.nonzero(torch.tensor(sample.loss_mask))[:, 0]
+        positions[row, own] = own + (prompt_len - 1)
+        targets[row, own] = output[own]
+        mask[row, own] = 1.0
+        logprobs[row, own] = torch.tensor(sample.rollout_logprobs)[own]
+        rewards[row, own[-1]] = sample.reward
+        advantages[row, own] = sample.advantage
     return MicroBatch(
         input_ids, attention_mask, positions, targets, mask, logprobs, rewards, advantages, tuple(indices)
     )

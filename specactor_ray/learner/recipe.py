@@ -13,6 +13,8 @@ from specactor_ray.learner.algorithms import group_advantages, leave_one_out_adv
 
 DAPO_CLIP_HIGH = 0.28
 """DAPO section 4.1."""
+STALE_IMPORTANCE_CAP = 2.0
+"""Of tokens that may be of older weights; the truncation of Yao et al. 2025."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,15 @@ def make_recipe(config: Config) -> Recipe:
     buffer = section.overlong_buffer
     if buffer is None:
         buffer = config.sampling.max_tokens // 8 if dapo else 0
+    importance_cap = section.importance_cap
+    if importance_cap is None and config.trainer.max_staleness:
+        importance_cap = STALE_IMPORTANCE_CAP
     filled = {
         "name": section.name.value,
         "clip_high": clip_high,
         "loss_aggregation": aggregation.value,
         "dynamic_sampling": dapo if section.dynamic_sampling is None else section.dynamic_sampling,
         "overlong_buffer": buffer,
+        "importance_cap": importance_cap,
     }
     return Recipe(**{entry.name: getattr(section, entry.name) for entry in fields(Recipe)} | filled)

@@ -130,7 +130,7 @@ class PolicyUpdater:
         groups = cut_by_tokens(samples, self._config.micro_batch_tokens)
         whole = torch.zeros(len(samples), max(len(sample.output) for sample in samples))
         for row, sample in enumerate(samples):
-            whole[row, : len(sample.output)] = 1.0
+            whole[row, : len(sample.output)] = torch.tensor(sample.loss_mask, dtype=torch.float32)
         weights = token_weights(whole, self._recipe.loss_aggregation, self._max_tokens)
         result = []
         for group in share_out(groups, engine.world_size)[engine.rank]:

@@ -24,6 +24,7 @@ ALL_COLUMNS: Sequence[Column] = (
     ("reward", lambda r: f"{r['train']['reward_mean']:.3f} ±{r['train']['reward_std']:.2f}"),
     ("pass", lambda r: f"{100 * r['train']['pass_rate']:.0f}%"),
     ("length", lambda r: f"{r['train']['length_mean']:.1f}"),
+    ("turns", lambda r: f"{r['train']['turns_mean']:.1f}" if "turns_mean" in r["train"] else "-"),
     ("kl", lambda r: f"{r['train']['kl']:.4f}" if "kl" in r["train"] else "-"),
     ("entropy", lambda r: f"{r['train']['entropy']:.3f}"),
     ("loss", lambda r: f"{r['train']['loss']:.4f}"),
@@ -37,7 +38,20 @@ ALL_COLUMNS: Sequence[Column] = (
     ("share", lambda r: f"{100 * r['speed']['rollout_share']:.0f}%"),
 )
 
-_LEFT_OUT = ("kl", "share", "sync", "grad", "entropy", "update", "loss", "rollout", "drafters", "length", "acc. length")
+_LEFT_OUT = (
+    "kl",
+    "turns",
+    "share",
+    "sync",
+    "grad",
+    "entropy",
+    "update",
+    "loss",
+    "rollout",
+    "drafters",
+    "length",
+    "acc. length",
+)
 """Columns left out of a live table that is wider than the terminal, in this order."""
 
 

@@ -28,6 +28,12 @@ class RolloutMetrics(StepMetrics):
             total.count_positions(one.get("drafted_by_position", ()), one.get("accepted_by_position", ()))
         return total
 
+    def since(self, before: RolloutMetrics) -> RolloutMetrics:
+        """What was counted after `before`; the positions of drafts are left out."""
+        names = [counter.name for counter in fields(StepMetrics) if counter.name not in _NOT_SUMS]
+        # A verifier that was lost meanwhile takes its counters along.
+        return RolloutMetrics(**{name: max(getattr(self, name) - getattr(before, name), 0) for name in names})
+
     @property
     def acceptance_rate(self) -> float:
         """Accepted / drafted tokens; 0 where nothing was drafted."""

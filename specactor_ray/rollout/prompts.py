@@ -217,6 +217,24 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> lis
     return encoded
 
 
+def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
+    """Chat messages as the text that the model's template makes of them.
+
+    Raises:
+        InputError: A message is malformed, or the template refuses them.
+    """
+    plain = _with_plain_contents(messages)
+    _reject_half_characters(plain)
+    text: str = _apply_template(tokenizer, plain, tokenize=False, add_generation_prompt=generation_prompt)
+    return text
+
+
+def tokenize_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text of the template, nothing added."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
 def _not_empty(token_ids: Sequence[Any]) -> tuple[int, ...]:
     if not token_ids:
         raise InputError("the prompt has no tokens")
@@ -240,10 +258,10 @@ def _tokenize(tokenizer: Any, prompt: str) -> Any:
         raise InputError(f"the tokenizer refuses this prompt: {error}") from error
 
 
-def _apply_template(tokenizer: Any, messages: Any, **template: Any) -> list[int]:
-    template = {"add_generation_prompt": True, **template}
+def _apply_template(tokenizer: Any, messages: Any, **template: Any) -> Any:
+    template = {"add_generation_prompt": True, "return_dict": False, **template}
     try:
         with quiet_transformers():  # as above; not every tokenizer takes `verbose` here
-            return tokenizer.apply_chat_template(messages, return_dict=False, **template)
+            return tokenizer.apply_chat_template(messages, **template)
     except Exception as error:  # templates are code of the checkpoint's and raise what they like
         raise InputError(f"the model's chat template refuses these messages: {error}") from error

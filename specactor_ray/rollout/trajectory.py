@@ -46,6 +46,22 @@ class Trajectory:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
     """Of each position the `sampling.logprobs` most probable tokens with their log-probabilities, the most probable
     first, under the distribution of `logprobs`; None if that is 0."""
+    loss_mask: tuple[bool, ...] = ()
+    """Whether each output token is the model's own, with `environment.name`; the log-probabilities of others are 0.
+    Empty where all are."""
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Output tokens that the model sampled."""
+        return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
+
+    def own_tokens_by_version(self) -> dict[int, int]:
+        """Version of the weights → output tokens that the model sampled with it."""
+        counts, begin = dict[int, int](), 0
+        for version, end in (*self.versions, (self.weight_version, len(self.token_ids))):
+            own = sum(self.loss_mask[begin:end]) if self.loss_mask else end - begin
+            counts[version], begin = counts.get(version, 0) + own, end
+        return counts
 
     def to_json(self) -> dict[str, Any]:
         """The trajectory as plain data for one line of JSONL."""

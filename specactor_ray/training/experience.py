@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.training.conversations import Conversations, ServesTurns
 from specactor_ray.training.data import Task, TaskStream
 from specactor_ray.training.reward_runner import RewardRunner
 from specactor_ray.training.rewards import RewardSample
@@ -51,7 +52,7 @@ class Experience:
     trajectories: list[Trajectory]
     """All of the step, those that were sampled and dropped included."""
     rewards: list[float]
-    """As the functions gave them; those that were left out (`reward.failure_value`) have none."""
+    """As functions and environments gave them; those that were left out (`reward.failure_value`) have none."""
     used_groups: int = 0
     dull_groups: int = 0
     """Groups whose rewards are all equal."""
@@ -59,11 +60,21 @@ class Experience:
     reward_failures: Counter[str] = field(default_factory=Counter)
     """Reason → trajectories that no function scored."""
     rollout_failures: Counter[str] = field(default_factory=Counter)
+    environment_failures: Counter[str] = field(default_factory=Counter)
+    """Reason → conversations whose environment failed."""
+    scored: int = 0
+    """Trajectories that have a reward of their own."""
+    turns: int = 0
+    """Of all conversations."""
+    environment_s: float = 0.0
+    """How long conversations waited for their environments, added up."""
+    position: tuple[int, int] = (0, 0)
+    """Tasks taken from the data up to this step, and tasks passed over."""
 
     @property
     def unscored(self) -> bool:
-        """There were trajectories, and none of them could be scored."""
-        return bool(self.trajectories) and self.reward_failures.total() == len(self.trajectories)
+        """There were outputs, and none of them could be scored."""
+        return self.scored == 0 and bool(self.reward_failures or self.environment_failures)
 
 
 class ExperienceMaker:
@@ -71,15 +82,22 @@ class ExperienceMaker:
 
     Args:
         timed: Context manager for a named phase (`rollout`, `reward`), for the record of time.
+        conversations: Rolls out, with an environment; it gives the rewards, too.
     """
 
     def __init__(
-        self, config: Config, recipe: Recipe, stream: TaskStream, rewards: RewardRunner, timed: Callable
+        self,
+        config: Config,
+        recipe: Recipe,
+        stream: TaskStream,
+        rewards: RewardRunner,
+        timed: Callable,
+        conversations: Conversations | None = None,
     ) -> None:
         self._config, self._recipe, self._stream = config, recipe, stream
-        self._rewards, self._timed = rewards, timed
+        self._rewards, self._timed, self._conversations = rewards, timed, conversations
 
-    def collect(self, rollout: Generator, sampling: SamplingParams, step: int) -> Experience:
+    def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
         """Roll out and score the prompts of one step.
 
         Under dynamic sampling, dull groups are replaced by further prompts, for at most
@@ -102,28 +120,59 @@ class ExperienceMaker:
         used = kept or dull
         experience.used_groups = len(used)
         experience.samples = [sample for group in used for sample in self._samples(group)]
+        experience.position = (self._stream.order.position, self._stream.skipped)
         return experience
 
-    def _roll_out(
-        self, rollout: Generator, sampling: SamplingParams, count: int, experience: Experience
-    ) -> list[Group]:
-        tasks, n = self._stream.take(count), self._config.data.n
-        with self._timed("rollout"):
-            trajectories = rollout.generate([task.prompt for task in tasks], sampling, n)
-        sound = [trajectory for trajectory in trajectories if not trajectory.error and trajectory.token_ids]
-        experience.rollout_failures.update(trajectory.error for trajectory in trajectories if trajectory.error)
-        with self._timed("reward"):
-            scores = self._rewards.score([self._reward_sample(tasks[t.prompt_index], t) for t in sound])
-        experience.reward_failures.update(scores.failures)
-        experience.trajectories += sound
+    def _roll_out(self, rollout: Any, sampling: SamplingParams, count: int, experience: Experience) -> list[Group]:
+        tasks = self._stream.take(count)
+        if self._conversations is None:
+            scored = self._single_outputs(rollout, sampling, tasks, experience)
+        else:
+            scored = self._episodes(rollout, sampling, tasks, experience)
         groups = [Group(task, []) for task in tasks]
-        for trajectory, reward in zip(sound, scores.rewards, strict=True):
+        for trajectory, reward in scored:
+            experience.trajectories.append(trajectory)
             if reward is not None:
                 experience.rewards.append(reward)
                 groups[trajectory.prompt_index].trajectories.append(trajectory)
                 groups[trajectory.prompt_index].rewards.append(reward)
         smallest = 1 if self._recipe.uses_values else 2  # a group of one has no baseline
         return [group for group in groups if len(group.rewards) >= smallest]
+
+    def _single_outputs(
+        self, rollout: Generator, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
+    ) -> Iterable[tuple[Trajectory, float | None]]:
+        """Outputs and their rewards; without those of requests that failed."""
+        with self._timed("rollout"):
+            trajectories = rollout.generate([task.prompt for task in tasks], sampling, self._config.data.n)
+        sound = [trajectory for trajectory in trajectories if not trajectory.error and trajectory.token_ids]
+        experience.rollout_failures.update(trajectory.error for trajectory in trajectories if trajectory.error)
+        with self._timed("reward"):
+            scores = self._rewards.score([self._reward_sample(tasks[t.prompt_index], t) for t in sound])
+        experience.reward_failures.update(scores.failures)
+        experience.scored += len(sound) - scores.failures.total()
+        return zip(sound, scores.rewards, strict=True)
+
+    def _episodes(
+        self, rollout: ServesTurns, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
+    ) -> Iterator[tuple[Trajectory, float | None]]:
+        """Conversations and their rewards; without those that have no output."""
+        assert self._conversations is not None
+        with self._timed("rollout"):
+            episodes = self._conversations.run(rollout, tasks, sampling, self._config.data.n)
+        for episode in episodes:
+            experience.turns += len(episode.turns)
+            experience.environment_s += episode.environment_s
+            if episode.error:
+                experience.rollout_failures[episode.error] += 1
+                continue
+            if episode.failure:
+                experience.environment_failures[episode.failure] += 1
+            else:
+                experience.scored += 1
+            if episode.turns:
+                reward = self._config.reward.failure_value if episode.failure else episode.reward
+                yield self._conversations.trajectory(episode), reward
 
     def _reward_sample(self, task: Task, trajectory: Trajectory) -> RewardSample:
         return RewardSample(
@@ -137,7 +186,7 @@ class ExperienceMaker:
         )
 
     def _samples(self, group: Group) -> Iterable[Sample]:
-        lengths = [len(trajectory.token_ids) for trajectory in group.trajectories]
+        lengths = [trajectory.num_own_tokens for trajectory in group.trajectories]
         rewards = self._recipe.shaped(group.rewards, lengths, self._config.sampling.max_tokens)
         advantages: torch.Tensor = self._recipe.advantages(rewards[None])[0]
         for trajectory, reward, advantage in zip(group.trajectories, rewards, advantages, strict=True):
@@ -147,4 +196,5 @@ class ExperienceMaker:
                 rollout_logprobs=np.asarray(trajectory.logprobs, dtype=np.float32),
                 reward=float(reward),
                 advantage=float(advantage),
+                loss_mask=np.asarray(trajectory.loss_mask or [True] * len(trajectory.token_ids), dtype=np.bool_),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.rollout.output import discard_run_folder
 from specactor_ray.rollout.preflight import refuse_early
 from specactor_ray.signals import StopSignal
+from specactor_ray.training.ahead import AheadMaker
 from specactor_ray.training.data import TaskStream
 from specactor_ray.training.record import StepRecorder
 from specactor_ray.training.run_folder import TrainingRun, open_run
 from specactor_ray.training.saver import Saver
-from specactor_ray.training.setup import announce, checked_memory, checked_tasks, prepare
-from specactor_ray.training.steps import TrainingParts, TrainOutcome, run_steps
+from specactor_ray.training.setup import announce, checked_memory, checked_tasks, open_conversations, prepare
+from specactor_ray.training.steps import MakerPart, TrainingParts, TrainOutcome, run_steps
 
 
 def train(
@@ -93,18 +95,23 @@ def _train(
         TrainerGroup(config, rollout.run_name, run.checkpoint) as trainer,
         StepRecorder(config, run, rollout, display) as record,
         RewardRunner(config.reward) as rewards,
+        open_conversations(config) or contextlib.nullcontext() as conversations,
+        contextlib.ExitStack() as parts,
     ):
+        maker: MakerPart = ExperienceMaker(config, make_recipe(config), stream, rewards, record.timed, conversations)
+        if config.trainer.max_staleness:
+            ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)
+            maker = parts.enter_context(contextlib.closing(ahead))
         return run_steps(
             TrainingParts(
                 config=config,
                 rollout=rollout,
                 trainer=trainer,
-                maker=ExperienceMaker(config, make_recipe(config), stream, rewards, record.timed),
+                maker=maker,
                 record=record,
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved, run.check_lease),
                 stop=stop,
                 sampling=config.sampling,
-                position=lambda: (stream.order.position, stream.skipped),
                 pupil=None if pupil is None else pupil.method,
                 say=lambda line: say(console, line),
                 enough=enough,

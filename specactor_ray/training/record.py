@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from statistics import mean, pstdev
 from types import TracebackType
@@ -18,6 +19,7 @@ from specactor_ray.files import write_json
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.observability.training_report import write_report
+from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.training.drafter_watchdog import DrafterWatchdog
 from specactor_ray.training.metrics_file import MetricsFile
@@ -49,6 +51,8 @@ class StepRecorder:
         self._trackers = open_trackers(config, run.folder, run.state.step)
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
+        self._counted = RolloutMetrics()
+        """Counters of the rollout at the beginning of the step."""
         self._watchdog = DrafterWatchdog()
         for record in read_metrics(run.metrics_file) if run.metrics_file.exists() else ():  # a resumed run
             self._watchdog.observe(_counts(record))
@@ -66,7 +70,10 @@ class StepRecorder:
         """A step begins; `step` are done."""
         if self._began is None:
             self._began = time.perf_counter()
-        self._rollout.reset_metrics()
+        if self._config.trainer.max_staleness:  # outputs of this step are under way already
+            self._counted = self._rollout.metrics()
+        else:
+            self._rollout.reset_metrics()
         self._display.begin(step + 1)
 
     @contextlib.contextmanager
@@ -94,11 +101,15 @@ class StepRecorder:
         self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
         record = {
             "step": step,
-            "train": self._train_figures(experience, update),
+            "train": self._train_figures(step, experience, update),
             "gap": {"mean": update["logprob_gap"], "max": update["logprob_gap_max"]},
             "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
-            "failures": {"reward": dict(experience.reward_failures), "rollout": dict(experience.rollout_failures)},
+            "failures": {
+                "reward": dict(experience.reward_failures),
+                "rollout": dict(experience.rollout_failures),
+                "environment": dict(experience.environment_failures),
+            },
         }
         self._metrics.append(record)
         self._display.end(record)
@@ -146,11 +157,15 @@ class StepRecorder:
             logger.error("%s", error)
             return []
 
-    def _train_figures(self, experience: Experience, update: Mapping[str, float]) -> dict[str, Any]:
+    def _train_figures(self, step: int, experience: Experience, update: Mapping[str, float]) -> dict[str, Any]:
         rewards, config = experience.rewards, self._config
-        lengths = [len(trajectory.token_ids) for trajectory in experience.trajectories]
+        lengths = [trajectory.num_own_tokens for trajectory in experience.trajectories]
         passed = [reward >= config.reward.pass_threshold for reward in rewards]
         truncated = [trajectory.finish_reason == "length" for trajectory in experience.trajectories]
+        if experience.turns:
+            update = {"turns_mean": experience.turns / max(len(experience.trajectories), 1), **update}
+        if config.trainer.max_staleness:
+            update = {**_staleness(experience, step - 1), **update}
         learnt = {name: value for name, value in update.items() if not name.startswith("logprob_gap")}
         return {
             "reward_mean": mean(rewards) if rewards else 0.0,
@@ -166,22 +181,24 @@ class StepRecorder:
         }
 
     def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
-        metrics = self._rollout.metrics()
-        tokens = sum(len(trajectory.token_ids) for trajectory in experience.trajectories)
+        metrics = self._rollout.metrics().since(self._counted)
+        during = "step" if self._config.trainer.max_staleness else "rollout"
+        tokens = sum(trajectory.num_own_tokens for trajectory in experience.trajectories)
         return {
             "tokens": tokens,
-            "tokens_per_s": tokens / max(seconds["rollout"], 1e-9),
+            "tokens_per_s": tokens / max(seconds[during], 1e-9),
             "acceptance_length": metrics.acceptance_length,
             "acceptance_rate": metrics.acceptance_rate,
             "supply": metrics.supply,
             "by_method": drafted_by_method(experience.trajectories),
+            "environment_s": experience.environment_s / max(len(experience.trajectories), 1),
             "drafter_alarms": sum(one["alarm"] for one in self._rollout.drafters()),
             "rollout_share": seconds["rollout"] / max(seconds["step"], 1e-9),
         }
 
     def _warn(self, record: Mapping[str, Any]) -> None:
         bound = self._config.algorithm.max_logprob_gap
-        if record["gap"]["mean"] > bound:
+        if record["gap"]["mean"] > bound and not self._config.trainer.max_staleness:
             logger.warning(
                 "step %d: the rollout's and the trainer's log-probabilities differ by %.3g on average (bound %g); "
                 "algorithm.importance_cap corrects for it",
@@ -199,8 +216,18 @@ class StepRecorder:
                 method,
                 100.0 * usual,
             )
-        for reason, count in record["failures"]["reward"].items():
-            logger.warning("step %d: %d rewards failed: %s", record["step"], count, reason)
+        for what in ("reward", "environment"):
+            for reason, count in record["failures"][what].items():
+                logger.warning("step %d: %d %ss failed: %s", record["step"], count, what, reason)
+
+
+def _staleness(experience: Experience, version: int) -> dict[str, float]:
+    """How many versions the weights that sampled a token were older than those that it trains, mean and maximum."""
+    tokens = Counter[int]()
+    for trajectory in experience.trajectories:
+        tokens.update({version - old: own for old, own in trajectory.own_tokens_by_version().items()})
+    mean_staleness = sum(age * own for age, own in tokens.items()) / max(tokens.total(), 1)
+    return {"staleness_mean": mean_staleness, "staleness_max": max((age for age in tokens if tokens[age]), default=0)}
 
 
 def _counts(record: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

@@ -142,3 +142,19 @@ class Scorer:
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {reward}")
         return reward
+
+
+@dataclass(frozen=True)
+class RewardWork:
+    """What reward processes do: `RewardSample` → reward."""
+
+    config: RewardConfig
+    name = "reward"
+
+    @property
+    def timeout_s(self) -> float:
+        return self.config.timeout_s
+
+    def open(self) -> Scorer:
+        """Raises ConfigError if a function is not available."""
+        return Scorer(self.config)

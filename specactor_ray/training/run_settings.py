@@ -40,10 +40,17 @@ _TRAINER = (
     "trainer.mini_batches",
     "trainer.epochs",
     "trainer.dtype",
+    "trainer.max_staleness",
 )
 _DATA = ("data.n", "data.chat", "data.system_prompt", "data.prompt_key", "data.answer_key")
-_SECTIONS = ("algorithm", "sampling", "reward")
-_HARMLESS = ("algorithm.max_logprob_gap", "reward.timeout_s", "reward.workers")
+_SECTIONS = ("algorithm", "sampling", "reward", "environment")
+_HARMLESS = (
+    "algorithm.max_logprob_gap",
+    "reward.timeout_s",
+    "reward.workers",
+    "environment.timeout_s",
+    "environment.workers",
+)
 
 
 def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
@@ -58,8 +65,9 @@ def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
         settings["trainer.steps"] = config.trainer.steps
     if config.data.path is not None:
         settings["data.path"] = os.path.normpath(config.data.path) if ":" not in config.data.path else config.data.path
-    # May hold a token, which does not belong into a checkpoint.
-    settings["data.options"] = zlib.crc32(json.dumps(config.data.options, sort_keys=True, default=str).encode())
+    for section in ("data", "environment"):  # may hold a token, which does not belong into a checkpoint
+        options = getattr(config, section).options
+        settings[f"{section}.options"] = zlib.crc32(json.dumps(options, sort_keys=True, default=str).encode())
     if tasks is not None:
         settings[_TASKS] = tasks
     kept = {key: value for key, value in settings.items() if key not in _HARMLESS}

@@ -16,7 +16,11 @@ from specactor_ray.observability.console import say
 from specactor_ray.rollout.memory import MemoryItem, check_memory, gib, memory_lines
 from specactor_ray.rollout.preflight import max_prompt_tokens, start_note
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.turns import ChatTurns
+from specactor_ray.training.conversations import Conversations
 from specactor_ray.training.data import TaskOrder, TaskStream, open_source
+from specactor_ray.training.environment import Environment
+from specactor_ray.training.environment_work import make_environment
 from specactor_ray.training.memory import FIXES, plan_memory
 from specactor_ray.training.rewards import NEED_ANSWERS, Scorer
 from specactor_ray.training.run_folder import TrainingRun
@@ -26,13 +30,15 @@ def prepare(config: Config) -> None:
     """Fill in what depends on other sections, and refuse what cannot work.
 
     Raises:
-        ConfigError: A value is out of range, or a reward function cannot be had or does not fit the tasks.
+        ConfigError: A value is out of range, or a reward function or the environment cannot be had or does not fit.
     """
     validate_training(config)
     generated = (config.data.path or "").startswith("reasoning_gym:")
     if not config.reward.functions:
         config.reward.functions = [RewardFunctionConfig("reasoning_gym" if generated else "exact_match")]
     Scorer(config.reward)
+    if config.environment.name is not None:
+        make_environment(config.environment)
     if not generated and any(term.name == "reasoning_gym" for term in config.reward.functions):
         problem = f"reasoning_gym scores its own tasks only, and data.path is {config.data.path}."
         raise ConfigError("reward.functions", problem, "use exact_match, math, or package.module:function.")
@@ -42,7 +48,8 @@ def checked_tasks(config: Config) -> TaskStream:
     """The tasks in their order, from the first one on; at least one of them fits the model.
 
     Raises:
-        ConfigError, InputError: See `open_source`; or there is no room for prompts, or no prompt fits.
+        ConfigError, InputError: See `open_source`; or there is no room for prompts, or no prompt fits, or the chat
+            template does not serve the environment.
     """
     target, data = config.target, config.data
     source = open_source(data, config.sampling.seed)  # what is wrong with it shows before the tokenizer is loaded
@@ -54,6 +61,9 @@ def checked_tasks(config: Config) -> TaskStream:
         )
     tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
     limit = max_prompt_tokens(config)
+    if config.environment.name is not None:
+        role = getattr(make_environment(config.environment), "role", Environment.role)
+        ChatTurns(tokenizer).between([{"role": role, "content": "Answer"}], ())
 
     def count_tokens(prompt: Prompt) -> int:
         return len(encode_prompt(tokenizer, prompt, data.chat))
@@ -64,6 +74,14 @@ def checked_tasks(config: Config) -> TaskStream:
 
     stream().take(1)
     return stream()
+
+
+def open_conversations(config: Config) -> Conversations | None:
+    """What rolls out conversations; None without an environment."""
+    if config.environment.name is None:
+        return None
+    tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
+    return Conversations(config, tokenizer, max_prompt_tokens(config) + config.sampling.max_tokens)
 
 
 def checked_memory(config: Config) -> list[MemoryItem]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KEEP = "keep"
+"""Policy of `Rollout.update_weights`: requests of later steps go on with the new weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainOutcome:
@@ -43,7 +46,7 @@ class TrainOutcome:
 class RolloutPart(Protocol):
     """What the steps need of a `Rollout`."""
 
-    def update_weights(self, weights: WeightSet) -> object: ...
+    def update_weights(self, weights: WeightSet, policy: str | None = None) -> object: ...
 
     def update_drafter(self, method: str, weights: WeightSet) -> None: ...
 
@@ -103,8 +106,6 @@ class TrainingParts:
     """Holds the state that training begins at, and later the one it is at."""
     stop: StopPart
     sampling: SamplingParams
-    position: Callable[[], tuple[int, int]]
-    """Tasks taken from the data so far, and tasks passed over."""
     pupil: str | None
     """Method of the drafter that the trainer teaches."""
     say: Callable[[str], None]
@@ -151,7 +152,7 @@ def _step(parts: TrainingParts) -> None:
         saver.begin_update()
         with record.timed("update"):
             update = parts.trainer.update(experience.samples, state.step, parts.sampling.seed + state.step)
-        saver.advance(_next(state, parts.position(), update, experience))
+        saver.advance(_next(state, update, experience))
         num_bytes = 0
         try:
             num_bytes = _hand_over(parts, experience)
@@ -175,7 +176,7 @@ def _hand_over(parts: TrainingParts, experience: Experience) -> int:
         if parts.config.trainer.offload:
             trainer.offload()
             rollout.wake()
-        rollout.update_weights(weights)
+        rollout.update_weights(weights, KEEP if parts.config.trainer.max_staleness else None)
         if parts.pupil is not None and taught is not None:
             rollout.update_drafter(parts.pupil, taught)
     return weights.num_bytes
@@ -197,17 +198,15 @@ def _end(parts: TrainingParts, status: str, reason: str = "") -> TrainOutcome:
         return parts.record.finish(status, saver.failures, reason)
 
 
-def _next(
-    state: TrainState, position: tuple[int, int], update: Mapping[str, float], experience: Experience
-) -> TrainState:
+def _next(state: TrainState, update: Mapping[str, float], experience: Experience) -> TrainState:
     rewards = experience.rewards
     bad = experience.unscored or (update["skipped"] > 0 and update["grad_norm"] == 0.0)
     reward = sum(rewards) / len(rewards) if rewards else None
     return replace(
         state,
         step=state.step + 1,
-        position=position[0],
-        skipped_tasks=position[1],
+        position=experience.position[0],
+        skipped_tasks=experience.position[1],
         bad_steps=state.bad_steps + 1 if bad else 0,
         reward=mean_reward(state.reward, reward, state.step + 1),
     )

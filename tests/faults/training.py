@@ -95,6 +95,7 @@ class _Experience:
     samples: list[int]
     rewards: tuple[float, ...] = (1.0,)
     unscored: bool = False
+    position: tuple[int, int] = (0, 0)
 
 
 class _Maker:
@@ -143,7 +144,7 @@ class _Rollout:
         self._world = simulation
         self.stream = self._client.run
 
-    def update_weights(self, weights: WeightSet) -> None:
+    def update_weights(self, weights: WeightSet, policy: str | None = None) -> None:
         self._world.version = weights.version
         self._client.update_weights(weights)
 
@@ -207,7 +208,6 @@ class Training:
             saver=Saver(store, ranks.save, state, saved=True),
             stop=_NoSignals(),
             sampling=SamplingParams(),
-            position=lambda: (0, 0),
             pupil=None,
             say=lambda line: None,
         )

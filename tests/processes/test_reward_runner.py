@@ -16,7 +16,7 @@ import pytest
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
 from specactor_ray.errors import ConfigError
 from specactor_ray.leftovers import start_ticks
-from specactor_ray.training import reward_runner
+from specactor_ray.training import worker_pool
 from specactor_ray.training.reward_runner import RewardRunner, Scores
 from specactor_ray.training.rewards import RewardSample
 
@@ -66,14 +66,14 @@ def test_what_raises_costs_its_own_sample_only(value: float | None) -> None:
 
 
 def test_what_hangs_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_runner, "_GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(worker_pool, "_GRACE_S", PATIENCE_S)
     scores = score("hangs", samples(4), timeout_s=0.2)
     assert scores.rewards == [None] * 4
     assert dict(scores.failures) == {"took longer than reward.timeout_s (0.2 s)": 4}
 
 
 def test_what_cannot_be_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_runner, "_GRACE_S", 0.5)
+    monkeypatch.setattr(worker_pool, "_GRACE_S", 0.5)
     scores = score("hangs_hard", samples(3), timeout_s=0.2)
     assert scores.rewards == [None] * 3
     assert dict(scores.failures) == {"timed out and had to be killed": 3}
@@ -111,8 +111,8 @@ def test_a_function_has_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_holds_more_memory_than_is_left_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_runner, "_LARGE_BYTES", 200 << 20)
-    monkeypatch.setattr(reward_runner, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(worker_pool, "_LARGE_BYTES", 200 << 20)
+    monkeypatch.setattr(worker_pool, "available_bytes", lambda: 100 << 20)
     scores = score("holds_memory", samples(1))
     assert dict(scores.failures) == {"its process died 3 times": 1}
     assert score("length", samples(2)).rewards == [0.5, 1.0]

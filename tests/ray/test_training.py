@@ -17,8 +17,10 @@ import ray
 
 from specactor_ray import Rollout
 from specactor_ray.config import load_config
-from specactor_ray.messages import WeightSet
+from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.observability.console import make_console
+from specactor_ray.training.conversations import Conversations, Episode
+from specactor_ray.training.experience import Experience, ExperienceMaker
 from specactor_ray.training.loop import TrainOutcome, train
 from specactor_ray.training.run_folder import read_metrics
 from specactor_ray.training.tracking import numbers
@@ -202,3 +204,111 @@ def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt
     table = json.loads((outcome.folder / "summary.json").read_text())["totals"]["drafters"]
     assert table == {"eagle": [sum(column) for column in zip(*figures, strict=True)]}
     assert [record["train"] for record in done] == [record["train"] for record in learnt[:2]]
+
+
+class Seen:
+    """Experience of each step of the runs of a test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[Experience] = []
+        collect = ExperienceMaker.collect
+
+        def keep(maker: ExperienceMaker, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
+            self.steps.append(collect(maker, rollout, sampling, step))
+            return self.steps[-1]
+
+        monkeypatch.setattr(ExperienceMaker, "collect", keep)
+
+    def taken(self) -> list[list[tuple[Any, ...]]]:
+        """Per step and sample: tokens, masks, log-probabilities as the trainer got them, and rewards."""
+        steps, self.steps = self.steps, []
+        return [
+            [
+                (
+                    one.prompt.tolist(),
+                    one.output.tolist(),
+                    one.loss_mask.tolist(),
+                    one.rollout_logprobs.tolist(),
+                    one.reward,
+                )
+                for one in experience.samples
+            ]
+            for experience in steps
+        ]
+
+
+def sums(folder: Path) -> Path:
+    path = folder / "sums.jsonl"
+    pairs = [(first, second) for first in range(2, 8) for second in range(3, 9)]
+    rows = [{"prompt": f"Add {a} and {b}.", "answer": f"{a} plus {b} is {a + b}."} for a, b in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+CONVERSATION = (
+    "environment.name=tests.environments:Sums",
+    "environment.turn_tokens=24",
+    "sampling.max_tokens=64",
+    "reward.functions=[{name: length, weight: -1.0}]",
+)
+
+
+def test_conversations_teach_the_same_with_drafts_and_without(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, tasks, learnt, taken = Seen(monkeypatch), sums(tmp_path), [], []
+    for mode in ("decoupled", "plain"):
+        more = ("trainer.steps=2", f"mode={mode}", *CONVERSATION, *FEW)
+        done = records(run(settings(tasks, tmp_path, mode, *more)).folder)
+        assert bool(done[-1]["speed"]["by_method"]) == (mode == "decoupled")
+        assert all(record["train"]["turns_mean"] > 1.2 and record["gap"]["mean"] < 1e-4 for record in done)
+        assert all(not any(record["failures"].values()) for record in done)
+        learnt.append([record["train"] for record in done])
+        taken.append(seen.taken())
+    assert taken[0] == taken[1] and learnt[0] == learnt[1]
+    masks = [mask for step in taken[0] for _, _, mask, _, _ in step]
+    assert any(False in mask for mask in masks) and len({one[-1] for step in taken[0] for one in step}) > 1
+
+
+def test_an_interrupted_conversation_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a rollout, with turns and steps of environments under way."""
+    seen, tasks, begin_step = Seen(monkeypatch), sums(tmp_path), Conversations._step
+    common = ("trainer.steps=3", "mode=coupled", "algorithm.name=ppo", *CONVERSATION, *FEW)
+    whole = run(settings(tasks, tmp_path, "whole", *common))
+    taken, steps = seen.taken(), list[Episode]()
+
+    def interrupt(made: Conversations, episode: Episode, *arguments: Any) -> Any:
+        steps.append(episode)
+        if len(seen.steps) == 1 and len(steps) > 30:
+            raise KeyboardInterrupt
+        return begin_step(made, episode, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Conversations, "_step", interrupt)
+        assert run(settings(tasks, tmp_path, "stopped", *common)).status == "interrupted"
+    assert seen.taken() == taken[:1]
+    resumed = run(settings(tasks, tmp_path, "stopped", *common, "resume=auto"))
+    assert seen.taken() == taken[1:]
+    learnt = [[record["train"] for record in records(outcome.folder)] for outcome in (whole, resumed)]
+    assert learnt[0] == learnt[1] and len(learnt[0]) == 3
+
+
+@pytest.mark.parametrize("more", [(), CONVERSATION])
+def test_rollouts_run_ahead_of_the_trainer(
+    more: tuple[str, ...], tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, tasks = Seen(monkeypatch), sums(tmp_path) if more else write_tasks(tmp_path)
+    common = ("trainer.max_staleness=1", "checkpoint.every=2", *more, *FEW)
+    first = run(settings(tasks, tmp_path, "ahead", "trainer.steps=3", *common))
+    last = run(settings(tasks, tmp_path, "ahead", "trainer.steps=5", "resume=auto", *common))
+    assert first.status == last.status == "complete"
+    done = [record["train"] for record in records(last.folder)]
+    assert [one["staleness_max"] for one in done[:1] + done[3:4]] == [0, 0], "nothing was made ahead of these"
+    assert all(0 <= one["staleness_mean"] <= one["staleness_max"] <= 1 for one in done)
+    assert len(done) == 5 and any(one["staleness_mean"] > 0 for one in done)
+    assert all("importance_weight" in one and one["skipped"] == 0 for one in done)
+    tokens = sum(trajectory.num_own_tokens for step in seen.steps for trajectory in step.trajectories)
+    assert sum(record["speed"]["tokens"] for record in records(last.folder)) == tokens
+    assert [step.position for step in seen.steps] == [(4 * number, 0) for number in (1, 2, 3, 4, 5)]

@@ -45,13 +45,9 @@ def config(mode: str = "plain", **more: Any) -> Config:
 
 
 def samples() -> list[Sample]:
-    rng = np.random.default_rng(0)
-    return [
-        Sample(
-            rng.integers(4, 400, 6), rng.integers(4, 400, 12), np.zeros(12, dtype=np.float32), 1.0, 1.0 - 2.0 * (i % 2)
-        )
-        for i in range(8)
-    ]
+    rng, zeros, own = np.random.default_rng(0), np.zeros(12, dtype=np.float32), np.ones(12, dtype=np.bool_)
+    ids = [(rng.integers(4, 400, 6), rng.integers(4, 400, 12)) for _ in range(8)]
+    return [Sample(*one, zeros, 1.0, 1.0 - 2.0 * (number % 2), own) for number, one in enumerate(ids)]
 
 
 def tokens(rollout: Rollout) -> list[Sequence[int]]:

@@ -73,7 +73,14 @@ class TestReading:
         assert len({json.dumps(prompt) for prompt in prompts}) == 16
 
     def test_there_are_prompt_sets(self) -> None:
-        assert [path.stem for path in PROMPT_FILES] == ["arithmetic", "chat", "demo", "editing", "repetition"]
+        assert [path.stem for path in PROMPT_FILES] == [
+            "arithmetic",
+            "calculator",
+            "chat",
+            "demo",
+            "editing",
+            "repetition",
+        ]
 
 
 class TestErrors:

@@ -60,6 +60,21 @@ def test_generalized_advantages() -> None:
     close(returns, [[-0.34375 + 0.5, 0.375, 1.0], [0.75, 2.0, 0.0]])
 
 
+def test_tokens_of_an_environment_take_no_time() -> None:
+    """Advantages are those of the policy's tokens alone, one after the other."""
+    torch.manual_seed(1)
+    own = torch.tensor([True, True, False, False, False, True, False, True])
+    rewards, values, junk = torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 8)
+    spread = {name: junk.clone() for name in ("rewards", "values")}
+    spread["rewards"][:, own], spread["values"][:, own] = rewards, values
+    mask = own.float().expand(2, 8)
+    alone = generalized_advantages(rewards, values, torch.ones(2, 4), gamma=0.9, lam=0.8)
+    among = generalized_advantages(spread["rewards"], spread["values"], mask, gamma=0.9, lam=0.8)
+    for expected, found in zip(alone, among, strict=True):
+        close(found[:, own], expected.tolist(), atol=0)
+        assert not found[:, ~own].any()
+
+
 def test_advantage_with_lambda_one_is_return_minus_value() -> None:
     torch.manual_seed(0)
     rewards, values, mask = torch.randn(3, 7), torch.randn(3, 7), torch.ones(3, 7)

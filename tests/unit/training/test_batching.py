@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,8 @@ from specactor_ray.learner.batching import Sample, collate, cut_by_tokens, share
 def sample(prompt: int, output: int, start: int = 1) -> Sample:
     prompt_ids = np.arange(start, start + prompt, dtype=np.int64)
     output_ids = np.arange(100, 100 + output, dtype=np.int64)
-    return Sample(prompt_ids, output_ids, -np.ones(output, dtype=np.float32), reward=2.0, advantage=0.5)
+    logprobs, own = -np.ones(output, dtype=np.float32), np.ones(output, dtype=np.bool_)
+    return Sample(prompt_ids, output_ids, logprobs, reward=2.0, advantage=0.5, loss_mask=own)
 
 
 lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=40)
@@ -45,6 +48,19 @@ def test_collate() -> None:
     assert batch.mask.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.rewards.tolist() == [[0, 2, 0], [0, 0, 2]]
     assert batch.advantages.tolist() == [[0.5, 0.5, 0], [0.5, 0.5, 0.5]]
+
+
+def test_tokens_of_an_environment_are_context_only() -> None:
+    own = np.array([True, False, False, True, False])
+    batch = collate([replace(sample(3, 5), loss_mask=own)], [0])
+    assert batch.input_ids.tolist() == [[1, 2, 3, 100, 101, 102, 103, 104]]
+    assert batch.attention_mask.tolist() == [[1] * 8]
+    assert batch.mask.tolist() == [[1, 0, 0, 1, 0]]
+    assert batch.positions.tolist() == [[2, 0, 0, 5, 0]]
+    assert batch.targets.tolist() == [[100, 0, 0, 103, 0]]
+    assert batch.rollout_logprobs.tolist() == [[-1, 0, 0, -1, 0]]
+    assert batch.rewards.tolist() == [[0, 0, 0, 2, 0]], "given at the last own token"
+    assert batch.advantages.tolist() == [[0.5, 0, 0, 0.5, 0]]
 
 
 def test_an_empty_batch_has_an_empty_mask() -> None:

@@ -16,9 +16,9 @@ from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.training.data import Task, TaskOrder, TaskStream
 from specactor_ray.training.experience import Experience, ExperienceMaker
-from specactor_ray.training.reward_process import score_one
 from specactor_ray.training.reward_runner import Scores
-from specactor_ray.training.rewards import RewardSample, Scorer
+from specactor_ray.training.rewards import RewardSample, RewardWork
+from specactor_ray.training.worker_process import answer
 
 RAISES = "tests.reward_functions:number_or_raises"
 
@@ -49,8 +49,8 @@ class InProcess:
         self._config = config.reward
 
     def score(self, samples: Sequence[RewardSample]) -> Scores:
-        scorer = Scorer(self._config)
-        results = [score_one(scorer, sample, self._config.timeout_s) for sample in samples]
+        work = RewardWork(self._config)
+        results = [answer(work.open(), sample, work) for sample in samples]
         rewards = [self._config.failure_value if reward is None else reward for reward, _ in results]
         return Scores(rewards, Counter(problem for reward, problem in results if reward is None))
 

@@ -10,8 +10,9 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
 from specactor_ray.config.validate_training import validate_training
 from specactor_ray.errors import ConfigError
-from specactor_ray.training.reward_process import score_one
-from specactor_ray.training.rewards import REWARDS, RewardSample, Scorer, extract_answer, find_reward
+from specactor_ray.training import worker_process
+from specactor_ray.training.rewards import REWARDS, RewardSample, RewardWork, Scorer, extract_answer, find_reward
+from specactor_ray.training.worker_process import Outcome
 
 EXPENSIVE = (
     "9^{9^{9}}",
@@ -45,6 +46,12 @@ def test_exact_match_and_length() -> None:
     assert REWARDS["length"](sample("x", token_ids=(1, 2, 3), max_tokens=12)) == 0.25
 
 
+def scored(config: RewardConfig, one: RewardSample) -> Outcome:
+    """As a reward process scores it."""
+    work = RewardWork(config)
+    return worker_process.answer(work.open(), one, work)
+
+
 def math_answers() -> list[tuple[str, str, str]]:
     """Reference, output and reward; `-`: the reference is unusable."""
     lines = (Path(__file__).parent / "math_answers.tsv").read_text(encoding="utf-8").splitlines()
@@ -65,8 +72,8 @@ def test_math(reference: str, output: str, reward: str) -> None:
 def test_what_would_take_long_to_evaluate_is_wrong_unevaluated(answer: str) -> None:
     """Without the refusal each of them takes longer than anyone waits: the alarm is the test's limit."""
     pytest.importorskip("math_verify", reason="math-verify is not installed")
-    scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig("math")]))
-    assert score_one(scorer, sample(f"\\boxed{{{answer}}}", "5"), 20.0) == (0.0, "")
+    config = RewardConfig(functions=[RewardFunctionConfig("math")], timeout_s=20.0)
+    assert scored(config, sample(f"\\boxed{{{answer}}}", "5")) == (0.0, "")
 
 
 def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
@@ -98,14 +105,14 @@ def test_the_scorer_finds_the_answer() -> None:
 
 
 def test_a_pattern_that_backtracks_without_end_is_interrupted() -> None:
-    config = RewardConfig(functions=[RewardFunctionConfig("exact_match")], answer_pattern="(a+)+$")
-    reward, problem = score_one(Scorer(config), RewardSample("prompt", "a" * 60 + "b", "a"), 0.2)
+    config = RewardConfig(functions=[RewardFunctionConfig("exact_match")], answer_pattern="(a+)+$", timeout_s=0.2)
+    reward, problem = scored(config, RewardSample("prompt", "a" * 60 + "b", "a"))
     assert reward is None and "reward.timeout_s" in problem
 
 
 def test_a_function_that_catches_every_exception_is_interrupted() -> None:
-    config = RewardConfig(functions=[RewardFunctionConfig("tests.reward_functions:catches_all")])
-    reward, problem = score_one(Scorer(config), sample("x"), 0.2)
+    config = RewardConfig(functions=[RewardFunctionConfig("tests.reward_functions:catches_all")], timeout_s=0.2)
+    reward, problem = scored(config, sample("x"))
     assert reward is None and "reward.timeout_s" in problem
 
 

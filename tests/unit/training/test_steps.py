@@ -49,7 +49,7 @@ class World:
             raise self.fail[name, self.calls[name]]
 
     # The rollout.
-    def update_weights(self, weights: WeightSet) -> None:
+    def update_weights(self, weights: WeightSet, policy: str | None = None) -> None:
         self.happens("update_weights")
         assert weights.version == self.weights
 
@@ -92,7 +92,10 @@ class World:
     # The maker, the record, the signal.
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
         self.happens("collect")
-        return SimpleNamespace(samples=["s"], rewards=[1.0], reward_failures=Counter(), unscored=False)
+        position = (3 * self.calls["collect"], 0)
+        return SimpleNamespace(
+            samples=["s"], rewards=[1.0], reward_failures=Counter(), unscored=False, position=position
+        )
 
     def begin(self, step: int) -> None:
         self.happens("begin")
@@ -126,7 +129,6 @@ class World:
                 saver=saver,
                 stop=self,
                 sampling=SamplingParams(),
-                position=lambda: (3 * self.calls["collect"], 0),
                 pupil="eagle",
                 say=self.said.append,
                 enough=self.enough,

@@ -13,7 +13,8 @@ import torch
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import Schedule, TrainerConfig
-from specactor_ray.learner.batching import Sample, collate
+from specactor_ray.learner.algorithms import clipped_policy_loss, token_weights
+from specactor_ray.learner.batching import MicroBatch, Sample, collate
 from specactor_ray.learner.engines.torch_engine import TorchEngine
 from specactor_ray.learner.hidden_states import hidden_states
 from specactor_ray.learner.policy import Policy
@@ -47,7 +48,8 @@ def make_samples(count: int = 8, seed: int = 0) -> list[Sample]:
     for index in range(count):
         prompt, output = rng.integers(4, 400, rng.integers(3, 12)), rng.integers(4, 400, rng.integers(1, 16))
         logprobs = rng.normal(-3.0, 0.5, len(output)).astype(np.float32)
-        samples.append(Sample(prompt, output, logprobs, float(index % 2), 1.0 if index % 2 else -0.5))
+        own = np.ones(len(output), dtype=np.bool_)
+        samples.append(Sample(prompt, output, logprobs, float(index % 2), 1.0 if index % 2 else -0.5, own))
     return samples
 
 
@@ -119,23 +121,64 @@ def test_the_gap_to_the_rollout_is_measured() -> None:
     policy = make_policy(settings)
     with torch.no_grad():
         scores = policy(collate(samples, range(len(samples)))).logprobs
-    exact = [
-        Sample(s.prompt, s.output, scores[i, : len(s.output)].numpy(), s.reward, s.advantage)
-        for i, s in enumerate(samples)
-    ]
+    exact = [replace(s, rollout_logprobs=scores[i, : len(s.output)].numpy()) for i, s in enumerate(samples)]
     off = exact[0].rollout_logprobs.copy()
     off[0] += 0.5
-    exact[0] = Sample(exact[0].prompt, exact[0].output, off, 0.0, 0.0)
+    exact[0] = replace(exact[0], rollout_logprobs=off, reward=0.0, advantage=0.0)
     _, metrics = trained(settings, exact, steps=1)
     tokens = sum(len(sample.output) for sample in exact)
     assert metrics["logprob_gap"] == pytest.approx(0.5 / tokens, rel=1e-3)
     assert metrics["logprob_gap_max"] == pytest.approx(0.5, rel=1e-4)
 
 
+def gradient(settings: Config, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """Of a clipped loss over a micro-batch, by parameter."""
+    policy = make_policy(settings)
+    scores = policy(batch)
+    loss, _ = clipped_policy_loss(scores.logprobs, scores.logprobs.detach(), batch.advantages, 0.2, 0.2)
+    (loss * token_weights(batch.mask, "token", 16)).sum().backward()
+    return {name: value.grad for name, value in policy.named_parameters() if value.grad is not None}
+
+
+def test_the_gradient_does_not_depend_on_tokens_of_an_environment_as_labels() -> None:
+    settings, rng = config(), np.random.default_rng(3)
+    samples = [replace(one, loss_mask=rng.random(len(one.output)) < 0.5) for one in make_samples()]
+    samples = [one for one in samples if one.loss_mask.any()]
+    batch = collate(samples, range(len(samples)))
+    assert (batch.mask == 0).sum() > 5
+    junk = torch.randint(4, 400, batch.targets.shape)
+    other = replace(
+        batch,
+        targets=torch.where(batch.mask > 0, batch.targets, junk),
+        advantages=torch.where(batch.mask > 0, batch.advantages, junk.float()),
+        rollout_logprobs=torch.where(batch.mask > 0, batch.rollout_logprobs, -junk.float()),
+    )
+    assert_same(gradient(settings, batch), gradient(settings, other), atol=0)
+
+
+@pytest.mark.parametrize("algorithm", ["dapo", "rloo"])
+def test_a_conversation_teaches_what_its_turns_teach_alone(algorithm: str) -> None:
+    """Each turn as a sample of its own, with all that came before as its prompt. Every token counts alike."""
+    settings, rng = config(name=algorithm, overlong_buffer=0), np.random.default_rng(4)
+    whole, apart = list[Sample](), list[Sample]()
+    for index in range(4):
+        ids, logprobs = rng.integers(4, 400, 20), rng.normal(-3.0, 0.5, 12).astype(np.float32)
+        own = np.array([True] * 4 + [False] * 5 + [True] * 3)
+        advantage = 1.0 if index % 2 else -0.5
+        whole.append(Sample(ids[:8], ids[8:], logprobs, 1.0, advantage, own))
+        for begin, end in ((8, 12), (17, 20)):
+            part = logprobs[begin - 8 : end - 8]
+            apart.append(Sample(ids[:begin], ids[begin:end], part, 1.0, advantage, np.ones(end - begin, np.bool_)))
+    one, metrics = trained(settings, whole, steps=1)
+    other, expected = trained(settings, apart, steps=1)
+    assert_same(one, other, atol=5e-5)
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     settings, samples = config(), make_samples()
     bad = samples[3]
-    samples[3] = Sample(bad.prompt, bad.output, bad.rollout_logprobs, bad.reward, math.nan)
+    samples[3] = replace(bad, advantage=math.nan)
     after, metrics = trained(settings, samples, steps=1)
     assert metrics["skipped"] == 1
     assert_same(dict(make_policy(settings).state_dict()), after, atol=0)

@@ -1,4 +1,4 @@
-"""What runs in a reward process: the functions, sample after sample, without Ray.
+"""What runs in a worker process: functions of the user's, request after request, without Ray.
 
 The process is a fresh interpreter and leads a process group of its own, so a function may fork, start processes or kill
 itself. The group ends with the process, and with the driver.
@@ -11,56 +11,71 @@ import fcntl
 import os
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import Any, Protocol
 
-from specactor_ray.training.rewards import RewardSample, Scorer
-
-Outcome = tuple[float | None, str]
-"""The reward, or None and why there is none."""
+Outcome = tuple[Any, str]
+"""What a function returned, or None and why there is nothing."""
 _MOST_CHARACTERS = 2000
 """Longest reason in characters: a channel takes it without a reader."""
 
 
-class RewardTimeoutError(BaseException):
-    """A reward function took too long. No `Exception`: those are caught by the libraries that functions use."""
+class Work(Protocol):
+    """What worker processes do. It is pickled on its way to them."""
+
+    @property
+    def name(self) -> str:
+        """The section of the configuration that it comes from."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest time of one request; the key `timeout_s` of its section."""
+
+    def open(self) -> Callable[[Any], Any]:
+        """Import what it needs. Returns what takes a request and returns its result."""
+
+
+class TookTooLongError(BaseException):
+    """A function took too long. No `Exception`: those are caught by the libraries that functions use."""
 
 
 def main() -> None:
-    """Serve the channel whose descriptor is the first argument. It carries a configuration, answered by why its
-    functions cannot be run (empty if they can), then samples, each answered by an `Outcome`."""
+    """Serve the channel whose descriptor is the first argument. It carries a `Work`, answered by why it cannot be done
+    (empty if it can), then requests, each answered by an `Outcome`."""
     channel = Connection(int(sys.argv[1]))
     del sys.argv[1:]
     _end_with_driver()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # as Ray's workers: short of memory, the kernel takes these first
-    pid, config = os.getpid(), channel.recv()
+    pid, work = os.getpid(), channel.recv()
     try:
-        scorer = Scorer(config)
+        function = work.open()
     except Exception as error:  # noqa: BLE001 - the import of a user's module may raise anything
-        channel.send(f"the reward process cannot run the functions: {_in_words(error)}")
+        channel.send(f"the {work.name} process cannot run the functions: {_in_words(error)}")
         return
     channel.send("")
     with contextlib.suppress(EOFError):
         while True:
-            outcome = score_one(scorer, channel.recv(), config.timeout_s)
+            outcome = answer(function, channel.recv(), work)
             if os.getpid() != pid:  # a fork by the function that came back
                 os._exit(0)
             channel.send(outcome)
 
 
-def score_one(scorer: Scorer, sample: RewardSample, timeout_s: float) -> Outcome:
-    """Score a sample; an alarm interrupts Python code after `timeout_s`."""
+def answer(function: Callable[[Any], Any], request: Any, work: Work) -> Outcome:
+    """Call a function; an alarm interrupts Python code after `work.timeout_s`."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise RewardTimeoutError
+        raise TookTooLongError
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    signal.setitimer(signal.ITIMER_REAL, work.timeout_s)
     try:
-        return scorer(sample), ""
-    except RewardTimeoutError:
-        return None, f"took longer than reward.timeout_s ({timeout_s:g} s)"
+        return function(request), ""
+    except TookTooLongError:
+        return None, f"took longer than {work.name}.timeout_s ({work.timeout_s:g} s)"
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         return None, _in_words(error)
     finally:

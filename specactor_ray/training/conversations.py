@@ -1,0 +1,302 @@
+"""Samples that are conversations: turns of the model through the engine, answers of an environment between them.
+
+Each sample is a generator that yields futures (a turn, a step of its environment) and is resumed in the driver's thread
+when they are done. A turn's seed follows from the sample's and its number, so no token depends on when turns run.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from specactor_ray.clock import SYSTEM
+from specactor_ray.config.schema import Config
+from specactor_ray.errors import InputError
+from specactor_ray.messages import RequestStats, SamplingParams
+from specactor_ray.rollout.handle import Generates
+from specactor_ray.rollout.prompts import encode_prompt
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.rollout.turns import ChatTurns, Message
+from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.training.data import Task
+from specactor_ray.training.environment import Environment, Reply
+from specactor_ray.training.environment_work import Close, EnvironmentWork, Reset, Step, find_environment
+from specactor_ray.training.rewards import RewardSample
+from specactor_ray.training.worker_pool import ATTEMPTS, WorkerPool
+from specactor_ray.training.worker_process import Outcome
+
+logger = logging.getLogger(__name__)
+
+Place = tuple[int, int]
+"""Index of the task, and of the sample."""
+
+
+class ServesTurns(Protocol):
+    """The part of a `Rollout` that is used here."""
+
+    engine: Any
+    progress: tuple[int, int]
+
+
+@dataclass(slots=True)
+class Episode:
+    """One sample: what was said, and what it is worth."""
+
+    place: Place
+    task: Task
+    sampling: SamplingParams
+    """With the seed of this sample."""
+    prompt: tuple[int, ...] = ()
+    """Token ids of the first messages."""
+    output: list[int] = field(default_factory=list)
+    """Token ids of all that follows: turns, and what stands between them."""
+    logprobs: list[float] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
+    """Whether each of `output` is the model's."""
+    turns: list[Trajectory] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Versions of the weights, each with the output tokens there were when it ended."""
+    reward: float = 0.0
+    finish_reason: str = "error"
+    error: str = ""
+    """Why a turn failed; empty otherwise."""
+    failure: str = ""
+    """Why its environment failed; empty otherwise."""
+    environment_s: float = 0.0
+    """How long it waited for its environment."""
+
+    @property
+    def num_own_tokens(self) -> int:
+        return sum(self.own)
+
+    def add_turn(self, turn: Trajectory) -> None:
+        """The model has said this."""
+        begin = len(self.output)
+        self.versions += [(version, begin + tokens) for version, tokens in turn.versions]
+        self.output += turn.token_ids
+        self.logprobs += turn.logprobs
+        self.own += [True] * len(turn.token_ids)
+        self.versions.append((turn.weight_version, len(self.output)))
+        self.turns.append(turn)
+
+    def add_context(self, token_ids: Sequence[int]) -> None:
+        """This stands between two turns."""
+        self.output += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.own += [False] * len(token_ids)
+
+    def trajectory(self, text: str) -> Trajectory:
+        """All of it as one output; `text` is the output decoded."""
+        versions = [
+            one for one, after in zip(self.versions, [*self.versions[1:], (None, 0)], strict=True) if one[0] != after[0]
+        ]
+        return Trajectory(
+            request_id=f"{self.place[0]}-{self.place[1]}",
+            prompt_index=self.place[0],
+            sample_index=self.place[1],
+            prompt_token_ids=self.prompt,
+            token_ids=tuple(self.output),
+            logprobs=tuple(self.logprobs),
+            text=text,
+            finish_reason=self.finish_reason,
+            sampling=self.sampling,
+            stats=_added(turn.stats for turn in self.turns),
+            error=self.error,
+            prompt=self.task.prompt,
+            weight_version=versions[-1][0] if versions else 0,
+            versions=tuple(versions[:-1]),
+            loss_mask=tuple(self.own),
+        )
+
+
+class Conversations:
+    """Rolls out tasks as conversations; a context manager.
+
+    Args:
+        tokenizer: The target's.
+        context: Most tokens of a conversation, the prompt included.
+
+    Raises:
+        ConfigError: The environment or a reward function is not available.
+        InputError: The chat template does not serve conversations.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, context: int) -> None:
+        work = EnvironmentWork(config.environment, config.reward)
+        work.open()
+        assert config.environment.name is not None
+        close = getattr(find_environment(config.environment.name), "close", Environment.close)
+        self._closes = close is not Environment.close
+        self._config, self._tokenizer, self._context = config.environment, tokenizer, context
+        self._turns = ChatTurns(tokenizer)
+        self._pool = WorkerPool(work, config.environment.workers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.__exit__(kind, error, trace)
+
+    def run(self, rollout: ServesTurns, tasks: Sequence[Task], sampling: SamplingParams, n: int) -> list[Episode]:
+        """`n` episodes of each task, ordered by task and sample. Never raises for what an environment does.
+
+        Raises:
+            ActorLostError: No verifier could be had any more.
+        """
+        places = [(index, number) for index in range(len(tasks)) for number in range(n)]
+        episodes = [
+            Episode(place, tasks[place[0]], replace(sampling, seed=derive_seed(sampling.seed, *place)))
+            for place in places
+        ]
+        waiting, live = deque(episodes), dict[Place, Generator[Future[Any], None, None]]()
+        ready: queue.SimpleQueue[Place] = queue.SimpleQueue()
+        self._pool.deaths, rollout.progress = 0, (0, len(episodes))
+
+        def resume(place: Place) -> None:
+            try:
+                future = next(live[place])
+            except StopIteration:
+                del live[place]
+                rollout.progress = (rollout.progress[0] + 1, len(episodes))
+            else:
+                future.add_done_callback(lambda _: ready.put(place))
+
+        try:
+            while waiting or live:
+                while waiting and len(live) < rollout.engine.max_waiting:
+                    episode = waiting.popleft()
+                    live[episode.place] = self._play(rollout.engine, episode)
+                    resume(episode.place)
+                if live:
+                    resume(ready.get())
+        except BaseException:  # an interruption does not wait for environments
+            self._pool.kill()
+            raise
+        finally:
+            for one in live.values():
+                one.close()
+        return episodes
+
+    def trajectory(self, episode: Episode) -> Trajectory:
+        """An episode as one output."""
+        return episode.trajectory(self._tokenizer.decode(episode.output, skip_special_tokens=True))
+
+    # ---- one sample ----
+
+    def _play(self, engine: Generates, episode: Episode) -> Generator[Future[Any], None, None]:
+        begun = yield from self._ask(episode, Reset(episode.task, episode.sampling.seed))
+        if begun is None:
+            return
+        state, messages = begun
+        state = yield from self._converse(engine, episode, state, messages)
+        if self._closes:
+            outcome = yield from self._answer(Close(state))
+            if outcome[1]:
+                logger.warning("an environment was not closed: %s", self._named(outcome[1]))
+
+    def _converse(
+        self, engine: Generates, episode: Episode, state: bytes, messages: Sequence[Message]
+    ) -> Generator[Future[Any], None, bytes]:
+        """All turns. Returns the last state of the environment."""
+        try:
+            episode.prompt = encode_prompt(self._tokenizer, list(messages), chat=True)
+        except InputError as error:
+            episode.failure = self._named(str(error))
+            return state
+        for number in range(self._config.max_turns):
+            room = self._room(episode)
+            if room < 1:
+                episode.failure = self._named(f"a prompt of {len(episode.prompt)} tokens leaves no room for an output")
+                return state
+            turn = yield from self._turn(engine, episode, number, room)
+            if turn.error or turn.finish_reason == "abort":
+                episode.error = turn.error or "a turn was aborted"
+                return state
+            episode.add_turn(turn)
+            is_last = number + 1 == self._config.max_turns or self._room(episode) < 1
+            answered = yield from self._ask(episode, self._step(episode, state, turn, number, is_last))
+            if answered is None:
+                return state
+            reply: Reply
+            state, reply = answered
+            episode.reward += reply.reward
+            episode.finish_reason = turn.finish_reason if reply.done else "length"
+            if reply.done or is_last:
+                break
+            try:
+                between = self._turns.between(reply.messages, turn.token_ids)
+            except InputError as error:
+                episode.failure = self._named(str(error))
+                return state
+            if len(episode.prompt) + len(episode.output) + len(between) >= self._context:
+                break
+            episode.add_context(between)
+        return state
+
+    def _room(self, episode: Episode) -> int:
+        """Most tokens of the next turn."""
+        left = episode.sampling.max_tokens - episode.num_own_tokens
+        room = min(left, self._context - len(episode.prompt) - len(episode.output))
+        return room if self._config.turn_tokens is None else min(room, self._config.turn_tokens)
+
+    def _turn(
+        self, engine: Generates, episode: Episode, number: int, room: int
+    ) -> Generator[Future[Any], None, Trajectory]:
+        """A turn of the model. The first one is what the sample would be without an environment."""
+        seed = derive_seed(episode.sampling.seed, number, 0) if number else episode.sampling.seed
+        sampling = replace(episode.sampling, seed=seed, max_tokens=room)
+        prompt = [*episode.prompt, *episode.output]
+        handle = engine.submit(prompt, sampling, session=f"{episode.place}-{episode.sampling.seed}")
+        try:
+            yield handle.future
+            return handle.result()
+        finally:
+            engine.drop(handle)
+
+    def _step(self, episode: Episode, state: bytes, turn: Trajectory, number: int, is_last: bool) -> Step:
+        task = episode.task
+        own = tuple(token for token, is_own in zip(episode.output, episode.own, strict=True) if is_own)
+        sample = RewardSample(
+            task.prompt, turn.text, task.answer, task.metadata, own, turn.finish_reason, episode.sampling.max_tokens
+        )
+        return Step(state, sample, turn.token_ids, number, is_last)
+
+    def _ask(self, episode: Episode, request: Any) -> Generator[Future[Any], None, Any]:
+        """What the environment answers; None, with the episode's `failure`, if it fails."""
+        begin = SYSTEM.now()
+        answer, problem = yield from self._answer(request)
+        episode.environment_s += SYSTEM.now() - begin
+        if problem:
+            episode.failure = self._named(problem)
+        return answer
+
+    def _answer(self, request: Any) -> Generator[Future[Any], None, Outcome]:
+        for _ in range(ATTEMPTS):
+            future = self._pool.submit(request)
+            yield future
+            if (outcome := future.result()) is not None:
+                return outcome
+        return None, f"its process died {ATTEMPTS} times"
+
+    def _named(self, problem: str) -> str:
+        return f"{self._config.name}: {problem}"
+
+
+def _added(stats: Any) -> RequestStats:
+    """Counters of several requests as those of one."""
+    steps = drafted = accepted = 0
+    methods: dict[str, tuple[int, int]] = {}
+    for one in stats:
+        steps, drafted, accepted = steps + one.steps, drafted + one.drafted, accepted + one.accepted
+        for method, (tried, right) in one.by_method.items():
+            before = methods.get(method, (0, 0))
+            methods[method] = (before[0] + tried, before[1] + right)
+    return RequestStats(steps, drafted, accepted, methods)

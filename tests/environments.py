@@ -1,0 +1,98 @@
+"""Environments for tests: imported by environment processes, some of them misbehaving on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.rollout.turns import Message
+from specactor_ray.training.data import Task
+from specactor_ray.training.environment import Environment, Reply, Turn
+from specactor_ray.training.shipped_environments import Calculator
+
+
+class Echo(Environment):
+    """Repeats what it has heard, with its seed, until it hears `bye`; each turn is worth its number. Other words make
+    it hang, block, raise, die or return what is no reply."""
+
+    def __init__(self, marks: str = "") -> None:
+        self.marks, self.heard, self.seed = marks, list[str](), 0
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        self.seed = seed
+        if task.metadata.get("reset") == "fails":
+            raise RuntimeError("no board")
+        return [{"role": "user", "content": f"{task.prompt} {seed % 97}"}]
+
+    async def step(self, turn: Turn) -> Any:
+        await asyncio.sleep(0)
+        self.heard.append(turn.text)
+        self._misbehave(turn.text)
+        if turn.text in BAD_REPLIES:
+            return BAD_REPLIES[turn.text]
+        if turn.text == "unpicklable":
+            self.lock = threading.Lock()
+        if turn.text == "scored":
+            return Reply(reward=turn.score(), done=True)
+        if turn.text == "bye":
+            return Reply(reward=float(turn.number), done=True)
+        return Reply([{"role": "user", "content": f"{self.seed % 97}: {' '.join(self.heard)}"}], float(turn.number))
+
+    def _misbehave(self, text: str) -> None:
+        if text == "hangs":
+            if self.marks:
+                (Path(self.marks) / f"hangs-{self.seed}").touch()
+            while True:
+                time.sleep(0.01)
+        if text == "blocks":
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            re.match("(a+)+$", "a" * 60 + "b")
+        if text == "raises":
+            raise RuntimeError("no such move")
+        mark = Path(self.marks) / str(self.seed)
+        if text == "dies" or (text == "dies once" and not mark.exists()):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None:
+        if self.marks:
+            (Path(self.marks) / f"closed-{self.seed}-{len(self.heard)}").touch()
+
+
+BAD_REPLIES: dict[str, Any] = {
+    "none": None,
+    "text": "go on",
+    "no messages": Reply(),
+    "no text": Reply([{"role": "user", "content": None}]),
+    "half a message": Reply([{"role": "user"}]),
+    "a dict": Reply({"role": "user", "content": "x"}),  # type: ignore[arg-type]
+    "as the model": Reply([{"role": "assistant", "content": "x"}]),
+    "an object": Reply([{"role": "user", "content": "x", "more": object()}]),
+    "no number": Reply(done=True, reward="much"),  # type: ignore[arg-type]
+    "not finite": Reply(done=True, reward=float("nan")),
+}
+
+
+class Sums(Calculator):
+    """Takes `3 plus 4`, which the tiny models say, for a call of the calculator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    async def step(self, turn: Turn) -> Reply:
+        text = re.sub(r"(\d+) plus (\d+)", r"<calc>\1 + \2</calc>", turn.text) if turn.number < 2 else turn.text
+        reply = await super().step(replace(turn, text=text))
+        self.calls += not reply.done
+        return replace(reply, reward=reply.reward + 0.25 * self.calls) if reply.done else reply
+
+
+class NoStep:
+    def reset(self) -> None: ...

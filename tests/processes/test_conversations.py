@@ -1,0 +1,320 @@
+"""Conversations with environments in processes of their own: what is said by whom, and what a failure costs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specactor_ray.clock import SYSTEM
+from specactor_ray.config.load import from_mapping
+from specactor_ray.errors import ActorLostError
+from specactor_ray.learner.recipe import make_recipe
+from specactor_ray.messages import RequestStats, SamplingParams
+from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.rollout.handle import Generates, Handle
+from specactor_ray.rollout.prompts import encode_prompt
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.training import worker_pool
+from specactor_ray.training.conversations import Conversations, Episode
+from specactor_ray.training.data import Task, TaskOrder, TaskStream
+from specactor_ray.training.experience import ExperienceMaker
+from specactor_ray.training.reward_runner import RewardRunner
+from tests import tiny
+
+SEED = 7
+
+
+class Scripted(Generates):
+    """An engine that says what a function of the prompt and the parameters makes of them; a rollout with it."""
+
+    clock = SYSTEM
+    max_waiting = 3
+    """Conversations at once; most tests have more."""
+
+    def __init__(self, says: Callable[[list[int], SamplingParams], str]) -> None:
+        self.engine, self.progress, self.tokenizer = self, (0, 0), load_tokenizer(str(tiny.tiny_target()))
+        self.asked: list[tuple[list[int], SamplingParams, str]] = []
+        self._says = says
+
+    def submit(self, prompt: Any, sampling: Any = None, *, session: str | None = None, **options: Any) -> Handle:
+        self.asked.append((prompt, sampling, session or ""))
+        text = self._says(prompt, sampling)
+        handle = Handle(self, "request")
+        if text == "lost":
+            handle.end(ActorLostError("no verifier"))
+            return handle
+        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        ids = ids[: sampling.max_tokens]
+        logprobs = tuple(-0.1 * (number + 1) for number in range(len(ids)))
+        finish_reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+        stats = RequestStats(2, 3, 1, {"ngram": (3, 1)})
+        error = "no room" if text == "fails" else ""
+        handle.end(
+            Trajectory(
+                "r",
+                0,
+                0,
+                tuple(prompt),
+                tuple(ids),
+                logprobs,
+                self.tokenizer.decode(ids, skip_special_tokens=True),
+                finish_reason,
+                sampling,
+                stats,
+                error,
+                weight_version=4,
+            )
+        )
+        return handle
+
+    def trajectory(self, handle: Handle, ended: Any) -> Trajectory:
+        return ended
+
+    def handle(self, request_id: str) -> Handle:
+        raise NotImplementedError
+
+    def drop(self, handle: Handle) -> None: ...
+
+    def watch(self, handle: Handle) -> None: ...
+
+
+def script(*turns: str) -> Callable[[list[int], SamplingParams], str]:
+    """Each conversation says these turns, told apart by how often the model has spoken."""
+    words = load_tokenizer(str(tiny.tiny_target()))
+    assistant = words.convert_tokens_to_ids(tiny.ASSISTANT)
+    return lambda prompt, sampling: turns[min(prompt.count(assistant), len(turns)) - 1]
+
+
+def converse(
+    rollout: Scripted, tasks: Sequence[Task], n: int = 1, max_tokens: int = 64, context: int = 512, **settings: Any
+) -> list[Episode]:
+    environment = {"name": "tests.environments:Echo", **settings}
+    sampling = {"max_tokens": max_tokens, "seed": SEED}
+    functions = [{"name": "exact_match"}]
+    config = from_mapping(
+        {"mode": "plain", "environment": environment, "sampling": sampling, "reward": {"functions": functions}}
+    )
+    with Conversations(config, rollout.tokenizer, context) as conversations:
+        episodes = conversations.run(rollout, tasks, config.sampling, n)
+        for episode in episodes:
+            assert not episode.turns or conversations.trajectory(episode).token_ids == tuple(episode.output)
+        return episodes
+
+
+@pytest.mark.parametrize("failure_value", [None, -1.0])
+def test_samples_of_a_step(failure_value: float | None) -> None:
+    """Conversations that failed have no reward, or the configured one; the others of their group go on without them."""
+    turns = iter(["bye", "raises", "the red fox", "bye", "bye", "fails"] + ["raises"] * 4)
+    said: dict[int, str] = {}
+
+    def says(prompt: list[int], sampling: SamplingParams) -> str:
+        return said.setdefault(len(said), next(turns, "bye"))
+
+    class Tasks:
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> Task:
+            return Task(index, "Hi")
+
+    rollout = Scripted(says)
+    rollout.max_waiting = 1  # one conversation after the other
+    config = from_mapping(
+        {
+            "mode": "plain",
+            "environment": {"name": "tests.environments:Echo"},
+            "reward": {"functions": [{"name": "exact_match"}], "failure_value": failure_value},
+            "sampling": {"max_tokens": 64},
+            "data": {"n": 4},
+            "trainer": {"prompts_per_step": 1},
+        }
+    )
+    stream = TaskStream(Tasks(), TaskOrder(9, 0, False), lambda prompt: 1, 100)
+    with Conversations(config, rollout.tokenizer, 512) as conversations, RewardRunner(config.reward) as rewards:
+        arguments = (config, make_recipe(config), stream, rewards, lambda _: contextlib.nullcontext(), conversations)
+        maker = ExperienceMaker(*arguments)
+        mixed = maker.collect(rollout, config.sampling, 0)
+        failed = maker.collect(rollout, replace(config.sampling, seed=1), 1)
+    reason = "tests.environments:Echo: RuntimeError: no such move"
+    assert [one.reward for one in mixed.samples] == [0.0, *([] if failure_value is None else [-1.0]), 1.0, 0.0]
+    own = [int(one.loss_mask.sum()) for one in mixed.samples if one.reward == 1.0]
+    words = len(rollout.tokenizer("the red fox bye")["input_ids"])
+    assert own[0] >= words and any(not one.loss_mask.all() for one in mixed.samples)
+    assert dict(mixed.environment_failures) == {reason: 1} and mixed.scored == 3 and not mixed.unscored
+    assert mixed.turns == 5 and not mixed.rollout_failures
+    assert dict(failed.rollout_failures) == {"no room": 1} and dict(failed.environment_failures) == {reason: 3}
+    assert failed.unscored and len(failed.samples) == (0 if failure_value is None else 3)
+
+
+def one(*turns: str, **settings: Any) -> Episode:
+    return converse(Scripted(script(*turns)), [Task(0, "Hi", "scored")], **settings)[0]
+
+
+def test_own_tokens_and_those_of_the_environment_are_told_apart() -> None:
+    rollout = Scripted(script("the red fox", "bye"))
+    (episode,) = converse(rollout, [Task(0, "Hi", None)])
+    words, number = rollout.tokenizer, episode.sampling.seed % 97
+    messages = [
+        {"role": "user", "content": f"Hi {number}"},
+        {"role": "assistant", "content": "the red fox"},
+        {"role": "user", "content": f"{number}: the red fox"},
+    ]
+    expected = [*encode_prompt(words, messages, True), *words("bye<|eos|>")["input_ids"]]
+    assert [*episode.prompt, *episode.output] == expected
+    own = [token for token, is_own in zip(episode.output, episode.own, strict=True) if is_own]
+    assert words.decode(own) == "the red fox<|eos|>bye<|eos|>"
+    lengths = [len(turn.token_ids) for turn in episode.turns]
+    between = len(episode.output) - sum(lengths)
+    assert episode.own == [True] * lengths[0] + [False] * between + [True] * lengths[1]
+    expected_logprobs = [*episode.turns[0].logprobs, *[0.0] * between, *episode.turns[1].logprobs]
+    assert episode.logprobs == expected_logprobs
+    assert episode.reward == 1.0 and episode.finish_reason == "stop"
+    whole = episode.trajectory("text")
+    assert whole.loss_mask == tuple(episode.own) and whole.num_own_tokens == sum(lengths)
+    assert whole.prompt_token_ids == episode.prompt and whole.logprobs == tuple(expected_logprobs)
+    assert whole.stats == RequestStats(4, 6, 2, {"ngram": (6, 2)})
+    assert (whole.weight_version, whole.versions) == (4, ())
+
+
+def test_seeds_follow_from_sample_and_turn_and_sessions_from_the_sample() -> None:
+    rollout = Scripted(script("a", "b", "bye"))
+    episodes = converse(rollout, [Task(0, "Hi"), Task(1, "Ho")], n=2)
+    assert [episode.place for episode in episodes] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    sessions: dict[str, list[int]] = {}
+    for _, sampling, session in rollout.asked:
+        sessions.setdefault(session, []).append(sampling.seed)
+    first = [derive_seed(SEED, *episode.place) for episode in episodes]
+    assert sorted(sessions.values()) == sorted(
+        [seed, derive_seed(seed, 1, 0), derive_seed(seed, 2, 0)] for seed in first
+    )
+    assert rollout.progress == (4, 4)
+
+
+def test_versions_of_the_weights_are_those_of_the_turns() -> None:
+    episode = Episode((0, 0), Task(0, "Hi"), SamplingParams())
+
+    def turn(tokens: int, version: int, versions: tuple[tuple[int, int], ...] = ()) -> Trajectory:
+        ids = tuple(range(tokens))
+        return Trajectory(
+            "r",
+            0,
+            0,
+            (1,),
+            ids,
+            (0.0,) * tokens,
+            "",
+            "stop",
+            SamplingParams(),
+            weight_version=version,
+            versions=versions,
+        )
+
+    episode.add_turn(turn(4, 2))
+    episode.add_context([9, 9])
+    episode.add_turn(turn(5, 3, ((2, 1),)))
+    episode.add_context([9])
+    episode.add_turn(turn(2, 3))
+    whole = episode.trajectory("")
+    assert (whole.versions, whole.weight_version) == (((2, 7),), 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "turns", "own"),
+    [
+        ({"max_turns": 2}, 2, None),
+        ({"max_tokens": 9}, None, 9),
+        ({"turn_tokens": 3, "max_turns": 3}, 3, 9),
+        ({"context": 40}, None, None),
+    ],
+)
+def test_a_conversation_ends_with_its_budget(settings: dict[str, int], turns: int | None, own: int | None) -> None:
+    episode = one("the red fox sleeps", **settings)
+    assert not episode.failure and episode.finish_reason == "length"
+    assert turns is None or len(episode.turns) == turns
+    assert own is None or episode.num_own_tokens == own
+    assert len(episode.prompt) + len(episode.output) <= settings.get("context", 512)
+    assert episode.own[-1], "it ends with a turn of the model"
+    assert episode.reward == sum(range(len(episode.turns))), "what was given so far"
+
+
+def test_a_turn_that_is_cut_is_ended_by_the_template() -> None:
+    episode = one("the red fox sleeps", "bye", turn_tokens=2)
+    eos = load_tokenizer(str(tiny.tiny_target())).eos_token_id
+    begin = len(episode.turns[0].token_ids)
+    assert begin == 2 and episode.output[begin] == eos and not episode.own[begin]
+
+
+FAILURES = {
+    "hangs": "took longer than environment.timeout_s (0.5 s)",
+    "blocks": "timed out and had to be killed",
+    "raises": "RuntimeError: no such move",
+    "dies": "its process died 3 times",
+    "none": "BadEnvironmentError: step returned None where a Reply belongs",
+}
+
+
+def test_a_failure_costs_its_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The others of the same processes go on; one whose process died once does so, too."""
+    monkeypatch.setattr(worker_pool, "_GRACE_S", 0.5)
+    words = load_tokenizer(str(tiny.tiny_target()))
+    names = [*FAILURES, "fine", "dies once"]
+
+    def says(prompt: list[int], sampling: SamplingParams) -> str:
+        text = words.decode(prompt)
+        if text.count(tiny.ASSISTANT) == 1:
+            return "fine"
+        task = next(name for name in sorted(names, key=len, reverse=True) if f"{name} task" in text)
+        return "bye" if text.count(tiny.ASSISTANT) == 3 else task
+
+    tasks = [Task(index, f"{name} task") for index, name in enumerate(names)]
+    tasks.append(Task(len(tasks), "fine task", metadata={"reset": "fails"}))
+    episodes = converse(Scripted(says), tasks, timeout_s=0.5, options={"marks": str(tmp_path)})
+    for name, episode in zip([*names, "reset"], episodes, strict=True):
+        if name == "reset":
+            assert episode.failure == "tests.environments:Echo: RuntimeError: no board" and not episode.turns
+        elif name in FAILURES:
+            assert episode.failure == f"tests.environments:Echo: {FAILURES[name]}"
+            assert len(episode.turns) == 2 and episode.environment_s > 0
+        else:
+            assert not episode.failure and len(episode.turns) == 3 and episode.reward == 3.0
+    closed = [mark.name for mark in tmp_path.glob("closed-*")]
+    assert len(closed) == len(names), "each instance that was made"
+
+
+def test_a_turn_that_failed_is_no_failure_of_the_environment() -> None:
+    episode = one("a", "fails")
+    assert episode.error == "no room" and not episode.failure and len(episode.turns) == 1
+
+
+def test_without_verifiers_the_rollout_ends() -> None:
+    with pytest.raises(ActorLostError):
+        one("a", "lost")
+
+
+def test_an_interruption_does_not_wait_for_environments(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        end = time.monotonic() + 60.0
+        while not list(tmp_path.iterdir()) and time.monotonic() < end:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        one("hangs", timeout_s=3600.0, options={"marks": str(tmp_path)})
+    thread.join()
+
+
+def test_a_first_prompt_without_room_is_named() -> None:
+    episode = one("bye", context=4)
+    assert "leaves no room for an output" in episode.failure and not episode.turns
