@@ -84,7 +84,7 @@ def test_attention_over_pages_is_right_and_its_bits_depend_on_the_row_alone(
         for seed, (count, before) in enumerate(ROWS)
     ]
     together = attend_paged(parts, page_size, 0, **options)
-    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    tolerance = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     for (one, begin, end), output in zip(parts, together, strict=True):
         expected = reference(one, begin, end, **options)
         torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
