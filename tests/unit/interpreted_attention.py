@@ -189,12 +189,12 @@ def test_other_architectures_match_their_own_forward(config_class: str, override
 
 
 @MAKERS
-def test_captured_steps_draft_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_draft_what_is_drafted_on_the_cpu(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows cross from their first page into their second."""
     monkeypatch.setattr(paged_cache, "_CPU_PAGE", 256)
+    wanted = history(make(cache_bytes=8 << 20), 0, 0, 1, prompt=250, turns=4)
     monkeypatch.setattr(ragged_model, "cheapest_row_counts", lambda packed: [0])  # devices are not padded
     with attending(attend_on_gpu):
         device = FakeCapturer()
-        wanted = history(make(cache_bytes=8 << 20), 0, 0, 1, prompt=250)
-        assert history(make(cache_bytes=8 << 20, capturer=device), 0, 0, 4, prompt=250) == wanted
+        assert history(make(cache_bytes=8 << 20, capturer=device), 0, 0, 4, prompt=250, turns=4) == wanted
     assert device.captures and device.launches > device.fetches

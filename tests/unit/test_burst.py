@@ -97,7 +97,7 @@ def extend_fully(drafter: ModelProposer) -> None:
     raise AssertionError("extend never came to rest")
 
 
-def history(drafter: ModelProposer, seed: int, branches: int, most: int, prompt: int = 0) -> list[Any]:
+def history(drafter: ModelProposer, seed: int, branches: int, most: int, prompt: int = 0, turns: int = 10) -> list[Any]:
     """Drafts after each of many commits at any time, the same for all drafters that come to rest between them; prompts
     have as many tokens."""
     rng, requests, seen = random.Random(seed), requests_of(5, seed), list[Any]()
@@ -105,7 +105,7 @@ def history(drafter: ModelProposer, seed: int, branches: int, most: int, prompt:
     for request in requests:
         request.prompt = tuple(request.prompt * prompt)[:prompt] or request.prompt
         request.open(drafter)
-    for turn in range(10):
+    for turn in range(turns):
         drafter.budget = 40 if branches else 0
         extend_fully(drafter)
         seen.append(drafts(drafter, len(requests)) if not branches else drafts(drafter, len(requests))[0])
