@@ -123,7 +123,7 @@ def paged_attention(
     splits = triton.cdiv(most_keys, SPLIT)
     if programs is None:
         few = 4 * splits * tokens * heads * value_dim <= _MOST_PARTIAL_BYTES
-        programs = triton.cdiv(most_programs, tiles) if few else 1
+        programs = max(most_programs // tiles, 1) if few else 1
     output = query.new_empty(tokens, heads, value_dim)
     tile_of: dict[str, Any] = {
         "HEADS": heads, "KV_HEADS": kv_heads, "VALUE_DIM": value_dim, "SPLIT": SPLIT, "ROWS": shape.rows,
@@ -157,7 +157,7 @@ def paged_attention(
 
 @functools.cache
 def _limits(device: torch.device) -> tuple[int, int]:
-    """Programs that keep a device busy, two of which run on a multiprocessor at a time; bytes of shared memory that one
+    """Programs that keep a device busy, where two run on a multiprocessor at a time; bytes of shared memory that one
     can have."""
     if device.type != "cuda":
         return 1, _LEAST_SHARED
