@@ -4,6 +4,7 @@ say."""
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import yaml
 
 from specactor_ray.benchmarks.gpu_check import attention, triton_kernels, vllm
+from specactor_ray.benchmarks.gpu_check.drafting import measure_drafting
 from specactor_ray.benchmarks.gpu_check.flips import compare, measure_flips
 from specactor_ray.benchmarks.gpu_check.forwards import StaticForward, measure_forwards
 from specactor_ray.benchmarks.gpu_check.hardware import measure_hardware
@@ -293,6 +295,21 @@ def test_attention_that_depends_on_the_batch_is_seen(monkeypatch: pytest.MonkeyP
     found = {(point["rows"], point["queries"]): point for point in stage.entry["points"]}
     assert found[1, 3]["row alone"] == 0.0 and found[1, 3]["one by one"] == pytest.approx(2e-3, rel=0.1)
     assert found[4, 1]["row alone"] == pytest.approx(3e-3, rel=0.1)
+
+
+def test_ways_of_drafting_are_compared_over_what_both_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A faster one drafts more in the same time."""
+    stage, calls = stage_of(), itertools.cycle([1, 1, 2, 2, 4, 4])
+
+    def median(call: Callable[[], object]) -> float:
+        for _ in range(next(calls)):
+            call()
+        return 1.0
+
+    monkeypatch.setattr(stage, "median_s", median)
+    measure_drafting(stage)
+    assert len(stage.entry["points"]) == 2
+    assert not any(point[f"{way} differ %"] for point in stage.entry["points"] for way in ("eager", "steps"))
 
 
 def test_batches_decode_alike_in_every_way_and_leave_the_engine_free() -> None:

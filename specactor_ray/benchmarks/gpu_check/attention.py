@@ -22,12 +22,16 @@ from specactor_ray.benchmarks.gpu_check.stages import Stage, synchronize
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
 
+_PROFILED = 5
+"""Calls under the profiler."""
+
 
 def measure_attention(stage: Stage) -> None:
     """Fill a point per number of rows and of queries, the new tokens of each: ms of the first call at each of some new
-    lengths (the longest) and of the second (median); of a layer once a step's arrays are made, with GB/s of keys and
-    values; and how far a row's outputs are from those of the row alone, and of its queries one by one, relative to the
-    largest (0: the same bits)."""
+    lengths (the longest) and of the second (median); of a layer once a step's arrays are made, the host's part
+    included; of its longest kernel on the device, with GB/s of keys and values (on a CPU: of the layer); and how far a
+    row's outputs are from those of the row alone, and of its queries one by one, relative to the largest (0: the same
+    bits)."""
     settings, task = stage.settings, Attention(stage.settings)
     lengths = settings.attention_lengths
 
@@ -40,15 +44,17 @@ def measure_attention(stage: Stage) -> None:
             again.append(stage.step(call, index, len(lengths)))
         layer = functools.partial(task.attend, task.batch(rows, lengths[0], queries), queries)
         layer_s = stage.median_s(layer)
+        kernel, kernel_s = longest_kernel(layer, settings.device)
         point = {
             "new length ms": 1e3 * max(first),
             "again ms": 1e3 * statistics.median(again),
             "layer ms": 1e3 * layer_s,
-            "gb_per_s": 1e-9 * rows * lengths[0] * task.cache.bytes_per_token / layer_s,
+            "kernel ms": 1e3 * kernel_s,
+            "gb_per_s": 1e-9 * rows * lengths[0] * task.cache.bytes_per_token / (kernel_s or layer_s),
             "GB": stage.peak_gb(layer),
             "row alone": task.difference(rows, queries, [queries]),
             "one by one": task.difference(rows, queries, [1] * queries),
-            "kernel": kernel_of(layer, settings.device),
+            "kernel": kernel,
         }
         stage.point({"rows": rows, "queries": queries}, **point)
         return f"a new length {1e3 * max(first):.3g} ms, again {point['again ms']:.3g} ms, {point['kernel']}"
@@ -98,10 +104,12 @@ class Attention:
         return float((torch.cat(alone) - together).abs().max() / together.abs().max())
 
 
-def kernel_of(call: Callable[[], object], device: str) -> str:
-    """The kernel that takes a GPU longest; `own` on a CPU."""
+def longest_kernel(call: Callable[[], object], device: str) -> tuple[str, float]:
+    """The kernel that takes a GPU longest, and its seconds a call; `own` and 0 on a CPU."""
     with profile() as seen:
-        call()
+        for _ in range(_PROFILED):
+            call()
         synchronize(device)
     longest = max(seen.key_averages(), key=lambda event: event.self_device_time_total)
-    return longest.key[:60] if longest.self_device_time_total else "own"
+    seconds = 1e-6 * longest.self_device_time_total / _PROFILED
+    return (longest.key[:60], seconds) if seconds else ("own", 0.0)
