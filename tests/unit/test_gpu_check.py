@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specactor_ray.benchmarks.gpu_check import attention, triton_kernels, vllm
 from specactor_ray.benchmarks.gpu_check.flips import compare, measure_flips
@@ -295,18 +293,6 @@ def test_attention_that_depends_on_the_batch_is_seen(monkeypatch: pytest.MonkeyP
     found = {(point["rows"], point["queries"]): point for point in stage.entry["points"]}
     assert found[1, 3]["row alone"] == 0.0 and found[1, 3]["one by one"] == pytest.approx(2e-3, rel=0.1)
     assert found[4, 1]["row alone"] == pytest.approx(3e-3, rel=0.1)
-
-
-@pytest.mark.parametrize(("backend", "name"), [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")])
-def test_kernels_are_named_by_torchs_operators(backend: SDPBackend, name: str) -> None:
-    q = torch.randn(1, 2, 8, 32)
-
-    def call() -> None:
-        with sdpa_kernel(backend):
-            F.scaled_dot_product_attention(q, q, q)
-
-    assert attention.kernel_of(call, "cpu") == name
-    assert attention.kernel_of(lambda: q + 1, "cpu") == "own"
 
 
 def test_batches_decode_alike_in_every_way_and_leave_the_engine_free() -> None:

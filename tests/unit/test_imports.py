@@ -73,7 +73,7 @@ MAY_IMPORT = {
     "greenlet": ("simulation/kernel.py",),
     "vllm": ("target/vllm_bridge.py", "target/vllm_worker.py", "benchmarks/vllm_peer.py"),
     "trl": ("integrations/trl.py",),
-    "triton": ("sampling/triton.py",),
+    "triton": ("sampling/triton.py", "models/_paged_attention_triton.py"),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
     "transformers": ("models/", "draft/eagle/head.py", "training/", "drafter_training/", "benchmarks/gpu_check/"),
     "torch": (
@@ -93,7 +93,12 @@ MAY_IMPORT = {
 }
 # These take seconds to import: only inside the function that needs them.
 ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton")
-LEAVES = ("target/vllm_worker.py", "sampling/triton.py", "sampling/fused.py")
+LEAVES = (
+    "target/vllm_worker.py",
+    "sampling/triton.py",
+    "sampling/fused.py",
+    "models/_paged_attention_triton.py",
+)
 """Import such a package when they are themselves imported: vLLM loads its worker by name, functions the others."""
 LEAF_MODULES = tuple(f"specactor_ray.{name[:-3].replace('/', '.')}" for name in LEAVES)
 

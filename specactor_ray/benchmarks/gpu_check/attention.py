@@ -22,12 +22,6 @@ from specactor_ray.benchmarks.gpu_check.stages import Stage, synchronize
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
 
-_KERNELS = {
-    "_varlen_attn": "flash over pages", "_scaled_dot_product_flash": "flash", "_scaled_dot_product_cudnn": "cudnn",
-    "_scaled_dot_product_efficient": "efficient", "_scaled_dot_product_attention_math": "math",
-}  # fmt: skip
-"""Part of the name of torch's operator → the kernel it stands for."""
-
 
 def measure_attention(stage: Stage) -> None:
     """Fill a point per number of rows and of queries, the new tokens of each: ms of the first call at each of some new
@@ -105,12 +99,9 @@ class Attention:
 
 
 def kernel_of(call: Callable[[], object], device: str) -> str:
-    """`flash over pages`, `flash`, `cudnn`, `efficient` or `math`, by the operators that ran, else `own`; on a GPU with
-    the kernel that ran longest."""
+    """The kernel that takes a GPU longest; `own` on a CPU."""
     with profile() as seen:
         call()
         synchronize(device)
-    events = seen.key_averages()
-    found = dict.fromkeys(kernel for part, kernel in _KERNELS.items() if any(part in event.key for event in events))
-    longest = max(events, key=lambda event: event.self_device_time_total)
-    return ", ".join([*(found or ["own"]), *([longest.key[:60]] if longest.self_device_time_total else [])])
+    longest = max(seen.key_averages(), key=lambda event: event.self_device_time_total)
+    return longest.key[:60] if longest.self_device_time_total else "own"
