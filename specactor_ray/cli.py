@@ -21,6 +21,7 @@ from rich.console import Console
 from specactor_ray.cli_demo import demo
 from specactor_ray.cli_options import ConfigFile, Overrides, finish, load_settings, parse_numbers, planned_side_by_side
 from specactor_ray.cli_plan import plan, profile
+from specactor_ray.cli_setup import doctor, init
 from specactor_ray.cli_simulate import simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.drafter_cli import drafter
@@ -59,6 +60,8 @@ bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(drafter, name="drafter")
 app.command()(demo)
+app.command()(init)
+app.command()(doctor)
 app.command()(profile)
 app.command()(plan)
 app.command()(simulate)
