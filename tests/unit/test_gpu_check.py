@@ -32,6 +32,7 @@ from specactor_ray.benchmarks.gpu_check.stages import OutOfTime, Stage, StageFun
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models import ragged_attention, ragged_model
+from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.observability.console import make_console
 from specactor_ray.target.hf import HfEngine
 from tests.by_name import ByName
@@ -62,9 +63,9 @@ def test_the_static_forward_computes_what_transformers_computes(parts: tuple[int
             layer.input_layernorm.weight.uniform_(0.5, 1.5)
     tokens = torch.randint(TINY.vocab_size, (3, sum(parts)), generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=tokens, use_cache=False).logits
-    forward, logits, begin = StaticForward(model, 3, 16), [], 0
+    forward, logits, begin = StaticForward(RaggedModel(model, 1 << 20), 3, 16), [], 0
     for count in parts:
-        logits.append(forward(tokens[:, begin : begin + count], begin))
+        logits.append(forward.forward(tokens[:, begin : begin + count], begin)())
         begin += count
     torch.testing.assert_close(torch.cat(logits, dim=1).clone(), expected, atol=2e-3, rtol=1e-3)
 
