@@ -28,9 +28,6 @@ LONGEST = 8
 """Most tokens of a burst."""
 _BUCKETS = (8, 16, 32, 64, 128, 256, 512)
 """Rows of a step. One less than 8 saves nothing on a GPU."""
-_LEAST_SAVED = 256 << 20
-"""Bytes of keys and values in a layer from which reading common pages once, which needs the host, saves more than a
-graph: launches of a layer, 60 us, and reading at 3 TB/s. An estimate."""
 _WARM_UPS = 2
 
 
@@ -133,17 +130,13 @@ class Bursts:
         """By rows, and whether some of them filter tokens."""
 
     def takes(self, rows: np.ndarray, rules: np.ndarray) -> bool:
-        """Whether a burst serves these rows of the cache best, and the device can capture it.
+        """Whether a burst serves these rows of the cache, and the device can capture it.
 
         Args:
             rows: int64 `(n,)`.
             rules: `(n,)`: their lines of `Rules.table`.
         """
-        if self._scratch is None or len(rows) > _BUCKETS[-1]:
-            return False
-        groups, size = self._cache.groups(rows), self._cache.page_size * self._cache.bytes_per_token
-        saved = 0 if groups is None else int(((np.diff(groups.starts) - 1) * groups.pages).sum()) * size
-        return saved < _LEAST_SAVED * len(self._cache.keys) and self._step(len(rows), rules) is not None
+        return self._scratch is not None and len(rows) <= _BUCKETS[-1] and self._step(len(rows), rules) is not None
 
     @torch.inference_mode()
     def run(self, burst: Burst) -> tuple[list[Candidates], torch.Tensor]:
@@ -210,8 +203,7 @@ class _Step(RaggedBatch):
         self.counts, self.starts = np.ones(rows, np.int64), np.arange(rows + 1)
         self.slots = torch.zeros(rows, dtype=torch.int64, device=device)
         self.device_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.device_key_starts, self.device_pages = torch.zeros_like(self.device_starts), self._pages
-        self.device_lengths = self._keys.to(torch.int32)
+        self.device_lengths, self.device_pages = self._keys.to(torch.int32), self._pages
         if device.type == "cpu":
             self.lengths, self.pages = self._keys.numpy(), self._pages.numpy()
 
@@ -232,10 +224,6 @@ class _Step(RaggedBatch):
             target.copy_(source)
         self._features[:n] = burst.features
 
-    @property
-    def groups(self) -> list[Any]:  # type: ignore[override]
-        raise RuntimeError("attention takes a mask, which is made on the host for each forward")
-
     def __call__(self) -> None:
         """Read a token of each row, and draw the next one."""
         bursts, (tokens, cached, ends, positions, draws, number) = self._bursts, self._state
@@ -244,7 +232,6 @@ class _Step(RaggedBatch):
         self.slots.copy_(torch.where(cached < ends, slots, self._filled * size))
         self._keys.copy_(newest + 1)
         self.device_lengths.copy_(self._keys)
-        self.device_key_starts[1:].copy_(self._keys.cumsum(0))
         logits, features = bursts._runner.step(self, tokens, newest + positions, self._features)
         drawn = candidates_on_device(logits, newest + draws, self._rules, bursts._most, ids=bursts._runner.ids)
         self.drawn.index_copy_(0, number[:1], drawn[None])

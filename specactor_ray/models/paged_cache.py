@@ -19,7 +19,7 @@ from specactor_ray.models import _paged_cache_numba as kernels
 from specactor_ray.ragged import enlarged
 
 _CPU_PAGE, _GPU_PAGE = 16, 256
-"""Tokens of a page. FlashAttention 2 reads pages of a multiple of 256 tokens."""
+"""Tokens of a page."""
 _FIRST_ROWS, _FIRST_PAGES = 32, 8
 
 

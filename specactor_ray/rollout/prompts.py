@@ -223,7 +223,7 @@ def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], gener
     Raises:
         InputError: A message is malformed, or the template refuses them.
     """
-    plain = _with_plain_contents(messages)
+    plain = plain_messages(messages)
     _reject_half_characters(plain)
     text: str = _apply_template(tokenizer, plain, tokenize=False, add_generation_prompt=generation_prompt)
     return text

@@ -14,17 +14,6 @@ from specactor_ray.benchmarks.gpu_check.settings import ON_GPU
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
-from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from specactor_ray.models.ragged_attention import (
-    AttentionRules,
-    CommonPages,
-    RaggedBatch,
-    attend_common,
-    attend_masked,
-    attend_varlen,
-    reads_common_pages_once,
-    why_masked,
-)
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling import keyed as sampling
 from specactor_ray.sampling.candidates import candidates
@@ -32,6 +21,7 @@ from specactor_ray.sampling.keyed import Backend, sample_rows
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.hf import HfEngine
+from tests.page_attention import attend, reference, same_bits, sequence
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import ModelConformance
 
@@ -53,47 +43,58 @@ class TestConformanceOnCuda(ModelConformance):
         return HfEngine(RaggedModel(model, 64 << 20), [model.generation_config.eos_token_id], **limits)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_half_precision_runs_flash_attention_over_pages(window: int | None) -> None:
-    """Not refused, as exact as a masked call, and the same bits for a row alone and among others."""
-    torch.manual_seed(0)
-    device, shape, dtype = torch.device("cuda", 0), LayerShape(2, 64, 64), torch.bfloat16
-    cache = PagedCache([shape], shape.bytes(dtype) * 256 * 64, dtype, device)
-    assert why_masked(device, dtype, cache.page_size, 6, shape, "") == ""
-    for pool in (cache.keys[0], cache.values[0]):
-        pool.normal_()
-    counts, lengths = np.array([1, 5, 300, 1, 64]), np.array([900, 700, 300, 1, 1000])
-    rows = np.array([cache.open(int(length)) for length in lengths])
-    cache.lengths[rows] = lengths - counts
-    query = torch.randn(counts.sum(), 6, 64, dtype=dtype, device=device)
-    rules = AttentionRules(64**-0.5, window, None, None)
-    together = RaggedBatch(cache, rows, counts, ())
-    flash = attend_varlen(together, 0, query, rules)
-    torch.testing.assert_close(flash, attend_masked(together, 0, query, rules), atol=0.02, rtol=0.02)
-    for i, begin in enumerate(together.starts[:-1].tolist()):
-        part = slice(begin, begin + int(counts[i]))
-        alone = attend_varlen(RaggedBatch(cache, rows[i : i + 1], counts[i : i + 1], ()), 0, query[part], rules)
-        assert torch.equal(alone, flash[part])
+ROWS = [(1, 0), (1, 511), (1, 512), (5, 1020), (64, 0), (300, 700), (1, 2500)]
+"""New tokens, and those before."""
 
 
-def test_common_pages_of_branches_are_read_once_by_flash_attention() -> None:
-    torch.manual_seed(0)
-    device, shape, dtype = torch.device("cuda", 0), LayerShape(2, 64, 64), torch.bfloat16
-    cache = PagedCache([shape], shape.bytes(dtype) * 256 * 64, dtype, device)
-    for pool in (cache.keys[0], cache.values[0]):
-        pool.normal_()
-    mains = np.array([cache.open(1600) for _ in range(3)])
-    cache.lengths[mains] = 1500, 200, 600
-    rows = np.append(mains, cache.fork(mains[[0, 0, 0, 1, 1]], np.array([1500, 1495, 1490, 200, 190])))
-    counts = np.array([1, 2, 4, 1, 1, 3, 1, 1])
-    assert cache.reserve_rows(rows, cache.lengths[rows] + counts).all()
-    query = torch.randn(counts.sum(), 6, 64, dtype=dtype, device=device)
-    batch, rules = RaggedBatch(cache, rows, counts, ()), AttentionRules(64**-0.5, None, None, None)
-    assert batch.shared is not None and reads_common_pages_once(device, dtype, cache.page_size, 6, shape)
-    common = CommonPages(batch, batch.shared)
-    assert common.saved > 3000
-    once = attend_common(batch, 0, query, rules, common)
-    torch.testing.assert_close(once, attend_masked(batch, 0, query, rules), atol=0.02, rtol=0.02)
+def attend_paged(parts: list[Any], page_size: int, seed: int, **options: Any) -> list[torch.Tensor]:
+    """`tests.page_attention.attend` on the GPU."""
+    from specactor_ray.models._paged_attention_triton import paged_attention
+
+    def run(query: torch.Tensor, *arrays: Any, **options: Any) -> torch.Tensor:
+        keys, values, pages, starts, lengths = arrays
+        tensors = (one.cuda() for one in (query, keys, values))
+        on_device = (torch.from_numpy(one).int().cuda() for one in (starts, lengths, pages))
+        most = int(np.diff(starts).max()), int(lengths.max())
+        return paged_attention(*tensors, *on_device, *most, scaling=query.shape[2] ** -0.5, **options).cpu()
+
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].cuda()
+    return attend(parts, page_size, seed=seed, run=run, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "dim", "page_size", "options"),
+    [
+        (torch.bfloat16, (28, 4), (128, 128), 256, {}),
+        (torch.bfloat16, (14, 2), (64, 64), 64, {"window": 100}),
+        (torch.float16, (6, 2), (80, 80), 16, {"softcap": 30.0, "sinks": torch.linspace(-3, 3, 6)}),
+        (torch.bfloat16, (8, 8), (192, 128), 64, {"window": 700, "sinks": torch.linspace(-3, 3, 8)}),
+        (torch.bfloat16, (8, 4), (256, 256), 256, {"softcap": 0.7}),
+        (torch.bfloat16, (71, 1), (64, 64), 256, {}),
+        (torch.float32, (28, 4), (128, 128), 256, {}),
+        (torch.float32, (6, 2), (24, 40), 16, {"window": 700, "softcap": 30.0, "sinks": torch.linspace(-3, 3, 6)}),
+    ],
+)
+def test_attention_over_pages_is_right_and_its_bits_depend_on_the_row_alone(
+    dtype: torch.dtype, heads: tuple[int, int], dim: tuple[int, int], page_size: int, options: dict[str, Any]
+) -> None:
+    parts = [
+        (sequence(seed, before + count, *heads, *dim, dtype), before, before + count)
+        for seed, (count, before) in enumerate(ROWS)
+    ]
+    together = attend_paged(parts, page_size, 0, **options)
+    tolerance = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    for (one, begin, end), output in zip(parts, together, strict=True):
+        expected = reference(one, begin, end, **options)
+        torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+        for programs in (1, 3, None):
+            (alone,) = attend_paged([(one, begin, end)], page_size, 1, programs=programs, **options)
+            assert same_bits(output, alone), "alone, in other pages, by other programs"
+        middle = (begin + end) // 2
+        if begin < middle:
+            cuts = (attend_paged([(one, *cut)], page_size, 2, **options) for cut in ((begin, middle), (middle, end)))
+            assert same_bits(output, torch.cat([part for (part,) in cuts])), "its queries in two parts"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
@@ -136,12 +137,13 @@ def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_on_this_gpu_does_not_depend_on_the_batch(dtype: str) -> None:
-    """FlashAttention over pages in bf16; the masked call in float32, which it refuses."""
     stage = Stage("attention", ON_GPU._replace(dtype=dtype), math.inf)
     measure_attention(stage)
     for point in stage.entry["points"]:
-        assert dtype == "float32" or point["row alone"] == 0.0, point
-        assert point["one by one"] < (0.02 if dtype == "bfloat16" else 1e-4), point
-        assert ("flash over pages" in point["kernel"]) is (dtype == "bfloat16"), point
+        assert point["row alone"] == point["one by one"] == 0.0, point
+        assert point["kernel"] == "attend", point
+
+
+def test_the_sampler_takes_its_kernels_on_this_gpu() -> None:
     sampling.warm_up(torch.device("cuda", 0), torch.bfloat16)
     assert sampling._fused_is_exact(torch.device("cuda", 0), torch.bfloat16, 1), "auto takes them"

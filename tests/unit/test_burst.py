@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention import varlen
 
 from specactor_ray.draft import burst
 from specactor_ray.draft.burst import LONGEST
@@ -19,9 +18,9 @@ from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.fallbacks import fallbacks
 from specactor_ray.messages import Features, SamplingParams
-from specactor_ray.models import paged_cache, ragged_model
-from specactor_ray.models.ragged_attention import attend_varlen
+from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
+from tests.attention import attending
 from tests.batches import news, opening
 from tests.by_name import ByName
 from tests.clocks import HandClock
@@ -31,7 +30,7 @@ from tests.unit.test_draft_cost import loop_of
 from tests.unit.test_draft_model import branches_of, check_branches, expected_tail, load
 from tests.unit.test_eagle import head, states_of
 from tests.unit.test_loops import Bench, requests, truth_of
-from tests.unit.test_ragged_attention import FLASH_DTYPES, Watch, attending, flash_attention
+from tests.unit.test_ragged_attention import NoKernel, Watch
 
 WINDOW = 6
 
@@ -98,7 +97,7 @@ def extend_fully(drafter: ModelProposer) -> None:
     raise AssertionError("extend never came to rest")
 
 
-def history(drafter: ModelProposer, seed: int, branches: int, most: int, prompt: int = 0) -> list[Any]:
+def history(drafter: ModelProposer, seed: int, branches: int, most: int, prompt: int = 0, turns: int = 10) -> list[Any]:
     """Drafts after each of many commits at any time, the same for all drafters that come to rest between them; prompts
     have as many tokens."""
     rng, requests, seen = random.Random(seed), requests_of(5, seed), list[Any]()
@@ -106,7 +105,7 @@ def history(drafter: ModelProposer, seed: int, branches: int, most: int, prompt:
     for request in requests:
         request.prompt = tuple(request.prompt * prompt)[:prompt] or request.prompt
         request.open(drafter)
-    for turn in range(10):
+    for turn in range(turns):
         drafter.budget = 40 if branches else 0
         extend_fully(drafter)
         seen.append(drafts(drafter, len(requests)) if not branches else drafts(drafter, len(requests))[0])
@@ -225,14 +224,6 @@ def test_a_device_that_cannot_capture_drafts_without(make: Any) -> None:
     assert "Drafting runs without CUDA graphs: operation not permitted when stream is capturing" in fallbacks()
 
 
-def test_masked_attention_is_not_captured() -> None:
-    drafter = draft_model(capturer=FakeCapturer())
-    step = drafter._bursts._step(1, drafter._rules.table[:0])
-    assert step is not None
-    with pytest.raises(RuntimeError, match="mask"):
-        _ = step.groups
-
-
 @MAKERS
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_full_cache_gives_up_what_it_gives_up_token_by_token(make: Any, captured: bool) -> None:
@@ -344,23 +335,6 @@ def test_a_commit_that_comes_in_the_middle_of_a_burst_is_taken_after_it(captured
 
 
 @MAKERS
-def test_steps_over_the_pages_of_a_gpu_draft_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows cross from their first page into their second; `varlen_attn` is the reference, in float32."""
-    monkeypatch.setattr(varlen, "varlen_attn", flash_attention)
-    monkeypatch.setattr(paged_cache, "_CPU_PAGE", 256)
-    monkeypatch.setattr(ragged_model, "cheapest_row_counts", lambda packed: [0])  # devices are not padded
-    FLASH_DTYPES.append(torch.float32)
-    try:
-        with attending(attend_varlen):
-            device = FakeCapturer()
-            wanted = history(make(cache_bytes=8 << 20), 0, 0, 1, prompt=250)
-            assert history(make(cache_bytes=8 << 20, capturer=device), 0, 0, 4, prompt=250) == wanted
-    finally:
-        FLASH_DTYPES.remove(torch.float32)
-    assert device.captures and device.launches > device.fetches
-
-
-@MAKERS
 def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the sampler: on GPUs it is Triton's, here it draws zeros."""
 
@@ -375,10 +349,12 @@ def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.M
         return torch.zeros(len(positions), 5, dtype=torch.int64)
 
     seen = set[str]()
-    monkeypatch.setattr(varlen, "varlen_attn", lambda query, *_, **__: (torch.zeros_like(query), query[..., 0].T))
-    monkeypatch.setattr(RaggedModel, "_check_split_forward", lambda _: None)  # nothing attends with these zeros
+    kernels = pytest.importorskip("specactor_ray.models._paged_attention_triton", reason="needs triton")
+    for name in ("attend", "merge"):
+        monkeypatch.setattr(kernels, name, NoKernel())
+    monkeypatch.setattr(RaggedModel, "_check_split_forward", lambda _: None)  # nothing attends
     monkeypatch.setattr(burst, "candidates_on_device", zeros)
-    with attending(attend_varlen):
+    with attending(attend_on_gpu):
         drafter = make(capturer=Watching())
         assert drafter._bursts._step(3, drafter._rules.table[:0]) is not None
     assert {"gather", "where", "index_copy_"} <= seen

@@ -1,6 +1,5 @@
 """Attention over pages on CPUs: right to float64, and the same bits in every company."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from specactor_ray.models import cpu_attention, openmp
 from specactor_ray.models.cpu_attention import PageRows, attend_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.ragged import begins
+from tests.page_attention import Sequence, attend, reference, same_bits, sequence
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -23,75 +23,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 def compiled_before() -> None:
     """Not inside a property, whose time and calls are watched."""
     attend([(sequence(0, 1, 1, 1, 16, 16, torch.float32), 0, 1)])
-
-
-@dataclass
-class Sequence:
-    """Queries, keys and values of every position of one row."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-
-
-def sequence(
-    seed: int, length: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype
-) -> Sequence:
-    made = torch.Generator().manual_seed(seed)
-    shapes = (length, heads, dim), (length, kv_heads, dim), (length, kv_heads, value_dim)
-    return Sequence(*(torch.randn(shape, generator=made).to(dtype) for shape in shapes))
-
-
-def attend(
-    parts: list[tuple[Sequence, int, int]], page_size: int = 16, padding: int = 0, seed: int = 0, **options: Any
-) -> list[torch.Tensor]:
-    """Queries [first, end) of sequences in one call, their pages anywhere in a cache that is full of NaN."""
-    first = parts[0][0]
-    needed = [-(-end // page_size) for _, _, end in parts]
-    order = np.random.default_rng(seed).permutation(sum(needed) + 3).astype(np.int32)
-    pages = np.zeros((len(parts), max(needed)), np.int32)
-    shape = (len(order), page_size)
-    keys = torch.full((*shape, *first.key.shape[1:]), torch.nan, dtype=first.key.dtype)
-    values = torch.full((*shape, *first.value.shape[1:]), torch.nan, dtype=first.value.dtype)
-    taken = 0
-    for row, ((one, _, end), count) in enumerate(zip(parts, needed, strict=True)):
-        pages[row, :count] = order[taken : taken + count]
-        taken += count
-        at = torch.arange(end)
-        page, slot = torch.from_numpy(pages[row].astype(np.int64))[at // page_size], at % page_size
-        keys[page, slot], values[page, slot] = one.key[:end], one.value[:end]
-    queries = torch.cat([one.query[begin:end] for one, begin, end in parts])
-    queries = torch.cat([queries, torch.full((padding, *queries.shape[1:]), torch.nan, dtype=queries.dtype)])
-    counts = [end - begin for _, begin, end in parts]
-    starts = np.cumsum([0, *counts]).astype(np.int64)
-    lengths = np.array([end for _, _, end in parts], np.int64)
-    output = attend_pages(queries, keys, values, PageRows(pages, starts, lengths), **options)
-    assert output.shape == (len(queries), first.query.shape[1], first.value.shape[2])
-    assert output.dtype == first.query.dtype
-    assert not output[starts[-1] :].any()
-    return list(output[: starts[-1]].split(counts))
-
-
-def reference(one: Sequence, begin: int, end: int, **options: Any) -> torch.Tensor:
-    """The same in float64, written as the textbook does."""
-    group = one.query.shape[1] // one.key.shape[1]
-    key, value = (x[:end].double().repeat_interleave(group, 1) for x in (one.key, one.value))
-    scaling, window = options.get("scaling") or one.query.shape[2] ** -0.5, options.get("window")
-    scores = torch.einsum("qhd,khd->hqk", one.query[begin:end].double(), key) * scaling
-    if options.get("softcap"):
-        scores = torch.tanh(scores / options["softcap"]) * options["softcap"]
-    at, of = torch.arange(begin, end)[:, None], torch.arange(end)
-    hidden = (of > at) | ((of <= at - window) if window else torch.zeros_like(of > at))
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if options.get("sinks") is not None:
-        sinks = options["sinks"].double()[:, None, None].expand(-1, end - begin, 1)
-        scores = torch.cat([scores, sinks], -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :end], value)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    kind = torch.int32 if one.element_size() == 4 else torch.int16
-    return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))
 
 
 heads_of = st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1), (40, 1)])

@@ -4,6 +4,7 @@ say."""
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import subprocess
@@ -15,11 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specactor_ray.benchmarks.gpu_check import attention, triton_kernels, vllm
+from specactor_ray.benchmarks.gpu_check.drafting import measure_drafting
 from specactor_ray.benchmarks.gpu_check.flips import compare, measure_flips
 from specactor_ray.benchmarks.gpu_check.forwards import StaticForward, measure_forwards
 from specactor_ray.benchmarks.gpu_check.hardware import measure_hardware
@@ -32,6 +32,7 @@ from specactor_ray.benchmarks.gpu_check.stages import OutOfTime, Stage, StageFun
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models import ragged_attention, ragged_model
+from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.observability.console import make_console
 from specactor_ray.target.hf import HfEngine
 from tests.by_name import ByName
@@ -62,9 +63,9 @@ def test_the_static_forward_computes_what_transformers_computes(parts: tuple[int
             layer.input_layernorm.weight.uniform_(0.5, 1.5)
     tokens = torch.randint(TINY.vocab_size, (3, sum(parts)), generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=tokens, use_cache=False).logits
-    forward, logits, begin = StaticForward(model, 3, 16), [], 0
+    forward, logits, begin = StaticForward(RaggedModel(model, 1 << 20), 3, 16), [], 0
     for count in parts:
-        logits.append(forward(tokens[:, begin : begin + count], begin))
+        logits.append(forward.forward(tokens[:, begin : begin + count], begin)())
         begin += count
     torch.testing.assert_close(torch.cat(logits, dim=1).clone(), expected, atol=2e-3, rtol=1e-3)
 
@@ -297,16 +298,19 @@ def test_attention_that_depends_on_the_batch_is_seen(monkeypatch: pytest.MonkeyP
     assert found[4, 1]["row alone"] == pytest.approx(3e-3, rel=0.1)
 
 
-@pytest.mark.parametrize(("backend", "name"), [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")])
-def test_kernels_are_named_by_torchs_operators(backend: SDPBackend, name: str) -> None:
-    q = torch.randn(1, 2, 8, 32)
+def test_ways_of_drafting_are_compared_over_what_both_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A faster one drafts more in the same time."""
+    stage, calls = stage_of(), itertools.cycle([1, 1, 2, 2, 4, 4])
 
-    def call() -> None:
-        with sdpa_kernel(backend):
-            F.scaled_dot_product_attention(q, q, q)
+    def median(call: Callable[[], object]) -> float:
+        for _ in range(next(calls)):
+            call()
+        return 1.0
 
-    assert attention.kernel_of(call, "cpu") == name
-    assert attention.kernel_of(lambda: q + 1, "cpu") == "own"
+    monkeypatch.setattr(stage, "median_s", median)
+    measure_drafting(stage)
+    assert len(stage.entry["points"]) == 2
+    assert not any(point[f"{way} differ %"] for point in stage.entry["points"] for way in ("eager", "steps"))
 
 
 def test_batches_decode_alike_in_every_way_and_leave_the_engine_free() -> None:

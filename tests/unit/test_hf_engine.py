@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,10 @@ import torch
 
 from specactor_ray.errors import InputError, ModelLoadError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.models.ragged_attention import Attention, attend_masked
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.models.wire import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.hf import HfEngine
-from tests.attention import attending
 from tests.tiny import tiny_prompt_ids, tiny_target
 from tests.unit.engine_conformance import Collected, Driver, ModelConformance, noisy_oracle, noisy_tails, requests, run
 
@@ -43,20 +39,6 @@ def make(*args: Any, **limits: Any) -> Driver:
 
 
 class TestConformance(ModelConformance):
-    @classmethod
-    def make_engine(cls, **limits: Any) -> TargetEngine:
-        return raw(**limits)
-
-
-class TestConformanceOfMaskedAttention(ModelConformance):
-    """What GPUs use where FlashAttention refuses, on the CPU."""
-
-    @pytest.fixture(autouse=True, scope="class")
-    @staticmethod
-    def masked() -> Iterator[None]:
-        with attending(attend_masked):
-            yield
-
     @classmethod
     def make_engine(cls, **limits: Any) -> TargetEngine:
         return raw(**limits)
@@ -324,7 +306,6 @@ def tiny_random(config_class: str, **overrides: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("attention", [None, attend_masked])
 @pytest.mark.parametrize(
     ("config_class", "overrides"),
     [
@@ -336,9 +317,7 @@ def tiny_random(config_class: str, **overrides: Any) -> Any:
         ("PhiConfig", {}),
     ],
 )
-def test_other_architectures_match_their_own_forward(
-    config_class: str, overrides: dict[str, Any], attention: Attention | None
-) -> None:
+def test_other_architectures_match_their_own_forward(config_class: str, overrides: dict[str, Any]) -> None:
     """Greedy tokens under drafts equal an argmax loop over fresh, uncached forwards of the library's own attention."""
     reference = tiny_random(config_class, **overrides)
     prompts = [tuple(range(3, 3 + n)) for n in (4, 11)]
@@ -349,11 +328,10 @@ def test_other_architectures_match_their_own_forward(
             with torch.no_grad():
                 context.append(int(reference(torch.tensor([context]), use_cache=False).logits[0, -1].argmax()))
         expected[str(i)] = context[len(prompt) :]
-    with attending(attention) if attention else nullcontext():
-        engine = Driver(HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20)))
-        for i, prompt in enumerate(prompts):
-            engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
-        drafted = run(engine, noisy_oracle(expected, 4, 256))
+    engine = Driver(HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20)))
+    for i, prompt in enumerate(prompts):
+        engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
+    drafted = run(engine, noisy_oracle(expected, 4, 256))
     assert drafted.tokens == expected and any(output.num_accepted for output in drafted.outputs)
 
 

@@ -77,7 +77,7 @@ MAY_IMPORT = {
     "trl": ("integrations/trl.py",),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
-    "triton": ("sampling/triton.py",),
+    "triton": ("sampling/triton.py", "models/_paged_attention_triton.py"),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
     "transformers": ("models/", "draft/eagle/head.py", "training/", "drafter_training/", "benchmarks/gpu_check/"),
     "torch": (
@@ -97,7 +97,13 @@ MAY_IMPORT = {
 }
 # These take seconds to import: only inside the function that needs them.
 ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton", "verl")
-LEAVES = ("target/vllm_worker.py", "sampling/triton.py", "sampling/fused.py", "integrations/verl.py")
+LEAVES = (
+    "target/vllm_worker.py",
+    "sampling/triton.py",
+    "sampling/fused.py",
+    "integrations/verl.py",
+    "models/_paged_attention_triton.py",
+)
 """Import such a package when they are themselves imported: vLLM and verl load theirs by name, functions the others."""
 LEAF_MODULES = tuple(f"specactor_ray.{name[:-3].replace('/', '.')}" for name in LEAVES)
 

@@ -30,10 +30,13 @@ CUDA_THREADS = 32
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("kernels", ["kernels", "attention"])
+def test_the_kernels_in_the_interpreter(kernels: str) -> None:
+    tests = f"tests/unit/interpreted_{kernels}.py"
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/unit/interpreted_kernels.py", "--noconftest", "-q", "--timeout=1100"],
-        cwd=REPOSITORY, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1150,
+        [sys.executable, "-m", "pytest", tests, "--noconftest", "-q", "--timeout=1100"],
+        cwd=REPOSITORY, env=os.environ | {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=1150,
     )  # fmt: skip
     assert child.returncode == 0, child.stdout[-8000:] + child.stderr[-2000:]
 
@@ -69,6 +72,62 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+
+
+def compiled_attention(name: str, capability: int, heads: tuple[int, int], dim: int, whole: bool) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from specactor_ray.models import _paged_attention_triton as attention
+
+    kernel, (count, kv_heads) = getattr(attention, name), heads
+    shape = attention.shape_of(2, dim, dim, count // kv_heads, 256, 227 << 10)
+    constants = {
+        "HEADS": count, "KV_HEADS": kv_heads, "KEY_DIM": dim, "VALUE_DIM": dim, "KEY_PAD": dim, "VALUE_PAD": dim,
+        "PAGE": 256, "WINDOW": 0, "SOFTCAP": 0.0, "ROWS": shape.rows, "BLOCK": shape.block, "SPLIT": attention.SPLIT,
+        "WHOLE": whole, "sinks": None, "sums": None if whole else "*fp32",
+    }  # fmt: skip
+    types = {
+        "query": "*bf16", "keys": "*bf16", "values": "*bf16", "starts": "*i32", "lengths": "*i32", "pages": "*i32",
+        "output": "*bf16" if whole or name == "merge" else "*fp32", "partial": "*fp32", "sums": "*fp32",
+        "scale": "fp32", "searched": "i32", "tokens": "i32", "splits": "i32", "columns": "i32",
+    }  # fmt: skip
+    constants = {key: value for key, value in constants.items() if value != "*fp32"}
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types[n] for n in names}
+    aligned = [n for n in names if signature[n].startswith("*") and signature[n] != "*i32"]
+    return triton.compile(
+        ASTSource(
+            kernel, signature,
+            {(names.index(n),): value for n, value in constants.items() if n in names},
+            {(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+        ),
+        target=GPUTarget("cuda", capability, CUDA_THREADS),
+        options={"num_warps": shape.num_warps, "num_stages": shape.num_stages, "enable_fp_fusion": False},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads", "dim"),
+    [(80, (28, 4), 128), (90, (28, 4), 128), (90, (14, 2), 64), (100, (28, 4), 128)],
+)
+@pytest.mark.parametrize(
+    ("name", "whole"), [("attend", True), ("attend", False), ("merge", False)], ids=["whole", "splits", "merge"]
+)
+def test_compiled_attention_rounds_every_operation_and_reads_16_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, whole: bool, heads: tuple[int, int], dim: int,
+    capability: int,
+) -> None:  # fmt: skip
+    """Sums that are kept across splits, and little else, may be spilled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled_attention(name, capability, heads, dim, whole)
+    assert resources(code.asm["cubin"], tmp_path)["STACK"] <= (64 if capability == 90 else 300)
+    ptx = code.asm["ptx"]
+    assert "fma.rn" not in ptx and "mul.rn.f32" in ptx
+    if name == "attend":
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+)", ptx)
+        assert copies and set(copies) == {"0x10"}
+        assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in ptx
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -6,7 +6,6 @@ A kernel that plans by exact shape pays for every new length, and an engine's lo
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,66 +21,76 @@ from specactor_ray.benchmarks.gpu_check.stages import Stage, synchronize
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
 
-_KERNELS = {
-    "_varlen_attn": "flash over pages", "_scaled_dot_product_flash": "flash", "_scaled_dot_product_cudnn": "cudnn",
-    "_scaled_dot_product_efficient": "efficient", "_scaled_dot_product_attention_math": "math",
-}  # fmt: skip
-"""Part of the name of torch's operator → the kernel it stands for."""
+_PROFILED = 10
+"""Calls under the profiler."""
+_KERNELS = ("attend", "merge")
+"""Of attention on GPUs."""
 
 
 def measure_attention(stage: Stage) -> None:
-    """Fill a point per number of rows and of queries, the new tokens of each: ms of the first call at each of some new
-    lengths (the longest) and of the second (median); of a layer once a step's arrays are made, with GB/s of keys and
-    values; and how far a row's outputs are from those of the row alone, and of its queries one by one, relative to the
-    largest (0: the same bits)."""
+    """Fill a point per cell: ms of the first call at each of some new lengths (the longest) and of the second (median);
+    of a layer once a step's arrays are made, the host's part included; of its kernels alone, with GB/s of keys and
+    values (on a CPU: of the layer) and their share of what a copy moves; and how far a row's outputs are from those of
+    the row alone, and of its queries one by one, relative to the largest (0: the same bits)."""
     settings, task = stage.settings, Attention(stage.settings)
-    lengths = settings.attention_lengths
+    copy_s = list[float]()
 
-    def measure(rows: int, queries: int) -> str:
+    def measure(rows: int, queries: int, keys: int) -> str:
+        if not copy_s:
+            source = torch.zeros(settings.copy_bytes, dtype=torch.uint8, device=settings.device)
+            target = torch.empty_like(source)
+            copy_s.append(stage.median_s(lambda: target.copy_(source)))
         first, again = [], []
-        stage.seconds(functools.partial(task.step, rows, lengths[0] - 1, queries))  # loads kernels
-        for index, length in enumerate(lengths):
-            call = functools.partial(task.step, rows, length, queries)
+        stage.seconds(functools.partial(task.step, rows, keys - 1, queries))  # loads kernels
+        for index in range(settings.attention_lengths):
+            call = functools.partial(task.step, rows, keys + index, queries)
             first.append(stage.seconds(call))
-            again.append(stage.step(call, index, len(lengths)))
-        layer = functools.partial(task.attend, task.batch(rows, lengths[0], queries), queries)
+            again.append(stage.step(call, index, settings.attention_lengths))
+        layer = functools.partial(task.attend, task.batch(rows, keys, queries), queries)
         layer_s = stage.median_s(layer)
+        kernels_s = kernel_seconds(layer, settings.device)
+        kernel_s = sum(seconds for name, seconds in kernels_s.items() if name in _KERNELS)
+        rate = 1e-9 * rows * keys * task.cache.bytes_per_token / (kernel_s or layer_s)
         point = {
             "new length ms": 1e3 * max(first),
             "again ms": 1e3 * statistics.median(again),
             "layer ms": 1e3 * layer_s,
-            "gb_per_s": 1e-9 * rows * lengths[0] * task.cache.bytes_per_token / layer_s,
+            "kernel ms": 1e3 * kernel_s,
+            "gb_per_s": rate,
+            "of a copy %": 100 * rate * copy_s[0] / (2e-9 * settings.copy_bytes),
             "GB": stage.peak_gb(layer),
-            "row alone": task.difference(rows, queries, [queries]),
-            "one by one": task.difference(rows, queries, [1] * queries),
-            "kernel": kernel_of(layer, settings.device),
+            "row alone": task.difference(rows, queries, keys, [queries]),
+            "one by one": task.difference(rows, queries, keys, [1] * queries),
+            "kernel": max(kernels_s, key=kernels_s.__getitem__) if kernels_s else "own",
         }
-        stage.point({"rows": rows, "queries": queries}, **point)
-        return f"a new length {1e3 * max(first):.3g} ms, again {point['again ms']:.3g} ms, {point['kernel']}"
+        stage.point({"rows": rows, "queries": queries, "keys": keys}, **point)
+        return f"a new length {1e3 * max(first):.3g} ms, layer {1e3 * layer_s:.3g} ms, kernels {1e3 * kernel_s:.3g} ms"
 
-    stage.each(itertools.product(settings.attention_rows, settings.attention_queries), measure)
+    stage.each(settings.attention_cells, measure)
 
 
 class Attention:
     """The product's attention in one layer, with queries, keys and values that are functions of row and position."""
 
     def __init__(self, settings: Settings) -> None:
-        device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-        shape, rows, queries = settings.shapes[0], max(settings.attention_rows), max(settings.attention_queries)
-        self._tokens, longest = settings.attention_lengths[0], settings.attention_lengths[-1] + queries
+        device, dtype, shape = torch.device(settings.device), getattr(torch, settings.dtype), settings.shapes[0]
+        rows, queries = (max(cell[i] for cell in settings.attention_cells) for i in range(2))
+        longest = np.zeros(rows, np.int64)
+        for count, new, keys in settings.attention_cells:
+            longest[:count] = np.maximum(longest[:count], keys + settings.attention_lengths + new)
         heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
         layer = LayerShape(kv_heads, dim, dim)
-        self.cache = PagedCache([layer], rows * layer.bytes(dtype) * (longest + 256), dtype, device)
+        self.cache = PagedCache([layer], int((longest + 256).sum()) * layer.bytes(dtype), dtype, device)
         for pool in (*self.cache.keys, *self.cache.values):
             pool.normal_()
-        self._rows = np.array([self.cache.open(longest) for _ in range(rows)])
+        self._rows = np.array([self.cache.open(tokens) for tokens in longest.tolist()])
         self._new: list[Tensor] = [
             torch.randn(count, rows, queries, dim, device=device, dtype=dtype) for count in (heads, kv_heads, kv_heads)
         ]
 
     def batch(self, rows: int, length: int, queries: int) -> RaggedBatch:
         """The arrays of a step in which the first `rows` rows, of `length` tokens each, take `queries` more."""
-        self.cache.lengths[self._rows] = length
+        self.cache.lengths[self._rows[:rows]] = length
         return RaggedBatch(self.cache, self._rows[:rows], np.full(rows, queries, np.int64), ())
 
     def attend(self, batch: RaggedBatch, queries: int, begin: int = 0) -> Tensor:
@@ -95,22 +104,20 @@ class Attention:
         """A step's arrays, and one layer."""
         return self.attend(self.batch(rows, length, queries), queries)
 
-    def difference(self, rows: int, queries: int, parts: list[int]) -> float:
+    def difference(self, rows: int, queries: int, keys: int, parts: list[int]) -> float:
         """How far outputs of the first row in a batch are from those of the row alone, its queries in these parts."""
-        together, alone, begin = self.step(rows, self._tokens, queries)[0].clone(), [], 0
+        together, alone, begin = self.step(rows, keys, queries)[0].clone(), [], 0
         for count in parts:
-            alone.append(self.attend(self.batch(1, self._tokens + begin, count), count, begin)[0].clone())
+            alone.append(self.attend(self.batch(1, keys + begin, count), count, begin)[0].clone())
             begin += count
         return float((torch.cat(alone) - together).abs().max() / together.abs().max())
 
 
-def kernel_of(call: Callable[[], object], device: str) -> str:
-    """`flash over pages`, `flash`, `cudnn`, `efficient` or `math`, by the operators that ran, else `own`; on a GPU with
-    the kernel that ran longest."""
+def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
+    """Kernel of a GPU → seconds that a call takes in it."""
     with profile() as seen:
-        call()
+        for _ in range(_PROFILED):
+            call()
         synchronize(device)
-    events = seen.key_averages()
-    found = dict.fromkeys(kernel for part, kernel in _KERNELS.items() if any(part in event.key for event in events))
-    longest = max(events, key=lambda event: event.self_device_time_total)
-    return ", ".join([*(found or ["own"]), *([longest.key[:60]] if longest.self_device_time_total else [])])
+    times = {event.key[:60]: 1e-6 * event.self_device_time_total / _PROFILED for event in seen.key_averages()}
+    return {name: seconds for name, seconds in times.items() if seconds}

@@ -1,8 +1,7 @@
 """Stage `forwards`: seconds of a forward over rows x positions x context, eager and as a captured graph.
 
-V of the cost model; with one position a row also D, the cost of a drafter's token. A forward ends with the logits of
-all its positions, in the dtype of the model. Keys and values are static, and there is no mask: the
-static cache of transformers makes one, which rules out the flash kernel and repeats the keys of grouped heads.
+V of the cost model; with one position a row also D, the cost of a drafter's token. A forward is that of the `hf` engine
+without the arrays that the host makes for it, and ends with the logits of all its positions, in the dtype of the model.
 """
 
 from __future__ import annotations
@@ -10,38 +9,42 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
-from specactor_ray.benchmarks.gpu_check.models import random_model
+from specactor_ray.benchmarks.gpu_check.models import ragged_model
 from specactor_ray.benchmarks.gpu_check.settings import ModelShape
 from specactor_ray.benchmarks.gpu_check.stages import Stage
+from specactor_ray.models.paged_cache import LayerShape, PagedCache
+from specactor_ray.models.ragged_attention import RaggedBatch
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.ragged import places
 
 
 def measure_forwards(stage: Stage) -> None:
     """Fill a point per shape, context (tokens of each row in the cache before) and rows, in ms by new positions of a
     row; and per shape `[rows, positions, context, seconds]` of `eager` and `graph`, and why there is none of these."""
     settings, device = stage.settings, stage.settings.device
-    models, forwards = dict[ModelShape, Any](), list[StaticForward]()
+    models, forwards = dict[ModelShape, RaggedModel](), list[StaticForward]()
 
     def measure(context: int, shape: ModelShape, rows: int, positions: int) -> str:
         if shape not in models:
-            models[shape] = random_model(shape, settings.dtype, device)
+            for made in models.values():
+                made.cache.release()
+            models[shape] = ragged_model(shape, settings.dtype, device, 256)
             reason = "" if device == "cuda" else "CUDA graphs need a CUDA device"
-            stage.entry["figures"][shape.name] = {"graph": [], "eager": [], "not_captured": reason}
-        size, entry = (
-            (models[shape], rows, context + max(settings.forward_positions)),
-            stage.entry["figures"][shape.name],
-        )
+            stage.entry["figures"].setdefault(shape.name, {"graph": [], "eager": [], "not_captured": reason})
+        entry = stage.entry["figures"][shape.name]
+        size = (models[shape], rows, context + max(settings.forward_positions))
         if not forwards or forwards[0].size != size:
-            forwards.clear()
-            forwards.append(StaticForward(*size))
-        tokens = torch.randint(shape.vocab_size, (rows, positions), device=device)
-        eager = functools.partial(forwards[0], tokens, context)
+            for made in models.values():  # before the memory of another cache is taken
+                made.cache.release()
+            forwards[:] = [StaticForward(*size)]
+        tokens = torch.randint(shape.vocab_size, (rows, positions))
+        eager = forwards[0].forward(tokens, context)
         calls: dict[str, Callable[[], object]] = {"eager": eager}
         if not entry["not_captured"]:
             try:
@@ -62,45 +65,43 @@ def measure_forwards(stage: Stage) -> None:
 
 
 class StaticForward:
-    """Forwards of a transformers model over keys and values of fixed size, `capacity` tokens for each of `rows` rows,
-    without a wait for the device: a CUDA graph can hold one. The model's attention is replaced, and its norms of eight
-    kernels each by torch's. All rows have the same number of tokens in the cache, which begins with random ones."""
+    """Forwards of the `hf` engine's model for `rows` rows with room for `capacity` tokens each, whose arrays are on the
+    device before: a CUDA graph can hold one. The cache begins with random keys and values. On a GPU the norms of the
+    model, of eight kernels each, become torch's.
 
-    def __init__(self, model: Any, rows: int, capacity: int) -> None:
-        from transformers import AttentionInterface
+    Args:
+        model: Its cache is replaced.
+    """
 
-        AttentionInterface.register("specactor_static", _static_attention)
-        model.set_attn_implementation("specactor_static")
-        for module in model.modules():
-            if type(module).__name__ == "Qwen2RMSNorm":
-                size, eps = module.weight.shape, module.variance_epsilon
-                module.forward = functools.partial(F.rms_norm, normalized_shape=size, weight=module.weight, eps=eps)
-        self.size, layers = (model, rows, capacity), model.model.layers
-        shape = (2, len(layers), rows, model.config.num_key_value_heads, capacity, layers[0].self_attn.head_dim)
-        self.cache = torch.empty(shape, dtype=model.dtype, device=model.device).normal_()
+    def __init__(self, model: RaggedModel, rows: int, capacity: int) -> None:
+        self.size, self._model, config = (model, rows, capacity), model, model.model.config
+        dim = model.model.model.layers[0].self_attn.head_dim
+        layers = [LayerShape(config.num_key_value_heads, dim, dim)] * config.num_hidden_layers
+        if model.device.type == "cuda":
+            for module in model.model.modules():
+                if type(module).__name__ == "Qwen2RMSNorm":
+                    size, eps = module.weight.shape, module.variance_epsilon
+                    module.forward = functools.partial(F.rms_norm, normalized_shape=size, weight=module.weight, eps=eps)
+        budget = rows * (capacity + 256) * sum(layer.bytes(model.dtype) for layer in layers)
+        self.cache = model.cache = PagedCache(layers, budget, model.dtype, model.device)
+        for pool in (*self.cache.keys, *self.cache.values):
+            pool.normal_()
+        self._rows = np.array([self.cache.open(capacity) for _ in range(rows)])
 
-    @torch.inference_mode()
-    def __call__(self, tokens: Tensor, context: int) -> Tensor:
-        """Logits (rows, positions, V) of tokens (rows, positions) that follow `context` ones."""
-        positions = torch.arange(context, context + tokens.shape[1], device=tokens.device).expand_as(tokens)
-        static = (*self.cache, context)
-        logits: Tensor = self.size[0](tokens, position_ids=positions, use_cache=False, static=static).logits
-        return logits
+    def forward(self, tokens: Tensor, context: int) -> Callable[[], Tensor]:
+        """What computes the logits (rows, positions, V) of tokens (rows, positions) that follow `context` ones, and
+        stores their keys and values."""
+        (rows, count), cache = tokens.shape, self.cache
+        cache.lengths[self._rows] = context
+        counts = np.full(rows, count, np.int64)
+        arrays = (tokens.numpy().ravel(), places(cache.lengths[self._rows], counts), np.arange(rows * count))
+        batch = RaggedBatch(cache, self._rows, counts, arrays)
 
+        def run() -> Tensor:
+            with torch.inference_mode():
+                return self._model._run(batch, *batch.arrays).unflatten(0, (rows, count))
 
-def _static_attention(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, static: tuple[Tensor, Tensor, int], **_: Any
-) -> tuple[Tensor, None]:
-    """Causal attention of the newest positions: (rows, heads, positions, D)."""
-    begin, end, grouped = static[2], static[2] + q.shape[2], q.shape[1] != k.shape[1]
-    keys, values = (cache[module.layer_idx][:, :, :end] for cache in static[:2])
-    keys[:, :, begin:], values[:, :, begin:] = k, v
-    if q.shape[2] == 1:  # the heads that share keys become query positions: one read of the keys serves them all
-        folded = q.reshape(len(q), k.shape[1], -1, q.shape[3])
-        return F.scaled_dot_product_attention(folded, keys, values).reshape(q.shape).transpose(1, 2), None
-    bias = causal_lower_right(q.shape[2], end)
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=grouped)
-    return out.transpose(1, 2), None
+        return run
 
 
 def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

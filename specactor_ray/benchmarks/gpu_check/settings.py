@@ -7,7 +7,7 @@ from typing import NamedTuple
 STAGES = {
     "hardware": "copies, a matrix product, launches, versions",
     "triton": "the keyed sampler: tokens of its Triton kernels beside the CPU's, then time",
-    "attention": "a layer of the hf engine's attention: kernel, calls at new lengths, and batch invariance",
+    "attention": "a layer of the hf engine's attention: its kernels, calls at new lengths, and batch invariance",
     "forwards": "ms of a forward by new positions of a row, as a CUDA graph where one was captured, else eager",
     "drafting": "ms of a draft model's token, as a CUDA graph and eager, one at a time and in bursts",
     "flips": "sampled tokens per 1,000 that change with the batch and the positions of a forward",
@@ -68,9 +68,10 @@ class Settings(NamedTuple):
     """Tokens are compared in all of them; the last one is timed."""
     shapes: tuple[ModelShape, ...]
     """Of `forwards`; the first one also of `attention`, the last one of `flips`."""
-    attention_rows: tuple[int, ...]
-    attention_queries: tuple[int, ...]
-    attention_lengths: range
+    attention_cells: tuple[tuple[int, int, int], ...]
+    """Rows, new tokens of each, and those before."""
+    attention_lengths: int
+    """How many new lengths are tried in each."""
     forward_rows: tuple[int, ...]
     forward_positions: tuple[int, ...]
     forward_contexts: tuple[int, ...]
@@ -103,10 +104,11 @@ ON_GPU = Settings(
     device="cuda", dtype="bfloat16", copy_bytes=4 << 30, matmul_size=8192, limit_s=2.0,
     sampler_rows=(1, 128, 512, 1152, 2304), sampler_vocabs=(6016, 50_257, SMALL.vocab_size),
     shapes=(LARGE, SMALL),
-    attention_rows=(1, 128), attention_queries=(1, 4), attention_lengths=range(1000, 1008),
-    forward_rows=(1, 8, 32, 64, 128, 256), forward_positions=(1, 2, 3, 5, 9), forward_contexts=(2048, 512, 8192),
+    attention_cells=((1, 1, 1000), (1, 4, 1000), (128, 1, 1000), (128, 4, 1000), (256, 1, 1000), (1, 1, 8192)),
+    attention_lengths=8,
+    forward_rows=(1, 8, 32, 128), forward_positions=(1, 2, 4, 9), forward_contexts=(2048, 512, 8192),
     drafting_shapes=(SMALL,), drafting_rows=(1, 8, 64, 256),
-    flip_rows=32, flip_context=512, flip_tokens=36, flip_batches=(1, 16, 128), flip_lengths=(1, 4, 9),
+    flip_rows=12, flip_context=512, flip_tokens=36, flip_batches=(1, 16, 128), flip_lengths=(1, 4, 9),
     engine_cells=(Cell(LARGE, "bfloat16", 128), Cell(SMALL, "bfloat16", 64), Cell(SMALL, "float32", 16)),
     vllm_cells=(Cell(LARGE, "bfloat16", 128), Cell(LARGE, "bfloat16", 1)),
     ways=("plain", "k=3", "k=8", "auto"), accuracy=0.7, prompt=128, tokens=64,
@@ -115,7 +117,7 @@ DRY_RUN = Settings(
     device="cpu", dtype="float32", copy_bytes=1 << 20, matmul_size=64, limit_s=60.0,
     sampler_rows=(1, 8), sampler_vocabs=(300, TINY.vocab_size),
     shapes=(TINY,),
-    attention_rows=(1, 4), attention_queries=(1, 3), attention_lengths=range(20, 23),
+    attention_cells=((1, 1, 20), (1, 3, 20), (4, 1, 20), (4, 3, 20)), attention_lengths=3,
     forward_rows=(1, 4), forward_positions=(1, 3), forward_contexts=(16, 8),
     drafting_shapes=(TINY,), drafting_rows=(1, 4),
     flip_rows=4, flip_context=16, flip_tokens=4, flip_batches=(1, 2, 8), flip_lengths=(1, 2, 4),

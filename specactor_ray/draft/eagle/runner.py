@@ -51,6 +51,8 @@ class EagleRunner:
             raise ModelLoadError(f"a key/value cache of {cache_bytes} bytes holds no page; give more (kv_cache_gb)")
         if self.device.type == "cpu":
             fuse(head, self._try_out)
+        else:
+            self._try_out()  # compiles attention
 
     @torch.inference_mode()
     def fuse(self, states: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,349 @@
+"""Attention of rows of different lengths over a paged cache, in Triton.
+
+A program of `attend` takes a tile of a row's queries, with all heads that read the same keys, over the keys of that
+row: either all of them, or some splits, whose results `merge` adds. Keys are read in blocks and splits that begin at
+fixed positions of the row. The tile's shape depends on the data type and the heads alone. A tile that reads all keys
+adds its splits as `merge` does, every operation rounded by itself (`enable_fp_fusion=False`).
+
+So the bits of an output depend on the query and the keys that it sees. They do not depend on other rows, on the number
+of queries of the row in the forward, on pages, or on how the work is divided into programs.
+
+Importing this module imports triton. With TRITON_INTERPRET=1 the kernels run on tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from specactor_ray.errors import ModelLoadError
+
+SPLIT = 512
+"""Keys of a split."""
+_MOST_PARTIAL_BYTES = 64 << 20
+"""Results of splits in a layer. Where they take more, each program reads all keys of its queries."""
+_LEAST_SHARED = 99 << 10
+"""Bytes of shared memory that a program can have on compute capability 8.6."""
+_ROWS_OF_SEARCH = tl.constexpr(128)
+_LOG2E = tl.constexpr(1.4426950408889634)
+_warm: set[tuple[Any, ...]] = set()
+"""Constants of kernels that are compiled."""
+
+
+class Shape(NamedTuple):
+    """What the kernels of a layer are compiled for; the first two decide the order of operations."""
+
+    rows: int
+    """Of a tile: queries times the heads that read the same keys."""
+    block: int
+    """Keys that are read at once."""
+    num_warps: int
+    num_stages: int
+
+
+@functools.cache
+def shape_of(itemsize: int, key_dim: int, value_dim: int, group: int, page_size: int, shared_memory: int) -> Shape:
+    """The shape of a layer's tiles.
+
+    Args:
+        itemsize: Bytes of a number.
+        key_dim, value_dim: Numbers of a head.
+        group: Query heads that read the same keys.
+        page_size: Tokens of a page.
+        shared_memory: Bytes that a program can have.
+
+    Raises:
+        ModelLoadError: The kernels serve no such layer.
+    """
+    columns = _padded(key_dim), _padded(value_dim)
+    widest = max(columns)
+    if widest > 256 or group > 128 or page_size % 16:
+        raise ModelLoadError(
+            f"attention on GPUs takes heads of at most 256 numbers, at most 128 heads that share keys, and pages of a "
+            f"multiple of 16 tokens; this model has {max(key_dim, value_dim)}, {group} and {page_size}"
+        )
+    half = itemsize == 2
+    rows = max(64 if half else 16, triton.next_power_of_2(group))
+    block = math.gcd(64 if half and widest <= 128 else 32, page_size)
+    taken = itemsize * (rows * columns[0] + 3 * block * sum(columns))
+    return Shape(rows, block, 8 if widest > 128 or rows > 64 else 4, 3 if taken <= shared_memory else 2)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    pages: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    programs: int | None = None,
+) -> torch.Tensor:
+    """Attention of packed rows, causal within each. Nothing waits for the device, and a CUDA graph can hold the call.
+
+    Args:
+        query: `(N, heads, key_dim)`.
+        keys, values: `(pages, page_size, kv_heads, key_dim)` and `(pages, page_size, kv_heads, value_dim)`.
+        starts: int32 `(rows + 1,)`: where the queries of each row begin.
+        lengths: int32 `(rows,)`: keys of each row; its queries are at the last ones.
+        pages: int32 `(rows, most pages)`: pages of each row.
+        most_queries, most_keys: No row has more.
+        scaling: Factor of the products of queries and keys.
+        window: Newest positions that are seen, the own one included; None: all.
+        softcap: Bound of the scores, by a hyperbolic tangent.
+        sinks: `(heads,)`: scores of a key without a value.
+        programs: Programs that share the splits of a tile, at most; None: as many as keep the device busy. The bits
+            are the same.
+
+    Returns:
+        `(N, heads, value_dim)`; undefined behind the last row.
+
+    Raises:
+        ModelLoadError: See `shape_of`.
+    """
+    tokens, heads, key_dim = query.shape
+    _, page_size, kv_heads, value_dim = values.shape
+    rows, group = len(lengths), heads // kv_heads
+    most_programs, shared_memory = _limits(query.device)
+    shape = shape_of(keys.itemsize, key_dim, value_dim, group, page_size, shared_memory)
+    tile = shape.rows // group
+    searched = rows if most_queries > tile else 0
+    tiles = kv_heads * (tokens // tile + rows if searched else rows)
+    splits = triton.cdiv(most_keys, SPLIT)
+    if programs is None:
+        few = 4 * splits * tokens * heads * value_dim <= _MOST_PARTIAL_BYTES
+        programs = max(most_programs // tiles, 1) if few else 1
+    output = query.new_empty(tokens, heads, value_dim)
+    tile_of: dict[str, Any] = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "VALUE_DIM": value_dim, "SPLIT": SPLIT, "ROWS": shape.rows,
+        "BLOCK": shape.block, "VALUE_PAD": _padded(value_dim), "WINDOW": window or 0, "enable_fp_fusion": False,
+    }  # fmt: skip
+    layer: dict[str, Any] = {
+        "KEY_DIM": key_dim, "KEY_PAD": _padded(key_dim), "PAGE": page_size, "SOFTCAP": softcap or 0.0,
+        "num_warps": shape.num_warps, "num_stages": shape.num_stages,
+    }  # fmt: skip
+    packed = query.contiguous()
+
+    def run(programs: int) -> None:
+        whole = programs == 1
+        sums = None if whole else output.new_empty(2, splits, tokens, heads, dtype=torch.float32)
+        partial = output if whole else output.new_empty(splits, tokens, heads, value_dim, dtype=torch.float32)
+        attend[tiles, programs](
+            packed, keys, values, starts, lengths, pages, sinks, partial, sums, searched, tokens, splits,
+            pages.shape[1], scaling, WHOLE=whole, **layer, **tile_of,
+        )  # fmt: skip
+        if not whole:
+            merge[tiles,](partial, sums, starts, lengths, sinks, output, searched, tokens, splits, **tile_of)
+
+    kernels = (query.device, query.dtype, None if sinks is None else sinks.dtype, *layer.values(), *tile_of.values())
+    if kernels not in _warm:  # compile both ways now, not in a later step
+        run(1)
+        run(2)
+        _warm.add(kernels)
+    run(min(programs, splits))
+    return output
+
+
+@functools.cache
+def _limits(device: torch.device) -> tuple[int, int]:
+    """Programs that keep a device busy, where two run on a multiprocessor at a time; bytes of shared memory that one
+    can have."""
+    if device.type != "cuda":
+        return 1, _LEAST_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return 4 * properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED)
+
+
+def _padded(dim: int) -> int:
+    """A number of columns that a tile can have."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+@triton.jit
+def _tile(
+    starts, lengths, searched,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """What a program serves.
+
+    Args:
+        searched: Rows of the batch; 0 where each has one tile.
+
+    Returns:
+        Row; head of its keys; whether there is a tile; where its keys begin, at a block, and end; per row of the tile
+        the position of its query, and its place in `(N, heads)`, -1 for none.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    QUERIES: tl.constexpr = ROWS // GROUP
+    tile, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    row, before = tile, 0
+    if searched > 0:  # the first tile of row r is `starts[r] // QUERIES + r`
+        found = 0
+        for begin in range(0, searched, _ROWS_OF_SEARCH):
+            r = begin + tl.arange(0, _ROWS_OF_SEARCH)
+            first = tl.load(starts + r, mask=r < searched, other=0) // QUERIES + r
+            found += tl.sum(((first <= tile) & (r < searched)).to(tl.int32))
+        row = found - 1
+        before = (tile - tl.load(starts + row) // QUERIES - row) * QUERIES
+    start = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - start
+    cached = tl.load(lengths + row) - count
+    m = tl.arange(0, ROWS)
+    query = before + m // GROUP
+    at = (start + query).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
+    at = tl.where((m < QUERIES * GROUP) & (query < count), at, -1)
+    begin, end = 0, cached + tl.minimum(before + QUERIES, count)
+    if WINDOW > 0:
+        begin = tl.maximum(cached + before + 1 - WINDOW, 0) // BLOCK * BLOCK
+    return row, kv_head, before < count, begin, end, cached + query, at
+
+
+@triton.jit
+def _add(total, top, mass, more, more_top, more_mass):
+    """Sums of weighted values, largest scores and sums of weights over two sets of keys become those over both."""
+    highest = tl.maximum(top, more_top)
+    base = tl.where(highest == -float("inf"), 0.0, highest)
+    kept, new = tl.exp2(top - base), tl.exp2(more_top - base)
+    return total * kept[:, None] + more * new[:, None], highest, mass * kept + more_mass * new
+
+
+@triton.jit
+def _nothing(sinks, at, HEADS: tl.constexpr, VALUE_PAD: tl.constexpr, ROWS: tl.constexpr):
+    """Sums before the first key: of the sinks, where there are."""
+    top, mass = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        top = tl.load(sinks + at % HEADS, mask=at >= 0, other=0.0).to(tl.float32) * _LOG2E
+        mass += 1.0
+    return tl.zeros([ROWS, VALUE_PAD], tl.float32), top, mass
+
+
+@triton.jit
+def _store(output, total, mass, at, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr):
+    d = tl.arange(0, VALUE_PAD)
+    result = total / tl.where(mass == 0, 1.0, mass)[:, None]
+    mask = (at >= 0)[:, None] & (d < VALUE_DIM)[None, :]
+    tl.store(output + at[:, None] * VALUE_DIM + d[None, :], result.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _split(
+    q, position, keys, values, table, kv_head, split, begin, last, scale,
+    KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Sums over the keys of a split that lie between `begin` and `last`."""
+    begin, end = tl.maximum(begin, split * SPLIT), tl.minimum(last, split * SPLIT + SPLIT)
+    PRECISION: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "ieee"
+    n, k_dim, v_dim = tl.arange(0, BLOCK), tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
+    k_at = n[:, None] * (KV_HEADS * KEY_DIM) + (kv_head * KEY_DIM + k_dim)[None, :]
+    v_at = n[:, None] * (KV_HEADS * VALUE_DIM) + (kv_head * VALUE_DIM + v_dim)[None, :]
+    total, mass = tl.zeros([ROWS, VALUE_PAD], tl.float32), tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    page = tl.load(table + begin // PAGE, mask=begin < end, other=0)
+    for first in range(begin, end, BLOCK):
+        slot = page.to(tl.int64) * PAGE + first % PAGE
+        page = tl.load(table + (first + BLOCK) // PAGE, mask=first + BLOCK < end, other=0)  # of the next block
+        key = first + n
+        exists = (key < last)[:, None]
+        k_mask = exists if KEY_DIM == KEY_PAD else exists & (k_dim < KEY_DIM)[None, :]
+        k = tl.load(keys + slot * (KV_HEADS * KEY_DIM) + k_at, mask=k_mask, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFTCAP > 0:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1)
+            score = 1.0 - 2.0 / (tl.exp2(score * (scale * (2.0 / SOFTCAP * _LOG2E))) + 1.0)
+            score = score * (SOFTCAP * _LOG2E)
+        else:
+            score = score * (scale * _LOG2E)
+        seen = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        score = tl.where(seen, score, -float("inf"))
+        highest = tl.maximum(top, tl.max(score, 1))
+        base = tl.where(highest == -float("inf"), 0.0, highest)
+        weight, kept = tl.exp2(score - base[:, None]), tl.exp2(top - base)
+        v_mask = exists if VALUE_DIM == VALUE_PAD else exists & (v_dim < VALUE_DIM)[None, :]
+        v = tl.load(values + slot * (KV_HEADS * VALUE_DIM) + v_at, mask=v_mask, other=0.0)
+        total = tl.dot(weight.to(v.dtype), v, total * kept[:, None], input_precision=PRECISION)
+        mass = mass * kept + tl.sum(weight, 1)
+        top = highest
+    return total, top, mass
+
+
+@triton.jit(
+    do_not_specialize=["searched", "tokens", "splits", "columns"],
+    do_not_specialize_on_alignment=["starts", "lengths", "pages"],
+)
+def attend(
+    query, keys, values, starts, lengths, pages, sinks, output, sums, searched, tokens, splits, columns, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, 1) if `WHOLE`, and `output` `(N, heads, value_dim)`. Else (tiles, programs) and
+
+    output: float32 `(splits, N, heads, value_dim)`, sums of weighted values.
+    sums: `(2, splits, N, heads)`, largest scores (in bits) and sums of weights.
+    """
+    row, kv_head, exists, begin, end, position, at = _tile(
+        starts, lengths, searched, HEADS, KV_HEADS, ROWS, BLOCK, WINDOW
+    )
+    first = begin // SPLIT + tl.program_id(1)
+    if exists & (first * SPLIT < end):
+        d = tl.arange(0, KEY_PAD)
+        mask = (at >= 0)[:, None] & (d < KEY_DIM)[None, :]
+        q = tl.load(query + at[:, None] * KEY_DIM + d[None, :], mask=mask, other=0.0)
+        table = pages + row.to(tl.int64) * columns
+        if WHOLE:
+            total, top, mass = _nothing(sinks, at, HEADS, VALUE_PAD, ROWS)
+            for split in range(first, tl.cdiv(end, SPLIT)):
+                more, more_top, more_mass = _split(
+                    q, position, keys, values, table, kv_head, split, begin, end, scale, KV_HEADS, KEY_DIM, VALUE_DIM,
+                    KEY_PAD, VALUE_PAD, PAGE, WINDOW, SOFTCAP, ROWS, BLOCK, SPLIT,
+                )  # fmt: skip
+                total, top, mass = _add(total, top, mass, more, more_top, more_mass)
+            _store(output, total, mass, at, VALUE_DIM, VALUE_PAD)
+        else:
+            stride = tokens.to(tl.int64) * HEADS
+            for split in range(first, tl.cdiv(end, SPLIT), tl.num_programs(1)):
+                total, top, mass = _split(
+                    q, position, keys, values, table, kv_head, split, begin, end, scale, KV_HEADS, KEY_DIM, VALUE_DIM,
+                    KEY_PAD, VALUE_PAD, PAGE, WINDOW, SOFTCAP, ROWS, BLOCK, SPLIT,
+                )  # fmt: skip
+                place, v = split * stride + at, tl.arange(0, VALUE_PAD)
+                summed = ((mass != 0) & (at >= 0))[:, None] & (v < VALUE_DIM)[None, :]
+                tl.store(output + place[:, None] * VALUE_DIM + v[None, :], total, mask=summed)
+                tl.store(sums + place, top, mask=at >= 0)
+                tl.store(sums + splits * stride + place, mass, mask=at >= 0)
+
+
+@triton.jit(do_not_specialize=["searched", "tokens", "splits"], do_not_specialize_on_alignment=["starts", "lengths"])
+def merge(
+    partial, sums, starts, lengths, sinks, output, searched, tokens, splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles,): the splits of each query, in order."""
+    _, _, exists, begin, end, _, at = _tile(starts, lengths, searched, HEADS, KV_HEADS, ROWS, BLOCK, WINDOW)
+    if exists:
+        total, top, mass = _nothing(sinks, at, HEADS, VALUE_PAD, ROWS)
+        d, stride = tl.arange(0, VALUE_PAD), tokens.to(tl.int64) * HEADS
+        for split in range(begin // SPLIT, tl.cdiv(end, SPLIT)):
+            place = split * stride + at
+            more_top = tl.load(sums + place, mask=at >= 0, other=-float("inf"))
+            more_mass = tl.load(sums + splits * stride + place, mask=at >= 0, other=0.0)
+            mask = (more_mass != 0)[:, None] & (d < VALUE_DIM)[None, :]
+            more = tl.load(partial + place[:, None] * VALUE_DIM + d[None, :], mask=mask, other=0.0)
+            total, top, mass = _add(total, top, mass, more, more_top, more_mass)
+        _store(output, total, mass, at, VALUE_DIM, VALUE_PAD)

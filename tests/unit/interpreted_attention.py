@@ -1,0 +1,200 @@
+"""Paged attention's Triton kernels in Triton's interpreter: right to float64, and the same bits in every company.
+
+`test_triton_kernels.py` runs this file in a process of its own: TRITON_INTERPRET=1 counts when triton is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton import language as tl
+from triton.runtime import interpreter
+
+from specactor_ray.errors import ModelLoadError
+from specactor_ray.models import _paged_attention_triton as kernels
+from specactor_ray.models import paged_cache, ragged_model
+from specactor_ray.models.ragged_attention import attend_on_cpu, attend_on_gpu
+from specactor_ray.models.ragged_model import RaggedModel
+from tests.attention import attending
+from tests.fake_capturer import FakeCapturer
+from tests.page_attention import attend, reference, same_bits, sequence
+from tests.unit import test_hf_engine
+from tests.unit.interpreted_kernels import quick_interpreter  # noqa: F401
+from tests.unit.test_burst import MAKERS, history
+from tests.unit.test_ragged_attention import load
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+SPLIT = 128
+
+heads_of = st.sampled_from([(1, 1), (6, 2), (9, 3), (28, 4), (20, 1)])
+dims = st.sampled_from([(64, 64), (8, 8), (80, 80), (24, 40), (96, 16), (128, 128)])
+options_of = st.fixed_dictionaries(
+    {},
+    optional={
+        "scaling": st.sampled_from([0.05, 0.3]),
+        "window": st.sampled_from([1, 7, 64, 200]),
+        "softcap": st.sampled_from([0.7, 30.0]),
+        "sinks": st.just(True),
+    },
+)
+pages_of = st.sampled_from([16, 48, 64, 256])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_splits() -> Iterator[None]:
+    """Short rows have several splits. A product of two tiles has the same bits in each row, and takes bfloat16 for what
+    it is: the interpreter's has neither, as it leaves it to a CPU's library, and keeps bfloat16 as integers."""
+
+    def exact(x: Any) -> np.ndarray:
+        data = (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data
+        return data.astype(np.float64)
+
+    def dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
+        product = np.matmul(exact(a), exact(b)).astype(np.float32)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "SPLIT", SPLIT)
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+        yield
+
+
+def on_gpu(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    longer: int = 0,
+    **options: Any,
+) -> torch.Tensor:
+    """`longer`: how much longer than the longest row the call takes it to be, as a captured one does."""
+    table = np.pad(pages, ((0, 0), (0, -(-longer // keys.shape[1]))), constant_values=1 << 30)
+    arrays = (torch.from_numpy(array).int() for array in (starts, lengths, table))
+    most = int(np.diff(starts).max()), int(lengths.max()) + longer
+    options.setdefault("scaling", query.shape[2] ** -0.5)
+    return kernels.paged_attention(query, keys, values, *arrays, *most, **options)
+
+
+attend_paged = functools.partial(attend, run=on_gpu)
+
+
+def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    return {**options, "sinks": torch.linspace(-3, 3, heads)} if "sinks" in options else options
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.integers(1, 9), st.just(40)),
+            st.one_of(st.integers(0, 300), st.sampled_from([SPLIT - 1, SPLIT, 2 * SPLIT - 1, 2 * SPLIT, 255, 256])),
+        ),
+        min_size=1, max_size=3,
+    ),
+    heads_of, dims, st.sampled_from(DTYPES), pages_of, options_of,
+    st.sampled_from([1, 2, 100]), st.sampled_from([0, 1, 300]),
+)  # fmt: skip
+def test_against_float64(rows, heads, dim, dtype, page_size, options, programs, longer) -> None:
+    options = with_sinks(options, heads[0])
+    parts = []
+    for seed, (count, before) in enumerate(rows):
+        parts.append((sequence(seed, before + count, *heads, *dim, dtype), before, before + count))
+    found = attend_paged(parts, page_size, programs=programs, longer=longer, **options)
+    for part, output in zip(parts, found, strict=True):
+        torch.testing.assert_close(
+            output.double(), reference(*part, **options), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 300), st.randoms(use_true_random=False), heads_of, dims, st.sampled_from(DTYPES), pages_of,
+    options_of,
+)  # fmt: skip
+def test_bits_depend_on_the_query_and_its_keys_alone(length, random, heads, dim, dtype, page_size, options) -> None:
+    """The last queries at once against parts of random lengths, among other rows, in other pages, by other numbers of
+    programs."""
+    options = with_sinks(options, heads[0])
+    one, other = (sequence(seed, length, *heads, *dim, dtype) for seed in (1, 2))
+    start = max(length - 20, 0)
+    (whole,) = attend_paged([(one, start, length)], page_size, programs=1, **options)
+    cuts = sorted({start, length, *(random.randint(start, length) for _ in range(3))})
+    for number, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        rows = [
+            (one, begin, end),
+            *((other, random.randint(0, length - 1), length) for _ in range(random.randint(0, 2))),
+        ]
+        random.shuffle(rows)
+        at = next(place for place, row in enumerate(rows) if row[0] is one)
+        programs, longer = random.choice([1, 2, 3, 50]), random.choice([0, 300])
+        part = attend_paged(rows, page_size, seed=number, programs=programs, longer=longer, **options)[at]
+        assert same_bits(part, whole[begin - start : end - start])
+
+
+def test_rows_of_many_tiles_are_found() -> None:
+    """More rows than are searched at once, with and without further queries."""
+    one = sequence(0, 40, 16, 1, 16, 16, torch.bfloat16)
+    parts = [(one, 40 - count, 40) for count in [1, 9, 1, 4, 5] * 27]
+    whole = attend_paged([(one, 0, 40)], 16)[0]
+    for (_, begin, end), output in zip(parts, attend_paged(parts, 16), strict=True):
+        assert same_bits(output, whole[begin:end])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for shape, reason in (
+        ((2, 300, 64, 1, 256), "300"),
+        ((2, 64, 512, 1, 256), "512"),
+        ((2, 64, 64, 129, 256), "129"),
+        ((2, 64, 64, 1, 24), "24"),
+    ):
+        with pytest.raises(ModelLoadError, match=reason):
+            kernels.shape_of(*shape, 99 << 10)
+
+
+def test_a_model_computes_what_it_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill chunks, verified drafts and single tokens, packed, in half precision."""
+    monkeypatch.setattr(paged_cache, "_CPU_PAGE", 256)
+    monkeypatch.setattr(ragged_model, "cheapest_row_counts", lambda packed: [0])  # devices are not padded
+    steps, logits = ([600, 1, 30, 5], [1, 4, 1, 1], [3, 70, 1, 9]), []
+    for attention in (attend_on_cpu, attend_on_gpu):
+        with attending(attention):
+            model = RaggedModel(load(torch.bfloat16), 32 << 20)
+            rows, tokens = np.array([model.cache.open(700) for _ in range(4)]), np.random.default_rng(0)
+            for counts in steps:
+                fed = tokens.integers(model.vocab_size, size=sum(counts))
+                logits.append(model.forward(rows, np.array(counts), fed, np.minimum(counts, 3)).logits.float())
+    for ours, theirs in zip(logits[:3], logits[3:], strict=True):
+        assert float((ours - theirs).abs().max() / ours.abs().max()) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("config_class", "overrides"),
+    [("LlamaConfig", {}), ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 16})],
+)
+def test_other_architectures_match_their_own_forward(config_class: str, overrides: dict[str, Any]) -> None:
+    with attending(attend_on_gpu):
+        test_hf_engine.test_other_architectures_match_their_own_forward(config_class, overrides)
+
+
+@MAKERS
+def test_captured_steps_draft_what_is_drafted_on_the_cpu(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows cross from their first page into their second."""
+    monkeypatch.setattr(paged_cache, "_CPU_PAGE", 256)
+    wanted = history(make(cache_bytes=8 << 20), 0, 0, 1, prompt=250, turns=4)
+    monkeypatch.setattr(ragged_model, "cheapest_row_counts", lambda packed: [0])  # devices are not padded
+    with attending(attend_on_gpu):
+        device = FakeCapturer()
+        assert history(make(cache_bytes=8 << 20, capturer=device), 0, 0, 4, prompt=250, turns=4) == wanted
+    assert device.captures and device.launches > device.fetches
