@@ -1,0 +1,164 @@
+"""`python -m tests.chaos.soak`: a server under load for a while, whose draft actors are killed every minute.
+
+Clients of several kinds, some of which leave in the middle, send the same requests again and again. No request may
+fail, each must give the tokens that it gave first, and memory must not grow. A line a minute; exit code 1 if that does
+not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+import psutil
+import ray
+
+from specactor_ray import Rollout
+from specactor_ray.config.load import from_mapping
+from specactor_ray.observability.console import make_console, say
+from specactor_ray.serve.run import listening_socket, server_of
+from specactor_ray.serve.service import Service
+from tests.tiny import tiny_draft, tiny_prompts, tiny_target
+
+SETTINGS: dict[str, Any] = {
+    "mode": "decoupled",
+    "target": {"model": str(tiny_target()), "dtype": "float32", "max_batch": 8, "kv_cache_gb": 0.05, "replicas": 2},
+    "drafters": [
+        {"method": "draft_model", "model": str(tiny_draft()), "replicas": 1, "cores": 0.5},
+        {"method": "ngram", "hosted": False, "replicas": 1, "cores": 0.5},
+    ],
+    "speculation": {"draft_wait_s": 0.0},
+    "cluster": {"pin_cores": False},
+}
+CLIENTS, REQUESTS = 24, 60
+_MOST_GROWTH = 1.15
+"""Memory of the driver at the end, over that after a fifth of the time."""
+
+
+class Load:
+    """Clients that send requests until they are stopped."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self.url, self.counts, self.failures = url, Counter[str](), list[str]()
+        self.stopped = False
+        self._rng, self._truth = random.Random(seed), dict[int, Any]()
+        self._prompts = tiny_prompts(REQUESTS)
+
+    async def run(self) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self.url, timeout=300.0, limits=limits) as client:
+            await asyncio.gather(*(self._work(client) for _ in range(CLIENTS)))
+
+    async def _work(self, client: httpx.AsyncClient) -> None:
+        while not self.stopped:
+            number = self._rng.randrange(REQUESTS)
+            kind = self._rng.choices(("whole", "stream", "leave", "trainer"), (4, 4, 1, 2))[0]
+            try:
+                await getattr(self, f"_{kind}")(client, number)
+            except Exception as error:  # noqa: BLE001 - counted, and shown
+                self.failures.append(f"{kind} {number}: {type(error).__name__}: {error}")
+            self.counts[kind] += 1
+
+    def _body(self, number: int) -> dict[str, Any]:
+        sampling = {"max_tokens": 20 + number, "seed": number, "temperature": float(number % 2)}
+        return {"prompt": self._prompts[number], "return_token_ids": True, **sampling}
+
+    def _check(self, number: int, tokens: list[int]) -> None:
+        if self._truth.setdefault(number, tokens) != tokens:
+            raise AssertionError(f"other tokens than the first time: {tokens} and {self._truth[number]}")
+
+    async def _whole(self, client: httpx.AsyncClient, number: int) -> None:
+        answer = (await client.post("/v1/completions", json=self._body(number))).raise_for_status()
+        self._check(number, answer.json()["choices"][0]["token_ids"])
+
+    async def _stream(self, client: httpx.AsyncClient, number: int, most: int | None = None) -> None:
+        tokens = list[int]()
+        async with client.stream("POST", "/v1/completions", json={**self._body(number), "stream": True}) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"]
+                    tokens += choice["token_ids"] or ()
+                    if most is not None and len(tokens) >= most:
+                        return  # the client leaves
+        self._check(number, tokens)
+
+    async def _leave(self, client: httpx.AsyncClient, number: int) -> None:
+        await self._stream(client, number, most=3)
+
+    async def _trainer(self, client: httpx.AsyncClient, number: int) -> None:
+        text = self._body(number)
+        ids = (await client.post("/tokenize", json={"prompt": text["prompt"]})).raise_for_status().json()["tokens"]
+        params = {name: text[name] for name in ("max_tokens", "seed", "temperature")}
+        body = {"token_ids": ids, "sampling_params": params}
+        answer = (await client.post("/inference/v1/generate", json=body)).raise_for_status()
+        self._check(number, answer.json()["choices"][0]["token_ids"])
+
+
+def kill_drafter(rollout: Rollout, rng: random.Random) -> str:
+    """Kill the process of one draft actor; its id."""
+    rows = [row for row in rollout.status() if row["kind"] == "drafter" and row["phase"] == "ready"]
+    if not rows:
+        return "none is ready"
+    row = rng.choice(rows)
+    os.kill(row["pid"], signal.SIGKILL)
+    return str(row["id"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    ray.init(address="local", num_cpus=6, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    memory, console = list[float](), make_console()
+    with Rollout(from_mapping(SETTINGS)) as rollout:
+        listener = listening_socket("127.0.0.1", 0)
+        server = server_of(Service.of(rollout, "tiny"))
+        serving = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
+        serving.start()
+        load = Load(f"http://127.0.0.1:{listener.getsockname()[1]}", options.seed)
+        clients = threading.Thread(target=lambda: asyncio.run(load.run()), daemon=True)
+        clients.start()
+        begin, rng, driver = time.monotonic(), random.Random(options.seed), psutil.Process()
+        while time.monotonic() - begin < 60.0 * options.minutes:
+            time.sleep(min(60.0, max(1.0, 20.0 * options.minutes)))
+            memory.append(driver.memory_info().rss / 2**20)
+            with contextlib.suppress(ProcessLookupError):
+                killed = kill_drafter(rollout, rng)
+            minutes = (time.monotonic() - begin) / 60.0
+            say(
+                console,
+                f"{minutes:5.1f} min: {sum(load.counts.values())} requests {dict(load.counts)}, {len(load.failures)} "
+                f"failed, driver {memory[-1]:.0f} MiB, {rollout.metrics().drafted_tokens} drafted; killed {killed}",
+            )
+        load.stopped = True
+        clients.join(300.0)
+        server.should_exit = True
+        serving.join(60.0)
+        left = [thread.name for thread in (clients, serving) if thread.is_alive()]
+    ray.shutdown()
+    for failure in load.failures[:20]:
+        say(console, f"failed: {failure}")
+    early, late = memory[len(memory) // 5], max(memory[-2:])
+    grew = late > _MOST_GROWTH * early
+    say(
+        console,
+        f"memory of the driver: {early:.0f} MiB after a fifth, {late:.0f} at the end{', too much' if grew else ''}",
+    )
+    return int(bool(load.failures or left or grew))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
