@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 _PARTIAL = "\ufffd"
 """What the bytes of an incomplete character decode to."""
+_MOST_PARTIAL = 64
+"""Tokens without a complete character at their end that are kept back; more are no text."""
 _CACHED = 1 << 17
 """Tokens whose text is kept."""
 
@@ -38,7 +40,8 @@ class Detokenizer:
         self._ids += token_ids
         before = self._decode(self._ids[self._begin : self._read])
         after = self._decode(self._ids[self._begin :])
-        if len(after) <= len(before) or after.endswith(_PARTIAL):
+        is_partial = len(after) <= len(before) or after.endswith(_PARTIAL)
+        if is_partial and len(self._ids) - self._read < _MOST_PARTIAL:
             return ""
         self._begin, self._read = self._read, len(self._ids)
         text = self._held + after[len(before) :]
