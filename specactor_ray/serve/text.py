@@ -73,7 +73,7 @@ class Detokenizer:
 
 
 def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Decodes without special tokens, as `tokenizer.decode` does; without its ten times longer way where there is one."""
+    """Decodes without special tokens as `tokenizer.decode` does, a tenth of whose time the tokenizer itself takes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return partial(tokenizer.decode, skip_special_tokens=True)
