@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.errors import SpecActorError
 from specactor_ray.rollout.prompts import encode_chat
 from specactor_ray.serve.bodies import TemplateBody
-from specactor_ray.serve.refusal import Refusal, refusal_of
+from specactor_ray.serve.refusal import Refusal
 
 if TYPE_CHECKING:
     from specactor_ray.serve.service import Service
@@ -42,14 +41,7 @@ async def encode_messages(service: Service, body: TemplateBody, with_tools: bool
         more["tools"] = body.tools
     messages = [_with_read_arguments(one) for one in body.messages]
 
-    def work() -> tuple[int, ...]:
-        with service.engine.encoding:
-            return encode_chat(service.tokenizer, messages, **more)
-
-    try:
-        return await asyncio.to_thread(work)
-    except SpecActorError as error:
-        raise Refusal(refusal_of(error).message, param="messages") from None
+    return await service.encoded(partial(encode_chat, service.tokenizer, messages, **more), "messages")
 
 
 def _with_read_arguments(message: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specactor_ray.errors import SpecActorError
@@ -62,7 +64,9 @@ class Service:
         self, rollout: Rollout, model: str, context: int, vocabulary: int, limits: Limits | None = None
     ) -> None:
         self.rollout, self.engine, self.model = rollout, rollout.engine, model
-        self.tokenizer = rollout.engine.tokenizer
+        self.tokenizer = copy.deepcopy(rollout.engine.tokenizer)
+        """Of this event loop: a long text that is encoded elsewhere does not hold up the engine."""
+        self._encoding = asyncio.Lock()
         self.limits = limits or Limits()
         self.context, self.vocabulary = context, vocabulary
         self.created = int(time.time())
@@ -102,16 +106,20 @@ class Service:
         Raises:
             Refusal: It cannot be encoded.
         """
+        is_long = not isinstance(prompt, str) or len(prompt) > _LONG_TEXT
+        return await self.encoded(partial(encode_prompt, self.tokenizer, prompt, chat), "prompt", is_long)
 
-        def work() -> tuple[int, ...]:
-            with self.engine.encoding:
-                return encode_prompt(self.tokenizer, prompt, chat)
+    async def encoded(self, encode: Callable[[], tuple[int, ...]], field: str, is_long: bool = True) -> tuple[int, ...]:
+        """What the tokenizer is asked for, one after the other; in another thread where that may take long.
 
+        Raises:
+            Refusal: It cannot be encoded; the field of the request is named.
+        """
         try:
-            is_short = isinstance(prompt, str) and len(prompt) < _LONG_TEXT
-            return work() if is_short else await asyncio.to_thread(work)
+            async with self._encoding:
+                return await asyncio.to_thread(encode) if is_long else encode()
         except SpecActorError as error:
-            raise Refusal(str(error), param="prompt") from None
+            raise Refusal(str(error), param=field) from None
 
     def seeds(self, seed: int, prompts: int, n: int) -> list[int]:
         """Of each choice, prompt by prompt: of a single one the request's, else derived from it as `Rollout.generate`

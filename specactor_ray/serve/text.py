@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 _PARTIAL = "\ufffd"
 """What the bytes of an incomplete character decode to."""
+_MOST_PARTIAL = 64
+"""Tokens without a complete character at their end that are kept back; more are no text."""
 _CACHED = 1 << 17
 """Tokens whose text is kept."""
 
@@ -23,7 +26,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, hold: Sequence[str] = ()) -> None:
-        self._tokenizer, self._hold = tokenizer, hold
+        self._decode_ids, self._hold = decoder_of(tokenizer), hold
         self._longest = max(map(len, hold), default=1) - 1
         self._ids: list[int] = []
         self._begin = self._read = 0
@@ -37,7 +40,8 @@ class Detokenizer:
         self._ids += token_ids
         before = self._decode(self._ids[self._begin : self._read])
         after = self._decode(self._ids[self._begin :])
-        if len(after) <= len(before) or after.endswith(_PARTIAL):
+        is_partial = len(after) <= len(before) or after.endswith(_PARTIAL)
+        if is_partial and len(self._ids) - self._read < _MOST_PARTIAL:
             return ""
         self._begin, self._read = self._read, len(self._ids)
         text = self._held + after[len(before) :]
@@ -54,7 +58,7 @@ class Detokenizer:
         return rest
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+        return self._decode_ids(token_ids) if token_ids else ""
 
     def _beginning_of_a_held(self, text: str) -> int:
         """Characters at the end of a text that one of the held texts begins with; all that follow a whole one."""
@@ -66,6 +70,14 @@ class Detokenizer:
             if any(held.startswith(end) for held in self._hold):
                 return length
         return 0
+
+
+def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Decodes without special tokens as `tokenizer.decode` does, a tenth of whose time the tokenizer itself takes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or tokenizer.clean_up_tokenization_spaces:
+        return partial(tokenizer.decode, skip_special_tokens=True)
+    return partial(backend.decode, skip_special_tokens=True)
 
 
 class TokenText(NamedTuple):

@@ -141,6 +141,21 @@ class TestOpenAI:
             assert finished[choice.index] == choice.finish_reason
         assert usage == whole.usage
 
+    def test_the_most_probable_tokens_are_those_of_a_rollout(self, rollout: Rollout, client: openai.OpenAI) -> None:
+        sampling = SamplingParams(max_tokens=12, seed=8, logprobs=3)
+        (output,) = rollout.generate([[1, 2, 3]], sampling, n=1)
+        assert output.top_logprobs is not None
+        options: Any = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 12, "seed": output.sampling.seed}
+        options |= {"logprobs": 3, "extra_body": {"return_tokens_as_token_ids": True}}
+        whole = client.completions.create(**options).choices[0].logprobs
+        parts = [event.choices[0].logprobs for event in client.completions.create(**options, stream=True)]
+        streamed = [top for part in parts for top in part.top_logprobs]
+        expected = [
+            {f"token_id:{one}": pytest.approx(value, abs=1e-4) for one, value in ((token, logprob), *top)}
+            for token, logprob, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True)
+        ]
+        assert whole.top_logprobs == expected and streamed == expected
+
     def test_models_and_tokens(self, server: Served, client: openai.OpenAI) -> None:
         assert [one.id for one in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
         tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "red fox"}).json()["tokens"]
@@ -197,6 +212,16 @@ class TestLeaving:
 
 
 class TestLoad:
+    @pytest.mark.parametrize("head", ["GET /health HTTP/1.1\r\nHost: localhost\r\nA: {}", "GET /{} HTTP/1.1\r\n"])
+    def test_a_head_without_end_is_cut_off(self, server: Served, head: str) -> None:
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+            with contextlib.suppress(ConnectionError):
+                for part in (head.partition("{}")[0], *["a" * 10_000] * 100):
+                    connection.sendall(part.encode())
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(100).startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+                assert connection.recv(10_000) is not None and connection.recv(1) == b""
+
     def test_many_streams_at_once(self, server: Served) -> None:
         async def stream(http: httpx.AsyncClient, seed: int) -> str:
             body = {"prompt": [1, 2, 3], "max_tokens": 12, "seed": seed % 8, "stream": True, "ignore_eos": True}

@@ -53,6 +53,13 @@ class TestDetokenizer:
         parts = in_parts(detokenizer, tokens, sizes)
         assert "".join(parts) + detokenizer.rest(whole) == whole
 
+    def test_an_output_that_is_no_text_is_not_kept_back_for_ever(self, tokenizer: Any) -> None:
+        (lead,) = tokenizer.convert_tokens_to_ids(["ð"])  # the first byte of a character of four
+        detokenizer = Detokenizer(tokenizer)
+        given_out = "".join(in_parts(detokenizer, [lead] * 1000, [1] * 1000))
+        whole = tokenizer.decode([lead] * 1000)
+        assert len(given_out) > 900 and given_out + detokenizer.rest(whole) == whole
+
     @given(text=st.text(st.sampled_from("ab "), max_size=30), sizes=SIZES, hold=st.text("ab", min_size=1, max_size=4))
     def test_nothing_that_may_be_a_stop_text_is_given_out(
         self, tokenizer: Any, text: str, sizes: list[int], hold: str
