@@ -213,6 +213,11 @@ class ChatForm(Form):
         return {"token": self._name(token_id), "logprob": finite(logprob), "bytes": utf8}
 
 
+def with_json(known: dict[str, Any], name: str, value: str) -> str:
+    """An object as JSON with one field more, whose value is JSON already: objects for every token cost much more."""
+    return f'{as_json(known)[:-1]},"{name}":{value}}}'
+
+
 def tokens_of(output: Trajectory) -> list[Token]:
     """The tokens of an output as they come in a stream."""
     return list(map(Token, output.token_ids, output.logprobs, output.top_logprobs or repeat(())))

@@ -14,7 +14,7 @@ from specactor_ray.rollout.prompts import is_token_ids
 from specactor_ray.serve.absent import BY_DIRECTORY, refuse_paths
 from specactor_ray.serve.bodies import Body, Text
 from specactor_ray.serve.control import directory_of, label_of
-from specactor_ray.serve.forms import as_json, finite, tokens_of
+from specactor_ray.serve.forms import as_json, finite, tokens_of, with_json
 from specactor_ray.serve.outputs import EventStream, Part, merged, parts_of
 from specactor_ray.serve.refusal import UNAVAILABLE, Refusal
 
@@ -256,7 +256,7 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
         outputs = await service.unless_gone(request, service.outputs(handles))
     finally:
         service.drop(handles)
-    return Response(as_json(form.whole(outputs)), media_type="application/json")
+    return Response(form.whole(outputs), media_type="application/json")
 
 
 async def _prompts(service: Service, body: GenerateBody) -> tuple[list[tuple[int, ...]], bool]:
@@ -302,11 +302,11 @@ class _Form:
         self._special, self._untrimmed = given.get("skip_special_tokens") is False, bool(given.get("no_stop_trim"))
         self._with_text = bool(body.return_text_in_logprobs)
 
-    def whole(self, outputs: Sequence[Trajectory]) -> Any:
+    def whole(self, outputs: Sequence[Trajectory]) -> str:
         choices = []
         for index, output in enumerate(outputs):
             choices.append(self._choice(index, self._text(output), tokens_of(output), output))
-        return choices if self._is_list else choices[0]
+        return f"[{','.join(choices)}]" if self._is_list else choices[0]
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[str]:
         texts, tokens = dict[int, str](), dict[int, list[Token]]()
@@ -314,12 +314,8 @@ class _Form:
             texts[part.index] = texts.get(part.index, "") + part.text
             mine = tokens.setdefault(part.index, [])
             mine += part.tokens
-            text = texts[part.index]
-            if part.output is not None:
-                text = self._text(part.output)
-            elif self._special:
-                text = self._decode([token.token_id for token in mine]).rstrip("\ufffd")
-            yield as_json(self._choice(part.index, text, mine, part.output))
+            text = texts[part.index] if part.output is None else self._text(part.output)
+            yield self._choice(part.index, text, mine, part.output)
 
     def _text(self, output: Trajectory) -> str:
         """As SGLang decodes it: the token or text that ends an output is left out, unless `no_stop_trim` is set."""
@@ -328,15 +324,12 @@ class _Form:
             ids.pop()
         elif not self._special:
             return output.text
-        text = self._decode(ids)
+        text = str(self._service.tokenizer.decode(ids, skip_special_tokens=not self._special))
         if isinstance(stop, str) and not self._untrimmed and stop in text:
             return text[: text.rfind(stop)]
         return text
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._service.tokenizer.decode(token_ids, skip_special_tokens=not self._special))
-
-    def _choice(self, index: int, text: str, tokens: Sequence[Token], output: Trajectory | None) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, tokens: Sequence[Token], output: Trajectory | None) -> str:
         """`output`: the whole one, at its end."""
         control = self._service.control
         meta: dict[str, Any] = {
@@ -350,16 +343,20 @@ class _Form:
             spans = control.spans(output)
             meta |= {"prompt_tokens": len(output.prompt_token_ids), "seed": output.sampling.seed}
             meta |= {"weight_version": spans[-1]["version"] if spans else control.label, "weight_versions": spans}
-        if self._wanted.logprobs is not None:
-            meta["output_token_logprobs"] = [self._logprob(token.token_id, token.logprob) for token in tokens]
         if self._wanted.logprobs:
-            meta["output_top_logprobs"] = [[self._logprob(*other) for other in token.top] for token in tokens]
-        choice = {"text": text, "output_ids": [token.token_id for token in tokens], "meta_info": meta}
-        return {"index": index, **choice} if self._is_list else choice
+            meta["output_top_logprobs"] = [
+                [(finite(p), one, self._name(one)) for one, p in token.top] for token in tokens
+            ]
+        whole = as_json(meta)
+        if self._wanted.logprobs is not None:
+            name = (lambda token_id: as_json(self._name(token_id))) if self._with_text else (lambda _token_id: "null")
+            reported = [f"[{finite(token.logprob)!r},{token.token_id},{name(token.token_id)}]" for token in tokens]
+            whole = with_json(meta, "output_token_logprobs", f"[{','.join(reported)}]")
+        choice = {"text": text, "output_ids": [token.token_id for token in tokens]}
+        return with_json({"index": index, **choice} if self._is_list else choice, "meta_info", whole)
 
-    def _logprob(self, token_id: int, logprob: float) -> tuple[float, int, str | None]:
-        text = self._service.token_texts[token_id].text if self._with_text else None
-        return finite(logprob), token_id, text
+    def _name(self, token_id: int) -> str | None:
+        return self._service.token_texts[token_id].text if self._with_text else None
 
 
 def _finish_reason(output: Trajectory) -> dict[str, Any]:

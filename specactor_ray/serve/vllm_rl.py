@@ -15,7 +15,7 @@ from specactor_ray.serve import prime_rl
 from specactor_ray.serve.absent import BY_DIRECTORY, NO_ADAPTERS, refuse_paths
 from specactor_ray.serve.bodies import Body, StreamOptions, Text
 from specactor_ray.serve.control import directory_of, label_of
-from specactor_ray.serve.forms import as_json, finite, tokens_of
+from specactor_ray.serve.forms import as_json, finite, tokens_of, with_json
 from specactor_ray.serve.outputs import EventStream, Part, merged, parts_of
 from specactor_ray.serve.refusal import Refusal, openai_error
 
@@ -242,7 +242,7 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
         outputs = await service.unless_gone(request, service.outputs(handles))
     finally:
         service.drop(handles)
-    return Response(as_json(form.whole(outputs)), media_type="application/json")
+    return Response(form.whole(outputs), media_type="application/json")
 
 
 def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -267,59 +267,57 @@ class _Form:
         options = body.stream_options
         self._with_usage = bool(options and options.include_usage)
 
-    def whole(self, outputs: Sequence[Trajectory]) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Trajectory]) -> str:
         choices = [self._choice(index, tokens_of(output), output) for index, output in enumerate(outputs)]
-        return {
+        answer = {
             "request_id": self._name,
             "output_mode": "tokens",
             "model": self._service.model,
-            "choices": choices,
             "usage": self._usage(sum(len(output.token_ids) for output in outputs)),
             "prompt_logprobs": None,
             "prompt_token_ids": self._body.token_ids if self._body.return_token_ids else None,
             "kv_transfer_params": None,
         }
+        return with_json(answer, "choices", f"[{','.join(choices)}]")
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[str]:
-        tokens, is_first = 0, True
+        tokens = 0
+        event: dict[str, Any] = {"request_id": self._name, "output_mode": "tokens"}
+        first = event | ({"prompt_token_ids": self._body.token_ids} if self._body.return_token_ids else {})
         async for part in parts:
+            choice = self._choice(part.index, part.tokens, part.output)
+            yield with_json(event if tokens else first, "choices", f"[{choice}]")
             tokens += len(part.tokens)
-            event = self._event([self._choice(part.index, part.tokens, part.output)])
-            if is_first and self._body.return_token_ids:
-                event["prompt_token_ids"] = self._body.token_ids
-            is_first = False
-            yield as_json(event)
         if self._with_usage:
-            yield as_json(self._event([]) | {"usage": self._usage(tokens)})
+            yield as_json(event | {"choices": [], "usage": self._usage(tokens)})
 
-    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"request_id": self._name, "output_mode": "tokens", "choices": choices}
-
-    def _choice(self, index: int, tokens: Sequence[Token], output: Trajectory | None) -> dict[str, Any]:
+    def _choice(self, index: int, tokens: Sequence[Token], output: Trajectory | None) -> str:
         """`output`: the whole one, at its end."""
         choice: dict[str, Any] = {
             "index": index,
             "token_ids": [token.token_id for token in tokens],
-            "logprobs": None if self._wanted.logprobs is None else {"content": [_reported(token) for token in tokens]},
             "finish_reason": output.finish_reason if output else None,
             "stop_reason": output.stop_reason if output else None,
             "routed_experts": None,
         }
         if output is not None:
             choice |= {"weight_versions": self._service.control.spans(output), "seed": output.sampling.seed}
-        return choice
+        if self._wanted.logprobs is None:
+            return as_json(choice | {"logprobs": None})
+        return with_json(choice, "logprobs", f'{{"content":[{",".join(map(_reported, tokens))}]}}')
 
     def _usage(self, tokens: int) -> dict[str, int]:
         prompt = len(self._body.token_ids)
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
-def _reported(token: Token) -> dict[str, Any]:
-    """As vLLM: the sampled token comes first among the others."""
-    own = _named(token.token_id, token.logprob)
-    others = [_named(*other) for other in token.top if other[0] != token.token_id]
-    return {**own, "top_logprobs": [own, *others] if token.top else []}
+def _reported(token: Token) -> str:
+    """JSON of a token. As vLLM: the sampled one comes first among the others."""
+    token_id, logprob, top = token
+    own = _named(token_id, logprob)
+    others = [f"{{{_named(*other)}}}" for other in top if other[0] != token_id]
+    return f'{{{own},"top_logprobs":[{",".join([f"{{{own}}}", *others]) if top else ""}]}}'
 
 
-def _named(token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": finite(logprob)}
+def _named(token_id: int, logprob: float) -> str:
+    return f'"token":"token_id:{token_id}","token_id":{token_id},"logprob":{finite(logprob)!r}'

@@ -201,32 +201,42 @@ class TestPauses:
         body = {"token_ids": PROMPTS[0], "sampling_params": {**LONG, "seed": 5}}
 
         async def work(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-            outputs = [asyncio.ensure_future(client.post("/inference/v1/generate", json=body))]
-            await begun(client, outputs)
+            started = asyncio.Event()
+            running = asyncio.ensure_future(streamed(client, started))
+            await started.wait()
             assert (await client.post("/pause?mode=keep")).is_success
-            before = (await client.get("/v1/loads")).json()["loads"][0]["num_waiting_reqs"]
-            outputs.append(asyncio.ensure_future(client.post("/inference/v1/generate", json=body)))
-            await until(client, waiting(before + 1))
+            held = asyncio.ensure_future(client.post("/inference/v1/generate", json=body))
+            await until(client, waiting(1))
             for path, more in (
                 ("/update_weights", {"json": {"weight_dir": str(new)}}),
                 ("/update_weight_version", {"json": {"new_version": "in flight"}}),
                 ("/resume", {}),
             ):
                 assert (await client.post(path, **more)).is_success
-            return [(await output).json()["choices"][0] for output in outputs]
+            return [await running, (await held).json()["choices"][0]]
+
+        async def streamed(client: httpx.AsyncClient, started: asyncio.Event) -> dict[str, Any]:
+            tokens, choice = list[int](), dict[str, Any]()
+            async with client.stream("POST", "/inference/v1/generate", json=body | {"stream": True}) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                        tokens += choice["token_ids"]
+                        started.set()
+            return choice | {"token_ids": tokens}
 
         sampling = SamplingParams(seed=5, **LONG)
-        before, after = plain(tiny_target(), sampling, PROMPTS[:1])[0], plain(new, sampling, PROMPTS[:1])[0]
+        after = plain(new, sampling, PROMPTS[:1])[0]
         ran, waited = background(server, work)
         assert waited["token_ids"] == after
         assert waited["weight_versions"] == [{"version": "in flight", "start": 0, "end": len(after)}]
         tokens, spans = ran["token_ids"], ran["weight_versions"]
-        end = spans[0]["end"]
-        assert spans[0]["start"] == 0 and tokens[:end] == before[:end]
-        if end < len(tokens):  # it had not ended by then
-            assert spans[1:] == [{"version": "in flight", "start": end, "end": len(tokens)}]
-            rest = replace(sampling, first_position=end, max_tokens=sampling.max_tokens - end)
-            assert tokens[end:] == plain(new, rest, [PROMPTS[0] + tokens[:end]])[0]
+        assert [span["start"] for span in spans] + [len(tokens)] == [0] + [span["end"] for span in spans]
+        assert [span["version"] == "in flight" for span in spans] in ([False, True], [False])  # or it had ended
+        for start, end, version in [(span["start"], span["end"], span["version"]) for span in spans]:
+            rest = replace(sampling, first_position=start, max_tokens=sampling.max_tokens - start)
+            model = new if version == "in flight" else tiny_target()
+            assert tokens[start:end] == plain(model, rest, [PROMPTS[0] + tokens[:start]])[0][: end - start]
         with httpx.Client(base_url=server.url, timeout=60) as client:
             push_by_prime_rl(client, old, 0)
             sent(client, "/update_weight_version", {"new_version": "0"})
