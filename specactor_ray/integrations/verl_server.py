@@ -115,7 +115,7 @@ def configuration(rollout: Any, model_path: str, trust_remote_code: bool, has_gp
 
 @dataclass(frozen=True)
 class Limits:
-    """What verl's configuration says of all requests."""
+    """Settings of verl that hold for all requests."""
 
     prompt_length: int
     response_length: int
