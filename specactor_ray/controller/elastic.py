@@ -233,7 +233,7 @@ class Elastic:
     def _look(self, members: list[Member]) -> Load | None:
         """Take what was reported since the last look; None: nothing was."""
         reports = {m.actor_id: m.actor.counters for m in members if m.actor is not None and m.phase is Phase.READY}
-        verifiers = [m.actor_id for m in members if m.key == VERIFIER and reports.get(m.actor_id, {}).get("steps")]
+        verifiers = [m.actor_id for m in members if m.key == VERIFIER and "steps" in reports.get(m.actor_id, {})]
         fresh = [name for name in verifiers if reports[name] is not self._seen.get(name)]
         if not fresh:
             return None

@@ -147,7 +147,8 @@ def describe(scenario: ScenarioConfig) -> str:
     if workload.trajectories is not None:
         return f"requests recorded in {workload.trajectories} (other keys of the workload do not apply to them)"
     groups = f"in groups of {workload.group}, " if workload.group > 1 else ""
-    arrival = "more always waiting" if workload.arrival is Arrival.continuous else "all at once"
+    arrivals = {Arrival.at_once: "all at once", Arrival.continuous: "more always waiting"}
+    arrival = arrivals.get(workload.arrival, f"at the rates of a day of {workload.day_s:g} s")
     lengths = f"outputs of {workload.median_tokens:,} tokens (median), at most {workload.max_tokens:,}"
     return f"{workload.requests:,} requests, {groups}{arrival}; {lengths}"
 

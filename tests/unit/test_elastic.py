@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.controller.elastic import (
     Bounds,
+    Elastic,
     Figures,
     LearnedCost,
     Load,
@@ -17,6 +20,7 @@ from specactor_ray.controller.elastic import (
     revise,
     tokens_per_s,
 )
+from specactor_ray.controller.state import VERIFIER, Phase
 from specactor_ray.errors import ConfigError
 
 NEVER = float("inf")
@@ -148,3 +152,62 @@ def test_reported_costs_are_kept_and_never_fall_with_positions() -> None:
 def test_bounds_that_cannot_be_met_are_refused(drafter: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         from_mapping({"mode": "decoupled", "target": {"model": "m"}, "drafters": [drafter]})
+
+
+def member(key: str, phase: Phase = Phase.READY, **counters: Any) -> Any:
+    actor = SimpleNamespace(counters=counters) if phase is not Phase.PENDING else None
+    return SimpleNamespace(actor_id=f"{key}-0#0000", key=key, phase=phase, actor=actor)
+
+
+def verifier(steps: int, rows: int) -> Any:
+    """One that took so many steps in all, each over so many requests, half of them with a tail."""
+    counts = {"steps": steps, "row_steps": steps * rows, "supplied_row_steps": steps * rows // 2, "suspended_steps": 0}
+    ladder = [{"method": "draft_model", "drafted": 100.0, "acceptance": 0.8}]
+    return member(VERIFIER, **counts, cost=[(1.0, 0.008), (256.0, 0.010)], ladder=ladder)
+
+
+def elastic(**drafter: Any) -> Elastic:
+    model = {"method": "draft_model", "model": "m", "replicas": 0, "max_replicas": 4, **drafter}
+    settings = {"mode": "decoupled", "target": {"model": "m", "cores": 1}, "drafters": [model]}
+    return Elastic(from_mapping({**settings, "elastic": {"up_s": 0.0, "down_s": 0.0}}), {})
+
+
+def test_what_is_reported_is_turned_into_numbers() -> None:
+    scaling = elastic(cores=0.1)
+    assert scaling.revise([verifier(0, 0)], {"draft_model": 0}, [], 0.0) == {}
+    assert scaling.revise([verifier(100, 8)], {"draft_model": 0}, [], 10.0) == {"draft_model": 1}
+    drafter = member("draft_model", cost=[(1.0, 0.0005), (8.0, 0.001)])
+    assert scaling.revise([verifier(200, 8), drafter], {"draft_model": 1}, [], 20.0) == {}
+    same = verifier(200, 8)
+    assert scaling.revise([same, drafter], {"draft_model": 1}, [], 30.0) == {"draft_model": 0}, "no step since"
+    assert scaling.revise([same, drafter], {"draft_model": 1}, [], 40.0) == {}, "no report since"
+
+
+def test_counters_that_were_reset_count_from_nothing() -> None:
+    scaling = elastic(cores=0.1)
+    assert scaling.revise([verifier(100, 8)], {"draft_model": 0}, [], 0.0) == {"draft_model": 1}
+    assert scaling.revise([verifier(50, 8)], {"draft_model": 1}, [], 10.0) == {}
+    assert scaling.revise([verifier(0, 0)], {"draft_model": 1}, [], 20.0) == {"draft_model": 0}
+
+
+@pytest.mark.parametrize("phase", [Phase.PENDING, Phase.STARTING])
+def test_those_on_their_way_come_before_more_and_hold_no_removal_up(phase: Phase) -> None:
+    slow = {"cost": [(1.0, 0.001), (16.0, 0.0015), (20.0, 0.004), (64.0, 0.012)]}
+
+    def after(phase: Phase, number: int, rows: int) -> dict[str, int]:
+        scaling = elastic(cores=0.1)
+        scaling.revise([verifier(1, 64), member("draft_model", **slow)], {"draft_model": number}, [], 0.0)
+        mine = [member("draft_model", **slow), member("draft_model", phase)]
+        return scaling.revise([verifier(1 + 100 * bool(rows), rows or 64), *mine], {"draft_model": number}, [], 10.0)
+
+    assert after(Phase.READY, 2, 64) == {"draft_model": 4} and after(phase, 2, 64) == {}
+    assert after(phase, 2, 0) == {"draft_model": 0}
+
+
+def test_a_method_that_is_held_or_given_up_keeps_its_number() -> None:
+    scaling = elastic(cores=0.1)
+    assert scaling.revise([verifier(100, 8)], {"draft_model": 0}, ["draft_model"], 0.0) == {}
+    scaling.hold("draft_model", True)
+    assert scaling.revise([verifier(200, 8)], {"draft_model": 0}, [], 10.0) == {}
+    scaling.hold("draft_model", False)
+    assert scaling.revise([verifier(300, 8)], {"draft_model": 0}, [], 20.0) == {"draft_model": 1}
