@@ -65,7 +65,7 @@ class Experience:
     scored: int = 0
     """Trajectories that have a reward of their own."""
     turns: int = 0
-    """Of all conversations."""
+    """Of `trajectories`, with an environment."""
     environment_s: float = 0.0
     """How long conversations waited for their environments, added up."""
     position: tuple[int, int] = (0, 0)
@@ -161,7 +161,6 @@ class ExperienceMaker:
         with self._timed("rollout"):
             episodes = self._conversations.run(rollout, tasks, sampling, self._config.data.n)
         for episode in episodes:
-            experience.turns += len(episode.turns)
             experience.environment_s += episode.environment_s
             if episode.error:
                 experience.rollout_failures[episode.error] += 1
@@ -171,6 +170,7 @@ class ExperienceMaker:
             else:
                 experience.scored += 1
             if episode.turns:
+                experience.turns += len(episode.turns)
                 reward = self._config.reward.failure_value if episode.failure else episode.reward
                 yield self._conversations.trajectory(episode), reward
 
