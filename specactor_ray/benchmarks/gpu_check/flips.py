@@ -27,7 +27,9 @@ Sampled = dict[float, np.ndarray]
 def measure_flips(stage: Stage) -> None:
     """Fill a point per batch and length (positions): tokens flipped per 1,000 against batch 1 and length 1, and the
     largest margin of the reference there. The first way is the reference again: what flips is the device's noise."""
-    settings, task, reference = stage.settings, _Task(stage), Sampled()
+    settings, reference = stage.settings, Sampled()
+    with stage.uncounted():
+        task = _Task(stage)
 
     def measure(length: int, batch: int) -> str:
         if not reference:
