@@ -256,6 +256,18 @@ def test_a_stage_gives_the_time_it_did_not_need_to_those_after_it() -> None:
         Stage("a", DRY_RUN, clock.now() - 1, now=clock.now).seconds(lambda: None)
 
 
+def test_what_is_not_counted_takes_no_time_of_a_share_but_ends_with_all_stages() -> None:
+    clock = Passing()
+    stage = Stage("a", DRY_RUN, clock.now() + 1.0, now=clock.now, end=clock.now() + 15.0)
+    with stage.uncounted():
+        clock.advance(10.0)
+    stage.seconds(lambda: clock.advance(0.5))
+    with stage.uncounted():
+        clock.advance(10.0)
+    with pytest.raises(OutOfTime):
+        stage.seconds(lambda: None)
+
+
 # ---- stages ----
 
 

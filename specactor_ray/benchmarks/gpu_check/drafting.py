@@ -48,11 +48,13 @@ def measure_drafting(stage: Stage) -> None:
         if shape not in models:
             models.clear()
             tokens = max(settings.drafting_rows) * (settings.prompt + 2 * _WINDOW + 512)
-            models[shape] = ragged_model(shape, settings.dtype, settings.device, tokens)
+            with stage.uncounted():
+                models[shape] = ragged_model(shape, settings.dtype, settings.device, tokens)
         columns, lines = dict[str, float](), dict[str, np.ndarray]()
         for way in WAYS:
             capturer = CudaCapturer() if way == "graph" and settings.device == "cuda" else Uncaptured()
-            drafter = DraftModelProposer(models[shape], max_batch=rows, capturer=capturer)
+            with stage.uncounted():
+                drafter = DraftModelProposer(models[shape], max_batch=rows, capturer=capturer)
             if way == "eager":
                 drafter._bursts = None
             for most in (1, LONGEST):
@@ -77,7 +79,8 @@ def _token_ms(stage: Stage, drafter: DraftModelProposer, shape: ModelShape, rows
         prompt = [rng.randrange(shape.vocab_size) for _ in range(settings.prompt)]
         drafter.open(slot, f"r{slot}", prompt, (), SamplingParams(1.0, max_tokens=4 * _WINDOW, seed=slot), _WINDOW)
     drafter.burst = 1
-    while (drafter.mirrors.ends[:rows] == settings.prompt).any():
-        drafter.extend()
+    with stage.uncounted():  # compiles, and captures graphs
+        while (drafter.mirrors.ends[:rows] == settings.prompt).any():
+            drafter.extend()
     drafter.burst = most
     return 1e3 * stage.median_s(drafter.extend) / most

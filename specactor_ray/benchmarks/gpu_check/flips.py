@@ -27,7 +27,9 @@ Sampled = dict[float, np.ndarray]
 def measure_flips(stage: Stage) -> None:
     """Fill a point per batch and length (positions): tokens flipped per 1,000 against batch 1 and length 1, and the
     largest margin of the reference there. The first way is the reference again: what flips is the device's noise."""
-    settings, task, reference = stage.settings, _Task(stage), Sampled()
+    settings, reference = stage.settings, Sampled()
+    with stage.uncounted():
+        task = _Task(stage)
 
     def measure(length: int, batch: int) -> str:
         if not reference:
@@ -59,17 +61,21 @@ class _Task:
         self._tokens = np.random.default_rng(1).integers(s.shapes[-1].vocab_size, size=(rows, longest))
         for begin in range(0, rows, _PREFILLED_AT_ONCE):
             self._forward(slice(begin, begin + _PREFILLED_AT_ONCE), 0, s.flip_context)
+        self._sample(slice(0, 1), 0, 1, self._nothing())  # compiles the sampler, which no step has time for
 
     def sample(self, batch: int, length: int) -> Sampled:
         """Tokens of all compared rows and positions."""
         s = self._settings
-        found = {t: np.zeros((2, s.flip_rows, s.flip_tokens)) for t in TEMPERATURES}
+        found = self._nothing()
         self._model.cache.truncate(self._rows, s.flip_context)
         parts = list(itertools.product(range(0, s.flip_rows, batch), range(0, s.flip_tokens, length)))
         for done, (row, position) in enumerate(parts):
             rows = slice(row, row + batch)
             self._stage.step(functools.partial(self._sample, rows, position, length, found), done, len(parts))
         return found
+
+    def _nothing(self) -> Sampled:
+        return {t: np.zeros((2, self._settings.flip_rows, self._settings.flip_tokens)) for t in TEMPERATURES}
 
     def _sample(self, rows: slice, position: int, length: int, found: Sampled) -> None:
         logits = self._forward(rows, self._settings.flip_context + position, length)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +42,15 @@ class Stage:
     now: Callable[[], float] = time.perf_counter
     entry: dict[str, Any] = field(default_factory=lambda: {"points": [], "figures": {}, "not_measured": []})
     """Plain data: `points`, a table; `figures`, single ones; `not_measured`, a line with the reason for each."""
+    end: float = math.inf
+    """Of all stages, on the clock of `now`."""
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What makes models and compiles takes no time of the stage's share, but of the stages after it."""
+        begin = self.now()
+        yield
+        self.deadline = min(self.deadline + self.now() - begin, self.end)
 
     def point(self, key: Mapping[str, Any], **columns: Any) -> None:
         """Add columns to the line of the table that has this key."""
@@ -119,7 +130,7 @@ def run_stages(
     weights = [weight for weight, _ in stages.values()]
     for index, (name, (weight, function)) in enumerate(stages.items()):
         share_s = max(end - now(), 0.0) * weight / sum(weights[index:])
-        stage = Stage(name, settings, now() + share_s, changed, now)
+        stage = Stage(name, settings, now() + share_s, changed, now, end=end)
         stage.entry |= {"status": "interrupted", "seconds": 0.0, "error": ""}  # if that happens right here
         entries[name] = stage.entry
         _run_stage(function, stage, share_s)
