@@ -1,6 +1,7 @@
 """`python -m tests.chaos.soak`: a server under load for a while, whose draft actors are killed every minute.
 
-Clients of several kinds, some of which leave in the middle, send the same requests again and again. No request may
+Clients send the same requests again and again: whole, streamed, with sessions, as trainers do; some leave in the
+middle, some continue an output that was cut off. Every few seconds the weights are replaced by equal ones. No request may
 fail, each must give the tokens that it gave first, and memory must not grow. A line a minute; exit code 1 if that does
 not hold.
 """
@@ -42,6 +43,10 @@ SETTINGS: dict[str, Any] = {
     "cluster": {"pin_cores": False},
 }
 CLIENTS, REQUESTS = 24, 60
+KINDS = {"whole": 4, "stream": 4, "leave": 1, "proceed": 2, "trainer": 2}
+"""How clients send requests, and how often."""
+_PUSH_S = 15.0
+"""Between two versions of the weights."""
 _MOST_GROWTH = 1.15
 """Memory of the driver at the end, over that after a fifth of the time."""
 
@@ -58,12 +63,12 @@ class Load:
     async def run(self) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.url, timeout=300.0, limits=limits) as client:
-            await asyncio.gather(*(self._work(client) for _ in range(CLIENTS)))
+            await asyncio.gather(self._push_weights(client), *(self._work(client) for _ in range(CLIENTS)))
 
     async def _work(self, client: httpx.AsyncClient) -> None:
         while not self.stopped:
             number = self._rng.randrange(REQUESTS)
-            kind = self._rng.choices(("whole", "stream", "leave", "trainer"), (4, 4, 1, 2))[0]
+            kind = self._rng.choices(list(KINDS), list(KINDS.values()))[0]
             try:
                 await getattr(self, f"_{kind}")(client, number)
             except Exception as error:  # noqa: BLE001 - counted, and shown
@@ -72,7 +77,8 @@ class Load:
 
     def _body(self, number: int) -> dict[str, Any]:
         sampling = {"max_tokens": 20 + number, "seed": number, "temperature": float(number % 2)}
-        return {"prompt": self._prompts[number], "return_token_ids": True, **sampling}
+        session = f"session-{number % 7}"
+        return {"prompt": self._prompts[number], "return_token_ids": True, "session": session, **sampling}
 
     def _check(self, number: int, tokens: list[int]) -> None:
         if self._truth.setdefault(number, tokens) != tokens:
@@ -97,9 +103,37 @@ class Load:
     async def _leave(self, client: httpx.AsyncClient, number: int) -> None:
         await self._stream(client, number, most=3)
 
+    async def _proceed(self, client: httpx.AsyncClient, number: int) -> None:
+        """Cut an output off, and send prompt and output as a new prompt."""
+        body, tokens = self._body(number), list[int]()
+        body["prompt"] = await self._ids(client, body["prompt"])
+        cut = (await client.post("/v1/completions", json={**body, "max_tokens": 7})).raise_for_status().json()
+        (choice,) = cut["choices"]
+        tokens += choice["token_ids"]
+        if choice["finish_reason"] == "length":
+            more = {"prompt": [*body["prompt"], *tokens], "first_position": len(tokens), "max_tokens": 13 + number}
+            answer = (await client.post("/v1/completions", json={**body, **more})).raise_for_status()
+            tokens += answer.json()["choices"][0]["token_ids"]
+        self._check(number, tokens)
+
+    async def _ids(self, client: httpx.AsyncClient, prompt: str) -> list[int]:
+        answer = (await client.post("/tokenize", json={"prompt": prompt})).raise_for_status()
+        ids: list[int] = answer.json()["tokens"]
+        return ids
+
+    async def _push_weights(self, client: httpx.AsyncClient) -> None:
+        while not self.stopped:
+            try:
+                body = {"weight_dir": str(tiny_target())}
+                (await client.post("/update_weights", json=body)).raise_for_status()
+            except Exception as error:  # noqa: BLE001 - counted, and shown
+                self.failures.append(f"weights: {type(error).__name__}: {error}")
+            self.counts["weights"] += 1
+            await asyncio.sleep(_PUSH_S)
+
     async def _trainer(self, client: httpx.AsyncClient, number: int) -> None:
         text = self._body(number)
-        ids = (await client.post("/tokenize", json={"prompt": text["prompt"]})).raise_for_status().json()["tokens"]
+        ids = await self._ids(client, text["prompt"])
         params = {name: text[name] for name in ("max_tokens", "seed", "temperature")}
         body = {"token_ids": ids, "sampling_params": params}
         answer = (await client.post("/inference/v1/generate", json=body)).raise_for_status()
