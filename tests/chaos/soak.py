@@ -1,9 +1,9 @@
 """`python -m tests.chaos.soak`: a server under load for a while, whose draft actors are killed every minute.
 
 Clients send the same requests again and again: whole, streamed, with sessions, as trainers do; some leave in the
-middle, some continue an output that was cut off. Every few seconds the weights are replaced by equal ones. No request may
-fail, each must give the tokens that it gave first, and memory must not grow. A line a minute; exit code 1 if that does
-not hold.
+middle, some continue an output that was cut off. Every few seconds the weights are replaced by equal ones. No request
+may fail, each must give the tokens that it gave first, and memory must not grow. A line a minute; exit code 1 if that
+does not hold.
 """
 
 from __future__ import annotations
