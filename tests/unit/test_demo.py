@@ -158,7 +158,7 @@ class TestTrainingDisplay:
         display.end(record(2, 0.5))
         assert text.getvalue().startswith("step 2/4: reward 0.500, samples 16")
 
-    @pytest.mark.parametrize(("width", "left_out"), [(60, 9), (80, 8), (110, 4), (160, 0)])
+    @pytest.mark.parametrize(("width", "left_out"), [(60, 10), (80, 9), (110, 5), (160, 0)])
     def test_columns_that_do_not_fit_are_left_out(self, width: int, left_out: int) -> None:
         step = {
             "step": 3,
