@@ -49,6 +49,12 @@ def test_shipped_hardware_loads(name: str) -> None:
         assert all(hardware.target_cost(model).seconds(1, 1, 100) > 0 for model in load_models())
 
 
+def test_the_measured_gpu_is_met_where_it_was_measured() -> None:
+    cost = load_hardware("h200-measured").target_cost("qwen2.5-7b")
+    for rows, positions, context, expected in ((1, 1, 2048, 0.00624), (128, 1, 2048, 0.01067), (128, 9, 8192, 0.0449)):
+        assert cost.seconds(rows, rows * positions, rows * context) == pytest.approx(expected, rel=0.05)
+
+
 def test_shipped_files_are_found_in_the_repository() -> None:
     assert {"h100", "h200", "h20", "gb200"} <= set(shipped_hardware())
     assert SHIPPED.resolve() == REPOSITORY / "conf" / "simulation" / "hardware"
