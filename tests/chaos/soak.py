@@ -162,6 +162,8 @@ def main() -> int:
         server = server_of(Service.of(rollout, "tiny"))
         serving = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
         serving.start()
+        while not server.started:
+            time.sleep(0.01)
         load = Load(f"http://127.0.0.1:{listener.getsockname()[1]}", options.seed)
         clients = threading.Thread(target=lambda: asyncio.run(load.run()), daemon=True)
         clients.start()

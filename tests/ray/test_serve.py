@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,9 @@ class Served:
         self._server = server_of(self.service, token)
         self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
         self._thread.start()
+        while not self._server.started:  # until then clients are refused
+            assert self._thread.is_alive()
+            time.sleep(0.01)
 
     def close(self) -> None:
         self._server.should_exit = True
