@@ -147,7 +147,7 @@ class Control:
         return self._labels.get(version, str(version))
 
     def _require_no_step_back(self, label: str | None) -> None:
-        old = self.label
+        old = self._labels.get(self._rollout.weight_version, "")  # weights without one have no place in the order
         if label is not None and label.isdecimal() and old.isdecimal() and int(label) < int(old):
             raise Refusal(
                 f"weight_version {label} comes after {old}, and versions do not go back. Fix: count on, or set the "
