@@ -13,7 +13,7 @@ import json
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from specactor_ray import Rollout, SamplingParams
@@ -52,15 +52,19 @@ def report(rollout: Rollout, url: str, requests: int, tokens: int) -> None:
     engine, one = rollout.engine, SamplingParams(max_tokens=1, seed=1, ignore_eos=True)
     many = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
 
-    async def generate(sampling: SamplingParams) -> None:
-        await asyncio.gather(*(engine.generate(PROMPT, sampling) for _ in range(requests)))
+    async def by_turns(send: Callable[[], Awaitable[Any]]) -> None:
+        async def some() -> None:
+            for _ in range(requests // _CONNECTIONS):
+                await send()
 
-    async def stream(sampling: SamplingParams) -> None:
-        async def read() -> None:
-            async for _ in engine.stream(PROMPT, sampling):
-                pass
+        await asyncio.gather(*(some() for _ in range(_CONNECTIONS)))
 
-        await asyncio.gather(*(read() for _ in range(requests)))
+    async def read(sampling: SamplingParams) -> None:
+        async for _ in engine.stream(PROMPT, sampling):
+            pass
+
+    def generating(sampling: SamplingParams) -> float:
+        return cpu(lambda: asyncio.run(by_turns(lambda: engine.generate(PROMPT, sampling))))
 
     handles: list[Any] = []
     begin = time.thread_time()
@@ -69,10 +73,10 @@ def report(rollout: Rollout, url: str, requests: int, tokens: int) -> None:
     show("submit, of its own thread", time.thread_time() - begin, requests)
     for handle in handles:
         handle.result()
-    show("generate, 1 token", cpu(lambda: asyncio.run(generate(one))), requests)
-    whole = cpu(lambda: asyncio.run(generate(many)))
+    show("generate, 1 token", generating(one), requests)
+    whole = generating(many)
     show(f"generate, {tokens} tokens", whole, requests)
-    show(f"stream, {tokens} tokens", cpu(lambda: asyncio.run(stream(many))), requests)
+    show(f"stream, {tokens} tokens", cpu(lambda: asyncio.run(by_turns(lambda: read(many)))), requests)
     show("GET /health", cpu(lambda: clients(url, requests, None)), requests)
     body = {"prompt": PROMPT, "max_tokens": 1, "seed": 1, "ignore_eos": True}
     show("HTTP, 1 token", cpu(lambda: clients(url, requests, body)), requests)

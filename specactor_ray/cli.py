@@ -22,6 +22,7 @@ from specactor_ray.cli_demo import demo
 from specactor_ray.cli_options import ConfigFile, Overrides, finish, load_settings, parse_numbers, planned_side_by_side
 from specactor_ray.cli_plan import plan, profile
 from specactor_ray.cli_serve import serve
+from specactor_ray.cli_setup import doctor, init
 from specactor_ray.cli_simulate import simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.drafter_cli import drafter
@@ -60,6 +61,8 @@ bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(drafter, name="drafter")
 app.command()(demo)
+app.command()(init)
+app.command()(doctor)
 app.command()(serve)
 app.command()(profile)
 app.command()(plan)

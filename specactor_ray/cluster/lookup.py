@@ -86,3 +86,17 @@ def address_of_run(run: str | None) -> str:
     which, fix = (f"run {run!r}", "--address") if run else ("a run", "--run, or --address")
     count = f"{len(found)} clusters" if found else "no cluster"
     raise InputError(f"{count} on this machine with {which} ({there}). Fix: give {fix}.")
+
+
+def resources_of(address: str) -> str:
+    """Nodes, free resources and runs of a cluster, in words.
+
+    Raises:
+        ClusterError: It cannot be joined.
+    """
+    with connect(ClusterConfig(address=address)):
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        total, free = ray.cluster_resources(), ray.available_resources()
+        runs = ", ".join(list_runs()) or "none"
+    shares = (f"{free.get(kind, 0.0):g} of {total[kind]:g} {kind}s free" for kind in ("CPU", "GPU") if total.get(kind))
+    return f"{nodes} nodes; {'; '.join(shares) or 'no CPUs'}; runs: {runs}"

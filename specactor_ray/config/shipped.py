@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+from specactor_ray.errors import InputError
+from specactor_ray.files import make_folder
 
 SHIPPED = Path(__file__).parents[1] / "conf"
 
@@ -23,3 +27,21 @@ def find_file(name: str | Path, folder: str = "") -> Path:
 def shipped_names(folder: str = "") -> list[str]:
     """Names of the shipped configurations of runs, or of the files in another folder of `conf`."""
     return sorted(path.stem for path in (SHIPPED / folder).glob("*.yaml") if path.stem != "runtime_env")
+
+
+def copy_shipped(folder: Path) -> list[Path]:
+    """Copy what is shipped to `folder/conf`; returns the new files.
+
+    Raises:
+        InputError: A file is there already, or the folder cannot be written. Nothing is copied.
+    """
+    sources = sorted(path for path in SHIPPED.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    targets = [folder / "conf" / source.relative_to(SHIPPED) for source in sources]
+    if there := [str(target) for target in targets if target.exists()]:
+        more = f" and {len(there) - 1} others" if len(there) > 1 else ""
+        raise InputError(f"no file is replaced, and there is {there[0]}{more}; name another folder")
+    for parent in sorted({target.parent for target in targets}):
+        make_folder(parent, "DIR")
+    for source, target in zip(sources, targets, strict=True):
+        shutil.copyfile(source, target)
+    return targets

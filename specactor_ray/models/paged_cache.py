@@ -116,11 +116,15 @@ class PagedCache:
 
     def open(self, tokens: int) -> int | None:
         """An empty row with room for `tokens` tokens, or None where there are too few free pages."""
-        (row,) = self._new_rows(1).tolist()
+        row = self.new_row()
         if self.reserve(row, max(tokens, 1)):
             return row
         self.free(row)
         return None
+
+    def new_row(self) -> int:
+        """An empty row, without a page."""
+        return int(self._new_rows(1)[0])
 
     def fork(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Rows, int64 `(n,)`, of the first `lengths` tokens of `rows`, int64 `(n,)` each. They take no page before

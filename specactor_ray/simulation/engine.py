@@ -169,6 +169,9 @@ class SimulatedEngine:
         self._clock.work(self._world.times.sync_s)
         self.weight_version = version
 
+    def reset_prefix_cache(self) -> None:
+        pass
+
     def sleep(self) -> None:
         if self.has_work():
             raise InputError("requests are running")

@@ -183,6 +183,9 @@ class TargetEngine(Protocol):
             InputError: A name or shape does not fit; nothing was changed.
         """
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the contexts of requests that have ended; for benchmarks."""
+
     def sleep(self) -> None:
         """Give up the cache's memory until `wake`; for trainers that share the device.
 

@@ -2,7 +2,8 @@
 
 A step is `admit → plan → forward → verify → commit`. The plan gives every admitted request its pending tokens
 (the part of prompt and output that is not in the cache yet; one token while decoding) and, once those fit, its
-draft tail. All of it goes through the model as one packed sequence.
+draft tail. All of it goes through the model as one packed sequence. A prefix that is in the cache, of a running request
+or of one that has ended, is not computed again.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from specactor_ray.ragged import begins, enlarged, places
 from specactor_ray.sampling.keyed import Found, verify_arrays, warm_up
 from specactor_ray.sampling.probable import most_probable
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
+from specactor_ray.target.prefixes import PrefixCache
 from specactor_ray.target.rows import EngineRows
 
 _FIRST_RESERVATION = 128
 """Output tokens for which cache is reserved when a request is admitted; it grows from there."""
+_LEAST_SHARED = 32
+"""A request waits for the prefill of another one with the same context if at least so many tokens are left of it."""
 
 
 class _Plan(NamedTuple):
@@ -81,6 +85,7 @@ class HfEngine:
         self._cached: dict[int, int] = {}
         """Admitted rows, in the order of their admission, and their rows in the cache."""
         self._waiting: deque[int] = deque()
+        self._prefixes = PrefixCache(model.cache)
         warm_up(model.device, model.dtype, record_margins=record_margins)
 
     @classmethod
@@ -108,7 +113,7 @@ class HfEngine:
         if not self._rows.close(row):
             return
         if row in self._cached:
-            self._model.cache.free(self._cached.pop(row))
+            self._retain(row, self._num_cached(row))
         else:
             self._waiting.remove(row)
 
@@ -122,17 +127,23 @@ class HfEngine:
     def close(self) -> None:
         for row in list(self._rows.requests):
             self.remove(row)
+        self._prefixes.clear()
         del self._model
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
         self.weight_version = version
+        self._prefixes.clear()
         self._model.cache.truncate(self._cache_rows(self._admitted()[0]), 0)
+
+    def reset_prefix_cache(self) -> None:
+        self._prefixes.clear()
 
     def sleep(self) -> None:
         if self.has_work():
             raise InputError("the engine cannot sleep while requests are running")
         self._asleep = True
+        self._prefixes.clear()
         self._model.sleep()
 
     def wake(self) -> None:
@@ -175,13 +186,50 @@ class HfEngine:
         return np.array([self._cached[row] for row in rows.tolist()], np.int64)
 
     def _admit(self) -> None:
+        later, prefilling = list[int](), self._prefilling() if self._waiting else set[bytes]()
         while self._waiting and len(self._cached) < self.max_batch:
-            row = self._waiting[0]
-            length, limit = int(self._rows.length[row]), int(self._rows.limit[row])
-            cached = self._model.cache.open(min(limit, length + _FIRST_RESERVATION))
-            if cached is None:
+            row = self._waiting.popleft()
+            tokens = self._context[row, : self._rows.length[row] - 1]
+            if (key := tokens.tobytes()) in prefilling:
+                later.append(row)  # forks what another request is computing
+            elif not self._open(row, tokens):
+                later.append(row)
                 break
-            self._cached[self._waiting.popleft()] = cached
+            elif not self._model.exports_states and len(tokens) - self._num_cached(row) >= _LEAST_SHARED:
+                prefilling.add(key)
+        self._waiting.extendleft(reversed(later))
+
+    def _prefilling(self) -> set[bytes]:
+        """Contexts of admitted requests of which much is still to be computed."""
+        if self._model.exports_states:
+            return set()
+        rows, cached = self._admitted()
+        rows = rows[self._rows.length[rows] - 1 - cached >= _LEAST_SHARED]
+        return {self._context[row, : self._rows.length[row] - 1].tobytes() for row in rows.tolist()}
+
+    def _open(self, row: int, tokens: np.ndarray) -> bool:
+        """Give a request a row of the cache, with as many of its tokens as are cached. False: there is no room."""
+        cache, room = self._model.cache, min(int(self._rows.limit[row]), len(tokens) + 1 + _FIRST_RESERVATION)
+        source, common = self._prefixes.longest(tokens)
+        if self._model.exports_states:  # drafters are sent the states of every position
+            common = 0
+        cached = int(cache.fork(np.array([source]), np.array([common]))[0]) if common else cache.new_row()
+        if not self._make_room(cached, room):
+            cache.free(cached)
+            return False
+        self._cached[row] = cached
+        self._prefixes.add(cached, tokens, lambda: self._context[row, : cache.lengths[cached]])
+        return True
+
+    def _num_cached(self, row: int) -> int:
+        return int(self._model.cache.lengths[self._cached[row]])
+
+    def _make_room(self, cached: int, tokens: int) -> bool:
+        """`PagedCache.reserve`, at the cost of rows of ended requests."""
+        while not self._model.cache.reserve(cached, tokens):
+            if not self._prefixes.evict():
+                return False
+        return True
 
     def _plan(self, drafts: Drafts) -> _Plan:
         """Decoding rows first, with one token each; then their tails; prefill chunks fill what is left."""
@@ -211,10 +259,10 @@ class HfEngine:
         short = tokens + drafted > cache.room(self._cache_rows(rows))
         for i in np.flatnonzero(short).tolist():
             cached = self._cached.get(row := int(rows[i]))
-            if cached is None or cache.reserve(cached, int(tokens[i] + drafted[i])):
+            if cached is None or self._make_room(cached, int(tokens[i] + drafted[i])):
                 continue
             drafted[i] = 0
-            while not cache.reserve(cached, int(tokens[i])) and self._preempt_newest() != row:
+            while not self._make_room(cached, int(tokens[i])) and self._preempt_newest() != row:
                 pass
         if preemptions == self.preemptions:
             return np.ones(len(rows), np.bool_)
@@ -226,7 +274,7 @@ class HfEngine:
         Keyed sampling makes the continuation the same. Returns its row.
         """
         row, cached = self._cached.popitem()
-        self._model.cache.free(cached)
+        self._prefixes.free(cached)
         self._waiting.appendleft(row)
         self.preemptions += 1
         return row
@@ -256,9 +304,24 @@ class HfEngine:
         self._context[np.repeat(rows, result.lengths), places(before, result.lengths)] = result.tokens
         running = rows[result.finish == Finish.RUNNING]
         self._model.cache.truncate(self._cache_rows(running), self._rows.length[running] - 1)
-        for row in rows[result.finish != Finish.RUNNING].tolist():
-            self.remove(row)
+        for row, finish in zip(rows.tolist(), result.finish.tolist(), strict=True):
+            if finish != Finish.RUNNING:
+                self._end(row, failed=finish == Finish.ERROR)
         return result
+
+    def _end(self, row: int, failed: bool) -> None:
+        """A request has ended, and its row is no longer its own."""
+        self._rows.close(row)
+        if failed:
+            self._prefixes.free(self._cached.pop(row))
+        else:
+            self._retain(row, int(self._rows.length[row]) - 1)
+
+    def _retain(self, row: int, tokens: int) -> None:
+        """Leave so many tokens of an ended request in the cache, for requests that begin with them."""
+        cached = self._cached.pop(row)
+        self._model.cache.truncate(np.array([cached]), tokens)
+        self._prefixes.retain(cached, self._context[row, :tokens])
 
     def _fit(self, row: int, tokens: int) -> None:
         """Room for a row and for so many tokens."""

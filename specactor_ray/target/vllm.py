@@ -123,6 +123,9 @@ class VllmEngine:
         """Shapes and ties, which no update changes."""
         return weight_shapes(self._settings.model, trust_remote_code=self._settings.trust_remote_code)
 
+    def reset_prefix_cache(self) -> None:
+        self._core.reset_prefix_cache()
+
     def sleep(self) -> None:
         if self.has_work():
             raise InputError("the engine cannot sleep while requests are running")

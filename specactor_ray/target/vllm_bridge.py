@@ -233,6 +233,9 @@ class EngineCoreHandle:
                 self._core.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         self._core.reset_prefix_cache(reset_running_requests=True)
 
+    def reset_prefix_cache(self) -> None:
+        self._core.reset_prefix_cache()
+
     def sleep(self) -> None:
         self._core.sleep(level=1)
 

@@ -106,8 +106,14 @@ class VerifyLoop(Loop):
         return self.call(load)
 
     def forget_history(self) -> Future[None]:
-        """Clear the histories of the drafters of this process."""
-        return self.call(lambda: [one.loop.proposer.forget_history() for one in self._hosted])  # type: ignore[func-returns-value]
+        """Clear the histories of the drafters of this process, and the engine's prefix cache."""
+
+        def forget() -> None:
+            self._engine.reset_prefix_cache()
+            for one in self._hosted:
+                one.loop.proposer.forget_history()
+
+        return self.call(forget)
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> Future[None]:
         """Add outputs of other verifiers to the histories of the drafters of this process."""

@@ -170,14 +170,15 @@ class TestOpenAI:
         assert any(name.startswith("specactor_drafter_tried_tokens_total") for name in figures)
 
 
+@pytest.fixture(scope="module")
+def vllm_client(server: Served) -> Any:
+    pytest.importorskip("vllm")
+    from trl.generation.vllm_client import VLLMClient
+
+    return VLLMClient(base_url=server.url)
+
+
 class TestTRL:
-    @pytest.fixture(scope="class")
-    def vllm_client(self, server: Served) -> Any:
-        pytest.importorskip("vllm")
-        from trl.generation.vllm_client import VLLMClient
-
-        return VLLMClient(base_url=server.url)
-
     def test_generate(self, rollout: Rollout, vllm_client: Any) -> None:
         sampling = SamplingParams(max_tokens=32, seed=5)
         expected = rollout.generate(tiny_prompts(2), sampling, n=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from specactor_ray.models.wire import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.hf import HfEngine
 from tests.attention import attending
-from tests.tiny import tiny_target
-from tests.unit.engine_conformance import Driver, ModelConformance, noisy_oracle, noisy_tails, requests, run
+from tests.tiny import tiny_prompt_ids, tiny_target
+from tests.unit.engine_conformance import Collected, Driver, ModelConformance, noisy_oracle, noisy_tails, requests, run
 
 
 def load(folder: Path | None = None) -> Any:
@@ -105,7 +106,102 @@ def test_memory_pressure_preempts_without_changing_tokens() -> None:
         tight.add(request)
     assert run(tight, noisy_tails(truth.tokens, random.Random(3), tight.vocab_size)).tokens == truth.tokens
     assert tight.preemptions > 0
+    tight.reset_prefix_cache()
     assert tight._model.cache.free_slots == tight._model.cache.slots, "cache was leaked"
+
+
+class Counting:
+    """Runs an engine and counts the positions of prefills."""
+
+    def __init__(self, engine: Driver) -> None:
+        self.engine, self.collected = engine, Collected()
+
+    def prefilled(self, *batch: TargetRequest) -> int:
+        for request in batch:
+            self.engine.add(request)
+        positions = 0
+        while self.engine.has_work():
+            stepped = self.engine.step(None)
+            positions += stepped.result.num_prefill_tokens
+            for output in stepped.outputs:
+                self.collected._take(output)
+        return positions
+
+
+def test_the_next_turn_prefills_only_what_is_new() -> None:
+    (first,) = requests(1, 1.0, max_tokens=60, ignore_eos=True)
+    turns, fresh = Counting(make()), make()
+    turns.prefilled(first)
+    output = turns.collected.tokens["r0"]
+    new = tiny_prompt_ids(2)[1]
+    second = TargetRequest(
+        "second", (*first.prompt_token_ids, *output, *new), SamplingParams(1.0, max_tokens=20, seed=5)
+    )
+    assert turns.prefilled(second) == 1 + len(new)  # the last token of the output was sampled, but never fed
+    fresh.add(second)
+    alone = run(fresh)
+    assert turns.collected.tokens["second"] == alone.tokens["second"]
+    assert turns.collected.logprobs["second"] == alone.logprobs["second"]
+
+
+def test_samples_of_a_prompt_share_its_prefill() -> None:
+    prompt = tuple(tiny_prompt_ids(1)[0]) * 6
+    batch = [TargetRequest(f"s{i}", prompt, SamplingParams(1.0, max_tokens=30, seed=i)) for i in range(6)]
+    shared, truth = Counting(make()), {}
+    assert len(prompt) > 64
+    assert shared.prefilled(*batch) == len(prompt)  # the others feed their last prompt token alone
+    for one in batch:
+        fresh = make()
+        fresh.add(one)
+        truth |= run(fresh).tokens
+    assert shared.collected.tokens == truth
+
+
+def test_a_prefix_of_a_running_request_is_shared_while_it_runs() -> None:
+    prompt, other = tuple(tiny_prompt_ids(1)[0]) * 2, make()  # more than a page
+    first = TargetRequest("r0", prompt, SamplingParams(1.0, max_tokens=100, seed=1, ignore_eos=True))
+    engine, begun = make(), Collected()
+    engine.add(first)
+    for _ in range(40):
+        begun.step(engine)
+    branch = TargetRequest("branch", (*first.prompt_token_ids, *begun.tokens["r0"][:30]), SamplingParams(seed=9))
+    engine.add(branch)
+    assert engine.step(None).result.num_prefill_tokens == 0, "all but the last token were cached"
+    rest = run(engine)
+    other.add(first)
+    other.add(branch)
+    apart = run(other)
+    assert rest.tokens["r0"] == apart.tokens["r0"][-len(rest.tokens["r0"]) :]
+    assert apart.tokens["branch"][-len(rest.tokens["branch"]) :] == rest.tokens["branch"]
+
+
+def test_prefixes_give_way_to_requests_that_run() -> None:
+    """Ended requests hold every page, and then some that run need more than there is."""
+    probe = RaggedModel(load(), 64 << 20)
+    tight = make(cache_bytes=probe.cache.bytes_per_token * 128 * 7)
+    batch, roomy = requests(9, 1.0, max_tokens=300, ignore_eos=True), make()
+    for engine in (roomy, tight):
+        for request in batch:
+            engine.add(request)
+    truth = run(roomy).tokens
+    assert run(tight).tokens == truth
+    assert tight._model.cache.free_slots < tight._model.cache.slots, "contexts stay"
+    for request in batch[:4]:
+        tight.add(request)
+    assert run(tight).tokens == {request.request_id: truth[request.request_id] for request in batch[:4]}
+    for request in batch[:2]:
+        tight.add(request)
+        tight.step(None)
+        tight.remove(request.request_id)
+    tight.reset_prefix_cache()
+    assert tight._model.cache.free_slots == tight._model.cache.slots, "cache was leaked"
+
+
+def test_no_context_of_old_weights_is_used() -> None:
+    (request,), turns = requests(1, 1.0, max_tokens=40, ignore_eos=True), Counting(make())
+    turns.prefilled(request)
+    turns.engine.load_weights(1, {name: tensor * 1.2 for name, tensor in load().state_dict().items()})
+    assert turns.prefilled(replace(request, request_id="again")) == len(request.prompt_token_ids)
 
 
 def test_a_prompt_beyond_the_budget_is_refused() -> None:

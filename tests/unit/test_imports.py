@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("simulation.validation",),
     ("cli_options",),
     ("cli_scenario", "cli_validate"),
-    ("cli_demo", "cli_plan", "cli_serve", "cli_simulate", "drafter_cli"),
+    ("cli_demo", "cli_plan", "cli_serve", "cli_setup", "cli_simulate", "drafter_cli"),
     ("cli",),
     ("__main__",),
 )
