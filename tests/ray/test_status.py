@@ -27,7 +27,7 @@ class Watcher:
     """The command, and what it has written so far."""
 
     def __init__(self, in_terminal: bool) -> None:
-        command = [sys.executable, "-m", "specactor_ray", "status", "--watch", "--every", "0.2"]
+        command = [sys.executable, "-m", "specactor_ray", "status", "--run", "watched", "--watch", "--every", "0.2"]
         master, slave = os.openpty() if in_terminal else os.pipe()
         size = {"COLUMNS": "200", "LINES": "50", "TERM": "xterm"} if in_terminal else {}
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "COLUMNS"))}
