@@ -164,7 +164,7 @@ def record(args: argparse.Namespace, console: Console) -> Epochs:
     from specactor_ray.drafter_training.corpus import RecordStore, RolloutRequest, collect
     from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.prompts import encode_prompt, read_prompts
-    from specactor_ray.sampling.keyed import derive_seed
+    from specactor_ray.sampling.seeds import derive_seed
     from specactor_ray.target.registry import build_engine
 
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import encode_prompt
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.target.base import TargetRequest
 from tests.unit.engine_conformance import run
 from tests.unit.test_hf_engine import load, make

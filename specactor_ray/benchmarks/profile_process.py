@@ -242,7 +242,7 @@ def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measu
 def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list[RolloutRequest]:
     from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.prompts import encode_prompt
-    from specactor_ray.sampling.keyed import sample_of
+    from specactor_ray.sampling.seeds import sample_of
 
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
     places = itertools.islice(itertools.product(range(len(prompts)), range(config.data.n)), max_requests)

@@ -13,8 +13,8 @@ from specactor_ray.draft.burst import LONGEST, Burst, Bursts, Capturer, CudaCapt
 from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.sampling.candidates import MOST, candidates, warm_up
-from specactor_ray.sampling.keyed import own_noise
 from specactor_ray.sampling.rules import Rules
+from specactor_ray.sampling.seeds import own_noise
 
 _MAX_STEP_TOKENS = 512
 """Most positions in one forward; a long prompt is read in chunks of this size."""

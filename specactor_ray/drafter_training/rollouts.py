@@ -18,7 +18,7 @@ from specactor_ray.drafter_training.recipe import CorpusRecipe
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.phase_progress import PhaseProgress, show_tokens
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.seeds import derive_seed
 
 TokenIds = tuple[int, ...]
 TRAIN, HELD_OUT, GREEDY = "train", "heldout", "heldout-greedy"

@@ -20,7 +20,7 @@ from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.seeds import derive_seed
 
 NAME = "specactor"
 """Of the rollout, the section of `engine_kwargs` and the checkpoint engine in verl's configuration."""

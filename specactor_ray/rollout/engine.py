@@ -24,6 +24,7 @@ from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.stops import StopFinder, StopTexts
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
+from specactor_ray.sampling.seeds import sample_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +118,6 @@ class Engine(Generates):
         if not all(isinstance(token, int) and 0 <= token < 2**31 for token in prefix):
             raise InputError("prefix must hold token ids")
         if place is not None:
-            from specactor_ray.sampling.keyed import sample_of  # compiles kernels, so only where it is needed
-
             sampling = sample_of(sampling, *place)
         self._before_submit()
         with self._lock:

@@ -55,7 +55,7 @@ class Generates(abc.ABC):
             prefix: Output tokens that are there already, as those of an aborted request under the same seed. The
                 output holds what follows them; `max_tokens` counts them.
             place: Index of a prompt and number of a sample. The seed is derived for them as `Rollout.generate` does
-                (`sampling.keyed.sample_of`).
+                (`sampling.seeds.sample_of`).
 
         Raises:
             InputError: The prompt, the sampling or the name cannot be used, or the rollout is closed.

@@ -16,7 +16,7 @@ from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.output import CONFIG_FILE, TRAJECTORIES_FILE, TrajectoryWriter, is_written_to, partial_of
 from specactor_ray.rollout.prompts import Prompt
-from specactor_ray.signals import signals_deferred
+from specactor_ray.sampling.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,6 @@ def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: C
         InputError: One is malformed or there twice, or of other prompts, another seed or a larger group; its line is
             named.
     """
-    with signals_deferred():
-        from specactor_ray.sampling.keyed import derive_seed  # takes seconds, so only where it is needed
-
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for number, line in enumerate(writer.kept.split(b"\n")[:-1], start=1):
         where = f"{writer.partial}, line {number}"

@@ -40,7 +40,7 @@ from specactor_ray.rollout.preflight import (
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
-from specactor_ray.sampling.keyed import sample_of
+from specactor_ray.sampling.seeds import sample_of
 from specactor_ray.signals import interruption
 
 logger = logging.getLogger(__name__)

@@ -83,6 +83,7 @@ def server_of(service: Service, token: str | None = None) -> uvicorn.Server:
 
 def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
     service = Service.of(rollout, model)
+    listener.listen(service.limits.max_connections)  # clients may connect as soon as they read the address
     where, port = listener.getsockname()[:2]
     url = f"http://{f'[{where}]' if ':' in where else where}:{port}"
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")

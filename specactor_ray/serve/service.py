@@ -17,7 +17,7 @@ from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.preflight import context_tokens, load_target_config
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.serve.control import Control
 from specactor_ray.serve.metrics import ServerMetrics
 from specactor_ray.serve.parameters import MOST_CHOICES, Wanted, wanted_of

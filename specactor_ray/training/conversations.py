@@ -23,7 +23,7 @@ from specactor_ray.rollout.handle import Generates
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.rollout.turns import ChatTurns, Message
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.training.data import Task
 from specactor_ray.training.environment import Environment, Reply
 from specactor_ray.training.environment_work import Close, EnvironmentWork, Reset, Step, find_environment

@@ -17,7 +17,7 @@ from specactor_ray.learner.recipe import Recipe
 from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.training.conversations import Conversations, ServesTurns
 from specactor_ray.training.data import Task, TaskStream
 from specactor_ray.training.reward_runner import RewardRunner

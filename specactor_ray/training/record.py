@@ -19,7 +19,6 @@ from specactor_ray.files import write_json
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.observability.training_report import write_report
-from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.training.drafter_watchdog import DrafterWatchdog
 from specactor_ray.training.metrics_file import MetricsFile
@@ -28,6 +27,7 @@ from specactor_ray.training.steps import TrainOutcome
 from specactor_ray.training.tracking import open_trackers
 
 if TYPE_CHECKING:
+    from specactor_ray.rollout.metrics import RolloutMetrics
     from specactor_ray.rollout.rollout import Rollout
     from specactor_ray.training.experience import Experience
 
@@ -51,8 +51,8 @@ class StepRecorder:
         self._trackers = open_trackers(config, run.folder, run.state.step)
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
-        self._counted = RolloutMetrics()
-        """Counters of the rollout at the beginning of the step."""
+        self._counted: RolloutMetrics | None = None
+        """Counters of the rollout at the beginning of the step, where they were not reset."""
         self._watchdog = DrafterWatchdog()
         for record in read_metrics(run.metrics_file) if run.metrics_file.exists() else ():  # a resumed run
             self._watchdog.observe(_counts(record))
@@ -181,7 +181,9 @@ class StepRecorder:
         }
 
     def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
-        metrics = self._rollout.metrics().since(self._counted)
+        metrics = self._rollout.metrics()
+        if self._counted is not None:
+            metrics = metrics.since(self._counted)
         during = "step" if self._config.trainer.max_staleness else "rollout"
         tokens = sum(trajectory.num_own_tokens for trajectory in experience.trajectories)
         return {

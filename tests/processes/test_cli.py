@@ -29,7 +29,7 @@ from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import TrajectoryWriter
 from specactor_ray.rollout.run import RunOutcome, run_rollout
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.seeds import derive_seed
 from tests.forked_command import specactor
 from tests.tiny import tiny_draft, tiny_target
 

@@ -23,7 +23,7 @@ from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.training import worker_pool
 from specactor_ray.training.conversations import Conversations, Episode
 from specactor_ray.training.data import Task, TaskOrder, TaskStream

@@ -21,7 +21,7 @@ from specactor_ray.errors import InputError
 from specactor_ray.models.loading import load_model
 from specactor_ray.rollout.door import ALL, EngineActor, RemoteEngine
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.seeds import derive_seed
 from tests.plain_decoding import cut_at_stops
 from tests.tiny import tiny_prompts, tiny_target
 

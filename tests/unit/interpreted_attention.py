@@ -94,7 +94,7 @@ def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
     return {**options, "sinks": torch.linspace(-3, 3, heads)} if "sinks" in options else options
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.lists(
         st.tuples(
@@ -118,7 +118,7 @@ def test_against_float64(rows, heads, dim, dtype, page_size, options, programs, 
         )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.integers(1, 300), st.randoms(use_true_random=False), heads_of, dims, st.sampled_from(DTYPES), pages_of,
     options_of,

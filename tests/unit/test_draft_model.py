@@ -13,7 +13,8 @@ from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.sampling.candidates import MOST
-from specactor_ray.sampling.keyed import own_noise, sample_rows
+from specactor_ray.sampling.keyed import sample_rows
+from specactor_ray.sampling.seeds import own_noise
 from tests.by_name import ByName
 from tests.tiny import tiny_draft, tiny_prompt_ids
 

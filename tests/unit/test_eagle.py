@@ -22,7 +22,8 @@ from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.sampling.candidates import MOST
-from specactor_ray.sampling.keyed import own_noise, sample_rows
+from specactor_ray.sampling.keyed import sample_rows
+from specactor_ray.sampling.seeds import own_noise
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
 

@@ -15,7 +15,7 @@ from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.prompts import encode_prompt, encode_prompts, read_prompts
 from specactor_ray.rollout.rollout import samples_of
-from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.sampling.seeds import derive_seed
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT_FILES = sorted((REPOSITORY / "conf" / "prompts").glob("*.jsonl"))

@@ -245,7 +245,8 @@ def test_shared_noise_makes_drafter_and_target_agree(noise_of_drafter):
 PROBE = """
 import hashlib, torch
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling.keyed import derive_seed, gumbel_noise, sample_rows
+from specactor_ray.sampling.keyed import gumbel_noise, sample_rows
+from specactor_ray.sampling.seeds import derive_seed
 logits = torch.linspace(-3, 3, 3000).sin().mul(4).expand(64, -1)
 params = [SamplingParams(seed=derive_seed(7, i, 1), top_p=0.9 if i % 2 else 1.0) for i in range(64)]
 tokens = sample_rows(logits, params, range(64)).token_ids

@@ -1,0 +1,43 @@
+"""Seeds that are derived from other seeds. Imports no kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import replace
+
+from specactor_ray.errors import InputError
+from specactor_ray.messages import SamplingParams
+
+
+def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
+    """Seed of one sample of one prompt: the first 8 bytes, little-endian, of keyless BLAKE2b.
+
+    The hashed message is the three numbers as little-endian unsigned 64-bit words, under the personalisation
+    `specactor-seed`. Stable across processes, machines and versions. A prompt that comes back in a later epoch
+    needs another `run_seed` or `prompt_index`, or it is answered the same way again.
+
+    Returns:
+        An unsigned 64-bit number.
+
+    Raises:
+        InputError: A number is not in [0, 2**64).
+    """
+    numbers = {"run_seed": run_seed, "prompt_index": prompt_index, "sample_index": sample_index}
+    for name, value in numbers.items():
+        if not 0 <= value < 2**64:
+            raise InputError(f"{name} is {value!r}; it must be between 0 and 2**64 - 1")
+    message = struct.pack("<QQQ", *numbers.values())
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8, person=b"specactor-seed").digest(), "little")
+
+
+def sample_of(sampling: SamplingParams, prompt_index: int, sample_index: int) -> SamplingParams:
+    """The parameters of one sample of one prompt: those of the run under the sample's own seed (`derive_seed`)."""
+    return replace(sampling, seed=derive_seed(sampling.seed, prompt_index, sample_index))
+
+
+def own_noise(sampling: SamplingParams) -> SamplingParams:
+    """The same request with noise of the drafter's own: another seed, derived from the request's (BLAKE2b under the
+    personalisation `specactor-draft`), so that draws are independent of the target's and still the same every time."""
+    digest = hashlib.blake2b(struct.pack("<Q", sampling.seed), digest_size=8, person=b"specactor-draft").digest()
+    return replace(sampling, seed=int.from_bytes(digest, "little"))
