@@ -23,12 +23,12 @@ from specactor_ray.sampling import numba as kernels
 from specactor_ray.sampling import torch as torch_kernels
 from specactor_ray.sampling.keyed import (
     SamplingError,
-    derive_seed,
     gumbel_noise,
     sample_rows,
     verify_arrays,
 )
 from specactor_ray.sampling.rules import Rules
+from specactor_ray.sampling.seeds import derive_seed
 from tests.tails import Verified, verify_tails
 
 REPO = Path(__file__).parents[2]
