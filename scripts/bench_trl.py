@@ -13,12 +13,15 @@ importance of each output, which takes one more forward over all of them; `--no-
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import re
 import sys
 import tempfile
+import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +111,18 @@ def make_trainer(options: argparse.Namespace, folder: Path) -> Any:
 def measure(variant: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     trainer = make_trainer(options, folder)
     rollout = None if variant == "trl" else Rollout(from_mapping(settings(variant, options)))
-    metrics = None
+    metrics, held = None, contextlib.ExitStack()
     try:
         if rollout is not None:
-            attach(trainer, rollout)
+            with_server = serving(rollout) if options.server else contextlib.nullcontext(rollout)
+            attach(trainer, held.enter_context(with_server))
         clock = Clock(trainer, variant)
         trainer.add_callback(clock)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         metrics = rollout.metrics() if rollout is not None else None
     finally:
+        held.close()
         if rollout is not None:
             rollout.close()
     rows = [row for row in trainer.state.log_history if "reward" in row]
@@ -133,8 +138,31 @@ def measure(variant: str, options: argparse.Namespace, folder: Path) -> dict[str
     }
 
 
+@contextlib.contextmanager
+def serving(rollout: Rollout) -> Iterator[str]:
+    """A server in a thread of this process; its URL."""
+    from specactor_ray.serve.run import listening_socket, server_of
+    from specactor_ray.serve.service import Service
+
+    listener, server = listening_socket("127.0.0.1", 0), server_of(Service.of(rollout, "policy"))
+    thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
 def settings(variant: str, options: argparse.Namespace) -> dict[str, Any]:
-    target = {"model": options.model, "cores": torch.get_num_threads(), "max_model_len": 1024, "dtype": "float32"}
+    target = {
+        "model": options.model,
+        "cores": torch.get_num_threads(),
+        "max_model_len": options.max_tokens + 960,
+        "dtype": "float32",
+    }
     drafters = [{"method": "suffix"}] if variant != "plain" else []
     return {"mode": variant, "target": target, "drafters": drafters, "cluster": {"address": "local"}}
 
@@ -162,6 +190,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--no-correction", action="store_true", help="without TRL's importance correction")
+    parser.add_argument("--server", action="store_true", help="over HTTP, as with `specactor serve`")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     options = parser.parse_args()
     results = []
