@@ -223,6 +223,7 @@ def _watch(console: Console, run: str | None, address: str, interval_s: float) -
     from specactor_ray.rollout.attach import watch_run
 
     name = None
+    say(make_console(sys.stderr), "looking for the run")
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, auto_refresh=False, vertical_overflow="visible")

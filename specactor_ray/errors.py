@@ -77,6 +77,10 @@ class InputError(UserError):
     """A prompt, a data file or a sampling parameter cannot be used."""
 
 
+class NoRunError(InputError):
+    """No run is going on where one is looked for."""
+
+
 class RangeError(InputError):
     """A value of a key is not among the allowed ones.
 

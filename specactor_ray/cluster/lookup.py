@@ -12,7 +12,7 @@ from specactor_ray.cluster.connection import connect
 from specactor_ray.cluster.discovery import clusters_to_look_into
 from specactor_ray.cluster.names import NAMESPACE, actor_name, controller_name, run_of_controller
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.errors import ClusterError, InputError
+from specactor_ray.errors import ClusterError, InputError, NoRunError
 
 
 def list_runs() -> list[str]:
@@ -58,8 +58,9 @@ def only_run() -> str:
     runs = list_runs()
     if len(runs) == 1:
         return runs[0]
-    found = f"there are {', '.join(runs)}; name one" if runs else "no run is going on in this cluster"
-    raise InputError(f"no run is named, and {found}")
+    if not runs:
+        raise NoRunError("no run is named, and no run is going on in this cluster")
+    raise InputError(f"no run is named, and there are {', '.join(runs)}; name one")
 
 
 def address_of_run(run: str | None) -> str:
@@ -85,7 +86,7 @@ def address_of_run(run: str | None) -> str:
     there = "; ".join(f"{address}: {', '.join(runs[address]) or 'no run'}" for address in runs)
     which, fix = (f"run {run!r}", "--address") if run else ("a run", "--run, or --address")
     count = f"{len(found)} clusters" if found else "no cluster"
-    raise InputError(f"{count} on this machine with {which} ({there}). Fix: give {fix}.")
+    raise (InputError if found else NoRunError)(f"{count} on this machine with {which} ({there}). Fix: give {fix}.")
 
 
 def resources_of(address: str) -> str:

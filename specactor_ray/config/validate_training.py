@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 
@@ -63,6 +64,12 @@ def reject_ranks_of_a_single_process(config: Config) -> None:
         raise ConfigError("trainer.ranks", problem, "use trainer.backend=deepspeed, or 1 rank.")
 
 
+def reject_deepspeed_that_is_not_installed(config: Config) -> None:
+    if config.trainer.backend is TrainerBackend.deepspeed and importlib.util.find_spec("deepspeed") is None:
+        fix = "pip install 'specactor-ray[deepspeed]', or use trainer.backend=torch."
+        raise ConfigError("trainer.backend", "DeepSpeed is not installed.", fix)
+
+
 def reject_several_gpus_of_a_rank(config: Config) -> None:
     trainer = config.trainer
     if trainer.gpus > 1:
@@ -92,6 +99,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_greedy_rollouts,
     reject_an_environment_without_chat,
     reject_ranks_of_a_single_process,
+    reject_deepspeed_that_is_not_installed,
     reject_several_gpus_of_a_rank,
     reject_offload_beside_rollouts,
     reject_warmup_longer_than_the_run,

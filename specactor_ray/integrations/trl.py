@@ -71,8 +71,13 @@ def attach(trainer: Any, rollout: Rollout | str | None, weights_folder: str | No
         if rollout is None:
             raise InputError("attach: the main process passes no rollout; only the other processes pass None")
         if isinstance(rollout, str):
+            if not rollout.startswith(("http://", "https://")):
+                raise InputError(
+                    f"attach takes a rollout or the address of a server, http://host:port, not {rollout!r}"
+                )
             client = ServerClient(trainer, rollout, weights_folder)
         else:
+            _require_rollout(rollout)
             _require_same_model(trainer, rollout)
             client = RolloutClient(trainer, rollout)
         client.sampling(**_sampling_arguments(trainer))  # what cannot be is refused before a step is made
@@ -282,6 +287,13 @@ def _require_supported(trainer: Any) -> None:
         raise InputError("TRL: use_vllm is True, which starts vLLM or is attached already. Fix: set use_vllm=False")
     if trainer._is_vlm:
         raise InputError("TRL: the processing class is one for images; rollouts are of text only")
+
+
+def _require_rollout(rollout: object) -> None:
+    from specactor_ray.rollout.rollout import Rollout
+
+    if not isinstance(rollout, Rollout):
+        raise InputError(f"attach takes a rollout or the address of a server, not {type(rollout).__name__}")
 
 
 def _require_same_model(trainer: Any, rollout: Rollout) -> None:

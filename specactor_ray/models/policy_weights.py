@@ -62,6 +62,8 @@ def fitting_weights(
         owner, copy = tied.get(name, name), tensor.detach().to("cpu", dtype, copy=True).contiguous()
         checksum = zlib.crc32(copy.reshape(-1).view(torch.uint8).numpy().data) if owner in shared else 0
         if owner not in taken:
+            if not bool(torch.isfinite(copy.abs().max())):  # the largest is NaN if any is
+                raise InputError(f"weights: {name} has a value that is no finite number")
             taken[owner] = (name, checksum)
             yield owner, copy
         elif taken[owner][0] == name:

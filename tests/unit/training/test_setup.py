@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.config import Config, load_config
+from specactor_ray.config import Config, load_config, validate_training
+from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError, InputError, UserError
 from specactor_ray.rollout.memory import check_memory
 from specactor_ray.training.memory import FIXES, plan_memory
@@ -265,3 +266,9 @@ def test_other_settings_that_changed_are_named(tmp_path: Path, caplog: pytest.Lo
 
 def test_no_option_of_the_data_gets_into_a_checkpoint(tmp_path: Path) -> None:
     assert "hunter2" not in json.dumps(settings_of(settings(tmp_path, "data.options={token: hunter2}")))
+
+
+def test_deepspeed_that_is_not_installed_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate_training.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"trainer\.backend: DeepSpeed is not installed"):
+        validate_training.validate_training(from_mapping({"trainer": {"backend": "deepspeed"}, "data": {"n": 4}}))

@@ -1,0 +1,64 @@
+"""`status --watch` and runs that are only starting."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specactor_ray.errors import ClusterError, InputError, NoRunError
+from specactor_ray.rollout import attach
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What looks for the run find, one after the other; the last one again and again."""
+    looks: list[Any] = []
+
+    @contextlib.contextmanager
+    def look(run: str | None, address: str) -> Iterator[Any]:
+        del run, address
+        one = looks.pop(0) if len(looks) > 1 else looks[0]
+        if isinstance(one, Exception):
+            raise one
+        yield one
+
+    monkeypatch.setattr(attach, "_attached", look)
+    monkeypatch.setattr(attach, "SYSTEM", Clock())
+    return looks
+
+
+def test_a_run_that_is_starting_is_awaited(found: list[Any]) -> None:
+    found += [ClusterError("no cluster"), NoRunError("no run"), ("run", None, None)]
+    with attach._attached_soon(None, "auto") as attached:
+        assert attached == ("run", None, None)
+
+
+def test_a_run_that_never_starts_is_an_error_after_a_minute(found: list[Any]) -> None:
+    found.append(NoRunError("no run"))
+    with pytest.raises(NoRunError), attach._attached_soon(None, "auto"):
+        pass
+    assert attach.SYSTEM.now() == pytest.approx(60.0, abs=2.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "address"), [(InputError("several runs; name one"), "auto"), (ClusterError("nobody answers"), "host:1")]
+)
+def test_what_time_does_not_mend_is_an_error_at_once(found: list[Any], error: Exception, address: str) -> None:
+    found.append(error)
+    with pytest.raises(type(error)), attach._attached_soon(None, address):
+        pass
+    assert attach.SYSTEM.now() == 0.0
