@@ -39,9 +39,12 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
         console: Where progress is shown.
 
     Raises:
-        UserError: The server would be open without a token, the port is taken, or the configuration cannot be served.
+        UserError: The name is empty, the server would be open without a token, the port is taken, or the configuration
+            cannot be served.
         KeyboardInterrupt: Interrupted before it was ready.
     """
+    if model is not None and not model.strip():
+        raise InputError("--model-name is empty; leave it out, or name the model")
     token = read_key(host)
     with listening_socket(host, port) as listener, sigterm_interrupts():
         config, lines = refuse_early(config)
@@ -56,7 +59,7 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
             heartbeat = Heartbeat(elapsed(shown, "starting"))
             with heartbeat, Rollout(config) as rollout:
                 heartbeat.stop()
-                _serve(rollout, listener, token, model or config.target.model, console)
+                _serve(rollout, listener, token, config.target.model if model is None else model, console)
         except KeyboardInterrupt as interrupt:
             say(console, f"{interruption(interrupt)}: ended before it was ready")
             raise
@@ -83,9 +86,8 @@ def server_of(service: Service, token: str | None = None) -> uvicorn.Server:
 
 def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
     service = Service.of(rollout, model)
-    listener.listen(service.limits.max_connections)  # clients may connect as soon as they read the address
-    where, port = listener.getsockname()[:2]
-    url = f"http://{f'[{where}]' if ':' in where else where}:{port}"
+    listen(listener, service.limits.max_connections)  # clients may connect as soon as they read the address
+    url = url_of(*listener.getsockname()[:2])
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
     say(console, f"serving {model} at {url}; OpenAI clients: base_url={url}/v1")
     try:
@@ -110,7 +112,29 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or another such socket binds the port, too
     except OSError as error:
         listener.close()
         raise InputError(f"--host {host} --port {port}: {error.strerror}; choose another") from None
     return listener
+
+
+def listen(listener: socket.socket, backlog: int) -> None:
+    """Accept clients on a socket of `listening_socket`.
+
+    Raises:
+        InputError: The port is taken.
+    """
+    try:
+        # Its connections inherit this: those that linger after the end of a server do not keep the next one from the port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.listen(backlog)
+    except OSError as error:
+        raise InputError(f"--port {listener.getsockname()[1]}: {error.strerror}; choose another") from None
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL of a server at this address; one that listens at all addresses is reached by the name of the machine."""
+    if not host or host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
