@@ -1,4 +1,4 @@
-"""Before every endpoint: the bearer token, the number of requests, the size of a body; around it: counts."""
+"""Before every endpoint: the bearer token, the number of requests, the sizes of head and body; around it: counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
-from specactor_ray.serve.refusal import FAILED, FORBIDDEN, OVERLOADED, TOO_LARGE, UNAUTHORIZED, Refusal
+from specactor_ray.serve.refusal import (
+    FAILED,
+    FORBIDDEN,
+    HEAD_TOO_LARGE,
+    OVERLOADED,
+    TOO_LARGE,
+    UNAUTHORIZED,
+    Refusal,
+)
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -74,6 +82,9 @@ class Guard:
             self._answered(route.path if route else "", status, time.monotonic() - begin)
 
     def _refused(self, scope: Scope) -> Refusal | None:
+        if _head_bytes(scope) > self._limits.max_header_bytes:
+            problem = f"the head of the request is too large; at most {self._limits.max_header_bytes} bytes are taken"
+            return Refusal(problem, HEAD_TOO_LARGE)
         headers = dict(scope["headers"])
         if scope["path"] not in OPEN and (refusal := self._unauthorized(headers)) is not None:
             return refusal
@@ -137,6 +148,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Bytes of target and headers of a request, each header with its colon, space and end of line."""
+    target = len(scope.get("raw_path") or scope["path"].encode()) + len(scope["query_string"])
+    return target + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
 
 
 def _without_port(host: str) -> str:
