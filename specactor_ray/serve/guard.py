@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import hmac
 import ipaddress
@@ -20,6 +22,7 @@ from specactor_ray.serve.refusal import (
     TOO_LARGE,
     UNAUTHORIZED,
     Refusal,
+    refusal_at_end,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ class Guard:
         error_body: Path and refusal → body of the answer.
         answered: Called with route (empty for none), status and seconds of each request.
         control: Paths that are answered however many requests are open.
+        is_ending: Whether the server ends: a request that is cancelled then is answered.
     """
 
     def __init__(
@@ -52,16 +56,17 @@ class Guard:
         error_body: Callable[[str, Refusal], dict[str, Any]],
         answered: Callable[[str, int, float], None],
         control: Collection[str] = (),
+        is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._app, self._limits, self._error_body, self._answered = app, limits, error_body, answered
         self._token = token.encode() if token else None
-        self._control, self._open = control, 0
+        self._control, self._is_ending, self._open = control, is_ending, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, status = time.monotonic(), FAILED
+        begin, status = time.monotonic(), 0
         self._open += 1
 
         async def noted(message: Message) -> None:
@@ -76,10 +81,16 @@ class Guard:
                 await self._answer(scope, noted, refusal)
             else:
                 await self._app(scope, self._limited(receive), noted)
+        except asyncio.CancelledError:
+            if not self._is_ending():
+                raise
+            if not status:  # streams end themselves
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._answer(scope, noted, refusal_at_end())
         finally:
             self._open -= 1
             route = scope.get("route")
-            self._answered(route.path if route else "", status, time.monotonic() - begin)
+            self._answered(route.path if route else "", status or FAILED, time.monotonic() - begin)
 
     def _refused(self, scope: Scope) -> Refusal | None:
         if _head_bytes(scope) > self._limits.max_header_bytes:

@@ -45,6 +45,11 @@ class Refusal(Exception):
         return _KINDS.get(self.status, "invalid_request_error" if self.status < FAILED else "server_error")
 
 
+def refusal_at_end() -> Refusal:
+    """Of a request that is cut off when the server ends."""
+    return Refusal("the server ends; the request was cut off", UNAVAILABLE)
+
+
 def refusal_of(error: SpecActorError) -> Refusal:
     """What the client of a request is answered when this package raised."""
     if isinstance(error, RangeError):

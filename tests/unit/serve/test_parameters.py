@@ -74,7 +74,7 @@ def test_what_cannot_be_is_refused_by_name(given: dict[str, Any]) -> None:
 
 
 def test_an_empty_stop_text_is_shown_as_it_was_sent() -> None:
-    with pytest.raises(Refusal, match="^stop is ''; it must have"):
+    with pytest.raises(Refusal, match=r"^stop is ''; it must have"):
         wanted_of({"stop": ""}, DEFAULT, 9)
 
 
