@@ -73,5 +73,6 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
         error_body=error_body,
         answered=service.metrics.answered,
         control=control,
+        is_ending=lambda: service.is_ending,
     )
     return app

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_no_boolean)]
+Real = Annotated[float, BeforeValidator(_no_boolean)]
 Text = Annotated[str | None, Field(max_length=4096)]
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
 Prompts = Annotated[
@@ -67,30 +76,30 @@ class SamplingBody(Body):
     """Fields that concern sampling; those that `parameters.NEUTRAL` lists are not here."""
 
     model: Text = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    seed: int | None = None
+    temperature: Real | None = None
+    top_p: Real | None = None
+    top_k: Integer | None = None
+    max_tokens: Integer | None = None
+    n: Integer | None = None
+    seed: Integer | None = None
     stop: Stops = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     ignore_eos: bool | None = None
-    first_position: int | None = None
+    first_position: Integer | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: Text = None
     session: Text = None
-    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
 
 
 class CompletionBody(SamplingBody):
     """Of `/v1/completions`."""
 
     prompt: Prompts
-    logprobs: int | None = None
+    logprobs: Integer | None = None
 
 
 class TemplateBody(Body):
@@ -106,9 +115,9 @@ class TemplateBody(Body):
 class ChatBody(SamplingBody, TemplateBody):
     """Of `/v1/chat/completions`."""
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     tool_choice: str | dict[str, Any] | None = None
 
 
@@ -130,4 +139,4 @@ class DetokenizeBody(Body):
     """Of `/detokenize`."""
 
     model: Text = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]]

@@ -66,13 +66,16 @@ class Form:
 
     def usage_event(self, outputs: Sequence[Trajectory]) -> str:
         """After the last part."""
-        return f'{self._head},"choices":[],"usage":{as_json(self._usage(outputs))}}}'
+        end = {"choices": [], "usage": self._usage(outputs), "system_fingerprint": _fingerprint(outputs)}
+        return f"{self._head},{as_json(end)[1:]}"
 
     def _choice(self, index: int, output: Trajectory) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _event(self, choice: dict[str, Any]) -> str:
-        return f'{self._head},"choices":[{as_json(choice)}]}}'
+    def _event(self, choice: dict[str, Any], output: Trajectory | None = None) -> str:
+        """`output`: the whole one, at its end."""
+        end = "" if output is None else f',"system_fingerprint":"{_fingerprint([output])}"'
+        return f'{self._head},"choices":[{as_json(choice)}]{end}}}'
 
     def _end_of(self, output: Trajectory) -> dict[str, Any]:
         """What the last event of a choice, and a whole choice, have beside the output."""
@@ -116,7 +119,7 @@ class CompletionForm(Form):
         if part.output is not None:
             choice |= self._end_of(part.output)
             choice |= self._prompt_ids(part.index)
-        yield self._event(choice)
+        yield self._event(choice, part.output)
 
     def _choice(self, index: int, output: Trajectory) -> dict[str, Any]:
         choice = {"index": index, "text": output.text, "logprobs": None, **self._end_of(output)}
@@ -177,7 +180,7 @@ class ChatForm(Form):
                 self._put_calls(choice, part.text)
             if self._with_ids:
                 choice["prompt_token_ids"] = self._prompts[0]
-        yield self._event(choice)
+        yield self._event(choice, part.output)
 
     def _put_calls(self, choice: dict[str, Any], text: str) -> None:
         content, calls = parsed_calls(text)

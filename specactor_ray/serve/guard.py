@@ -1,7 +1,9 @@
-"""Before every endpoint: the bearer token, the number of requests, the size of a body; around it: counts."""
+"""Before every endpoint: the bearer token, the number of requests, the sizes of head and body; around it: counts."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import hmac
 import ipaddress
@@ -12,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
-from specactor_ray.serve.refusal import FAILED, FORBIDDEN, OVERLOADED, TOO_LARGE, UNAUTHORIZED, Refusal
+from specactor_ray.serve.refusal import (
+    FAILED,
+    FORBIDDEN,
+    HEAD_TOO_LARGE,
+    OVERLOADED,
+    TOO_LARGE,
+    UNAUTHORIZED,
+    Refusal,
+    refusal_at_end,
+)
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,6 +45,7 @@ class Guard:
         error_body: Path and refusal → body of the answer.
         answered: Called with route (empty for none), status and seconds of each request.
         control: Paths that are answered however many requests are open.
+        is_ending: Whether the server ends: a request that is cancelled then is answered.
     """
 
     def __init__(
@@ -44,16 +56,17 @@ class Guard:
         error_body: Callable[[str, Refusal], dict[str, Any]],
         answered: Callable[[str, int, float], None],
         control: Collection[str] = (),
+        is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._app, self._limits, self._error_body, self._answered = app, limits, error_body, answered
         self._token = token.encode() if token else None
-        self._control, self._open = control, 0
+        self._control, self._is_ending, self._open = control, is_ending, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, status = time.monotonic(), FAILED
+        begin, status = time.monotonic(), 0
         self._open += 1
 
         async def noted(message: Message) -> None:
@@ -68,12 +81,21 @@ class Guard:
                 await self._answer(scope, noted, refusal)
             else:
                 await self._app(scope, self._limited(receive), noted)
+        except asyncio.CancelledError:
+            if not self._is_ending():
+                raise
+            if not status:  # streams end themselves
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._answer(scope, noted, refusal_at_end())
         finally:
             self._open -= 1
             route = scope.get("route")
-            self._answered(route.path if route else "", status, time.monotonic() - begin)
+            self._answered(route.path if route else "", status or FAILED, time.monotonic() - begin)
 
     def _refused(self, scope: Scope) -> Refusal | None:
+        if _head_bytes(scope) > self._limits.max_header_bytes:
+            problem = f"the head of the request is too large; at most {self._limits.max_header_bytes} bytes are taken"
+            return Refusal(problem, HEAD_TOO_LARGE)
         headers = dict(scope["headers"])
         if scope["path"] not in OPEN and (refusal := self._unauthorized(headers)) is not None:
             return refusal
@@ -137,6 +159,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Bytes of target and headers of a request, each header with its colon, space and end of line."""
+    target = len(scope.get("raw_path") or scope["path"].encode()) + len(scope["query_string"])
+    return target + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
 
 
 def _without_port(host: str) -> str:

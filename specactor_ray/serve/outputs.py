@@ -14,7 +14,7 @@ from starlette.responses import Response
 from specactor_ray.errors import SpecActorError
 from specactor_ray.rollout.handle import Handle, Token
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.serve.refusal import Refusal, refusal_of
+from specactor_ray.serve.refusal import Refusal, refusal_at_end, refusal_of
 from specactor_ray.serve.text import Detokenizer
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class EventStream(Response):
     Args:
         events: Data of each event.
         error_body: Refusal → data of the event that ends a stream that failed.
-        at_end: Called at the end, also when the client has left.
+        at_end: Called at the end, also when the client has left. A stream whose task is cancelled ends with an error.
         last: Data of the last event.
     """
 
@@ -123,6 +123,8 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._error_body, self._at_end, self._last = events, error_body, at_end, last
+        self._is_open = False
+        """Its head was sent, its end not yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing, leaving = asyncio.ensure_future(self._write(send)), asyncio.ensure_future(_left(receive))
@@ -130,25 +132,38 @@ class EventStream(Response):
             await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
+        except asyncio.CancelledError:
+            await _ended(writing)
+            if self._is_open:
+                await self._send(send, self._error_body(refusal_at_end()))
+                await self._send(send, self._last, more=False)
+            raise
         finally:
-            for task in (writing, leaving):
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(writing, return_exceptions=True)
+            leaving.cancel()
+            await _ended(writing)
             self._at_end()
 
-    async def _write(self, send: Send) -> None:
-        async def write(body: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+    async def _send(self, send: Send, data: str, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
 
+    async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._is_open = True
         async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
             try:
                 async for event in events:
-                    await write(f"data: {event}\n\n".encode())
+                    await self._send(send, event)
             except Refusal as refusal:
-                await write(f"data: {self._error_body(refusal)}\n\n".encode())
-        await write(f"data: {self._last}\n\n".encode(), more=False)
+                await self._send(send, self._error_body(refusal))
+        self._is_open = False
+        await self._send(send, self._last, more=False)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Cancel a task; returns when it has ended."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:

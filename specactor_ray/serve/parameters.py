@@ -80,6 +80,8 @@ def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> W
     if own.get("top_k") == -1:
         own["top_k"] = 0
     if isinstance(own.get("stop"), str):
+        if not own["stop"]:
+            raise Refusal("stop is ''; it must have 1 or more characters", param="stop")
         own["stop"] = (own["stop"],)
     try:
         refuse(values)

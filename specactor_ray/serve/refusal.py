@@ -7,7 +7,7 @@ from typing import Any
 
 from specactor_ray.errors import CallError, InputError, OverloadedError, RangeError, SpecActorError, UnavailableError
 
-BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, TOO_LARGE = 400, 401, 403, 404, 413
+BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, TOO_LARGE, HEAD_TOO_LARGE = 400, 401, 403, 404, 413, 431
 OVERLOADED, CLIENT_GONE, FAILED, UNAVAILABLE = 429, 499, 500, 503
 RETRY_AFTER_S = 1
 """Seconds until a client that was refused for load tries again."""
@@ -43,6 +43,11 @@ class Refusal(Exception):
     def kind(self) -> str:
         """OpenAI's name for the class of error."""
         return _KINDS.get(self.status, "invalid_request_error" if self.status < FAILED else "server_error")
+
+
+def refusal_at_end() -> Refusal:
+    """Of a request that is cut off when the server ends."""
+    return Refusal("the server ends; the request was cut off", UNAVAILABLE)
 
 
 def refusal_of(error: SpecActorError) -> Refusal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import socket
@@ -27,6 +28,41 @@ if TYPE_CHECKING:
 
 _KEEP_ALIVE_S = 75
 """How long a connection may be idle: longer than clients keep theirs, or they would send into one that closes."""
+_CUT_OFF_S = 5
+"""How long the answers of requests that are cut off may take at the end."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, whose requests end with an answer also where they are cut off.
+
+    Args:
+        config: Of uvicorn.
+        service: Serves the requests.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self.cut_off = 0
+        """Requests that were open when their time was over."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for one in sockets or ():
+            listen(one, self._service.limits.max_connections)
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.is_ending = True
+        cutting = asyncio.get_running_loop().call_later(self._service.limits.drain_s, self._cut_off)
+        await super().shutdown(sockets)
+        cutting.cancel()
+        if self.force_exit:
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        self.cut_off = max(self.cut_off, len(self.server_state.tasks))
+        for task in self.server_state.tasks:
+            task.cancel()
 
 
 def serve(config: Config, host: str, port: int, model: str | None, console: Console) -> None:
@@ -39,9 +75,12 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
         console: Where progress is shown.
 
     Raises:
-        UserError: The server would be open without a token, the port is taken, or the configuration cannot be served.
+        UserError: The name is empty, the server would be open without a token, the port is taken, or the configuration
+            cannot be served.
         KeyboardInterrupt: Interrupted before it was ready.
     """
+    if model is not None and not model.strip():
+        raise InputError("--model-name is empty; leave it out, or name the model")
     token = read_key(host)
     with listening_socket(host, port) as listener, sigterm_interrupts():
         config, lines = refuse_early(config)
@@ -56,13 +95,13 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
             heartbeat = Heartbeat(elapsed(shown, "starting"))
             with heartbeat, Rollout(config) as rollout:
                 heartbeat.stop()
-                _serve(rollout, listener, token, model or config.target.model, console)
+                _serve(rollout, listener, token, config.target.model if model is None else model, console)
         except KeyboardInterrupt as interrupt:
             say(console, f"{interruption(interrupt)}: ended before it was ready")
             raise
 
 
-def server_of(service: Service, token: str | None = None) -> uvicorn.Server:
+def server_of(service: Service, token: str | None = None) -> Server:
     """What serves the application over HTTP. Its `run` takes the sockets."""
     limits = service.limits
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -76,23 +115,25 @@ def server_of(service: Service, token: str | None = None) -> uvicorn.Server:
         limit_concurrency=limits.max_connections,
         h11_max_incomplete_event_size=limits.max_header_bytes,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=round(limits.drain_s),
+        timeout_graceful_shutdown=round(limits.drain_s) + _CUT_OFF_S,
     )
-    return uvicorn.Server(options)
+    return Server(options, service)
 
 
 def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
     service = Service.of(rollout, model)
-    listener.listen(service.limits.max_connections)  # clients may connect as soon as they read the address
-    where, port = listener.getsockname()[:2]
-    url = f"http://{f'[{where}]' if ':' in where else where}:{port}"
+    listen(listener, service.limits.max_connections)  # clients may connect as soon as they read the address
+    url = url_of(*listener.getsockname()[:2])
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
     say(console, f"serving {model} at {url}; OpenAI clients: base_url={url}/v1")
+    server = server_of(service, token)
     try:
-        server_of(service, token).run(sockets=[listener])
+        server.run(sockets=[listener])
     except KeyboardInterrupt as interrupt:  # raised when it has ended in order
         ignore_signals()
-        say(console, f"{interruption(interrupt)}: no request is open; ending the run")
+        cut = server.cut_off
+        requests = f"{cut} request{'s were' if cut > 1 else ' was'} cut off" if cut else "no request is open"
+        say(console, f"{interruption(interrupt)}: {requests}; ending the run")
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -110,7 +151,29 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or another such socket binds the port, too
     except OSError as error:
         listener.close()
         raise InputError(f"--host {host} --port {port}: {error.strerror}; choose another") from None
     return listener
+
+
+def listen(listener: socket.socket, backlog: int) -> None:
+    """Accept clients on a socket of `listening_socket`.
+
+    Raises:
+        InputError: The port is taken.
+    """
+    try:
+        # Connections inherit it: those that linger after the end of a server do not keep the port from the next one.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.listen(backlog)
+    except OSError as error:
+        raise InputError(f"--port {listener.getsockname()[1]}: {error.strerror}; choose another") from None
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL of a server at this address; one that listens at all addresses is reached by the name of the machine."""
+    if not host or host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

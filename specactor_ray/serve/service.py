@@ -73,6 +73,8 @@ class Service:
         """When the server started, in Unix seconds."""
         self.token_texts = TokenTexts(self.tokenizer)
         self.metrics = ServerMetrics(self)
+        self.is_ending = False
+        """The server ends, and tasks of requests that are cancelled answer so."""
         self._numbers = itertools.count()
         self._open: dict[Handle, str] = {}
         """Choices that run → the name of their request."""

@@ -12,7 +12,7 @@ from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
 from specactor_ray.rollout.prompts import is_token_ids
 from specactor_ray.serve.absent import BY_DIRECTORY, refuse_paths
-from specactor_ray.serve.bodies import Body, Text
+from specactor_ray.serve.bodies import Body, Integer, Text
 from specactor_ray.serve.control import directory_of, label_of
 from specactor_ray.serve.forms import as_json, finite, tokens_of, with_json
 from specactor_ray.serve.outputs import EventStream, Part, merged, parts_of
@@ -60,8 +60,8 @@ class GenerateBody(Body):
     sampling_params: dict[str, Any] | None = None
     rid: Text = None
     return_logprob: bool | None = None
-    logprob_start_len: int | None = None
-    top_logprobs_num: int | None = None
+    logprob_start_len: Integer | None = None
+    top_logprobs_num: Integer | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
 
@@ -85,7 +85,7 @@ class DiskBody(Body):
     model_path: str
     load_format: str | None = None
     abort_all_requests: bool | None = None
-    weight_version: str | int | None = None
+    weight_version: str | Integer | None = None
 
 
 class WorkerBody(Body):
@@ -104,7 +104,8 @@ def router(service: Service) -> APIRouter:
     routes, control = APIRouter(), service.control
     refuse_paths(routes, _ABSENT)
 
-    @routes.api_route("/generate", methods=["POST", "PUT"])
+    @routes.post("/generate")
+    @routes.put("/generate")
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Outputs of one or several prompts."""
         return await _generate(service, body, request)
@@ -128,7 +129,8 @@ def router(service: Service) -> APIRouter:
         path = service.rollout.config.target.model
         return {"model_path": path, "tokenizer_path": path, "is_generation": True, "weight_version": control.label}
 
-    @routes.api_route("/flush_cache", methods=["GET", "POST"])
+    @routes.get("/flush_cache")
+    @routes.post("/flush_cache")
     async def flush_cache() -> Response:
         """Nothing to do: new weights drop the prefixes of the old ones."""
         return Response("Cache flushed.\n", media_type="text/plain")

@@ -13,7 +13,7 @@ from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
 from specactor_ray.serve import prime_rl
 from specactor_ray.serve.absent import BY_DIRECTORY, NO_ADAPTERS, refuse_paths
-from specactor_ray.serve.bodies import Body, StreamOptions, Text
+from specactor_ray.serve.bodies import Body, Integer, StreamOptions, Text
 from specactor_ray.serve.control import directory_of, label_of
 from specactor_ray.serve.forms import as_json, finite, tokens_of, with_json
 from specactor_ray.serve.outputs import EventStream, Part, merged, parts_of
@@ -66,7 +66,7 @@ class GenerateBody(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     output_mode: Literal["tokens"] | None = None
-    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+    priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
 
 
 class AbortBody(Body):
@@ -85,13 +85,13 @@ class UpdateBody(Body):
 class FinishBody(Body):
     """Of `/finish_weight_update`."""
 
-    weight_version: str | int | None = None
+    weight_version: str | Integer | None = None
 
 
 class VersionBody(Body):
     """Of `/update_weight_version`."""
 
-    new_version: str | int
+    new_version: str | Integer
 
 
 def router(service: Service) -> APIRouter:

@@ -23,6 +23,7 @@ from tests.forked_command import specactor
         (["--host", "no.such.host.invalid"], {"SPECACTOR_API_KEY": "a" * 20}, "--host no.such.host.invalid: "),
         (["target.model=nowhere"], {}, "nowhere"),
         (["no.such.key=1"], {}, "no"),
+        (["--model-name", ""], {}, "--model-name is empty"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
 )

@@ -117,6 +117,17 @@ class TestLimits:
         for answer in asyncio.run(work()):
             assert answer.status_code == 413 and "at most 1000 bytes" in answer.json()["error"]["message"]
 
+    @pytest.mark.parametrize(
+        ("path", "token"), [("/v1/models", None), ("/v1/models", TOKEN), ("/health_generate", None)]
+    )
+    def test_a_large_head_is_refused_in_the_dialects_form(self, path: str, token: str | None) -> None:
+        assert get("/health", headers={"X-Large": "a" * 32_000}).status_code == 200
+        answer = get(path, token, headers={"X-Large": "a" * 33_000})
+        error = answer.json()["error"]
+        assert answer.status_code == 431 and "at most 32768 bytes" in error["message"]
+        assert set(error) == ({"message"} if path == "/health_generate" else {"message", "type", "param", "code"})
+        assert get(f"/health?{'a' * 33_000}").status_code == 431
+
     def test_too_many_requests_are_refused(self) -> None:
         async def work() -> list[int]:
             engine = ScriptedEngine()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -71,6 +72,12 @@ class TestErrors:
             (b'{"prompt": [99999999999999999999999]}', "prompt"),
             (b'{"prompt": "\\ud800"}', "prompt"),
             (b'{"prompt": "a", "max_tokens": "many"}', "max_tokens"),
+            (b'{"prompt": "a", "max_tokens": true}', "max_tokens"),
+            (b'{"prompt": "a", "n": false}', "n"),
+            (b'{"prompt": "a", "logprobs": true}', "logprobs"),
+            (b'{"prompt": "a", "temperature": true}', "temperature"),
+            (b'{"prompt": "a", "priority": true}', "priority"),
+            (b'{"prompt": "a", "stop_token_ids": [true]}', "stop_token_ids.0"),
             (b'{"prompt": "a", "stream": 7}', "stream"),
             (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
             (b'{"prompt": "a", "priority": 1e30}', "priority"),
@@ -216,6 +223,21 @@ class TestAnswers:
             for choice in event["choices"]:
                 texts[choice["index"]] += choice["text"]
         assert texts == [choice["text"] for choice in whole["choices"]] and event["usage"] == whole["usage"]
+
+    @pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": MESSAGES})])
+    def test_a_stream_ends_with_the_fingerprint_of_the_whole_answer(self, path: str, prompt: dict[str, Any]) -> None:
+        body = {**prompt, "stream": True, "stream_options": {"include_usage": True}}
+        expected = post(path, prompt).json()["system_fingerprint"]
+        *_, last, usage = events(post(path, body))
+        assert last["choices"][0]["finish_reason"] and not usage["choices"]
+        assert last["system_fingerprint"] == usage["system_fingerprint"] == expected == "weights-0"
+
+    def test_each_operation_of_the_schema_has_its_own_name(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            schema = on(make_service(ScriptedEngine()), lambda client: client.get("/openapi.json")).json()
+        names = [operation["operationId"] for path in schema["paths"].values() for operation in path.values()]
+        assert len(names) == len(set(names))
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

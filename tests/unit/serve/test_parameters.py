@@ -56,6 +56,7 @@ def test_fields_are_translated() -> None:
         {"n": 10**6},
         {"seed": 2**64},
         {"logprobs": 21},
+        {"stop": ""},
         {"stop": [""]},
         {"stop": ["a"] * 100},
         {"stop": {}},
@@ -70,6 +71,11 @@ def test_what_cannot_be_is_refused_by_name(given: dict[str, Any]) -> None:
     (name,) = given
     assert caught.value.status == 400 and caught.value.param == name
     assert name == "\ud800" or name in caught.value.message
+
+
+def test_an_empty_stop_text_is_shown_as_it_was_sent() -> None:
+    with pytest.raises(Refusal, match=r"^stop is ''; it must have"):
+        wanted_of({"stop": ""}, DEFAULT, 9)
 
 
 @pytest.mark.parametrize(
