@@ -24,13 +24,14 @@ CLEAR_LINE = "\x1b[2K"
 
 
 class Watcher:
-    """The command, and what it has written so far."""
+    """The command, and what it has written so far. It is given the address and the token of the run's cluster: other
+    clusters come and go beside these tests."""
 
-    def __init__(self, in_terminal: bool) -> None:
-        command = [sys.executable, "-m", "specactor_ray", "status", "--run", "watched", "--watch", "--every", "0.2"]
+    def __init__(self, in_terminal: bool, address: str) -> None:
+        command = [sys.executable, "-m", "specactor_ray", "status", "--watch", "--every", "0.2", "--address", address]
         master, slave = os.openpty() if in_terminal else os.pipe()
         size = {"COLUMNS": "200", "LINES": "50", "TERM": "xterm"} if in_terminal else {}
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "COLUMNS"))}
+        environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
         repository = str(Path(__file__).parents[2])
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=slave, env={**environment, **size, "PYTHONPATH": repository}
@@ -69,7 +70,7 @@ def test_the_status_is_redrawn_or_printed_again_until_the_run_ends() -> None:
     watchers: list[Watcher] = []
     try:
         with Rollout(from_mapping(settings)) as rollout:
-            watchers += [Watcher(True), Watcher(False), Watcher(False)]
+            watchers += [Watcher(shown, rollout.address) for shown in (True, False, False)]
             for watcher in watchers:
                 watcher.wait_for("draft_model-0#", times=3)
             done = rollout.generate(tiny_prompts(4), SamplingParams(max_tokens=24))
