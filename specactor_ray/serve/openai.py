@@ -110,11 +110,7 @@ async def _answer(
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
         events = _events(service, handles, wanted, form, with_usage)
         return EventStream(events, lambda refusal: as_json(openai_error(refusal)), lambda: service.drop(handles))
-    try:
-        outputs = await service.unless_gone(request, service.outputs(handles))
-    finally:
-        service.drop(handles)
-    return Response(as_json(form.whole(outputs)), media_type="application/json")
+    return Response(as_json(form.whole(await service.outputs_for(request, handles))), media_type="application/json")
 
 
 async def _events(

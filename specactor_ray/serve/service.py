@@ -200,6 +200,17 @@ class Service:
         """
         return [self.checked(await self.guarded(handle)) for handle in handles]
 
+    async def outputs_for(self, request: Request, handles: Sequence[Handle]) -> list[Trajectory]:
+        """`outputs`; what runs is ended when the client leaves or one of them failed.
+
+        Raises:
+            Refusal: See `outputs` and `unless_gone`.
+        """
+        try:
+            return await self.unless_gone(request, self.outputs(handles))
+        finally:
+            self.drop(handles)
+
     async def guarded(self, work: Awaitable[_T]) -> _T:
         """The result; errors of this package become refusals."""
         try:

@@ -254,11 +254,7 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
         streams = [parts_of(service, handle, index, wanted.sampling.stop) for index, handle in enumerate(handles)]
         events = form.events(merged(streams))
         return EventStream(events, lambda refusal: as_json(error_body(refusal)), lambda: service.drop(handles))
-    try:
-        outputs = await service.unless_gone(request, service.outputs(handles))
-    finally:
-        service.drop(handles)
-    return Response(form.whole(outputs), media_type="application/json")
+    return Response(form.whole(await service.outputs_for(request, handles)), media_type="application/json")
 
 
 async def _prompts(service: Service, body: GenerateBody) -> tuple[list[tuple[int, ...]], bool]:

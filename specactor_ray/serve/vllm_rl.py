@@ -238,11 +238,7 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
         streams = [parts_of(service, handle, index) for index, handle in enumerate(handles)]
         events = form.events(merged(streams))
         return EventStream(events, lambda refusal: as_json(openai_error(refusal)), lambda: service.drop(handles))
-    try:
-        outputs = await service.unless_gone(request, service.outputs(handles))
-    finally:
-        service.drop(handles)
-    return Response(form.whole(outputs), media_type="application/json")
+    return Response(form.whole(await service.outputs_for(request, handles)), media_type="application/json")
 
 
 def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:

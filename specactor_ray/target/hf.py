@@ -210,9 +210,8 @@ class HfEngine:
     def _open(self, row: int, tokens: np.ndarray) -> bool:
         """Give a request a row of the cache, with as many of its tokens as are cached. False: there is no room."""
         cache, room = self._model.cache, min(int(self._rows.limit[row]), len(tokens) + 1 + _FIRST_RESERVATION)
-        source, common = self._prefixes.longest(tokens)
-        if self._model.exports_states:  # drafters are sent the states of every position
-            common = 0
+        # Drafters that read states are sent those of every position.
+        source, common = (-1, 0) if self._model.exports_states else self._prefixes.longest(tokens)
         cached = int(cache.fork(np.array([source]), np.array([common]))[0]) if common else cache.new_row()
         if not self._make_room(cached, room):
             cache.free(cached)
