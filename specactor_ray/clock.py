@@ -7,10 +7,11 @@ in a single thread (`simulation/kernel.py`).
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -78,17 +79,40 @@ class Clock(Protocol):
         """
 
 
+_WAKE_S = 1.0
+"""Longest uninterrupted wait. Python runs a signal handler in the main thread when that thread runs next: a wait without
+a limit never ends if the signal arrives just before it begins, or is delivered to another thread."""
+
+
+class _Event(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        return _wait_in_slices(super().wait, timeout)
+
+
+class _Condition(threading.Condition):
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(_WAKE_S if timeout is None else min(timeout, _WAKE_S))  # `wait_for` waits again
+
+
+def _wait_in_slices(wait: Callable[[float], bool], timeout: float | None) -> bool:
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while not wait(min(_WAKE_S, left := end - time.monotonic())):
+        if left <= _WAKE_S:
+            return False
+    return True
+
+
 class SystemClock:
-    """The time and the threads of this machine."""
+    """The time and the threads of this machine. Signals interrupt each wait within a second, as in Ray."""
 
     now = staticmethod(time.monotonic)
     sleep = staticmethod(time.sleep)
 
     def event(self) -> Event:
-        return threading.Event()
+        return _Event()
 
     def condition(self) -> Condition:
-        return threading.Condition()
+        return _Condition()
 
     def spawn(self, target: Callable[[], None], name: str) -> Thread:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -96,7 +120,12 @@ class SystemClock:
         return thread
 
     def result(self, future: Future[T], timeout_s: float) -> T:
-        return future.result(None if timeout_s == float("inf") else timeout_s)
+        def is_done(timeout: float) -> bool:
+            return bool(wait([future], timeout).done)
+
+        if not future.done():
+            _wait_in_slices(is_done, timeout_s)
+        return future.result(0.0)
 
 
 SYSTEM: Clock = SystemClock()

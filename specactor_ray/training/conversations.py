@@ -7,7 +7,6 @@ when they are done. A turn's seed follows from the sample's and its number, so n
 from __future__ import annotations
 
 import logging
-import queue
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
@@ -157,8 +156,12 @@ class Conversations:
             for place in places
         ]
         waiting, live = deque(episodes), dict[Place, Generator[Future[Any], None, None]]()
-        ready: queue.SimpleQueue[Place] = queue.SimpleQueue()
+        ready, is_ready = deque[Place](), SYSTEM.event()
         self._pool.deaths, rollout.progress = 0, (0, len(episodes))
+
+        def put(place: Place) -> None:
+            ready.append(place)
+            is_ready.set()
 
         def resume(place: Place) -> None:
             try:
@@ -167,7 +170,7 @@ class Conversations:
                 del live[place]
                 rollout.progress = (rollout.progress[0] + 1, len(episodes))
             else:
-                future.add_done_callback(lambda _: ready.put(place))
+                future.add_done_callback(lambda _: put(place))
 
         try:
             while waiting or live:
@@ -176,7 +179,10 @@ class Conversations:
                     live[episode.place] = self._play(rollout.engine, episode)
                     resume(episode.place)
                 if live:
-                    resume(ready.get())
+                    is_ready.wait()
+                    is_ready.clear()
+                    while ready:
+                        resume(ready.popleft())
         except BaseException:  # an interruption does not wait for environments
             self._pool.kill()
             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import signal
@@ -98,7 +99,7 @@ class WorkerPool:
 
     def _once(self, requests: Sequence[Any]) -> list[Outcome | None]:
         try:
-            return list(self._threads.map(self._answer, requests))
+            return [SYSTEM.result(future, math.inf) for future in [self.submit(request) for request in requests]]
         except BaseException:  # an interruption does not wait for functions
             self.kill()
             raise

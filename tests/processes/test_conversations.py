@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -306,7 +305,7 @@ def test_an_interruption_does_not_wait_for_environments(tmp_path: Path) -> None:
         end = time.monotonic() + 60.0
         while not list(tmp_path.iterdir()) and time.monotonic() < end:
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # wakes no wait of the main thread
 
     thread = threading.Thread(target=interrupt)
     thread.start()

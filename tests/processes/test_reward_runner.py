@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -140,7 +139,7 @@ def test_processes_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
 def test_an_interruption_does_not_wait_for_functions(tmp_path: Path) -> None:
     def interrupt() -> None:
         await_that(lambda: len(list(tmp_path.iterdir())) == 2)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # wakes no wait of the main thread
 
     hanging = RewardSample("p", "x", "sleeps", metadata={"marks": str(tmp_path)})
     thread = threading.Thread(target=interrupt)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+
+import pytest
+
+from specactor_ray.clock import SYSTEM, SystemClock
 
 PACKAGE = Path(__file__).parents[2] / "specactor_ray"
 CLOCKED = (
@@ -80,3 +87,42 @@ def wait(clock):
         "x.py:10: threading.Condition",
         "x.py:11: time.perf_counter",
     ]
+
+
+def wait_for_condition(clock: SystemClock) -> None:
+    with (condition := clock.condition()):
+        condition.wait_for(lambda: False)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda clock: clock.event().wait(),
+        lambda clock: clock.event().wait(60.0),
+        wait_for_condition,
+        lambda clock: clock.result(Future[None](), float("inf")),
+    ],
+)
+def test_a_signal_that_another_thread_receives_interrupts_a_wait(wait: Callable[[SystemClock], object]) -> None:
+    """As one that arrives between the look for signals and the wait."""
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    timer = threading.Timer(0.1, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        wait(SystemClock())
+    timer.join()
+
+
+def test_waits_end_in_time() -> None:
+    event, future = SYSTEM.event(), Future[int]()
+    assert not event.wait(0.0) and not event.wait(0.01) and not event.wait(-1.0)
+    with pytest.raises(TimeoutError):
+        SYSTEM.result(future, 0.01)
+    with (condition := SYSTEM.condition()):
+        assert not condition.wait_for(lambda: False, 0.01) and condition.wait_for(lambda: True, 0.0)
+    future.set_result(1)
+    event.set()
+    assert event.wait(0.0) and SYSTEM.result(future, 0.0) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from typing import Any
@@ -87,7 +86,7 @@ def test_an_interruption_ends_the_wait_for_a_rollout() -> None:
 
     def interrupt() -> None:
         assert maker.has_begun[0].wait(PATIENCE_S)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # wakes no wait of the main thread
 
     thread = threading.Thread(target=interrupt)
     thread.start()
