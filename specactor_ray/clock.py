@@ -80,8 +80,8 @@ class Clock(Protocol):
 
 
 _WAKE_S = 1.0
-"""Longest uninterrupted wait. Python runs a signal handler in the main thread when that thread runs next: a wait without
-a limit never ends if the signal arrives just before it begins, or is delivered to another thread."""
+"""Longest uninterrupted wait. Python runs a signal handler when the main thread runs next: a wait without a limit does
+not end if the signal arrives just before it begins, or is delivered to another thread."""
 
 
 class _Event(threading.Event):

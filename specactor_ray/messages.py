@@ -80,6 +80,8 @@ class SamplingParams:
     """Cut the text behind the stop text."""
     logprobs: int = 0
     """Keep the log-probabilities of so many most probable tokens at each output position, at most 20."""
+    prompt_logprobs: bool = False
+    """Compute the log-probabilities of the prompt's tokens: of softmax(logits), whatever the temperature."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -105,7 +107,7 @@ class SamplingParams:
             self._check_stop_token_ids()
         if type(self.stop) is not tuple or self.stop:
             self._check_stop()
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "prompt_logprobs"):
             if type(getattr(self, name)) is not bool:
                 raise RangeError(f"sampling.{name}", clipped(getattr(self, name)), "be true or false")
 
@@ -301,6 +303,8 @@ class Finished:
     """Output tokens in all; what the journal must hold."""
     attempt: int = 0
     """Of the request, as `TargetRequest.attempt`."""
+    prompt_logprobs: Any = None
+    """float32 `(prompt - 1,)`: of the prompt's tokens from the second on, with `SamplingParams.prompt_logprobs`."""
 
 
 class FinishedOutput(NamedTuple):

@@ -46,6 +46,9 @@ class Trajectory:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
     """Of each position the `sampling.logprobs` most probable tokens with their log-probabilities, the most probable
     first, under the distribution of `logprobs`; None if that is 0."""
+    prompt_logprobs: tuple[float, ...] | None = None
+    """Of the prompt's tokens from the second on, with `sampling.prompt_logprobs`; None without, or if the request ended
+    before it was computed. Those of the first token are not defined."""
     loss_mask: tuple[bool, ...] = ()
     """Whether each output token is the model's own, with `environment.name`; the log-probabilities of others are 0.
     Empty where all are."""
@@ -92,6 +95,8 @@ class Trajectory:
             row["top_logprobs"] = [
                 [[one, round(max(value, -9999.0), 6)] for one, value in top] for top in self.top_logprobs
             ]
+        if self.prompt_logprobs is not None:
+            row["prompt_logprobs"] = [round(value, 6) for value in self.prompt_logprobs]
         if self.stop_reason is not None:
             row["stop_reason"] = self.stop_reason
         if self.versions:
@@ -118,6 +123,7 @@ def trajectory_of(
         error: Why the request was never begun.
     """
     finished, prefix = entry.finished, entry.prefix
+    scores = finished.prompt_logprobs if finished else None
     token_ids = entry.token_ids[prefix:]
     text = decoded(tokenizer, token_ids) if tokenizer else ""
     stop: str | int | None = None
@@ -144,6 +150,7 @@ def trajectory_of(
         versions=tuple((version, tokens - prefix) for version, tokens in entry.versions),
         stop_reason=stop,
         top_logprobs=tuple(entry.tops()) if entry.sampling.logprobs else None,
+        prompt_logprobs=None if scores is None else tuple(scores.tolist()),
     )
 
 

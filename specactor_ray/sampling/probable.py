@@ -1,4 +1,4 @@
-"""The most probable tokens of committed positions, for requests that ask for their log-probabilities."""
+"""Log-probabilities that requests ask for: of the most probable tokens of committed positions, and of prompts."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ def most_probable(
     logprobs = found.logprobs[counted][:, None] + gaps / temperature
     asked = np.arange(tokens.shape[1]) < np.repeat(wanted, positions)[:, None]
     return TopTokens(wanted, tokens[asked].astype(np.int32), logprobs[asked].astype(np.float32))
+
+
+def logprobs_of(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
+    """float32 `(n,)`: log-probability of one token per row of `(n, vocab)` logits, under softmax(logits)."""
+    import torch
+
+    x = logits.float()
+    own = x.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(x.device)[:, None])[:, 0]
+    found: np.ndarray = (own - x.logsumexp(dim=1)).cpu().numpy()
+    return found
 
 
 def _ranked(logits: torch.Tensor, rows: np.ndarray, sampled: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

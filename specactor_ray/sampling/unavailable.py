@@ -40,7 +40,6 @@ UNAVAILABLE: Mapping[str, Option] = {
     "best_of": Option((None, 1), _ONE_SAMPLE),
     **dict.fromkeys(("use_beam_search", "early_stopping"), Option((None, False), _ONE_SAMPLE)),
     **dict.fromkeys(("beam_width", "num_beams"), Option((None, 1), _ONE_SAMPLE)),
-    "prompt_logprobs": Option((None,), "logits are computed for output positions only"),
     "flat_logprobs": Option((None, False), "log-probabilities have one form"),
     "truncate_prompt_tokens": Option((None,), "a prompt that is too long fails alone"),
     **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data"), Option((None,), _TEXT)),

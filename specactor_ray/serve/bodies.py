@@ -86,6 +86,7 @@ class SamplingBody(Body):
     stop_token_ids: list[Integer] | None = None
     ignore_eos: bool | None = None
     first_position: Integer | None = None
+    prompt_logprobs: Integer | bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -100,6 +101,7 @@ class CompletionBody(SamplingBody):
 
     prompt: Prompts
     logprobs: Integer | None = None
+    echo: bool | None = None
 
 
 class TemplateBody(Body):

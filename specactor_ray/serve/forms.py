@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,12 @@ class Form:
             "stop_reason": output.stop_reason,
             "seed": output.sampling.seed,
             "weight_versions": versions,
+            **({} if output.prompt_logprobs is None else {"prompt_logprobs": self._of_prompt(output)}),
         }
+
+    def _of_prompt(self, output: Trajectory) -> list[dict[str, Any] | None]:
+        """As vLLM: per token of the prompt its id → what is known of it; None for the first one."""
+        return prompt_report(output, lambda token: self._service.token_texts[token].text)
 
     def _usage(self, outputs: Sequence[Trajectory]) -> dict[str, int]:
         prompt, output = sum(map(len, self._prompts)), sum(len(one.token_ids) for one in outputs)
@@ -107,6 +112,11 @@ class CompletionForm(Form):
         self, service: Service, body: CompletionBody, prompts: Sequence[Sequence[int]], wanted: Wanted
     ) -> None:
         super().__init__(service, body, prompts, wanted)
+        self._echo: list[str] | None = None
+        if body.echo:
+            given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+            texts = given if isinstance(given[0], str) else map(service.tokenizer.decode, prompts)
+            self._echo = list(texts)
         self._offsets: dict[int, int] = {}
         """Choice → characters of its tokens so far."""
 
@@ -123,8 +133,14 @@ class CompletionForm(Form):
 
     def _choice(self, index: int, output: Trajectory) -> dict[str, Any]:
         choice = {"index": index, "text": output.text, "logprobs": None, **self._end_of(output)}
+        tokens = tokens_of(output)
+        if self._echo is not None:
+            choice["text"] = self._echo[index // self._n] + output.text
+            tokens = [*map(Token, output.prompt_token_ids, (0.0, *(output.prompt_logprobs or ()))), *tokens]
         if self._logprobs is not None:
-            choice["logprobs"] = self._report(index, tokens_of(output))
+            choice["logprobs"] = report = self._report(index, tokens)
+            if self._echo is not None:  # nothing predicts a first token
+                report["token_logprobs"][0] = report["top_logprobs"][0] = None
         if self._with_ids:
             choice["token_ids"] = output.token_ids
         return choice | self._prompt_ids(index)
@@ -160,6 +176,8 @@ class ChatForm(Form):
 
     def whole(self, outputs: Sequence[Trajectory]) -> dict[str, Any]:
         answer = super().whole(outputs)
+        if outputs[0].prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._of_prompt(outputs[0])
         return answer | ({"prompt_token_ids": self._prompts[0]} if self._with_ids else {})
 
     def first_events(self, choices: int) -> Iterator[str]:
@@ -219,6 +237,13 @@ class ChatForm(Form):
 def with_json(known: dict[str, Any], name: str, value: str) -> str:
     """An object as JSON with one field more, whose value is JSON already: objects for every token cost much more."""
     return f'{as_json(known)[:-1]},"{name}":{value}}}'
+
+
+def prompt_report(output: Trajectory, text: Callable[[int], str]) -> list[dict[str, Any] | None]:
+    """Log-probabilities of a prompt in vLLM's form."""
+    ids, values = output.prompt_token_ids[1:], output.prompt_logprobs or ()
+    pairs = zip(ids, values, strict=True)
+    return [None, *({str(one): {"logprob": finite(value), "decoded_token": text(one)}} for one, value in pairs)]
 
 
 def tokens_of(output: Trajectory) -> list[Token]:

@@ -53,6 +53,10 @@ def router(service: Service) -> APIRouter:
         service.require_model(body.model)
         given = body.given()
         prompts = await _prompts(service, given.pop("prompt"))
+        if given.pop("echo", None):
+            if body.stream:
+                raise Refusal("echo is not available in a stream; leave out one of them", param="echo")
+            given["prompt_logprobs"] = body.logprobs is not None or body.prompt_logprobs
         wanted = service.wanted(given)
         return await _answer(service, request, body, prompts, wanted, CompletionForm(service, body, prompts, wanted))
 

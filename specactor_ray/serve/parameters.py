@@ -15,7 +15,7 @@ MOST_CHOICES = 1024
 """Outputs of a request."""
 _TRANSLATED = (
     *("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "include_stop_str_in_output"),
-    *("ignore_eos", "first_position", "logprobs"),
+    *("ignore_eos", "first_position", "logprobs", "prompt_logprobs"),
 )
 """Fields that `SamplingParams` has, too."""
 _FIXED: Mapping[str, tuple[Any, ...]] = {
@@ -79,6 +79,8 @@ def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> W
         _refuse_unless_fixed(name, value)
     if own.get("top_k") == -1:
         own["top_k"] = 0
+    if "prompt_logprobs" in own:
+        own["prompt_logprobs"] = _asks_for_prompt_logprobs(own["prompt_logprobs"])
     if isinstance(own.get("stop"), str):
         if not own["stop"]:
             raise Refusal("stop is ''; it must have 1 or more characters", param="stop")
@@ -89,6 +91,14 @@ def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> W
     except InputError as error:
         raise refusal_of(error) from None
     return Wanted(sampling, n, sampling.logprobs if "logprobs" in own else None)
+
+
+def _asks_for_prompt_logprobs(value: Any) -> bool:
+    """`false` asks for nothing; in vLLM 0 asks for those of the prompt's own tokens."""
+    if value not in (0, 1):
+        problem = "log-probabilities of a prompt are those of its own tokens: 0 or 1"
+        raise Refusal(f"prompt_logprobs is {clipped(value)}; {problem}", param="prompt_logprobs")
+    return value is not False
 
 
 def _refuse_unless_fixed(name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ from specactor_ray.serve import prime_rl
 from specactor_ray.serve.absent import BY_DIRECTORY, NO_ADAPTERS, refuse_paths
 from specactor_ray.serve.bodies import Body, Integer, StreamOptions, Text
 from specactor_ray.serve.control import directory_of, label_of
-from specactor_ray.serve.forms import as_json, finite, tokens_of, with_json
+from specactor_ray.serve.forms import as_json, finite, prompt_report, tokens_of, with_json
 from specactor_ray.serve.outputs import EventStream, Part, merged, parts_of
 from specactor_ray.serve.refusal import Refusal, openai_error
 
@@ -270,7 +270,7 @@ class _Form:
             "output_mode": "tokens",
             "model": self._service.model,
             "usage": self._usage(sum(len(output.token_ids) for output in outputs)),
-            "prompt_logprobs": None,
+            "prompt_logprobs": self._of_prompt(outputs[0]),
             "prompt_token_ids": self._body.token_ids if self._body.return_token_ids else None,
             "kv_transfer_params": None,
         }
@@ -298,9 +298,16 @@ class _Form:
         }
         if output is not None:
             choice |= {"weight_versions": self._service.control.spans(output), "seed": output.sampling.seed}
+            if output.prompt_logprobs is not None and self._body.stream:
+                choice["prompt_logprobs"] = self._of_prompt(output)
         if self._wanted.logprobs is None:
             return as_json(choice | {"logprobs": None})
         return with_json(choice, "logprobs", f'{{"content":[{",".join(map(_reported, tokens))}]}}')
+
+    def _of_prompt(self, output: Trajectory) -> list[dict[str, Any] | None] | None:
+        if output.prompt_logprobs is None:
+            return None
+        return prompt_report(output, lambda token: self._service.token_texts[token].text)
 
     def _usage(self, tokens: int) -> dict[str, int]:
         prompt = len(self._body.token_ids)

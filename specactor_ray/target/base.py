@@ -127,6 +127,9 @@ class StepResult:
     order, up to the one that predicted its newest token; also from rows that only prefilled."""
     tops: TopTokens | None = None
     """The most probable tokens at the positions of `tokens`, where a request asks for them."""
+    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    """Row whose prompt this step completed → float32 `(prompt - 1,)` of its tokens from the second on, where the
+    request asks for them (`SamplingParams.prompt_logprobs`)."""
     forward_s: float = 0.0
     sampling_s: float = 0.0
     num_tokens: int = 0

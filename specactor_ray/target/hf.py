@@ -22,13 +22,15 @@ from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.wire import to_wire
 from specactor_ray.ragged import begins, enlarged, places
 from specactor_ray.sampling.keyed import Found, verify_arrays, warm_up
-from specactor_ray.sampling.probable import most_probable
+from specactor_ray.sampling.probable import logprobs_of, most_probable
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.prefixes import PrefixCache
 from specactor_ray.target.rows import EngineRows
 
 _FIRST_RESERVATION = 128
 """Output tokens for which cache is reserved when a request is admitted; it grows from there."""
+_MOST_SCORED = 512
+"""Positions of a prompt in one forward when its log-probabilities are computed: all their logits are in memory."""
 _LEAST_SHARED = 32
 """A request waits for the prefill of another one with the same context if at least so many tokens are left of it."""
 
@@ -48,6 +50,13 @@ class _Plan(NamedTuple):
     """`(n,)` draft tokens; 0 where the row does not sample."""
     firsts: np.ndarray
     """`(n,)` where they begin in the tokens of the drafts."""
+    scored: np.ndarray
+    """`(n,)` context tokens of this forward that a prompt's token follows, of rows in `HfEngine._scores`."""
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """`(n,)` positions at which tokens are sampled, the last ones of each row."""
+        return np.where(self.samples, 1 + self.drafted, 0)
 
 
 class HfEngine:
@@ -84,6 +93,8 @@ class HfEngine:
         """int32 `(rows, tokens)`: prompt and output of each row."""
         self._cached: dict[int, int] = {}
         """Admitted rows, in the order of their admission, and their rows in the cache."""
+        self._scores: dict[int, np.ndarray] = {}
+        """Row → log-probabilities of its prompt's tokens from the second on, where they are asked for."""
         self._waiting: deque[int] = deque()
         self._prefixes = PrefixCache(model.cache)
         warm_up(model.device, model.dtype, record_margins=record_margins)
@@ -107,9 +118,12 @@ class HfEngine:
         self._fit(row, len(tokens))
         self._context[row, : len(tokens)] = tokens
         self._waiting.append(row)
+        if request.sampling.prompt_logprobs:
+            self._scores[row] = np.zeros(len(request.prompt_token_ids) - 1, np.float32)
         return None
 
     def remove(self, row: int) -> None:
+        self._scores.pop(row, None)
         if not self._rows.close(row):
             return
         if row in self._cached:
@@ -160,15 +174,19 @@ class HfEngine:
             return StepResult()
         begin = time.perf_counter()
         counts = plan.context + plan.drafted
-        num_logits = np.where(plan.samples, 1 + plan.drafted, 0)
+        num_logits = np.where(plan.scored > 0, counts, plan.sampled)
         tails = drafts.tokens[places(plan.firsts, plan.drafted)]
         output = self._model.forward(self._cache_rows(plan.rows), counts, self._tokens(plan, counts, tails), num_logits)
         forward_s = time.perf_counter() - begin
         begin = time.perf_counter()
         rows, drafted = plan.rows[plan.samples], plan.drafted[plan.samples]
-        found, tops = self._verify(output.logits, rows, drafted, tails)
+        logits, scores = output.logits, dict[int, np.ndarray]()
+        if plan.scored.any():
+            logits, scores = self._score(logits, plan, begins(num_logits))
+        found, tops = self._verify(logits, rows, drafted, tails)
         sampling_s = time.perf_counter() - begin
         result = self._commit(rows, drafted, found, tops)
+        result.prompt_logprobs = scores
         result.forward_s, result.sampling_s, result.num_tokens = forward_s, sampling_s, int(counts.sum())
         result.num_prefill_tokens = int(plan.context[plan.context > 1].sum())
         if output.hidden_states is not None:
@@ -190,7 +208,7 @@ class HfEngine:
         while self._waiting and len(self._cached) < self.max_batch:
             row = self._waiting.popleft()
             tokens = self._context[row, : self._rows.length[row] - 1]
-            if (key := tokens.tobytes()) in prefilling:
+            if (key := tokens.tobytes()) in prefilling and row not in self._scores:
                 later.append(row)  # forks what another request is computing
             elif not self._open(row, tokens):
                 later.append(row)
@@ -210,8 +228,9 @@ class HfEngine:
     def _open(self, row: int, tokens: np.ndarray) -> bool:
         """Give a request a row of the cache, with as many of its tokens as are cached. False: there is no room."""
         cache, room = self._model.cache, min(int(self._rows.limit[row]), len(tokens) + 1 + _FIRST_RESERVATION)
-        # Drafters that read states are sent those of every position.
-        source, common = (-1, 0) if self._model.exports_states else self._prefixes.longest(tokens)
+        # Drafters that read states are sent those of every position; a prompt's log-probabilities need them, too.
+        all_computed = self._model.exports_states or row in self._scores
+        source, common = (-1, 0) if all_computed else self._prefixes.longest(tokens)
         cached = int(cache.fork(np.array([source]), np.array([common]))[0]) if common else cache.new_row()
         if not self._make_room(cached, room):
             cache.free(cached)
@@ -241,9 +260,14 @@ class HfEngine:
         firsts, drafted = np.zeros((2, len(rows)), np.int64)
         firsts[:decoding], drafted[:decoding] = self._rows.cut(rows[:decoding], drafts, self.max_model_len, budget)
         budget += decoding - int(drafted.sum())
-        context = np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
+        unscored, most = np.zeros(len(rows), np.int64), pending
+        if self._scores:
+            scores = np.array([len(self._scores.get(row, ())) for row in rows.tolist()])
+            unscored = np.maximum(scores - cached, 0)
+            most = np.where(unscored > 0, np.minimum(pending, _MOST_SCORED), pending)
+        context = np.clip(budget - (np.cumsum(most) - most), 0, most)
         planned = (context > 0) & self._reserve(rows, cached + context, drafted)
-        plan = _Plan(rows, cached, context, context == pending, drafted, firsts)
+        plan = _Plan(rows, cached, context, context == pending, drafted, firsts, np.minimum(unscored, context))
         return _Plan(*(column[planned] for column in plan))
 
     def _reserve(self, rows: np.ndarray, tokens: np.ndarray, drafted: np.ndarray) -> np.ndarray:
@@ -286,6 +310,20 @@ class HfEngine:
         tokens[places(offsets + plan.context, plan.drafted)] = tails
         return tokens
 
+    def _score(self, logits: Any, plan: _Plan, offsets: np.ndarray) -> tuple[Any, dict[int, np.ndarray]]:
+        """Log-probabilities of prompts' tokens; `offsets`: where the logits of each row begin. Returns the logits of
+        the positions at which tokens are sampled, and the rows whose prompts are complete."""
+        complete = dict[int, np.ndarray]()
+        for i in np.flatnonzero(plan.scored).tolist():
+            row, begin, count = int(plan.rows[i]), int(plan.cached[i]), int(plan.scored[i])
+            tokens = self._context[row, begin + 1 : begin + 1 + count]
+            part = logits[offsets[i] : offsets[i] + count]
+            self._scores[row][begin : begin + count] = logprobs_of(part, tokens)
+            if begin + count == len(self._scores[row]):
+                complete[row] = self._scores[row].copy()
+        sampled = places(offsets[1:] - plan.sampled, plan.sampled)
+        return logits[sampled], complete
+
     def _verify(
         self, logits: Any, rows: np.ndarray, drafted: np.ndarray, tails: np.ndarray
     ) -> tuple[Found, TopTokens | None]:
@@ -311,6 +349,7 @@ class HfEngine:
     def _end(self, row: int, failed: bool) -> None:
         """A request has ended, and its row is no longer its own."""
         self._rows.close(row)
+        self._scores.pop(row, None)
         if failed:
             self._prefixes.free(self._cached.pop(row))
         else:

@@ -104,6 +104,8 @@ class VllmEngine:
         result = self._rows.commit(done.rows[sampled], done.drafted[sampled], done.found, margins, done.tops)
         if done.states is not None:
             result.states = self._rows.export(done.states, done.rows, done.firsts, done.counts)
+        for row, scores in done.prompt_logprobs.items():  # vLLM takes tokens committed earlier for prompt
+            result.prompt_logprobs[row] = scores[: self._rows.prompt[row] - 1]
         for row in result.rows[result.finish != Finish.RUNNING].tolist():
             self.remove(row)
         context = done.counts - done.drafted

@@ -93,6 +93,9 @@ class CoreStep:
     tops: TopTokens | None = None
     """The most probable tokens at the positions of `found`."""
     sampling_s: float = 0.0
+    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    """Row whose prompt is complete → log-probabilities of its tokens from the second on, where they are asked for;
+    set in the engine's process."""
 
 
 _NONE = np.zeros(0, np.int64)
@@ -167,7 +170,12 @@ class EngineCoreHandle:
         rule = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, sampling.logprobs]
         keyed = {"row": row, "base": sampling.first_position - prompt, "rule": rule}
         params = VllmSamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args={KEY: keyed}
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={KEY: keyed},
+            prompt_logprobs=0 if sampling.prompt_logprobs else None,
         )
         self._ids[row] = core_id = f"{row}#{next(self._numbers)}"
         self._row_of[core_id] = row
@@ -208,8 +216,14 @@ class EngineCoreHandle:
             self._scheduler.update_draft_token_ids(DraftTokenIds(ids, lists))
         self._drafted = len(tokens) > 0
         self._done = None
-        self._core.step_fn()  # without `post_step`, which would ask the proposer
-        return self._done or _NOTHING
+        groups, _ = self._core.step_fn()  # without `post_step`, which would ask the proposer
+        if self._done is None:
+            return _NOTHING
+        for one in [one for group in groups.values() for one in group.outputs]:
+            if one.new_prompt_logprobs_tensors is not None:
+                scores = one.new_prompt_logprobs_tensors.logprobs[:, 0]
+                self._done.prompt_logprobs[self._row_of[one.request_id]] = scores.numpy()
+        return self._done
 
     def count_graphs(self, counts: dict[str, int]) -> None:
         """Count the plans of steps from now on by the CUDA graphs that they take: `FULL`, `PIECEWISE` or `NONE`. For a

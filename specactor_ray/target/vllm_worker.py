@@ -9,12 +9,14 @@ What it uses of the model runner and is not public: `sampler` and `rejection_sam
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.sampler import Sampler
 
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import SamplingParams
@@ -80,6 +82,17 @@ class KeyedWorker(_Worker):
         return output
 
 
+class _Sampler(Sampler):
+    """In the place of vLLM's; the log-probabilities of prompts are vLLM's own."""
+
+    def __init__(self, sample: Callable[..., SamplerOutput]) -> None:
+        super().__init__()
+        self._sample = sample
+
+    def forward(self, *args: Any, **kwargs: Any) -> SamplerOutput:
+        return self._sample(*args, **kwargs)
+
+
 class KeyedSampler:
     """Stands where vLLM's sampler and rejection sampler stood.
 
@@ -103,7 +116,7 @@ class KeyedSampler:
         """What the last step did; None if it sampled nothing."""
 
     def install(self) -> None:
-        self._runner.sampler, self._runner.rejection_sampler = self.sample, self.verify
+        self._runner.sampler, self._runner.rejection_sampler = _Sampler(self.sample), self.verify
 
     def begin(self, state: Any) -> None:
         """A step samples; `state` is the runner's `execute_model_state`, which vLLM drops before."""

@@ -48,6 +48,7 @@ class Requests:
         """For the rollout. Urgent: everything but `Progress`."""
         self._row_of: dict[str, int] = {}  # open request → its row
         self._names: dict[int, tuple[str, int]] = {}  # row → its request and attempt
+        self._prompt_logprobs: dict[int, np.ndarray] = {}  # row → of its prompt, once it is computed
         self._attempts = Attempts()
         self._fresh: list[ToRollout] = []  # events of the step under way
 
@@ -84,6 +85,8 @@ class Requests:
             self._fresh.append(Finished(request_id, reason, RequestStats(), error, committed, attempt))
             return
         self._row_of[request_id] = self._table.open(request)
+        if request.sampling.prompt_logprobs and len(request.prompt_token_ids) == 1:
+            self._prompt_logprobs[row] = np.zeros(0, np.float32)
         self._names[row] = (request_id, attempt)
 
     def cancel(self, request_id: str, attempt: int, has_ended: bool = False) -> None:
@@ -95,6 +98,7 @@ class Requests:
     def drop(self, request_id: str, finished: bool = False) -> None:
         """Remove a request without an event."""
         row = self._row_of.pop(request_id)
+        self._prompt_logprobs.pop(row, None)
         self._engine.remove(row)
         self._drafting.close(row, finished)
 
@@ -107,6 +111,7 @@ class Requests:
         """Commit what the step made, and end requests that ended. Returns how many draft tokens were right."""
         if result.states is not None:
             self._drafting.keep(result.states)
+        self._prompt_logprobs |= result.prompt_logprobs
         if len(result.tokens):
             self._record(result, decoding, seats)
         for at in np.flatnonzero(result.finish).tolist():
@@ -135,7 +140,8 @@ class Requests:
         by_method = {method: (drafted[n], accepted[n]) for n, method in methods if drafted[n]}
         stats = RequestStats(int(table.steps[row]), sum(drafted), sum(accepted), by_method)
         total, error = int(table.committed[row]), errors.get(row, "")
-        self._fresh.append(Finished(request_id, finish.reason, stats, error, total, attempt))
+        scores = self._prompt_logprobs.get(row)
+        self._fresh.append(Finished(request_id, finish.reason, stats, error, total, attempt, scores))
         self.drop(request_id, finished=finish is not Finish.ERROR)
 
     def publish(self) -> None:

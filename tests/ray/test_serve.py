@@ -160,6 +160,27 @@ class TestOpenAI:
         ]
         assert whole.top_logprobs == expected and streamed == expected
 
+    def test_log_probabilities_of_prompts(self, rollout: Rollout, server: Served, client: openai.OpenAI) -> None:
+        """An output that comes as a part of the prompt has the log-probabilities that it was sampled with."""
+        (output,) = rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=12, seed=8, ignore_eos=True), n=1)
+        prompt, begin = [1, 2, 3, *output.token_ids], 3
+        expected = [pytest.approx(value, abs=1e-4) for value in output.logprobs]
+        (scored,) = rollout.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=True), n=1)
+        assert scored.prompt_logprobs is not None and list(scored.prompt_logprobs[begin - 1 :]) == expected
+        options: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "logprobs": 0}
+        choice = client.completions.create(**options, echo=True).choices[0]
+        report, text = choice.logprobs, rollout.engine.tokenizer.decode(prompt)
+        assert choice.text.startswith(text) and len(report.tokens) == len(prompt) + 2
+        assert report.token_logprobs[0] is None and report.token_logprobs[begin : len(prompt)] == expected
+        body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
+        answer = httpx.post(f"{server.url}/inference/v1/generate", json=body).json()
+        first, *others = answer["prompt_logprobs"]
+        assert first is None and [int(token) for one in others for token in one] == prompt[1:]
+        assert [value["logprob"] for one in others[begin - 1 :] for value in one.values()] == expected
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat | {"return_token_ids": True}).json()
+        assert [int(token) for one in answer["prompt_logprobs"][1:] for token in one] == answer["prompt_token_ids"][1:]
+
     def test_models_and_tokens(self, server: Served, client: openai.OpenAI) -> None:
         assert [one.id for one in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
         tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "red fox"}).json()["tokens"]

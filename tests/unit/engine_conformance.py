@@ -140,6 +140,7 @@ class Collected:
         self.reasons: dict[str, str] = {}
         self.errors: dict[str, str] = {}
         self.outputs: list[Output] = []
+        self.prompt_logprobs: dict[str, np.ndarray] = {}
         self.states: dict[str, list[tuple[int, np.ndarray]]] = {}
         """Per request the first positions and the states of its spans."""
 
@@ -149,6 +150,9 @@ class Collected:
         stepped = engine.step(tails)
         for row, start, states in stepped.result.states.split() if stepped.result.states is not None else ():
             self.states.setdefault(names[row], []).append((start, states))
+        for row, values in stepped.result.prompt_logprobs.items():
+            assert values.dtype == np.float32
+            self.prompt_logprobs[names[row]] = values
         for output in stepped.outputs:
             self._take(output)
 
@@ -387,6 +391,33 @@ class ModelConformance(EngineConformance):
                 values = [value for _, value in top]
                 assert values == sorted(values, reverse=True) and sum(map(math.exp, values)) < 1.0 + 1e-5
                 assert dict(top).get(token, own) == own and own <= values[0]
+
+    def test_log_probabilities_of_prompts(self, engine: Driver) -> None:
+        """An output that comes as a part of the prompt has the log-probabilities that it was sampled with."""
+        sampled = self.plain(engine, requests(4, 1.0, ignore_eos=True))
+        prompts = {f"r{i}": (*ids, *sampled.tokens[f"r{i}"]) for i, ids in enumerate(tiny_prompt_ids(4))}
+        sampling = {
+            name: SamplingParams(0.7, max_tokens=20, seed=i, ignore_eos=True, prompt_logprobs=i != 2)
+            for i, name in enumerate(prompts)
+        }
+        batch = [TargetRequest(name, prompt, sampling[name]) for name, prompt in prompts.items()]
+        truth = self.plain(
+            engine, [replace(one, sampling=replace(one.sampling, prompt_logprobs=False)) for one in batch]
+        )
+        assert not truth.prompt_logprobs
+        moved = [replace(one, committed_token_ids=tuple(truth.tokens[one.request_id][:3])) for one in batch]
+        chunked = Driver(self.make_engine(max_batch=4, max_step_tokens=7))
+        for driver, rows in ((engine, batch), (chunked, batch), (engine, moved)):
+            for request in rows:
+                driver.add(request)
+            found = run(driver, noisy_oracle(truth.tokens, 3, engine.vocab_size))
+            assert set(found.prompt_logprobs) == {"r0", "r1", "r3"}
+            for request in rows:
+                name, begin = request.request_id, len(request.committed_token_ids)
+                assert found.tokens[name] == truth.tokens[name][begin:]
+                if (values := found.prompt_logprobs.get(name)) is not None:
+                    assert len(values) == len(prompts[name]) - 1
+                    assert values[-len(sampled.tokens[name]) :] == pytest.approx(sampled.logprobs[name], abs=1e-3)
 
     def test_stops(self, engine: Driver) -> None:
         free = self.plain(engine, requests(8, 1.0, max_tokens=60))

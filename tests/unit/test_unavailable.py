@@ -31,7 +31,6 @@ def test_what_asks_for_nothing_passes() -> None:
         ("response_format", {"type": "json_object"}),
         ("best_of", 2),
         ("use_beam_search", True),
-        ("prompt_logprobs", 0),
         ("bad_words", ["x"]),
     ],
 )

@@ -84,7 +84,8 @@ class TestErrors:
             (b'{"prompt": "a", "\\ud800": 1}', None),
             (b'{"prompt": "a", "request_id": "\\ud800"}', "request_id"),
             (b'{"prompt": "a", "min_p": 0.2}', "min_p"),
-            (b'{"prompt": "a", "echo": true}', "echo"),
+            (b'{"prompt": "a", "echo": true, "stream": true}', "echo"),
+            (b'{"prompt": "a", "prompt_logprobs": 5}', "prompt_logprobs"),
             (b'{"prompt": "a", "n": 1024, "top_k": 99999999999}', "top_k"),
         ],
     )
