@@ -61,7 +61,7 @@ def arithmetic(seed: int) -> Iterator[str]:
     try:
         import reasoning_gym
     except ImportError:
-        raise SystemExit("error: the kind arithmetic needs reasoning-gym: pip install 'specactor-ray[rl]'") from None
+        raise SystemExit("error: the kind arithmetic needs reasoning-gym: pip install reasoning-gym") from None
     size = 100_000
     tasks = [reasoning_gym.create_dataset(name, seed=seed, size=size, **options) for name, options in GYM_TASKS]
     for index in range(size):

@@ -30,7 +30,9 @@ def serve(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "pydantic"):
             raise
-        raise InputError(f"{error.name} is not installed; install it: pip install 'specactor-ray[serve]'") from None
+        raise InputError(
+            f"{error.name} is not installed; install it: pip install fastapi uvicorn prometheus-client"
+        ) from None
     try:
         run_server(settings, host, port, model_name, progress)
     except KeyboardInterrupt:

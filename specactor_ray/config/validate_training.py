@@ -66,7 +66,7 @@ def reject_ranks_of_a_single_process(config: Config) -> None:
 
 def reject_deepspeed_that_is_not_installed(config: Config) -> None:
     if config.trainer.backend is TrainerBackend.deepspeed and importlib.util.find_spec("deepspeed") is None:
-        fix = "pip install 'specactor-ray[deepspeed]', or use trainer.backend=torch."
+        fix = "pip install deepspeed, or use trainer.backend=torch."
         raise ConfigError("trainer.backend", "DeepSpeed is not installed.", fix)
 
 

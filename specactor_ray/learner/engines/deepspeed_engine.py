@@ -59,7 +59,7 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
     try:
         import deepspeed
     except ImportError:
-        fix = "pip install 'specactor-ray[deepspeed]', or use trainer.backend=torch."
+        fix = "pip install deepspeed, or use trainer.backend=torch."
         raise ConfigError("trainer.backend", "DeepSpeed is not installed.", fix) from None
     # On CPUs DeepSpeed would compile collectives over shared memory, with g++ for a minute; gloo has its own.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
