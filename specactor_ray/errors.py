@@ -1,4 +1,4 @@
-"""Errors of specactor_ray: one root, and one class per party who can fix the cause.
+"""Errors of specactor_ray: one root, and one class per kind of fix.
 
 A user's mistake (`ConfigError`, `InputError`, `ModelLoadError`, `ClusterError`) says what was found, what
 is allowed and what to do; the command line prints it without a traceback and exits with `EXIT_USER_ERROR`.

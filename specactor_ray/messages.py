@@ -327,7 +327,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """One version of the policy's weights, for everyone who follows the policy."""
+    """One version of the policy's weights."""
 
     version: int
     """From 1; version 0 is what the configuration names."""

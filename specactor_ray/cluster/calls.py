@@ -35,7 +35,7 @@ _RETRY_S, _RETRY_MAX_S = 0.1, 2.0
 
 
 class Transport(Protocol):
-    """Carries calls and objects. Its references are opaque to everyone else; they can be hashed."""
+    """Carries calls and objects. Its references are opaque and can be hashed."""
 
     def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Any:
         """Begin a call; returns its reference at once. Failures show when the reference is taken."""

@@ -147,7 +147,7 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
                 num_cpus=cpus,
                 num_gpus=config.num_gpus,
                 include_dashboard=False,
-                _temp_dir=str(folder / "r"),  # one below: Ray opens its own folder to everybody
+                _temp_dir=str(folder / "r"),  # one below: Ray makes its own folder readable for all users
                 **_quiet(),
             )
         except Exception as error:  # noqa: BLE001 - Ray raises bare ones; the message is all there is to them

@@ -22,11 +22,11 @@ long (docs/design/engine.md)."""
 
 
 class CoreLedger:
-    """The usable core ids of every node, and who holds which.
+    """The usable core ids of every node, and their owners.
 
     Nodes on the same `machine` share one pool: two Ray nodes on one host see the same physical cores. Whole cores
     have one holder each. A share below one core is put on a core together with other shares, never on one that
-    somebody holds as a whole.
+    is held as a whole.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class CoreLedger:
         return node in self._machine_of
 
     def take(self, node: str, count: float, owner: str) -> tuple[int, ...]:
-        """Give cores of `node` to `owner`, who holds none yet.
+        """Give cores of `node` to `owner`, which holds none yet.
 
         Args:
             node, owner: The node, and the holder.
@@ -59,7 +59,7 @@ class CoreLedger:
             Core ids, ascending; for a share the one core it is of.
 
         Raises:
-            ClusterError: There is no room; the message lists who holds the cores. Nothing was taken.
+            ClusterError: There is no room; the message lists the owners of the cores. Nothing was taken.
             ValueError: The owner holds cores already, or `count` is neither whole nor below 1.
             KeyError: The node was never added.
         """
@@ -104,7 +104,7 @@ class CoreLedger:
 
     def _refusal(self, node: str, count: float, owner: str, free: Sequence[int]) -> str:
         machine = self._machine_of[node]
-        holders = ", ".join(self._holding(machine, who, cores) for who, cores in sorted(self.holders(node).items()))
+        holders = ", ".join(self._holding(machine, owner, cores) for owner, cores in sorted(self.holders(node).items()))
         whose = "CPU core(s) of its own" if count >= 1 else "of a CPU core without a verifier"
         return (
             f"{owner} needs {count:g} {whose} on node {node[:8]}, and {len(free)} of {len(self._usable[machine])} "

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def put_current_folder_last() -> None:
-    """Modules in the current folder can be named as drafters and rewards, but stand in for nobody else's.
+    """Modules in the current folder can be named as drafters and rewards, but replace no other module.
 
     A checkout that the package itself is run from stays where it is.
     """

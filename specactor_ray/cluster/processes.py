@@ -1,4 +1,4 @@
-"""The processes behind actors: who they are, and making sure that they are gone.
+"""The processes behind actors: their identity, and making sure that they are gone.
 
 `ray.kill` asks; a process that is stopped (SIGSTOP) or stuck may not hear. So every actor that is removed is
 followed to its end on its own node.

@@ -1,4 +1,4 @@
-"""Which Ray token this process shows to whom.
+"""Which Ray token this process sends to which cluster.
 
 Whoever holds a cluster's token may run code on it, and Ray sends it in clear. So a cluster that is started here gets a
 token of its own, and the one saved in the user's home goes to clusters on this machine alone, of this user or root.

@@ -1,6 +1,6 @@
 """The controller: the only one that creates, places, watches and removes actors. Never on the token path.
 
-It holds a desired state and brings the actors there: `observe → decide → apply`, then tell everyone who is there.
+It holds a desired state and brings the actors there: `observe → decide → apply`, then send the lists of members.
 Only one thread at a time works on the members: that of `start`, then the reconcile thread, then the caller
 of `shutdown`. What others ask for is answered from the last published snapshot.
 """
@@ -109,7 +109,7 @@ class Controller:
         self._view = ClusterView()
         self._status: list[dict[str, Any]] = []
         self._suspects: list[str] = []
-        """Actors that somebody could not reach since the last step."""
+        """Actors reported as out of reach since the last step."""
         self._wake, self._stopping = self._clock.event(), self._clock.event()
         self._elastic = Elastic(config, self._priors)
         self._is_shutting, self._was_asked_to_start = False, False
@@ -198,8 +198,7 @@ class Controller:
                 raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
 
     def suspect(self, actor_id: str, reason: str) -> None:
-        """Somebody could not reach this actor: its health is asked for at once. Only the controller says who is gone;
-        whoever reports obeys its view."""
+        """An actor could not be reached: check its health at once. Only the controller decides that it is gone."""
         logger.info("%s is suspected: %s", actor_id, reason)
         with self._lock:
             self._suspects.append(actor_id)

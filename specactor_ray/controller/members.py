@@ -180,7 +180,7 @@ def next_view(
 
 
 def _shown(view: ClusterView) -> tuple[Any, ...]:
-    """What makes two views differ for those who look at them; actors are told apart by their ids."""
+    """What makes two views differ; actors are identified by their ids."""
     drafters = tuple((e.actor_id, e.phase, e.note, e.handle is None) for e in view.drafters)
     return tuple(view.verifiers), drafters, view.errors, tuple(view.departed)
 
@@ -203,7 +203,7 @@ class PeerNews:
         """Method → its draft actors and the groups they serve."""
 
     def tell(self, members: Iterable[Member], view: ClusterView, now: float) -> None:
-        """Send the current lists to those who have not taken them. Never blocks."""
+        """Send the current lists to actors that have not acknowledged them. Never blocks."""
         members = list(members)
         endpoints = [endpoint for endpoint in view.drafters if endpoint.phase is Phase.READY]
         peers = (tuple(view.verifiers), tuple(endpoint.actor_id for endpoint in endpoints))

@@ -224,7 +224,7 @@ class Create:
 
 @dataclass(frozen=True)
 class Drain:
-    """Tell everyone to stop using this draft actor, and it to stop taking requests."""
+    """Remove this draft actor from all lists, and have it take no more requests."""
 
     actor_id: str
 

@@ -1,4 +1,4 @@
-"""Bringing everyone to the current version of the weights they follow: the policy's, or those a drafter is taught."""
+"""Bringing all actors to the current version of their weights: the policy's, or those of a drafter that is taught."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WeightNews:
     def __init__(self, config: Config) -> None:
         self._followers = {VERIFIER, *(drafter.method for drafter in config.drafters if drafter.follow_policy)}
         self.current: WeightSet | None = None
-        """None until the first update: everyone has what the configuration names."""
+        """None until the first update: all have what the configuration names."""
         pupil = taught_by_trainer(config)
         self._pupil = pupil.method if pupil is not None else ""
         """The method that is taught."""

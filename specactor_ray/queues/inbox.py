@@ -2,7 +2,7 @@
 
 A message says what its sender believes, which may be wrong, and the protocol bears that. What it is made of is checked
 here and nowhere else: behind it every array has the type, the length and the range that it claims. A malformed message
-is counted for its sender and dropped, and who keeps sending them is not listened to any more.
+is counted for its sender and dropped; a sender of many of them is cut off.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MOST_MALFORMED = 100
 """Malformed messages that a sender may send before it is cut off."""
 UNKNOWN = "?"
-"""Stands for the sender of what does not even say who sent it; it is never cut off."""
+"""Sender of messages without a sender; it is never cut off."""
 MOST_WAITING = 256
 """Messages of one sender that wait; beyond it its oldest is lost, which costs speed, never tokens."""
 _MOST_SENDERS = 1024
@@ -97,7 +97,7 @@ class Inbox(Generic[M]):
             return sum(map(len, self._waiting.values()))
 
     def snapshot(self) -> dict[str, Any]:
-        """For status displays: malformed messages per sender, who is cut off, and messages that were dropped."""
+        """For displays: malformed messages per sender, senders that are cut off, and messages that were dropped."""
         with self._lock:
             return {"malformed": dict(self._malformed), "cut_off": list(self.cut_off), "dropped_messages": self.dropped}
 

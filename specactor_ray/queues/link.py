@@ -1,7 +1,7 @@
 """The producer's side of a queue: at most one delivery per consumer in flight, and what comes meanwhile is merged.
 
 Producers keep state, not messages: what to send next is made when it can be sent (`offer`), from the difference between
-what is so and what was sent before. So a slow or stopped consumer slows nobody and costs its producer no memory.
+what is so and what was sent before. So a slow or stopped consumer slows no producer and costs it no memory.
 
 A delivery that does not arrive is sent again until the consumer is known to be gone for good. It may have arrived
 nevertheless: the protocol bears repetition and reordering (`messages.py`).

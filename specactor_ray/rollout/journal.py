@@ -1,4 +1,4 @@
-"""The journal: what was committed for every request, and who may commit for it.
+"""The journal: what was committed for every request, and which verifier may commit for it.
 
 Pure bookkeeping. Each time a request is handed to a verifier begins a new attempt, and only events of the present
 attempt count: a verifier that was taken for dead and comes back, or a message that comes late, cannot do harm. A

@@ -121,7 +121,7 @@ class TrajectoryWriter:
             ) from None
         except OSError as error:
             raise InputError(f"data.output: {self.path} cannot be created ({error.strerror})") from None
-        if not _lock(descriptor):  # somebody continues it already
+        if not _lock(descriptor):  # another process continues it
             os.close(descriptor)
             raise InputError(self._in_use())
         # Looked at after the partial file is ours: a run that ended a moment ago has renamed its own by now.
@@ -162,7 +162,7 @@ def _lock(descriptor: int, tries: int = 1) -> bool:
             return True
         except BlockingIOError:
             if attempt < tries - 1:
-                SYSTEM.sleep(0.02)  # who only looks whether it is locked has it for a moment
+                SYSTEM.sleep(0.02)  # a look whether it is locked holds it for a moment
         except OSError:  # a network file system without locks
             return True
     return False

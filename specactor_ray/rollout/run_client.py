@@ -77,7 +77,7 @@ class RunClient:
             raise InputError(f"policy is {policy!r}; it must be {', '.join(WeightPolicy)} or None")
         if weights.version < self.weight_version:
             raise InputError(f"weights of version {weights.version} come after version {self.weight_version}")
-        # From the call on the controller may be bringing everyone there, whether or not it says so in time.
+        # From the call on the controller may be updating actors, even if its answer is late.
         self.weight_version = weights.version
         limit_s, begin = self._sync_timeout_s, self._calls.clock.now()
         with self.engine.between_versions(weights.version, WeightPolicy(policy or WeightPolicy.WAIT)):

@@ -1,4 +1,4 @@
-"""The verifiers of a run as its driver sees them: who serves, one poll at each, and reports of those out of reach.
+"""The verifiers of a run in its driver: the list of those that serve, a poll at each, reports of those out of reach.
 
 Who is alive is for the controller to say: a verifier that cannot be reached is reported (`suspect`) and asked again
 until the controller's view drops it.
@@ -92,7 +92,7 @@ class Verifiers:
         """Count the limits from now on."""
         self._controller_seen = self._verifier_seen = self._looked_at = self._clock.now()
 
-    # ---- who serves ----
+    # ---- verifiers that serve ----
 
     def _ask_view(self) -> None:
         """Ask for a view that is newer than whatever happened up to now."""

@@ -7,7 +7,7 @@ The token at output position `t` of a request with seed `s`, counted from its `f
 among the tokens that top-k and top-p leave; temperature 0 is the plain argmax. Ties go to the lowest id. `g` is
 standard Gumbel noise, so this draws from the softmax (the Gumbel-max trick); it comes from a counter-based
 generator keyed on (s, t, v), so every process, thread and device draws the same. Hence verification is token
-comparison, the output does not depend on who drafted, and a drafter that samples with the same seed and position
+comparison, the output does not depend on the drafter, and a drafter that samples with the same seed and position
 agrees with the target with probability at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv 2408.07978).
 `docs/design/keyed-sampling.md` gives the construction and the reasons.
 

@@ -233,7 +233,7 @@ class Service:
         """The result of `work`, which is cancelled when the client leaves.
 
         Raises:
-            Refusal: The client has left; its answer reaches nobody.
+            Refusal: The client has left.
         """
         working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left(request))
         try:
