@@ -1,4 +1,4 @@
-"""Endpoints of other servers that this one has not: each is refused by name, with what to use in its place."""
+"""Endpoints of other servers that are not supported: each is refused by name, and the error names a replacement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_ADAPTERS = f"adapters are not served; merge them into the weights. {BY_DIRECT
 
 
 def refuse_paths(routes: APIRouter, absent: Mapping[str, str]) -> None:
-    """Answer these paths with 400 and the reason."""
+    """Answer these paths with status 400 and the reason."""
     for path, reason in absent.items():
         routes.add_api_route(path, _refuser(path, reason), methods=["POST"], include_in_schema=False)
 

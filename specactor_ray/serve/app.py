@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIALECTS: tuple[ModuleType, ...] = (openai, trl, vllm_rl, prime_rl, sglang)
-"""Each has `router(service)`; `error_body(refusal)`, where its clients expect another form of errors than OpenAI's; and
-`CONTROL`, where some of its paths must be answered while all requests that may be open wait."""
+"""Modules of the dialects. Each has `router(service)`. Optional: `error_body(refusal)`, if its clients expect another
+error format than OpenAI's; `CONTROL`, its paths that must be answered even when the limit of open requests is
+reached."""
 
 
 def make_app(service: Service, token: str | None = None) -> FastAPI:
@@ -32,7 +33,7 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
 
     Args:
         service: Serves the requests.
-        token: Bearer token that requests must show; None where only this machine reaches the server.
+        token: Bearer token that requests must have; None if only this machine can reach the server.
     """
     app = FastAPI(title="specactor", docs_url=None, redoc_url=None)
     control = frozenset(path for dialect in DIALECTS for path in getattr(dialect, "CONTROL", ()))

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's and vLLM's endpoints. What else a client sends is kept as it is, for `wanted_of` to judge."""
+"""Bodies of OpenAI's and vLLM's endpoints. Other fields that a client sends are kept, and `wanted_of` checks them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _MESSAGE = {
     "required": ["role", "content"],
 }
 Messages = Annotated[list[Any], WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1})]
-"""Of a conversation."""
+"""Messages of a conversation."""
 
 
 class Body(BaseModel):
@@ -66,7 +66,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Of a stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -97,7 +97,7 @@ class SamplingBody(Body):
 
 
 class CompletionBody(SamplingBody):
-    """Of `/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: Prompts
     logprobs: Integer | None = None
@@ -105,7 +105,7 @@ class CompletionBody(SamplingBody):
 
 
 class TemplateBody(Body):
-    """Chat messages, and what goes into the chat template with them."""
+    """Chat messages, and arguments of the chat template."""
 
     messages: Messages
     tools: list[dict[str, Any]] | None = None
@@ -115,7 +115,7 @@ class TemplateBody(Body):
 
 
 class ChatBody(SamplingBody, TemplateBody):
-    """Of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
@@ -124,7 +124,7 @@ class ChatBody(SamplingBody, TemplateBody):
 
 
 class TokenizeBody(Body):
-    """Of `/tokenize`: a prompt, or chat messages as of `TemplateBody`."""
+    """Body of `/tokenize`: a prompt, or chat messages as in `TemplateBody`."""
 
     model: Text = None
     prompt: str | None = None
@@ -138,7 +138,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Of `/detokenize`."""
+    """Body of `/detokenize`."""
 
     model: Text = None
     tokens: list[Annotated[int, Field(ge=0, lt=2**31, strict=True)]]

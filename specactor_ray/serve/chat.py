@@ -20,7 +20,7 @@ _RESERVED = (
     *("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict", "return_tensors"),
     *("padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"),
 )
-"""Arguments of `apply_chat_template` that are no variables of templates."""
+"""Arguments of `apply_chat_template` that are not template variables."""
 
 
 async def encode_messages(service: Service, body: TemplateBody, with_tools: bool = True) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ async def encode_messages(service: Service, body: TemplateBody, with_tools: bool
 
 
 def _with_read_arguments(message: Any) -> Any:
-    """Templates expect the arguments of earlier tool calls as objects; OpenAI's clients send them as JSON text."""
+    """Parse the arguments of earlier tool calls: templates expect objects; OpenAI's clients send JSON text."""
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not isinstance(calls, list):
         return message
@@ -64,8 +64,8 @@ def _with_read_call(call: Any) -> Any:
 
 
 def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Text before the first tool call, and the calls as OpenAI's clients expect them. Text in which one of the calls
-    cannot be read is returned as it is, without calls."""
+    """Text before the first tool call, and the calls as OpenAI's clients expect them. If one of the calls cannot be
+    parsed, the text is returned unchanged, without calls."""
     content, *blocks = text.split(CALL)
     calls = []
     for block in blocks:

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from specactor_ray.serve.service import Service
 
 _LABELS = 1024
-"""Versions whose labels are kept."""
+"""Number of versions whose labels are kept."""
 _MOST_CHARACTERS = 4096
-"""Of a path, and of a label."""
+"""Most characters of a path, and of a label."""
 _ABORT_S = 30.0
 """Longest wait for the ends of requests that were aborted."""
 _LIVE_S = 20.0
-"""An engine without progress for this long does not live."""
+"""Seconds without progress after which an engine is not live."""
 _LOOK_S = 0.1
 
 
 class Control:
-    """What trainers do with a server beside generating. All coroutines belong to the service's event loop.
+    """Operations of trainers on a server besides generation. All coroutines run in the service's event loop.
 
     Args:
-        service: Whose requests are held, and whose weights change.
+        service: Service whose requests are held and whose weights change.
     """
 
     def __init__(self, service: Service) -> None:
@@ -52,13 +52,13 @@ class Control:
     # ---- pauses ----
 
     async def pause(self, policy: WeightPolicy) -> None:
-        """Begin no request until `resume`: more wait. `abort` ends those that are there with what is committed, `wait`
-        lets those that run end, `keep` lets them continue after `resume`. Returns when none runs, or at `resume`.
-        Idempotent; the policy of each call is that for what runs then."""
+        """Hold new requests until `resume`. `abort` ends present requests with their committed tokens, `wait` lets
+        running ones end, `keep` lets them continue after `resume`. Returns when no request runs, or at `resume`.
+        Idempotent; the policy of each call applies to the requests that run at that time."""
         with _refusing():
             drained = asyncio.wrap_future(self._engine.pause(policy))
             if self.is_paused:
-                self._engine.resume()  # of several pauses one is left
+                self._engine.resume()  # several pauses count as one
         self.is_paused = True
         self._resumed.clear()
         if policy is WeightPolicy.ABORT:
@@ -78,8 +78,8 @@ class Control:
                 self._engine.resume()
 
     async def abort(self, name: str | None = None) -> int:
-        """End the choices of the requests of this name, or of all; their clients get what is committed. Returns how
-        many they were, when they have ended."""
+        """Abort the choices of the requests with this name, or of all; their clients get the committed tokens. Returns
+        the number of these choices after they have ended."""
         running = self._service.running(name)
         for handle in running:
             self._engine.drop(handle)
@@ -91,11 +91,11 @@ class Control:
 
     @property
     def label(self) -> str:
-        """The trainer's name for the present weights; without one, the number of their version."""
+        """The trainer's name for the present weights; if there is none, the version number."""
         return self._label_of(self._rollout.weight_version)
 
     def spans(self, output: Trajectory) -> list[dict[str, Any]]:
-        """Which weights sampled which tokens of an output: `{version, start, end}`, `end` excluded."""
+        """Token ranges of an output by the weights that sampled them: `{version, start, end}`, `end` exclusive."""
         spans, begin = [], 0
         for version, end in (*output.versions, (output.weight_version, len(output.token_ids))):
             if end > begin:
@@ -104,15 +104,15 @@ class Control:
         return spans
 
     async def update(self, weights: WeightSet | str, policy: WeightPolicy, label: str | None = None) -> None:
-        """Give all verifiers new weights; other requests are served meanwhile.
+        """Update the weights of all verifiers; other requests are served meanwhile.
 
         Args:
-            weights: The directory of a checkpoint, or what `prepare` returned.
-            policy: What becomes of requests that run, unless they are paused.
-            label: The trainer's name for them.
+            weights: Directory of a checkpoint, or the result of `prepare`.
+            policy: Policy for running requests, unless they are paused.
+            label: The trainer's name for the weights.
 
         Raises:
-            Refusal: The weights do not fit, or the label goes back behind the present one; nothing has changed.
+            Refusal: The weights do not fit, or the label is older than the present one; nothing has changed.
         """
         async with self._changing:
             self._require_no_step_back(label)
@@ -122,19 +122,19 @@ class Control:
             try:
                 await _answer(asyncio.to_thread(rollout.update_weights, weights, policy))
             finally:
-                if rollout.weight_version != before:  # also where verifiers have not got there in time
+                if rollout.weight_version != before:  # also if some verifiers did not take the weights in time
                     self._name(rollout.weight_version, label)
 
     async def prepare(self, directory: str) -> WeightSet:
-        """Check the weights of a checkpoint and hold them ready; requests go on.
+        """Check the weights of a checkpoint and keep them ready; requests continue.
 
         Raises:
-            Refusal: They do not fit.
+            Refusal: The weights do not fit.
         """
         return await _answer(asyncio.to_thread(self._rollout.prepare_weights, directory))
 
     def relabel(self, label: str) -> None:
-        """Set the name of the present weights; it may go back, as for a trainer that begins anew."""
+        """Set the name of the present weights; an older name is allowed, for a trainer that starts again."""
         self._name(self._rollout.weight_version, label)
 
     def _name(self, version: int, label: str | None) -> None:
@@ -147,7 +147,7 @@ class Control:
         return self._labels.get(version, str(version))
 
     def _require_no_step_back(self, label: str | None) -> None:
-        old = self._labels.get(self._rollout.weight_version, "")  # weights without one have no place in the order
+        old = self._labels.get(self._rollout.weight_version, "")  # weights without a label have no order
         if label is not None and label.isdecimal() and old.isdecimal() and int(label) < int(old):
             raise Refusal(
                 f"weight_version {label} comes after {old}, and versions do not go back. Fix: count on, or set the "
@@ -158,10 +158,10 @@ class Control:
     # ---- sleep ----
 
     async def sleep(self, policy: WeightPolicy) -> None:
-        """Free the memory of verifiers' caches, on GPUs also of weights. Requests are refused until `wake`.
+        """Free the memory of the verifiers' caches, and on GPUs of their weights. Requests are refused until `wake`.
 
         Args:
-            policy: What becomes of requests that run; all but `abort` need those to end that wait.
+            policy: Policy for running requests; except with `abort`, waiting requests must end first.
 
         Raises:
             Refusal: Requests wait, or a stream of the driver is open; nothing has changed.
@@ -188,15 +188,15 @@ class Control:
                 self.is_asleep = False
 
     def require_awake(self) -> None:
-        """Raises Refusal (503) while verifiers sleep."""
+        """Raises Refusal (503) while the verifiers sleep."""
         if self.is_asleep:
             raise Refusal("the server sleeps; POST /wake_up first", UNAVAILABLE)
 
     # ---- health ----
 
     async def is_live(self) -> bool:
-        """Whether the engine commits a token, of any request or of one that is made for this; true while requests are
-        held. Several callers share one request."""
+        """Whether the engine commits a token, of any request or of a probe request; true while requests are held.
+        Concurrent callers share one probe request."""
         if self.is_paused or self.is_asleep:
             return True
         if self._probe is None or self._probe.done():
@@ -224,10 +224,10 @@ class Control:
 
 
 def directory_of(value: Any, field: str) -> str:
-    """The path of a checkpoint.
+    """Validate the path of a checkpoint.
 
     Raises:
-        Refusal: It is none.
+        Refusal: The value is not a path.
     """
     if isinstance(value, str) and 0 < len(value) < _MOST_CHARACTERS and "\0" not in value and value[0] != "~":
         return value
@@ -235,10 +235,10 @@ def directory_of(value: Any, field: str) -> str:
 
 
 def label_of(value: Any, field: str = "weight_version") -> str | None:
-    """A trainer's name for a version: text, or a number.
+    """Validate a trainer's name for a version: text, or a number.
 
     Raises:
-        Refusal: It is neither.
+        Refusal: The value is neither.
     """
     if value is None or (isinstance(value, str) and 0 < len(value) < _MOST_CHARACTERS):
         return value
@@ -254,7 +254,7 @@ async def _answer(work: Awaitable[Any]) -> Any:
 
 @contextlib.contextmanager
 def _refusing() -> Any:
-    """Errors of this package become refusals; a mistake of the caller's is one of the request."""
+    """Convert errors of this package into refusals; a `UserError` becomes an error of the request."""
     try:
         yield
     except UserError as error:

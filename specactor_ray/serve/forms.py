@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specactor_ray.serve.service import Service
 
 _LEAST_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON has not."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
@@ -29,8 +29,8 @@ class Form:
     """The answer to one request.
 
     Args:
-        service, body, wanted: Of the request.
-        prompts: Token ids of each.
+        service, body, wanted: Service, body and sampling options of the request.
+        prompts: Token ids of each prompt.
     """
 
     prefix = kind = chunk_kind = ""
@@ -44,7 +44,7 @@ class Form:
         self._head = as_json(head)[:-1]
 
     def whole(self, outputs: Sequence[Trajectory]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """The complete answer, not streamed."""
         return {
             "id": self.id,
             "object": self.kind,
@@ -56,16 +56,16 @@ class Form:
         }
 
     def events(self, part: Part) -> Iterator[str]:
-        """What a part of a choice is sent as."""
+        """Events of one part of a choice."""
         raise NotImplementedError
 
     def first_events(self, choices: int) -> Iterator[str]:
-        """Before any part."""
+        """Events before the first part."""
         del choices
         yield from ()
 
     def usage_event(self, outputs: Sequence[Trajectory]) -> str:
-        """After the last part."""
+        """Usage event after the last part."""
         end = {"choices": [], "usage": self._usage(outputs), "system_fingerprint": _fingerprint(outputs)}
         return f"{self._head},{as_json(end)[1:]}"
 
@@ -73,12 +73,12 @@ class Form:
         raise NotImplementedError
 
     def _event(self, choice: dict[str, Any], output: Trajectory | None = None) -> str:
-        """`output`: the whole one, at its end."""
+        """One event; `output` is the complete output, given with the last event of a choice."""
         end = "" if output is None else f',"system_fingerprint":"{_fingerprint([output])}"'
         return f'{self._head},"choices":[{as_json(choice)}]{end}}}'
 
     def _end_of(self, output: Trajectory) -> dict[str, Any]:
-        """What the last event of a choice, and a whole choice, have beside the output."""
+        """Fields of a complete choice, and of its last event, besides the output."""
         begin, versions = 0, []
         for version, end in (*output.versions, (output.weight_version, len(output.token_ids))):
             versions.append({"version": version, "start": begin, "end": end})
@@ -92,7 +92,7 @@ class Form:
         }
 
     def _of_prompt(self, output: Trajectory) -> list[dict[str, Any] | None]:
-        """As vLLM: per token of the prompt its id → what is known of it; None for the first one."""
+        """Per prompt token, as in vLLM: its id → its log-probability and text; None for the first token."""
         return prompt_report(output, lambda token: self._service.token_texts[token].text)
 
     def _usage(self, outputs: Sequence[Trajectory]) -> dict[str, int]:
@@ -104,7 +104,7 @@ class Form:
 
 
 class CompletionForm(Form):
-    """Of `/v1/completions`."""
+    """Answers of `/v1/completions`."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -118,7 +118,7 @@ class CompletionForm(Form):
             texts = given if isinstance(given[0], str) else map(service.tokenizer.decode, prompts)
             self._echo = list(texts)
         self._offsets: dict[int, int] = {}
-        """Choice → characters of its tokens so far."""
+        """Choice → number of characters of its tokens so far."""
 
     def events(self, part: Part) -> Iterator[str]:
         choice: dict[str, Any] = {"index": part.index, "text": part.text, "logprobs": None, "finish_reason": None}
@@ -139,7 +139,7 @@ class CompletionForm(Form):
             tokens = [*map(Token, output.prompt_token_ids, (0.0, *(output.prompt_logprobs or ()))), *tokens]
         if self._logprobs is not None:
             choice["logprobs"] = report = self._report(index, tokens)
-            if self._echo is not None:  # nothing predicts a first token
+            if self._echo is not None:  # a first token has no prediction
                 report["token_logprobs"][0] = report["top_logprobs"][0] = None
         if self._with_ids:
             choice["token_ids"] = output.token_ids
@@ -164,7 +164,7 @@ class CompletionForm(Form):
 
 
 class ChatForm(Form):
-    """Of `/v1/chat/completions`; `wants_calls`: tool calls are read out of outputs."""
+    """Answers of `/v1/chat/completions`; with `wants_calls`, tool calls are parsed from the outputs."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -235,7 +235,8 @@ class ChatForm(Form):
 
 
 def with_json(known: dict[str, Any], name: str, value: str) -> str:
-    """An object as JSON with one field more, whose value is JSON already: objects for every token cost much more."""
+    """JSON of an object plus one field whose value is JSON already. Building objects for every token costs much
+    more."""
     return f'{as_json(known)[:-1]},"{name}":{value}}}'
 
 
@@ -247,7 +248,7 @@ def prompt_report(output: Trajectory, text: Callable[[int], str]) -> list[dict[s
 
 
 def tokens_of(output: Trajectory) -> list[Token]:
-    """The tokens of an output as they come in a stream."""
+    """Tokens of an output in their streamed form."""
     return list(map(Token, output.token_ids, output.logprobs, output.top_logprobs or repeat(())))
 
 
@@ -256,10 +257,10 @@ def _with_calls(finish_reason: str) -> str:
 
 
 def _fingerprint(outputs: Sequence[Trajectory]) -> str:
-    """Names the weights: with them and its seed a request gives the same output again."""
+    """Identifies the weights: a request with the same seed and weights has the same output."""
     return f"weights-{max(output.weight_version for output in outputs)}"
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON has a number for."""
+    """Log-probability clipped at `_LEAST_LOGPROB`, since JSON has no infinity."""
     return max(float(logprob), _LEAST_LOGPROB)

@@ -38,14 +38,14 @@ class Guard:
     """ASGI middleware.
 
     Args:
-        app: What is guarded.
-        limits: Of requests.
-        token: Bearer token that requests show; without one, their Host header, and the Origin of web pages, must be
-            loopback names, so that no web page of others uses the server.
-        error_body: Path and refusal → body of the answer.
-        answered: Called with route (empty for none), status and seconds of each request.
-        control: Paths that are answered however many requests are open.
-        is_ending: Whether the server ends: a request that is cancelled then is answered.
+        app: The guarded application.
+        limits: Limits of requests.
+        token: Required bearer token; without one, the Host header, and the Origin of web pages, must be loopback names,
+            so that no foreign web page can use the server.
+        error_body: Maps path and refusal to the body of the answer.
+        answered: Called with route (empty if there is none), status and seconds of each request.
+        control: Paths that are answered regardless of the number of open requests.
+        is_ending: Whether the server ends: requests that are cancelled then are answered.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Guard:
         )
 
     def _limited(self, receive: Receive) -> Receive:
-        """The body without a Content-Length is counted as it comes."""
+        """Count the bytes of a body without a Content-Length as they arrive."""
         left = self._limits.max_body_bytes
 
         async def counted() -> Message:

@@ -1,4 +1,5 @@
-"""The bearer token of the server: from the environment or a file, never from the command line, which others see."""
+"""Bearer token of the server: from the environment or a file, never from the command line, which other users can
+see."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ _SHORTEST, _MOST_BYTES = 16, 4096
 
 
 def read_key(host: str, environment: MutableMapping[str, str] | None = None) -> str | None:
-    """The token that requests must show; None if there is none and only this machine reaches `host`.
+    """The required bearer token; None if there is none and only this machine can reach `host`.
 
-    It is taken out of the environment, so that processes that are started later do not inherit it.
+    The token is removed from the environment, so that processes started later do not inherit it.
 
     Raises:
         InputError: The server would be open to other machines, or the token cannot be used.

@@ -1,4 +1,4 @@
-"""Figures of the server for Prometheus, in a registry of their own: Ray has one in the same process."""
+"""Prometheus metrics of the server, in a separate registry: Ray has one in the same process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _DRAFTERS_S = 10.0
-"""Drafters are asked for their figures once in this time."""
+"""Shortest time between two requests for the drafters' figures."""
 _COUNTERS = {
     "steps": "Steps of all verifiers.",
     "row_steps": "Requests that committed, summed over steps.",
@@ -29,7 +29,7 @@ _COUNTERS = {
 
 
 class ServerMetrics:
-    """Counts requests and times streams; reads the rollout when it is asked for text."""
+    """Counts requests and times streams; reads the rollout's counters when `text` is called."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._registry = service, CollectorRegistry()
@@ -62,11 +62,11 @@ class ServerMetrics:
         registry.register(self)  # type: ignore[arg-type]
 
     def began(self, prompts: Sequence[Sequence[int]], n: int) -> None:
-        """Choices were submitted."""
+        """Record submitted choices."""
         self.prompt_tokens.inc(n * sum(map(len, prompts)))
 
     def arrived(self, seconds: float, tokens: int, first: bool) -> None:
-        """Tokens of a stream have come together, so many seconds after its request or the tokens before."""
+        """Record tokens of a stream that arrived together, `seconds` after the request or the previous tokens."""
         if first:
             self.first.observe(seconds)
         else:
@@ -74,17 +74,17 @@ class ServerMetrics:
                 self.between.observe(seconds / tokens)
 
     def ended(self, output: Trajectory) -> None:
-        """A choice has ended."""
+        """Record a choice that has ended."""
         self.output_tokens.inc(len(output.token_ids))
         self.finished.labels(output.finish_reason).inc()
 
     def answered(self, path: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered; `path` is a route, so that their number is bounded."""
+        """Record an answered HTTP request; `path` is a route, so that the number of labels is bounded."""
         self.requests.labels(path, str(status)).inc()
         self.duration.labels(path).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Counters of the rollout and its drafters, as Prometheus asks for them."""
+        """Counters of the rollout and its drafters; called by Prometheus."""
         counters = self._service.rollout.metrics()
         for name, what in _COUNTERS.items():
             yield CounterMetricFamily(f"specactor_rollout_{name}", what, value=getattr(counters, name))

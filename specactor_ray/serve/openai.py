@@ -24,7 +24,7 @@ _OF_CHAT = (
     *("messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
     *("max_completion_tokens", "logprobs", "top_logprobs"),
 )
-"""Fields of a chat request that are no parameters of sampling."""
+"""Fields of a chat request that are not sampling parameters."""
 
 
 def router(service: Service) -> APIRouter:
@@ -49,7 +49,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """Outputs of one or several prompts: text as it is, without a chat template, or token ids."""
+        """Outputs of one or several prompts: plain text, without a chat template, or token ids."""
         service.require_model(body.model)
         given = body.given()
         prompts = await _prompts(service, given.pop("prompt"))
@@ -94,7 +94,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/metrics")
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(await service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return routes
@@ -138,7 +138,7 @@ async def _prompts(service: Service, prompt: Any) -> list[tuple[int, ...]]:
     """The prompts of a completion request as token ids.
 
     Raises:
-        Refusal: It is something else, or cannot be encoded.
+        Refusal: The prompt has another type, or cannot be encoded.
     """
     several = isinstance(prompt, list) and not is_token_ids(prompt)
     each = prompt if several else [prompt]
@@ -155,7 +155,7 @@ def _chat_wanted(service: Service, body: ChatBody, prompt_tokens: int) -> Wanted
     given = {name: value for name, value in body.given().items() if name not in _OF_CHAT}
     if body.max_completion_tokens is not None:
         given["max_tokens"] = body.max_completion_tokens
-    if given.get("max_tokens") is None:  # as OpenAI and vLLM: what the context leaves
+    if given.get("max_tokens") is None:  # as in OpenAI and vLLM: the rest of the context
         given["max_tokens"] = max(1, service.context - prompt_tokens)
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
@@ -165,7 +165,7 @@ def _chat_wanted(service: Service, body: ChatBody, prompt_tokens: int) -> Wanted
 
 
 def _wants_calls(body: ChatBody) -> bool:
-    """Whether tool calls are read out of outputs."""
+    """Whether tool calls are parsed from the outputs."""
     choice = body.tool_choice
     if choice not in (None, "auto", "none"):
         raise Refusal("tool_choice must be auto or none: outputs are not forced into a form", param="tool_choice")

@@ -1,4 +1,4 @@
-"""Outputs of a request as they grow, and as a response that is streamed."""
+"""Growing outputs of a request, in parts and as a streamed response."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from specactor_ray.serve.service import Service
 
 _BUFFERED = 64
-"""Parts of a stream of several choices that wait for a slow client."""
+"""Most buffered parts of a stream of several choices with a slow client."""
 
 
 @dataclass(slots=True)
 class Part:
-    """What came of an output since the part before."""
+    """New content of an output since the previous part."""
 
     index: int
     """Number of the choice."""
     text: str
     tokens: list[Token] = field(default_factory=list)
     output: Trajectory | None = None
-    """The whole output, with its last part."""
+    """The complete output, set in the last part."""
 
 
 async def parts_of(
     service: Service, handle: Handle, index: int = 0, stop: Sequence[str] = (), until: str | None = None
 ) -> AsyncIterator[Part]:
-    """An output part by part; tokens that come together are one part, as are those of one character.
+    """Yield an output in parts; tokens that arrive together, or that form one character, are one part.
 
     Args:
-        service, handle, index: Of the choice.
-        stop: Texts that end it.
-        until: Text from which on everything comes with the last part.
+        service, handle, index: Service, handle and number of the choice.
+        stop: Texts that end the output.
+        until: The last part has this text and all that follows it.
 
     Raises:
-        Refusal: It failed.
+        Refusal: The request failed.
     """
     came, count, text = time.monotonic(), 0, ""
     detokenizer, tokens = Detokenizer(service.tokenizer, (*stop, *([until] if until else ()))), list[Token]()
@@ -69,7 +69,7 @@ async def parts_of(
 
 
 async def merged(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[Part]:
-    """The parts of several outputs as they come.
+    """Yield the parts of several outputs as they arrive.
 
     Raises:
         Refusal: One of them failed.
@@ -124,7 +124,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events, self._error_body, self._at_end, self._last = events, error_body, at_end, last
         self._is_open = False
-        """Its head was sent, its end not yet."""
+        """The head was sent, the end was not."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing, leaving = asyncio.ensure_future(self._write(send)), asyncio.ensure_future(_left(receive))
@@ -160,7 +160,7 @@ class EventStream(Response):
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
-    """Cancel a task; returns when it has ended."""
+    """Cancel a task, and return when it has ended."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(task, return_exceptions=True)

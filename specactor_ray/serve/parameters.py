@@ -1,4 +1,4 @@
-"""Fields of a request → how to sample. What would change an output and is not available is refused by name."""
+"""Fields of a request → sampling parameters. Unsupported fields that would change an output are refused by name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
 from specactor_ray.serve.refusal import Refusal, refusal_of
 
 MOST_CHOICES = 1024
-"""Outputs of a request."""
+"""Most outputs of a request."""
 _TRANSLATED = (
     *("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "include_stop_str_in_output"),
     *("ignore_eos", "first_position", "logprobs", "prompt_logprobs"),
 )
-"""Fields that `SamplingParams` has, too."""
+"""Fields that `SamplingParams` has as well."""
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
@@ -36,7 +36,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
-"""Fields of prompts and texts that have one form here → their values beside null."""
+"""Fields of prompts and texts with one supported form → their allowed values besides null."""
 HARMLESS = frozenset(
     (
         *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"),
@@ -49,26 +49,26 @@ HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request asks for."""
+    """Sampling options that a request sets."""
 
     sampling: SamplingParams
-    """Its seed is the request's, from which those of several choices are derived."""
+    """Its seed is that of the request; the seeds of several choices are derived from it."""
     n: int = 1
-    """Choices of each prompt."""
+    """Number of choices of each prompt."""
     logprobs: int | None = None
-    """Alternatives of each token that are reported; None reports no log-probabilities."""
+    """Number of reported alternatives per token; None reports no log-probabilities."""
 
 
 def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> Wanted:
     """Read the fields of a request that concern sampling.
 
     Args:
-        given: All fields; null is as if it was not given. `top_k` -1 is off. Those in `HARMLESS` are left to others.
-        default: Of what is not given.
-        seed: Of a request that brings none.
+        given: All fields; null counts as not given. `top_k` -1 means off. Fields in `HARMLESS` are skipped.
+        default: Values of fields that are not given.
+        seed: Seed for a request without one.
 
     Raises:
-        Refusal: A value is out of range, a field is not available here, or is unknown.
+        Refusal: A value is out of range, or a field is unsupported or unknown.
     """
     values = {name: value for name, value in given.items() if value is not None and name not in HARMLESS}
     n = _number_of_choices(values.pop("n", 1))
@@ -94,7 +94,7 @@ def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> W
 
 
 def _asks_for_prompt_logprobs(value: Any) -> bool:
-    """`false` asks for nothing; in vLLM 0 asks for those of the prompt's own tokens."""
+    """`false` requests nothing; in vLLM 0 requests the log-probabilities of the prompt's own tokens."""
     if value not in (0, 1):
         problem = "log-probabilities of a prompt are those of its own tokens: 0 or 1"
         raise Refusal(f"prompt_logprobs is {clipped(value)}; {problem}", param="prompt_logprobs")

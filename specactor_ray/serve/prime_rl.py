@@ -1,4 +1,4 @@
-"""What prime-rl adds to vLLM's endpoints (`vllm_rl.py`)."""
+"""Endpoints that prime-rl adds to vLLM's (`vllm_rl.py`)."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def router(service: Service) -> APIRouter:
 
 
 async def update_weights(service: Service, weight_dir: Any) -> dict[str, str]:
-    """`/update_weights {"weight_dir"}`: requests that run, or are paused, continue with the new weights.
+    """`/update_weights {"weight_dir"}`: running or paused requests continue with the new weights.
 
     Raises:
-        Refusal: They do not fit, or there is no directory, as with NCCL.
+        Refusal: The weights do not fit, or there is no directory, as with NCCL.
     """
     if weight_dir is None:
         raise Refusal(f"weight_dir is null: {_NO_BROADCAST}", param="weight_dir")

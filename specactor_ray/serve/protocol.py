@@ -6,8 +6,8 @@ from typing import Any
 
 
 def http_protocol(most_bytes: int) -> Any:
-    """What uvicorn's `http` takes: httptools, where it is installed, with at most this many bytes of a head (and what
-    one read of the socket returns); else h11, which has a limit of its own."""
+    """Value of uvicorn's `http` option: httptools, if installed, with at most this many bytes of a head (plus one read
+    of the socket); else h11, which has its own limit."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
@@ -17,7 +17,7 @@ def http_protocol(most_bytes: int) -> Any:
         """Closes a connection whose head is too large."""
 
         head_bytes: int | None = None
-        """Of the head that is being read."""
+        """Bytes received of the present head; None outside a head."""
 
         def data_received(self, data: bytes) -> None:
             if self.head_bytes is not None:

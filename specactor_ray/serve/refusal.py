@@ -1,4 +1,4 @@
-"""Why a request gets no output, in one form; each dialect writes it in its clients' own."""
+"""Reasons why a request has no output, in one form; each dialect converts it into the format of its clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specactor_ray.errors import CallError, InputError, OverloadedError, RangeEr
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, TOO_LARGE, HEAD_TOO_LARGE = 400, 401, 403, 404, 413, 431
 OVERLOADED, CLIENT_GONE, FAILED, UNAVAILABLE = 429, 499, 500, 503
 RETRY_AFTER_S = 1
-"""Seconds until a client that was refused for load tries again."""
+"""Seconds after which a client that was refused because of load should retry."""
 _KINDS = {
     UNAUTHORIZED: "authentication_error",
     FORBIDDEN: "permission_error",
@@ -23,9 +23,9 @@ class Refusal(Exception):
     """A request that is not served.
 
     Args:
-        message: The value, what is allowed and what to do; ends without a full stop.
+        message: The value, the allowed values and the remedy; ends without a full stop.
         status: HTTP status.
-        param: Field of the request that is at fault.
+        param: Request field at fault.
     """
 
     def __init__(self, message: str, status: int = BAD_REQUEST, param: str | None = None) -> None:
@@ -34,7 +34,7 @@ class Refusal(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Beside the content's."""
+        """HTTP headers besides those of the content."""
         if self.status == UNAUTHORIZED:
             return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (OVERLOADED, UNAVAILABLE) else {}
@@ -46,12 +46,12 @@ class Refusal(Exception):
 
 
 def refusal_at_end() -> Refusal:
-    """Of a request that is cut off when the server ends."""
+    """Refusal of a request that is cut off when the server ends."""
     return Refusal("the server ends; the request was cut off", UNAVAILABLE)
 
 
 def refusal_of(error: SpecActorError) -> Refusal:
-    """What the client of a request is answered when this package raised."""
+    """Refusal for an error that this package raised."""
     if isinstance(error, RangeError):
         return Refusal(str(error).removeprefix("sampling."), param=error.key.removeprefix("sampling."))
     if isinstance(error, UnavailableError):
@@ -64,7 +64,7 @@ def refusal_of(error: SpecActorError) -> Refusal:
 
 
 def refusal_of_fields(problems: Iterable[Mapping[str, Any]]) -> Refusal:
-    """Of what pydantic found wrong in a body; values of the body are not repeated."""
+    """Refusal for validation errors of pydantic; values of the body are not repeated."""
     for problem in problems:
         place = [str(one) for one in problem["loc"] if one != "body"]
         if problem["type"] == "json_invalid":
@@ -77,6 +77,6 @@ def refusal_of_fields(problems: Iterable[Mapping[str, Any]]) -> Refusal:
 
 
 def openai_error(refusal: Refusal) -> dict[str, Any]:
-    """OpenAI's and vLLM's form."""
+    """Error body in the form of OpenAI and vLLM."""
     what = {"message": refusal.message, "type": refusal.kind, "param": refusal.param, "code": refusal.status}
     return {"error": what}

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
 _KEEP_ALIVE_S = 75
-"""How long a connection may be idle: longer than clients keep theirs, or they would send into one that closes."""
+"""Seconds that a connection may be idle: longer than clients allow, or they would send into a closing connection."""
 _CUT_OFF_S = 5
-"""How long the answers of requests that are cut off may take at the end."""
+"""Seconds for the answers of requests that are cut off at the end."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, whose requests end with an answer also where they are cut off.
+    """uvicorn server that answers all requests at its end, including those that are cut off.
 
     Args:
-        config: Of uvicorn.
+        config: Configuration of uvicorn.
         service: Serves the requests.
     """
 
@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self.cut_off = 0
-        """Requests that were open when their time was over."""
+        """Number of requests that were open at the time limit."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for one in sockets or ():
@@ -66,18 +66,18 @@ class Server(uvicorn.Server):
 
 
 def serve(config: Config, host: str, port: int, model: str | None, console: Console) -> None:
-    """Start a run and serve it until Ctrl-C or SIGTERM; then requests that run get `Limits.drain_s` to end.
+    """Start a run and serve it until Ctrl-C or SIGTERM; running requests then get `Limits.drain_s` to end.
 
     Args:
         config: The run.
-        host, port: Where to listen; port 0 is any that is free.
+        host, port: Address to listen on; port 0 selects a free port.
         model: Name under which the model is served. Default: `target.model`.
         console: Where progress is shown.
 
     Raises:
         UserError: The name is empty, the server would be open without a token, the port is taken, or the configuration
             cannot be served.
-        KeyboardInterrupt: Interrupted before it was ready.
+        KeyboardInterrupt: Interrupted before the server was ready.
     """
     if model is not None and not model.strip():
         raise InputError("--model-name is empty; leave it out, or name the model")
@@ -102,7 +102,7 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
 
 
 def server_of(service: Service, token: str | None = None) -> Server:
-    """What serves the application over HTTP. Its `run` takes the sockets."""
+    """Server of the application over HTTP. Its `run` takes the sockets."""
     limits = service.limits
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     options = uvicorn.Config(
@@ -129,7 +129,7 @@ def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: 
     server = server_of(service, token)
     try:
         server.run(sockets=[listener])
-    except KeyboardInterrupt as interrupt:  # raised when it has ended in order
+    except KeyboardInterrupt as interrupt:  # raised after an orderly end
         ignore_signals()
         cut = server.cut_off
         requests = f"{cut} request{'s were' if cut > 1 else ' was'} cut off" if cut else "no request is open"
@@ -137,11 +137,10 @@ def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: 
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound, so that a taken port is found before anything starts; clients are refused until it
-    listens.
+    """Bind a socket, so that a taken port is found before anything starts; clients are refused until `listen`.
 
     Raises:
-        InputError: There is no such address here, or the port is taken.
+        InputError: The address does not exist on this machine, or the port is taken.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -151,7 +150,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or another such socket binds the port, too
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 0
+        )  # else another socket with this option could bind the port
     except OSError as error:
         listener.close()
         raise InputError(f"--host {host} --port {port}: {error.strerror}; choose another") from None
@@ -165,7 +166,7 @@ def listen(listener: socket.socket, backlog: int) -> None:
         InputError: The port is taken.
     """
     try:
-        # Connections inherit it: those that linger after the end of a server do not keep the port from the next one.
+        # Connections inherit this option: those that outlive a server do not block the port for the next one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen(backlog)
     except OSError as error:
@@ -173,7 +174,7 @@ def listen(listener: socket.socket, backlog: int) -> None:
 
 
 def url_of(host: str, port: int) -> str:
-    """The URL of a server at this address; one that listens at all addresses is reached by the name of the machine."""
+    """URL of a server at this address; a server on all addresses is reached by the machine's name."""
     if not host or host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,4 +1,4 @@
-"""What all dialects share: rollout, tokenizer, seeds, limits, and requests that end when their client leaves."""
+"""Shared parts of all dialects: rollout, tokenizer, seeds, limits, and the abort of requests whose client leaves."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _SEEDS = 2**63
-"""Place of the prompt in the derivation of seeds of requests without one; no stream has as many prompts."""
+"""Prompt index in the seed derivation for requests without a seed; no stream has as many prompts."""
 _LONG_TEXT = 4096
-"""Characters of a prompt from which on it is encoded in another thread."""
+"""Characters from which on a prompt is encoded in another thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a client may ask of a server."""
+    """Limits of clients' requests."""
 
     max_body_bytes: int = 16 << 20
     max_requests: int = 2048
-    """HTTP requests at a time; more are answered with 429."""
+    """Most HTTP requests at a time; more are answered with 429."""
     max_connections: int = 4096
     max_header_bytes: int = 32 << 10
     drain_s: float = 10.0
-    """At the end, how long requests that run may go on."""
+    """Seconds that running requests may continue when the server ends."""
 
 
 class Service:
     """Requests of HTTP clients on a rollout. All coroutines belong to one event loop.
 
     Args:
-        rollout: Generates.
+        rollout: Generates the outputs.
         model: Name under which the model is served.
-        context: Most tokens of prompt and output.
-        vocabulary: Token ids of the model.
-        limits: Of requests.
+        context: Most tokens of prompt plus output.
+        vocabulary: Number of the model's token ids.
+        limits: Limits of requests.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Service:
     ) -> None:
         self.rollout, self.engine, self.model = rollout, rollout.engine, model
         self.tokenizer = copy.deepcopy(rollout.engine.tokenizer)
-        """Of this event loop: a long text that is encoded elsewhere does not hold up the engine."""
+        """Tokenizer of this event loop: a long text encoded in another thread does not delay the engine."""
         self._encoding = asyncio.Lock()
         self.limits = limits or Limits()
         self.context, self.vocabulary = context, vocabulary
@@ -74,23 +74,23 @@ class Service:
         self.token_texts = TokenTexts(self.tokenizer)
         self.metrics = ServerMetrics(self)
         self.is_ending = False
-        """The server ends, and tasks of requests that are cancelled answer so."""
+        """True while the server ends: requests that are cancelled then are answered as refused."""
         self._numbers = itertools.count()
         self._open: dict[Handle, str] = {}
-        """Choices that run → the name of their request."""
+        """Running choices → the name of their request."""
         self.control = Control(self)
 
     @classmethod
     def of(cls, rollout: Rollout, model: str, limits: Limits | None = None) -> Service:
-        """On this rollout, with context and vocabulary of its target."""
+        """The service of this rollout, with context and vocabulary of its target."""
         vocabulary = load_target_config(rollout.config).get_text_config().vocab_size
         return cls(rollout, model, context_tokens(rollout.config), vocabulary, limits)
 
-    # ---- what a request asks for ----
+    # ---- fields of requests ----
 
     def wanted(self, given: Mapping[str, Any]) -> Wanted:
-        """How to sample, of the fields of a request; what they leave out is the configuration's, the seed one of the
-        run's sequence.
+        """Sampling options from the fields of a request. The configuration supplies missing values, the run's sequence
+        a missing seed.
 
         Raises:
             Refusal: See `wanted_of`.
@@ -112,10 +112,10 @@ class Service:
         return await self.encoded(partial(encode_prompt, self.tokenizer, prompt, chat), "prompt", is_long)
 
     async def encoded(self, encode: Callable[[], tuple[int, ...]], field: str, is_long: bool = True) -> tuple[int, ...]:
-        """What the tokenizer is asked for, one after the other; in another thread where that may take long.
+        """Result of a tokenizer call, one call at a time; in another thread if it may take long.
 
         Raises:
-            Refusal: It cannot be encoded; the field of the request is named.
+            Refusal: The input cannot be encoded; the message names the request field.
         """
         try:
             async with self._encoding:
@@ -124,8 +124,8 @@ class Service:
             raise Refusal(str(error), param=field) from None
 
     def seeds(self, seed: int, prompts: int, n: int) -> list[int]:
-        """Of each choice, prompt by prompt: of a single one the request's, else derived from it as `Rollout.generate`
-        derives those of its samples."""
+        """Seed of each choice, prompt by prompt: that of the request for a single choice, else derived from it as
+        `Rollout.generate` derives the seeds of its samples."""
         if prompts * n == 1:
             return [seed]
         return [derive_seed(seed, prompt, sample) for prompt in range(prompts) for sample in range(n)]
@@ -141,16 +141,16 @@ class Service:
         session: str | None = None,
         priority: int = 0,
     ) -> list[Handle]:
-        """Begin `wanted.n` choices of each prompt, prompt by prompt; `drop` them at the end, come what may.
+        """Begin `wanted.n` choices of each prompt, prompt by prompt; the caller must always `drop` them at the end.
 
         Args:
             prompts: Token ids.
-            wanted: How to sample.
-            name: Of the request, for `Control.abort`.
-            session, priority: As of `Engine.submit`.
+            wanted: Sampling options.
+            name: Name of the request, for `Control.abort`.
+            session, priority: As in `Engine.submit`.
 
         Raises:
-            Refusal: They cannot run, or too many requests wait.
+            Refusal: The prompts cannot run, or too many requests wait.
         """
         self.control.require_awake()
         if len(prompts) * wanted.n > MOST_CHOICES:
@@ -172,24 +172,24 @@ class Service:
         return handles
 
     def drop(self, handles: Sequence[Handle]) -> None:
-        """End what has not ended of these."""
+        """Abort those choices that have not ended."""
         for handle in handles:
             self._open.pop(handle, None)
             if not handle.done():
                 self.engine.drop(handle)
 
     def running(self, name: str | None = None) -> list[Handle]:
-        """The choices that run or wait, of the requests of this name or of all."""
+        """Running or waiting choices of the requests with this name, or of all."""
         return [handle for handle, own in self._open.items() if name in (None, own) and not handle.done()]
 
     @property
     def open_choices(self) -> int:
-        """Outputs that run or wait."""
+        """Number of running or waiting outputs."""
         return len(self._open)
 
     @property
     def waiting(self) -> int:
-        """Outputs that wait for a verifier."""
+        """Number of outputs that wait for a verifier."""
         return self.rollout.dispatcher.waiting
 
     async def outputs(self, handles: Sequence[Handle]) -> list[Trajectory]:
@@ -201,7 +201,7 @@ class Service:
         return [self.checked(await self.guarded(handle)) for handle in handles]
 
     async def outputs_for(self, request: Request, handles: Sequence[Handle]) -> list[Trajectory]:
-        """`outputs`; what runs is ended when the client leaves or one of them failed.
+        """`outputs`; running choices are aborted when the client leaves or one of them failed.
 
         Raises:
             Refusal: See `outputs` and `unless_gone`.
@@ -212,17 +212,17 @@ class Service:
             self.drop(handles)
 
     async def guarded(self, work: Awaitable[_T]) -> _T:
-        """The result; errors of this package become refusals."""
+        """Result of `work`; errors of this package become refusals."""
         try:
             return await work
         except SpecActorError as error:
             raise refusal_of(error) from None
 
     def checked(self, output: Trajectory) -> Trajectory:
-        """An output that has ended, unless it failed.
+        """Return an output that has ended, unless it failed.
 
         Raises:
-            Refusal: Why it did.
+            Refusal: The output failed; the message is its error.
         """
         self.metrics.ended(output)
         if output.finish_reason == "error":
@@ -230,7 +230,7 @@ class Service:
         return output
 
     async def unless_gone(self, request: Request, work: Awaitable[_T]) -> _T:
-        """The result of `work`, which is cancelled when the client leaves.
+        """Result of `work`, which is cancelled when the client leaves.
 
         Raises:
             Refusal: The client has left.
@@ -249,7 +249,7 @@ class Service:
                     await working
 
     def require_known(self, token_ids: Sequence[int], field: str = "prompt") -> None:
-        """Raises Refusal where an id is none of the model's."""
+        """Raises Refusal if an id is not in the vocabulary."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocabulary:
             raise Refusal(f"{field} has a token id that is not from 0 to {self.vocabulary - 1}", param=field)
 
@@ -266,6 +266,6 @@ class Service:
 
 
 async def left(request: Request) -> None:
-    """Returns when the client of a request whose body was read has left."""
+    """Return when the client has left; the body of the request must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""SGLang's endpoints, as far as slime calls them; miles calls the same ones to generate."""
+"""SGLang's endpoints that slime calls; miles calls the same ones to generate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTROL = (
     *("/get_weight_version", "/health_generate", "/v1/loads", "/workers"),
     *("/release_memory_occupation", "/resume_memory_occupation"),
 )
-"""Paths that are answered however many requests are open."""
+"""Paths that are answered regardless of the number of open requests."""
 _NO_TENSORS = f"no tensors are received here; set --update-weight-transport disk. {BY_DIRECTORY}"
 _ABSENT = {
     "/init_weights_update_group": _NO_TENSORS,
@@ -44,7 +44,7 @@ _ABSENT = {
 }
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _OF_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval")
-"""Parameters that change no token id; the first and the third are heeded."""
+"""Parameters that change no token id; only the first and the third have an effect."""
 _IGNORED = frozenset(
     ("log_metrics", "conversation_id", "data_parallel_rank", "routed_dp_rank", "priority", "modalities", "extra_key")
 )
@@ -53,7 +53,7 @@ _MOST_PROMPTS = 1024
 
 
 class GenerateBody(Body):
-    """Of `/generate`."""
+    """Body of `/generate`."""
 
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
@@ -67,20 +67,20 @@ class GenerateBody(Body):
 
 
 class PauseBody(Body):
-    """Of `/pause_generation`."""
+    """Body of `/pause_generation`."""
 
     mode: Literal["abort", "retract", "in_place"] | None = None
 
 
 class AbortBody(Body):
-    """Of `/abort_request`."""
+    """Body of `/abort_request`."""
 
     rid: str | None = None
     abort_all: bool | None = None
 
 
 class DiskBody(Body):
-    """Of `/update_weights_from_disk`."""
+    """Body of `/update_weights_from_disk`."""
 
     model_path: str
     load_format: str | None = None
@@ -89,13 +89,13 @@ class DiskBody(Body):
 
 
 class WorkerBody(Body):
-    """Of `POST /workers`."""
+    """Body of `POST /workers`."""
 
     url: str
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
-    """SGLang's two forms in one: that of `/generate`, and that of weights."""
+    """Error in both of SGLang's forms: that of `/generate`, and that of the weight endpoints."""
     return {"error": {"message": refusal.message}, "success": False, "message": refusal.message}
 
 
@@ -119,7 +119,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
-        """What SGLang's ServerArgs hold."""
+        """Fields of SGLang's ServerArgs."""
         return server_args(service)
 
     @routes.get("/get_model_info")
@@ -132,13 +132,13 @@ def router(service: Service) -> APIRouter:
     @routes.get("/flush_cache")
     @routes.post("/flush_cache")
     async def flush_cache() -> Response:
-        """Nothing to do: new weights drop the prefixes of the old ones."""
+        """No operation: new weights drop the prefixes of the old ones."""
         return Response("Cache flushed.\n", media_type="text/plain")
 
     @routes.post("/pause_generation")
     async def pause(body: PauseBody | None = None) -> dict[str, str]:
-        """Begin no request until `/continue_generation`; `abort` (default) ends those that are there, the other modes
-        let them continue then."""
+        """Hold new requests until `/continue_generation`; `abort` (default) ends the present ones, the other modes let
+        them continue then."""
         mode = (body.mode if body else None) or "abort"
         await control.pause(WeightPolicy.ABORT if mode == "abort" else WeightPolicy.KEEP)
         return {"message": "Generation paused successfully.", "status": "ok"}
@@ -152,7 +152,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/abort_request")
     async def abort(body: AbortBody) -> dict[str, Any]:
-        """End the requests of a name, or all."""
+        """Abort the requests with one name, or all."""
         if not body.rid and not body.abort_all:
             raise Refusal("send rid, or abort_all true", param="rid")
         await control.abort(None if body.abort_all else body.rid)
@@ -160,7 +160,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/update_weights_from_disk")
     async def update(body: DiskBody) -> dict[str, Any]:
-        """New weights of the target. Unless they are paused, requests that run end first, or are ended."""
+        """Update the weights of the target. Unless paused, running requests end first, or are aborted."""
         if body.load_format not in (None, "auto", "safetensors"):
             raise Refusal("load_format must be auto or safetensors", param="load_format")
         directory, label = directory_of(body.model_path, "model_path"), label_of(body.weight_version)
@@ -175,7 +175,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/loads")
     async def loads() -> dict[str, Any]:
-        """Requests that run and wait."""
+        """Numbers of running and waiting requests."""
         total = len(service.running())
         waiting = min(total, service.waiting)
         figures = {"num_running_reqs": total - waiting, "num_waiting_reqs": waiting, "num_total_reqs": total}
@@ -183,28 +183,28 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/workers")
     async def workers(request: Request) -> dict[str, Any]:
-        """This server as the only worker of a router, for trainers that use it in a router's place."""
+        """This server as the only worker, for trainers that use it in a router's place."""
         url = _url(request)
         worker = {"id": url, "url": url, "worker_type": "regular", "is_healthy": True, "model_id": service.model}
         return {"workers": [worker], "total": 1}
 
     @routes.post("/workers")
     async def add_worker(body: WorkerBody, request: Request) -> dict[str, Any]:
-        """Accepts this server's own address."""
+        """Accept this server's own address."""
         if body.url.rstrip("/") != _url(request):
             raise Refusal(f"this server routes to itself only, {_url(request)}", param="url")
         return {"status": "accepted", "worker_id": body.url}
 
     @routes.post("/release_memory_occupation")
     async def release(body: Body | None = None) -> dict[str, bool]:
-        """Free the verifiers' memory until `/resume_memory_occupation`, whatever the tags."""
+        """Free the verifiers' memory until `/resume_memory_occupation`, regardless of the tags."""
         del body
         await control.sleep(WeightPolicy.WAIT)
         return {"success": True}
 
     @routes.post("/resume_memory_occupation")
     async def occupy(body: Body | None = None) -> dict[str, bool]:
-        """Take it back."""
+        """Allocate the memory again."""
         del body
         await control.wake()
         return {"success": True}
@@ -261,7 +261,7 @@ async def _prompts(service: Service, body: GenerateBody) -> tuple[list[tuple[int
     """Token ids of each prompt, and whether there is a list of them.
 
     Raises:
-        Refusal: It is something else.
+        Refusal: The prompt has another type.
     """
     if (body.text is None) == (body.input_ids is None):
         raise Refusal("send either text or input_ids", param="input_ids")
@@ -278,8 +278,8 @@ async def _prompts(service: Service, body: GenerateBody) -> tuple[list[tuple[int
 
 
 def _wanted(service: Service, body: GenerateBody, prompts: Sequence[Sequence[int]]) -> Wanted:
-    """SGLang's names as ours. A seed is one for positions of the whole text, so that an output that was cut off and is
-    sent as part of the prompt continues with the tokens that it would have had."""
+    """Convert SGLang's names to ours. The seed applies to positions of the whole text, so that an output that was cut
+    off and is resent as part of the prompt continues with the same tokens."""
     given = {_RENAMED.get(name, name): value for name, value in (body.sampling_params or {}).items()}
     given["include_stop_str_in_output"] = bool(given.get("no_stop_trim"))
     given = {name: value for name, value in given.items() if name not in _OF_TEXT}
@@ -291,7 +291,7 @@ def _wanted(service: Service, body: GenerateBody, prompts: Sequence[Sequence[int
 
 
 class _Form:
-    """The answer to one request, whole or as events, which repeat what came before."""
+    """Answer to one request, complete or as events, each of which repeats the earlier content."""
 
     def __init__(self, service: Service, body: GenerateBody, wanted: Wanted, is_list: bool) -> None:
         self.name = body.rid or secrets.token_hex(16)
@@ -316,7 +316,7 @@ class _Form:
             yield self._choice(part.index, text, mine, part.output)
 
     def _text(self, output: Trajectory) -> str:
-        """As SGLang decodes it: the token or text that ends an output is left out, unless `no_stop_trim` is set."""
+        """Text as SGLang decodes it: without the token or text that ends the output, unless `no_stop_trim` is set."""
         ids, stop = list(output.token_ids), output.stop_reason
         if output.finish_reason == "stop" and not isinstance(stop, str) and not self._untrimmed:
             ids.pop()
@@ -328,7 +328,7 @@ class _Form:
         return text
 
     def _choice(self, index: int, text: str, tokens: Sequence[Token], output: Trajectory | None) -> str:
-        """`output`: the whole one, at its end."""
+        """JSON of a choice; `output` is the complete output, given at its end."""
         control = self._service.control
         meta: dict[str, Any] = {
             "id": self.name,

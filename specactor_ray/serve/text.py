@@ -1,4 +1,4 @@
-"""Text of outputs while they grow, and of single tokens."""
+"""Text of growing outputs, and of single tokens."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from functools import partial
 from typing import Any, NamedTuple
 
 _PARTIAL = "\ufffd"
-"""What the bytes of an incomplete character decode to."""
+"""Decoded form of an incomplete character's bytes."""
 _MOST_PARTIAL = 64
-"""Tokens without a complete character at their end that are kept back; more are no text."""
+"""Most tokens that are held back for an incomplete character at the end; more are not text."""
 _CACHED = 1 << 17
-"""Tokens whose text is kept."""
+"""Number of tokens whose text is cached."""
 
 
 class Detokenizer:
-    """Decodes an output as its tokens come; characters are given out when all their bytes are there.
+    """Decodes an output as its tokens arrive; a character is returned when all its bytes are there.
 
-    A text is decoded twice behind a token boundary from which on all is known to be complete, since tokenizers decode a
-    token by what is before it (spaces, bytes of one character).
+    Each text is decoded twice, from a token boundary behind which it is known to be complete, since tokenizers decode a
+    token depending on the tokens before it (spaces, bytes of one character).
 
     Args:
         tokenizer: A transformers tokenizer.
-        hold: Texts of which the output may end with one; what may be the beginning of one is held back.
+        hold: Texts that may end the output; a possible beginning of one is held back.
     """
 
     def __init__(self, tokenizer: Any, hold: Sequence[str] = ()) -> None:
@@ -30,10 +30,10 @@ class Detokenizer:
         self._longest = max(map(len, hold), default=1) - 1
         self._ids: list[int] = []
         self._begin = self._read = 0
-        """Tokens before `begin` are not decoded any more, those before `read` have been given out."""
+        """Tokens before `_begin` are no longer decoded; the text of tokens before `_read` was returned."""
         self._held = ""
         self.given = ""
-        """Text that was given out."""
+        """Text returned so far."""
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
@@ -52,7 +52,7 @@ class Detokenizer:
         return text
 
     def rest(self, whole: str) -> str:
-        """What is left of the whole text at the end of the output."""
+        """Rest of the whole text at the end of the output."""
         rest = whole[len(self.given) :]
         self.given += rest
         return rest
@@ -61,7 +61,7 @@ class Detokenizer:
         return self._decode_ids(token_ids) if token_ids else ""
 
     def _beginning_of_a_held(self, text: str) -> int:
-        """Characters at the end of a text that one of the held texts begins with; all that follow a whole one."""
+        """Number of characters at the end of a text that may begin a held text, or that start with a whole one."""
         for held in self._hold:
             if (at := text.find(held)) >= 0:
                 return len(text) - at
@@ -73,7 +73,8 @@ class Detokenizer:
 
 
 def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Decodes without special tokens as `tokenizer.decode` does, a tenth of whose time the tokenizer itself takes."""
+    """Function that decodes without special tokens as `tokenizer.decode` does; the inner tokenizer needs a tenth of its
+    time."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return partial(tokenizer.decode, skip_special_tokens=True)
@@ -81,15 +82,15 @@ def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 class TokenText(NamedTuple):
-    """A token by itself."""
+    """Text and bytes of one token."""
 
     text: str
     utf8: list[int]
-    """Bytes; those of a part of a character as they are."""
+    """Bytes, also of an incomplete character."""
 
 
 class TokenTexts:
-    """Texts of single tokens, kept once they were asked for."""
+    """Cache of the texts of single tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._known = tokenizer, dict[int, TokenText]()
@@ -118,8 +119,8 @@ class TokenTexts:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character → byte, as byte-level tokenizers write bytes: printable Latin-1 characters as they are, the others from
-    256 on."""
+    """Character → byte, as byte-level tokenizers write bytes: printable Latin-1 characters stand for their own byte,
+    those from 256 on for the other bytes."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [one for one in range(256) if one not in set(plain)]
     return {chr(one): one for one in plain} | {chr(256 + number): one for number, one in enumerate(others)}

@@ -1,4 +1,4 @@
-"""What TRL's server mode (`trl.generation.vllm_client.VLLMClient`) calls beside OpenAI's endpoints to generate."""
+"""Endpoints that TRL's server mode (`trl.generation.vllm_client.VLLMClient`) calls besides OpenAI's to generate."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/server_info")
     async def server_info(config_format: str = "text") -> dict[str, Any]:
-        """As of vLLM: log-probabilities are those after temperature; beside it, as of SGLang."""
+        """Server information in vLLM's form (log-probabilities are those after temperature) and in SGLang's."""
         del config_format
         model = {"model": service.model, "max_model_len": service.context, "logprobs_mode": "processed_logprobs"}
         return {"vllm_config": {"model_config": model, "weight_transfer_config": None}, **server_args(service)}
 
     @routes.get("/get_world_size")
     async def world_size(include_dp: bool = True) -> dict[str, int]:
-        """Ranks of all verifiers."""
+        """Number of ranks of all verifiers."""
         del include_dp
         target = service.rollout.config.target
         return {"world_size": target.replicas * max(1, target.gpus)}

@@ -30,7 +30,7 @@ CONTROL = (
     *("/is_sleeping", "/start_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version"),
     *("/weight_info", "/reset_prefix_cache"),
 )
-"""Paths that are answered however many requests are open: they end those that wait."""
+"""Paths that are answered regardless of the number of open requests: they end waiting ones."""
 _ABSENT = {
     "/init_weight_transfer_engine": f"no weights are received over NCCL or CUDA IPC. {BY_DIRECTORY}",
     "/shutdown_weight_transfer_engine": f"no weights are received over NCCL or CUDA IPC. {BY_DIRECTORY}",
@@ -56,7 +56,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class GenerateBody(Body):
-    """Of `/inference/v1/generate`."""
+    """Body of `/inference/v1/generate`."""
 
     token_ids: list[TokenId]
     sampling_params: dict[str, Any]
@@ -70,26 +70,26 @@ class GenerateBody(Body):
 
 
 class AbortBody(Body):
-    """Of `/abort_requests`; without names all are ended."""
+    """Body of `/abort_requests`; without names all requests are aborted."""
 
     request_ids: list[str] | str | None = None
 
 
 class UpdateBody(Body):
-    """Of `/update_weights`: prime-rl's, or vLLM's, whose `update_info` is here `{"weight_dir": ...}`."""
+    """Body of `/update_weights`: prime-rl's form, or vLLM's, whose `update_info` is here `{"weight_dir": ...}`."""
 
     weight_dir: str | None = None
     update_info: dict[str, Any] | None = None
 
 
 class FinishBody(Body):
-    """Of `/finish_weight_update`."""
+    """Body of `/finish_weight_update`."""
 
     weight_version: str | Integer | None = None
 
 
 class VersionBody(Body):
-    """Of `/update_weight_version`."""
+    """Body of `/update_weight_version`."""
 
     new_version: str | Integer
 
@@ -106,7 +106,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/pause")
     async def pause(mode: Mode = "abort", clear_cache: bool = True) -> dict[str, str]:
-        """Begin no request until `/resume`. Cached prefixes belong to a version of the weights and need no clearing."""
+        """Hold new requests until `/resume`. Cached prefixes belong to a weight version and need no clearing."""
         del clear_cache
         await control.pause(WeightPolicy(mode))
         return {"status": "paused"}
@@ -125,20 +125,20 @@ def router(service: Service) -> APIRouter:
     @routes.post("/abort_requests")
     @routes.post("/inference/v1/abort_requests")
     async def abort(body: AbortBody | None = None) -> dict[str, Any]:
-        """End requests by their names, or all."""
+        """Abort requests by their names, or all."""
         names = body.request_ids if body else None
         each: list[str | None] = [*([names] if isinstance(names, str) else names or [])] or [None]
         return {"status": "aborted", "aborted": sum([await control.abort(name) for name in each])}
 
     @routes.post("/start_weight_update")
     async def start() -> dict[str, str]:
-        """Weights that come from now on are taken at `/finish_weight_update`."""
+        """Hold weights received from now on until `/finish_weight_update`."""
         transfer.start()
         return {"message": "Weight update started"}
 
     @routes.post("/update_weights")
     async def update(body: UpdateBody) -> dict[str, str]:
-        """New weights of the target."""
+        """Update the weights of the target."""
         if "weight_dir" in body.model_fields_set:
             return await prime_rl.update_weights(service, body.weight_dir)
         await transfer.update(body.update_info)
@@ -146,13 +146,13 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/finish_weight_update")
     async def finish(body: FinishBody | None = None) -> dict[str, str]:
-        """Requests run with the weights of `/update_weights` from now on."""
+        """Apply the weights of `/update_weights` to all further tokens."""
         await transfer.finish(label_of(body.weight_version if body else None))
         return {"message": "Weight update finished"}
 
     @routes.post("/update_weight_version")
     async def relabel(body: VersionBody) -> dict[str, Any]:
-        """Name the present weights."""
+        """Set the name of the present weights."""
         label = label_of(body.new_version, "new_version") or ""
         control.relabel(label)
         return {"success": True, "message": f"Weight version updated to {label}", "new_version": label}
@@ -164,18 +164,18 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> dict[str, bool]:
-        """Nothing to do: new weights drop the prefixes of the old ones."""
+        """No operation: new weights drop the prefixes of the old ones."""
         return {"success": True}
 
     @routes.post("/sleep")
     async def sleep(level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
-        """Free the verifiers' memory until `/wake_up`; the weights come back at every level."""
+        """Free the verifiers' memory until `/wake_up`; the weights are restored at every level."""
         await control.sleep(WeightPolicy(mode))
         return {"status": "sleeping", "level": level}
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
-        """Take all memory back, whatever the tags."""
+        """Allocate all memory again, regardless of the tags."""
         await control.wake()
         return {"status": "awake", "tags": tags}
 
@@ -186,7 +186,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/finish_session")
     async def finish_session(session_id: str = "") -> dict[str, str]:
-        """SkyRL's; sessions need no end."""
+        """No operation, for SkyRL: sessions need no end."""
         return {"status": "ok", "session_id": session_id}
 
     return routes
@@ -204,7 +204,7 @@ class _Transfer:
         self._is_open, self._weights = True, None
 
     async def update(self, info: dict[str, Any] | None) -> None:
-        """Hold the weights for `finish`; take them at once where no update was started."""
+        """Hold the weights for `finish`; apply them at once if no update was started."""
         if not info or info.keys() != {"weight_dir"}:
             strange = next((name for name in info or () if name != "weight_dir"), "update_info")[:64]
             raise Refusal(f"{strange}: no tensors are received here. {BY_DIRECTORY}", param=strange)
@@ -242,15 +242,15 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
 
 
 def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Without what changes no token id. Every output has one token, so `min_tokens` 1 asks for nothing; in vLLM that
-    token is none that ends the output. `logprobs` 1, which trainers send for the sampled token's, finds no others."""
+    """The fields that change token ids. Every output has one token, so `min_tokens` 1 has no effect; in vLLM that token
+    cannot end the output. `logprobs` 1, which trainers send to get the sampled token's, adds no others."""
     sampling = {name: value for name, value in given.items() if name not in _OF_FORM}
     if sampling.get("min_tokens") == 1:
         del sampling["min_tokens"]
     if sampling.get("logprobs") == 1:
         sampling["logprobs"] = 0
     extra = sampling.get("extra_args")
-    if isinstance(extra, dict):  # how prime-rl's client takes log-probabilities
+    if isinstance(extra, dict):  # request form of prime-rl's client for log-probabilities
         sampling["extra_args"] = {name: value for name, value in extra.items() if name != "prl_compact_logprobs"}
     return sampling
 
@@ -288,7 +288,7 @@ class _Form:
             yield as_json(event | {"choices": [], "usage": self._usage(tokens)})
 
     def _choice(self, index: int, tokens: Sequence[Token], output: Trajectory | None) -> str:
-        """`output`: the whole one, at its end."""
+        """JSON of a choice; `output` is the complete output, given at its end."""
         choice: dict[str, Any] = {
             "index": index,
             "token_ids": [token.token_id for token in tokens],
@@ -315,7 +315,7 @@ class _Form:
 
 
 def _reported(token: Token) -> str:
-    """JSON of a token. As vLLM: the sampled one comes first among the others."""
+    """JSON of a token. As in vLLM, the sampled token is the first of its alternatives."""
     token_id, logprob, top = token
     own = _named(token_id, logprob)
     others = [f"{{{_named(*other)}}}" for other in top if other[0] != token_id]
