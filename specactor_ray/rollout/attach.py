@@ -1,4 +1,4 @@
-"""Looking at and changing a rollout of another process: what `specactor status` and `specactor scale` do."""
+"""Inspecting and changing a rollout of another process: the parts behind `specactor status` and `specactor scale`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:
-    """Set how many draft actors of each method a run should have.
+    """Set the number of draft actors of each method of a run.
 
     Args:
-        run: Its name; None takes the only run of the cluster.
-        drafters: Method → number of draft actors; None: as many as pay.
-        address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only one here with such a run.
+        run: Name of the run; None selects the only run of the cluster.
+        drafters: Method → number of draft actors; None selects the number automatically, by what pays.
+        address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
 
     Returns:
-        The run's name and one row per actor, as the controller sees them when it has begun to act on it.
+        Name of the run, and one row per actor, as the controller has them once it has begun to act on the request.
 
     Raises:
         ClusterError: There is no such cluster.
@@ -43,7 +43,8 @@ def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str)
 
 
 def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | None]) -> bool:
-    """Whether as many draft actors are there, or on their way, as are wanted, and what still waits says why."""
+    """Whether the wanted number of draft actors exists or is on its way, and pending ones have a note with the
+    reason."""
     for method, wanted in drafters.items():
         mine = [row for row in rows if row["method"] == method]
         mine = [row for row in mine if row["phase"] not in ("draining", "dead")]
@@ -55,7 +56,7 @@ def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | N
 
 
 def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, Any]]]:
-    """The run's name and one row per actor; see `actors_status`.
+    """Name of the run, and one row per actor; see `actors_status`.
 
     Raises:
         ClusterError: There is no such cluster.
@@ -66,7 +67,7 @@ def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, An
 
 
 def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """What `status_of_run` returns, every `interval_s` seconds until the run ends. Waits a minute for its beginning.
+    """Yield the result of `status_of_run` every `interval_s` seconds until the run ends. Waits a minute for its start.
 
     Raises:
         ClusterError: There is no such cluster.
@@ -86,7 +87,7 @@ def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tupl
 
 @contextlib.contextmanager
 def _attached_soon(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any], Calls]]:
-    """`_attached`; without an address, to a run that may only be starting."""
+    """`_attached`; without an address, waits for a run that may be starting."""
     deadline = SYSTEM.now() + _BEGIN_S
     with contextlib.ExitStack() as held:
         while True:
@@ -101,8 +102,8 @@ def _attached_soon(run: str | None, address: str) -> Iterator[tuple[str, Callabl
 
 
 def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]:
-    """One row per actor: id, kind, phase, placement and counters. Ready actors are called for their counters; those of
-    one that does not answer are of its last health check.
+    """One row per actor: id, kind, phase, placement and counters. Ready actors are called for their counters; for one
+    that does not answer, those of the last health check are used.
 
     Args:
         ask: Calls a method of the controller and returns the answer.
@@ -119,19 +120,19 @@ def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]
 
 
 _BEGIN_S = 60.0
-"""Longest wait for a run that is to be watched."""
+"""Longest wait for the start of a run to watch."""
 _ACT_S = 4.0
-"""Longest time to wait for the controller to act on a new number."""
+"""Longest wait for the controller to act on a new number."""
 _ASK_S = 60.0
 _LOOK_S = 1.0
-"""Time between two calls that find out whether a run has ended."""
+"""Time between two calls that check whether a run has ended."""
 _PING_S = 2.0
 """Longest wait for the counters of actors."""
 
 
 @contextlib.contextmanager
 def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any], Calls]]:
-    """The run's name, how to ask its controller, and calls."""
+    """Name of the run, function that calls its controller, and calls."""
     from specactor_ray.cluster.calls import Calls
     from specactor_ray.cluster.connection import connect
     from specactor_ray.cluster.lookup import address_of_run, find_controller, only_run

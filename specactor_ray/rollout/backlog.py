@@ -1,4 +1,4 @@
-"""Requests that wait for a verifier: which is handed out next, and where to. No Ray, no clock.
+"""Requests that wait for a verifier: which one is handed out next, and to which verifier. No Ray, no clock.
 
 Requests that were taken off their verifier go first, then those of the smallest priority. Within a priority each
 session, each stream and the requests without either take turns, so that a burst of one delays none of the others.
@@ -16,9 +16,9 @@ from specactor_ray.rollout.quarantine import Quarantine
 from specactor_ray.target.base import TargetRequest
 
 Batches = dict[str, list[TargetRequest]]
-"""Verifier → what to submit to it."""
+"""Verifier → requests to submit to it."""
 _Flow = OrderedDict[str, None]
-"""Requests that wait in the order they came."""
+"""Waiting requests, in the order of their arrival."""
 _REMEMBERED = 65_536
 """Most recently used sessions with a remembered verifier."""
 
@@ -28,21 +28,21 @@ class Backlog:
     have nothing else.
 
     Args:
-        journal: Where their owners are kept.
+        journal: Keeps the owners of the requests.
         outstanding: Most requests of one verifier at a time.
     """
 
     def __init__(self, journal: Journal, outstanding: int) -> None:
         self.quarantine = Quarantine()
         self.holds = 0
-        """While it is above 0, requests that have not begun stay here."""
+        """Requests that have not begun stay here while this is above 0."""
         self.is_frozen = False
-        """All requests stay here."""
+        """True while all requests stay here."""
         self.single = 0
-        """Requests outside of streams that wait to begin."""
+        """Number of requests outside of streams that wait to begin."""
         self._journal, self._outstanding = journal, outstanding
         self._again: _Flow = OrderedDict()
-        """Those that were taken off their verifier."""
+        """Requests that were taken off their verifier."""
         self._fresh: dict[int, OrderedDict[tuple[int, str | None], _Flow]] = {}
         """Priority → stream and session → requests, in the order of their turns."""
         self._priorities: list[int] = []
@@ -56,7 +56,7 @@ class Backlog:
         return bool(waits) and not self.is_frozen
 
     def add(self, request_ids: Iterable[str]) -> None:
-        """These wait behind all others of their priority and flow."""
+        """Append requests behind all others of their priority and flow."""
         for entry in map(self._journal.entries.__getitem__, request_ids):
             if entry.priority not in self._fresh:
                 insort(self._priorities, entry.priority)
@@ -65,7 +65,8 @@ class Backlog:
             self.single += not entry.stream
 
     def put_back(self, request_ids: Sequence[str]) -> None:
-        """These were taken off their verifier: suspects wait in the quarantine, the others before all others."""
+        """Take requests that were taken off their verifier: suspects wait in the quarantine, the others before all
+        others."""
         for request_id in reversed(request_ids):
             self.quarantine.put_back(request_id)
             if not self.quarantine.is_suspect(request_id):
@@ -73,14 +74,14 @@ class Backlog:
                 self._again.move_to_end(request_id, last=False)
 
     def discard(self, entry: JournalEntry) -> None:
-        """It ends before it is handed out."""
+        """Remove a request that ends before it is handed out."""
         self.quarantine.forget(entry.request_id)
         self._again.pop(entry.request_id, None)
         if not entry.attempt:
             self._remove(entry)
 
     def hand_out(self, verifiers: Sequence[str]) -> Batches:
-        """Make these verifiers the owners of what waits, as far as they have room."""
+        """Make these verifiers the owners of waiting requests, as far as they have room."""
         batches: Batches = {}
         load = self._journal.load
         least = [(load(name), name) for name in self._take_suspects(verifiers, batches)]
@@ -88,7 +89,7 @@ class Backlog:
         free = {name for _, name in least}
         while least and least[0][0] < self._outstanding:
             then, verifier_id = least[0]
-            if (now := load(verifier_id)) != then:  # it was given some
+            if (now := load(verifier_id)) != then:  # it was given requests
                 heapq.heapreplace(least, (now, verifier_id))
                 continue
             if (entry := self._take(free)) is None:
@@ -101,14 +102,15 @@ class Backlog:
         return batches
 
     def set_home(self, session: str, verifier_id: str) -> None:
-        """The turns of the session go to this verifier from now on."""
+        """Send all further turns of the session to this verifier."""
         self._homes[session] = verifier_id
         self._homes.move_to_end(session)
         if len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
 
     def _take(self, free: Collection[str]) -> JournalEntry | None:
-        """Remove the next request. One whose verifier is among these and has no room is passed over until it has."""
+        """Remove the next request. Requests whose verifier is in `free` but has no room are passed over until it has
+        room."""
         entries, load = self._journal.entries, self._journal.load
         if self._again:
             return entries[self._again.popitem(last=False)[0]]
@@ -124,7 +126,7 @@ class Backlog:
         return None
 
     def _remove(self, entry: JournalEntry) -> None:
-        """Take a request that has not begun out of its flow."""
+        """Remove a request that has not begun from its flow."""
         flows, key = self._fresh[entry.priority], (entry.stream, entry.session)
         flow = flows[key]
         del flow[entry.request_id]
@@ -142,7 +144,7 @@ class Backlog:
             if quarantine.waiting and not quarantine.occupies(name) and not load(name):
                 batches[name] = [self._journal.hand_to(request_id, name) for request_id in quarantine.take(name)]
         free = [name for name in verifiers if not quarantine.occupies(name)]
-        if quarantine.waiting and free:  # the emptiest one is kept free for the suspects
+        if quarantine.waiting and free:  # the least loaded one is kept free for the suspects
             free.remove(min(free, key=load))
         return free
 

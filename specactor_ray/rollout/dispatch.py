@@ -1,8 +1,8 @@
-"""Hands requests to verifiers, journals what they commit, and moves requests off verifiers that die or are crowded.
+"""Hands requests to verifiers, journals their commits, and moves requests off verifiers that die or are crowded.
 
-Every request admitted is returned exactly once: finished, aborted, or failed with its reason. What is done per step
-grows with the verifiers, what is done per event is constant; what grows with the requests is done at intervals that
-grow with them.
+Every admitted request is returned exactly once: finished, aborted, or failed with its reason. The cost of a step grows
+with the number of verifiers, the cost of an event is constant; work that grows with the number of requests is done at
+intervals that grow with it.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
 logger = logging.getLogger(__name__)
 
 _MAX_STALLS = 3
-"""A request that stalled this often fails."""
+"""Number of stalls after which a request fails."""
 _REFUSED_S = 1.0
-"""A verifier that refused a request is given none for this long."""
+"""Seconds for which a verifier that refused a request is given none."""
 _TAIL_INTERVAL_S = 0.1
-"""Time between two looks at the loads when no request waits."""
+"""Time between two checks of the loads when no request waits."""
 _PASS_INTERVAL_S_PER_REQUEST = 1e-4
 """Time between two passes over the requests, for each of them; a pass takes up to 8 microseconds per request."""
 
 
 class WeightPolicy(StrEnum):
-    """What becomes of requests that run when new weights come."""
+    """Policy for running requests when new weights arrive."""
 
     WAIT = "wait"
-    """They end first; others do not begin meanwhile."""
+    """Running requests end first; others do not begin meanwhile."""
     KEEP = "keep"
-    """They stop, and continue behind their committed tokens with the new weights."""
+    """Running requests stop, and continue after their committed tokens with the new weights."""
     ABORT = "abort"
-    """They end with what is committed."""
+    """Running requests end with their committed tokens."""
 
 
 class Dispatcher:
-    """Runs journaled requests on the verifiers the controller has. For one thread; `wake` ends its waits.
+    """Runs journaled requests on the controller's verifiers. For one thread; `wake` ends its waits.
 
     Args:
-        controller, calls: Handle of the controller, and what calls are made with.
+        controller, calls: Handle of the controller, and the calls to it and to verifiers.
         outstanding_per_verifier: Most requests handed to one verifier at a time; the rest wait here, so that a
             verifier that joins late or is faster gets its share.
-        no_verifier_timeout_s: Longest time without any verifier, or without an answer of the controller, before the
-            rollout gives up.
-        request_stall_timeout_s: Longest time that a request which has begun, or has stalled before, makes no progress
-            while its verifier answers; then it is handed out again.
-        shares_outputs: Verifiers get the outputs that others finish, for the histories of the lookups they host.
+        no_verifier_timeout_s: Longest time without any verifier, or without an answer of the controller, after which
+            the rollout fails.
+        request_stall_timeout_s: Longest time without progress of a request that has begun, or has stalled before, while
+            its verifier answers; after it the request is handed out again.
+        shares_outputs: Verifiers get the outputs finished by others, for the histories of the lookups they host.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class Dispatcher:
     ) -> None:
         self.journal = Journal()
         self.moves = 0
-        """Requests moved from one healthy verifier to another since the start."""
+        """Number of requests moved from one healthy verifier to another since the start."""
         self.weight_version = 0
-        """Version of the policy's weights that requests run with."""
+        """Version of the policy's weights for requests."""
         self.reissues = 0
-        """Requests issued again since the start, because their verifier was gone or did not run them."""
+        """Number of requests issued again since the start because their verifier was gone or did not run them."""
         self._clock = calls.clock
         self._request_stall_timeout_s = request_stall_timeout_s
         self._verifiers = Verifiers(controller, calls, no_verifier_timeout_s)
         self._links = self._verifiers.links
         self.counters = self._verifiers.counters
-        """Latest counters of every verifier there has been."""
+        """Latest counters of all verifiers, including former ones."""
         self._sharing = OutputSharing(calls, self._links) if shares_outputs else None
         self._backlog = Backlog(self.journal, outstanding_per_verifier)
         self._quarantine = self._backlog.quarantine
@@ -88,7 +88,7 @@ class Dispatcher:
         """Requests that have ended since the last step."""
         self._tail_looked = self._passed = 0.0
 
-    # ---- what is asked for ----
+    # ---- requests ----
 
     @property
     def wake(self) -> Event:
@@ -97,16 +97,16 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs or waits, and what was cancelled has arrived."""
+        """Whether nothing runs or waits, and all cancellations have arrived."""
         return not self.journal.entries and not self._ended and not self._verifiers.has_notices
 
     @property
     def waiting(self) -> int:
-        """Requests outside of streams that wait to begin."""
+        """Number of requests outside of streams that wait to begin."""
         return self._backlog.single
 
     def admit(self, entries: Sequence[JournalEntry]) -> None:
-        """Take requests; their ids are new. They run with the newest version of the weights when they begin."""
+        """Admit requests with new ids. They run with the newest version of the weights at their beginning."""
         if not self.journal.entries:
             self._verifiers.begin()
         for entry in entries:
@@ -118,7 +118,7 @@ class Dispatcher:
         self._backlog.add(entry.request_id for entry in entries if entry.finished is None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests with what is committed, as far as they have not ended."""
+        """End these requests with their committed tokens, unless they have ended."""
         batches: dict[str, list[tuple[str, int]]] = {}
         for request_id in request_ids:
             if (entry := self.journal.entries.get(request_id)) is None:
@@ -133,7 +133,7 @@ class Dispatcher:
                 self._verifiers.cancel(link, attempts)
 
     def step(self) -> list[JournalEntry]:
-        """Hand out, wait for answers (or `wake`), and journal them. Returns the requests that have ended.
+        """Hand out requests, wait for answers (or `wake`), and journal them. Returns the requests that have ended.
 
         Raises:
             ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
@@ -166,7 +166,7 @@ class Dispatcher:
         self._ended.clear()
 
     def latest_counters(self) -> list[tuple[str, dict[str, Any]]]:
-        """Id and latest counters of each verifier that serves; for any thread."""
+        """Id and latest counters of each serving verifier; for any thread."""
         known = self.counters.copy()
         return [(name, known[name]) for name in list(self._links) if name in known]
 
@@ -177,7 +177,8 @@ class Dispatcher:
     # ---- new weights ----
 
     def hold(self, policy: WeightPolicy) -> None:
-        """Hand out nothing that has not begun, until `release`; what runs goes on, stops or ends by the policy."""
+        """Hand out no request that has not begun, until `release`; the policy decides whether running ones continue,
+        stop or end."""
         self._backlog.holds += 1
         running = [entry for entry in self.journal.entries.values() if entry.attempt]
         if policy is WeightPolicy.ABORT:
@@ -193,11 +194,11 @@ class Dispatcher:
 
     @property
     def is_drained(self) -> bool:
-        """While held: no request has a verifier, or will have one before `release`."""
+        """While held: no request has a verifier, or gets one before `release`."""
         return self._backlog.is_frozen or not self.journal.begun
 
     def raise_version(self, version: int) -> None:
-        """Whatever is handed out from now on runs with this version of the weights. Requires `is_drained`."""
+        """Run all requests handed out from now on with this version of the weights. Requires `is_drained`."""
         self.weight_version = version
         for entry in self.journal.entries.values():
             entry.raise_version(version)
@@ -208,7 +209,7 @@ class Dispatcher:
         if not self._backlog.holds:
             self._backlog.is_frozen = False
 
-    # ---- handing out, and taking back ----
+    # ---- handing out and taking back ----
 
     def _hand_out(self) -> None:
         now = self._clock.now()
@@ -224,16 +225,16 @@ class Dispatcher:
             self._verifiers.submit(self._links[verifier_id], batch)
 
     def _take_back(self, link: VerifierLink, attempts: Sequence[tuple[str, int]]) -> None:
-        """These did not arrive at their verifier, as far as is known."""
-        self._verifiers.cancel(link, attempts)  # they may have arrived all the same
+        """Take back requests that have not arrived at their verifier, as far as this process can determine."""
+        self._verifiers.cancel(link, attempts)  # they may have arrived nevertheless
         link.free_at = self._clock.now() + _REFUSED_S
         lost = [request_id for request_id, attempt in attempts if self.journal.is_current(request_id, attempt)]
         self._reissue(lost, f"verifier {link.verifier_id} could not be handed requests")
 
     def _release_all(self, link: VerifierLink, departure: Departure | None) -> None:
-        """The verifier is gone: its requests continue elsewhere from what the journal holds. Those whose arrival it did
-        not confirm are suspected only if that happened to them before: a request may end a process before it answers.
-        """
+        """Release the requests of a verifier that is gone: they continue elsewhere from the journal. Requests whose
+        arrival it did not confirm are suspected only if that happened to them before: a request may end a process
+        before it answers."""
         verifier_id = link.verifier_id
         positions = {entry.request_id: entry.num_tokens for entry in self.journal.owned_by(verifier_id)}
         failed, why = departure is Departure.FAILED, f"verifier {verifier_id} is gone"
@@ -260,12 +261,12 @@ class Dispatcher:
         self._backlog.put_back(request_ids)
 
     def _fail(self, request_id: str, reason: str) -> None:
-        """End a request from the rollout's side."""
+        """End a request as failed, on the rollout's side."""
         tokens = self.journal.entries[request_id].num_tokens
         self._end(self.journal.end(Finished(request_id, "error", RequestStats(), reason, tokens)))
 
     def _end_stopped(self) -> list[JournalEntry]:
-        """End the requests whose outputs stop texts have ended; returns them."""
+        """End the requests whose outputs are complete by a stop text; returns them."""
         stopped, self.journal.stopped = self.journal.stopped, {}
         ended = []
         for request_id, error in stopped.items():
@@ -278,7 +279,7 @@ class Dispatcher:
         self._quarantine.forget(entry.request_id)
         self._ended.append(entry)
 
-    # ---- what comes back ----
+    # ---- answers ----
 
     def _journal_events(self, link: VerifierLink, events: Sequence[ToRollout]) -> None:
         for event in events:
@@ -308,7 +309,7 @@ class Dispatcher:
             self._quarantine.progress(request_id, self.journal.entries[request_id].num_tokens)
 
     def _drop_stopped(self, link: VerifierLink) -> None:
-        """End requests at a stop text. Their verifier drops them; what it has committed since is ignored."""
+        """End requests at a stop text. Their verifier drops them; its later commits are ignored."""
         ended = self._end_stopped()
         self._verifiers.cancel(link, [(entry.request_id, entry.attempt) for entry in ended], has_ended=True)
         if self._sharing is not None:
@@ -322,7 +323,7 @@ class Dispatcher:
     # ---- the tail ----
 
     def _look_after_tail(self) -> None:
-        """Hand out again what stalls, and level the loads when no request waits."""
+        """Hand out stalled requests again, and balance the loads when no request waits."""
         now, requests = self._clock.now(), len(self.journal.entries)
         if now - self._tail_looked < _TAIL_INTERVAL_S:
             return
@@ -352,18 +353,18 @@ class Dispatcher:
         self._submit(batches)
 
     def _reissue_stalled(self, now: float) -> None:
-        """Requests that have begun and make no progress at a verifier that answers are handed out again."""
+        """Hand out requests again that have begun and make no progress at a verifier that answers."""
         limit_s = self._request_stall_timeout_s
         for entry in [entry for entry in self.journal.entries.values() if now - entry.progress_at > limit_s]:
             link = self._links.get(entry.owner or "")
             if link is None or now - link.answered_at > limit_s:
-                continue  # its verifier is what stalls; the controller sees to it
+                continue  # the verifier stalls; the controller handles that
             if not entry.has_begun and now - link.progress_at <= limit_s:
-                continue  # it may wait for the others there to end
+                continue  # it may wait for other requests there to end
             request_id = entry.request_id
             self._verifiers.cancel(link, [(request_id, entry.attempt)])
             entry.stalls += 1
-            link.free_at = now + _REFUSED_S  # another one first
+            link.free_at = now + _REFUSED_S  # another verifier is tried first
             if entry.stalls < _MAX_STALLS:
                 self._reissue([request_id], f"request {request_id} made no progress for {limit_s:g} s at {entry.owner}")
             else:

@@ -1,4 +1,4 @@
-"""What `specactor doctor` reports: this machine, the packages, the backends and the cluster, each with its fix."""
+"""Findings of `specactor doctor`: this machine, the packages, the backends and the cluster, each with its fix."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ print(torch.__version__, torch.version.cuda or "-", torch.cuda.device_count() if
 class State(StrEnum):
     OK = "ok"
     OPTIONAL = "optional"
-    """Absent, and needed only by what the finding names."""
+    """Absent, and needed only for the use that the finding names."""
     WRONG = "wrong"
-    """Something does not work, or works badly, until it is mended."""
+    """Something does not work, or works badly, until it is fixed."""
 
 
 class Finding(NamedTuple):
@@ -69,7 +69,7 @@ OPTIONAL = (
 
 
 def diagnose() -> Iterator[Finding]:
-    """All findings, as they are made. Takes up to ten seconds; starts no cluster."""
+    """Yield all findings as they are made. Takes up to ten seconds; starts no cluster."""
     yield from _machine()
     yield from _packages()
     yield from _gpus()
@@ -78,7 +78,7 @@ def diagnose() -> Iterator[Finding]:
 
 
 def is_sound(findings: Iterable[Finding]) -> bool:
-    """Nothing is wrong."""
+    """Whether nothing is wrong."""
     return all(finding.state is not State.WRONG for finding in findings)
 
 
@@ -104,7 +104,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _memory_limit_gib() -> float:
-    """Of the control group; infinite without."""
+    """Memory limit of the control group in GiB; infinite if there is none."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             return int(Path(path).read_text(encoding="ascii")) / _GIB
@@ -142,7 +142,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _required() -> list[Requirement]:
-    """The package's own requirements; from a checkout that is not installed, only some."""
+    """The package's own requirements; only some for a checkout that is not installed."""
     try:
         lines = metadata.requires("specactor-ray") or []
     except metadata.PackageNotFoundError:
@@ -181,7 +181,8 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _cuda_facts() -> list[str]:
-    """Version of torch, its CUDA, and the GPUs that it sees. In a process of its own: a driver may end it."""
+    """Version of torch, its CUDA version, and the number of GPUs. Runs in a separate process, since a driver may end
+    it."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CUDA_FACTS], capture_output=True, text=True, timeout=_IMPORT_S, check=True

@@ -1,7 +1,7 @@
 """Requests from other processes of the cluster: an actor holds them for the driver, and their outputs for the senders.
 
-A driver cannot be called, so both sides call the actor: each keeps one read in flight, and one write while there is
-something to write. Messages are numbered and kept until their reader confirms them, so none is lost.
+A driver cannot be called, so both sides call the actor: each keeps one read in flight, and one write while there are
+messages to send. Messages are numbered and kept until their reader confirms them, so none is lost.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from specactor_ray.rollout.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 _READ_S = 5.0
-"""Longest time that a read waits at the actor."""
+"""Longest time a read waits at the actor."""
 _CALL_S = 30.0
 _CLOSE_S = 5.0
 _AGAIN_S = 0.5
-"""Pause after a call that failed."""
+"""Pause after a failed call."""
 _GONE_S = 60.0
-"""A sender that has not read for this long is gone: its requests are aborted, as when its process has ended."""
+"""Seconds without a read after which a sender is gone: its requests are aborted, as at the end of its process."""
 _MOST_GONE = 65_536
-"""Senders that are remembered as gone."""
+"""Number of departed senders that are remembered."""
 _CLOSED = "the connection to the engine is closed"
 ALL = -1
-"""In place of a number: all requests of a sender."""
+"""Stands for all requests of a sender, in place of a number."""
 ENGINE = "engine"
 """Name of the actor within its run."""
 
 
 class Command(NamedTuple):
-    """Sender → driver."""
+    """Message from a sender to the driver."""
 
     sender: str
     number: int
-    """Number of the request among those of its sender."""
+    """Number of the request, counted by its sender."""
     what: str
-    """`submit`, `watch` or `drop`, as the methods of an engine."""
+    """`submit`, `watch` or `drop`, like the methods of an engine."""
     arguments: dict[str, Any] = {}  # noqa: RUF012 - never changed
-    """Of `Engine.submit`."""
+    """Arguments of `Engine.submit`."""
 
 
 class OutputPart(NamedTuple):
-    """Driver → sender."""
+    """Message from the driver to a sender."""
 
     number: int
     tokens: list[Token]
-    """Committed ones, from number `first` on."""
+    """Committed tokens, from number `first` on."""
     first: int = 0
     ended: Trajectory | BaseException | None = None
 
@@ -72,19 +72,19 @@ class Mail:
     def __init__(self) -> None:
         self._first, self._messages, self._arrived = 0, list[Any](), asyncio.Event()
         self.read_at = SYSTEM.now()
-        """When it was read last."""
+        """Time of the last read."""
 
     def put(self, messages: Sequence[Any]) -> None:
         self._messages.extend(messages)
         self._arrived.set()
 
     def replace(self, message: Any) -> None:
-        """In place of all that is not confirmed."""
+        """Replace all unconfirmed messages by this one."""
         self._first, self._messages, self.read_at = self._first + len(self._messages), [message], SYSTEM.now()
 
     @property
     def is_left(self) -> bool:
-        """Messages have waited for too long: the reader is gone."""
+        """Whether messages have waited for too long, so that the reader is gone."""
         return bool(self._messages) and SYSTEM.now() - self.read_at > _GONE_S
 
     async def read(self, after: int, timeout_s: float) -> tuple[int, list[Any]]:
@@ -99,12 +99,12 @@ class Mail:
 
 
 class EngineActor:
-    """Between the driver of a run and the processes that send it requests; an asynchronous actor."""
+    """Connects the driver of a run with the processes that send it requests; an asynchronous actor."""
 
     def __init__(self) -> None:
         self._commands, self._outputs = Mail(), dict[str, Mail]()
         self._staying: dict[str, asyncio.Event] = {}
-        """Senders that are here; set when one leaves."""
+        """Sender → event that is set when it leaves."""
         self._gone: dict[str, None] = {}
         """Senders that have left, the newest last."""
         self._watches: set[asyncio.Task[None]] = set()
@@ -115,14 +115,14 @@ class EngineActor:
             await self._staying.setdefault(sender, asyncio.Event()).wait()
 
     async def greet(self, sender: str, staying: list[Any]) -> None:
-        """A sender comes. `staying` holds the reference of its call of `stay`, which fails when its process ends."""
+        """Register a sender. `staying` holds the reference of its call of `stay`, which fails when its process ends."""
         if sender not in self._gone:
             watch = asyncio.ensure_future(self._watch(sender, staying[0]))
             self._watches.add(watch)
             watch.add_done_callback(self._watches.discard)
 
     async def leave(self, sender: str) -> None:
-        """A sender goes: its requests are aborted, and their outputs dropped."""
+        """Remove a sender: its requests are aborted, and their outputs dropped."""
         if sender in self._gone:
             return
         self._gone[sender] = None
@@ -135,21 +135,21 @@ class EngineActor:
     async def _watch(self, sender: str, staying: Any) -> None:
         try:
             await staying
-        except Exception as error:  # noqa: BLE001 - Ray's errors; what is no death shows when nothing is read
+        except Exception as error:  # noqa: BLE001 - Ray's errors; a sender that still lives is detected by its reads
             if isinstance(translate_ray_error(error, "a sender"), ActorLostError):
                 logger.info("a process that sent requests has ended; they are aborted")
                 await self.leave(sender)
 
     async def send_commands(self, messages: list[Command]) -> None:
-        """Messages of a sender for the driver."""
+        """Queue messages of a sender for the driver."""
         self._commands.put(messages)
 
     async def read_commands(self, after: int, timeout_s: float) -> tuple[int, list[Command]]:
-        """For the driver."""
+        """Read messages; called by the driver."""
         return await self._commands.read(after, timeout_s)
 
     async def send_outputs(self, messages: list[tuple[str, OutputPart]]) -> None:
-        """Messages of the driver, each for a sender."""
+        """Queue messages of the driver, each for one sender."""
         for sender, message in messages:
             if sender in self._gone:
                 continue
@@ -161,15 +161,15 @@ class EngineActor:
                 self._commands.put([Command(sender, ALL, "drop")])
 
     async def read_outputs(self, sender: str, after: int, timeout_s: float) -> tuple[int, list[OutputPart]]:
-        """For a sender."""
+        """Read messages; called by a sender."""
         return await self._outputs.setdefault(sender, Mail()).read(after, timeout_s)
 
 
 class Exchange:
-    """One side's calls to the actor, in a thread of their own.
+    """Calls of one side to the actor, in a separate thread.
 
     Args:
-        calls, actor: What is called, and how.
+        calls, actor: The actor, and the calls to it.
         write: Method that takes a list of messages.
         read: Method that returns messages, and its first arguments.
         take: Called with each message, once and in order.
@@ -188,7 +188,7 @@ class Exchange:
         self._calls, self._actor, self._write, self._read = calls, actor, write, read
         self._take, self._lost = take, lost
         self._outbox: deque[Callable[[], Any]] = deque()
-        """Each makes a message."""
+        """Functions that each make a message."""
         self._wake = calls.clock.event()
         self._cursor, self._closed = 0, False
         self._thread: Thread | None = None
@@ -198,12 +198,12 @@ class Exchange:
         self._thread = self._calls.clock.spawn(self._run, f"{self._write} engine")
 
     def put(self, make: Callable[[], Any]) -> None:
-        """Send what this makes, in the thread of the exchange; for any thread."""
+        """Send the result of `make`, which is called in the thread of the exchange; for any thread."""
         self._outbox.append(make)
         self._wake.set()
 
     def close(self) -> None:
-        """Send what is there, and end."""
+        """Send the queued messages, and end."""
         self._closed = True
         self._wake.set()
         if self._thread is not None:
@@ -256,14 +256,14 @@ class Exchange:
 
 
 class Doorman:
-    """The driver's side: submits requests of other processes, and sends back their outputs."""
+    """Submits requests of other processes on the driver's side, and sends back their outputs."""
 
     def __init__(self, engine: Generates, calls: Calls, actor: Any) -> None:
         self.actor, self._engine = actor, engine
         self._handles: dict[tuple[str, int], Handle] = {}
-        """Sender and number → a request that has not ended."""
+        """Sender and number → request that has not ended."""
         self._newest: dict[str, int] = {}
-        """Sender → its newest request; one that comes again is ignored."""
+        """Sender → number of its newest request; repeated ones are ignored."""
         self._exchange = Exchange(calls, actor, "send_outputs", ("read_commands",), self._take, self._lost)
         self._exchange.start()
 
@@ -276,7 +276,7 @@ class Doorman:
             self._newest[sender] = number
             try:
                 handle = self._handles[sender, number] = self._engine.submit(**command.arguments)
-            except Exception as error:  # noqa: BLE001 - the sender raises it
+            except Exception as error:  # noqa: BLE001 - raised by the sender
                 self._send(sender, OutputPart(number, [], ended=_own(error)))
             else:
                 handle.future.add_done_callback(lambda _future: self._end(sender, number, handle))
@@ -299,7 +299,7 @@ class Doorman:
         def make() -> tuple[str, OutputPart]:  # decodes the output: not for the dispatch thread
             try:
                 return sender, OutputPart(number, [], ended=handle.result(0.0))
-            except Exception as error:  # noqa: BLE001 - the sender raises it
+            except Exception as error:  # noqa: BLE001 - raised by the sender
                 return sender, OutputPart(number, [], ended=_own(error))
 
         self._exchange.put(make)
@@ -316,7 +316,7 @@ class RemoteEngine(Generates):
     """The engine of a run, for another process of its cluster; see `Engine.connect`. A context manager.
 
     Args:
-        calls, actor: The run's `EngineActor`, and what it is called with.
+        calls, actor: The run's `EngineActor`, and the calls to it.
         on_close: Called at the end.
     """
 
@@ -324,12 +324,12 @@ class RemoteEngine(Generates):
         self.clock = calls.clock
         self._sender, self._count, self._on_close = secrets.token_hex(8), itertools.count(), on_close
         self._handles: dict[int, Handle] = {}
-        """Requests that have not ended, by number."""
+        """Number → request that has not ended."""
         self._numbers: dict[Handle, int] = {}
         self._closed = False
         self._calls, self._actor = calls, actor
         self._staying = calls.transport.send(actor, "stay", [self._sender])
-        """Owned by this process, so that the actor is told when the process ends."""
+        """Owned by this process, so that the call fails when the process ends."""
         self._tell("greet", [self._staying])
         self._exchange = Exchange(calls, actor, "send_commands", ("read_outputs", self._sender), self._take, self._fail)
         self._exchange.start()
@@ -367,7 +367,7 @@ class RemoteEngine(Generates):
         return ended
 
     def close(self) -> None:
-        """Abort what runs and leave."""
+        """Abort running requests, and leave."""
         if self._closed:
             return
         self._closed = True
@@ -404,7 +404,7 @@ class RemoteEngine(Generates):
 
 
 def _own(error: Exception) -> SpecActorError:
-    """The error as one of this package, which every process can read."""
+    """The error as one of this package, which every process can unpickle."""
     return error if isinstance(error, SpecActorError) else SpecActorError(f"{type(error).__name__}: {error}")
 
 

@@ -1,7 +1,7 @@
-"""Requests at any time: one dispatch thread serves submissions of any thread, event loop and stream.
+"""Requests at any time: one dispatch thread serves submissions from any thread, event loop and stream.
 
-The thread starts with the first request and sleeps while there is nothing to do. Everything else reaches it as a
-command, so the dispatcher and the journal belong to it alone.
+The thread starts with the first request and sleeps while there is no work. All other threads send it commands, so only
+this thread uses the dispatcher and the journal.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _CLOSE_S = 10.0
 
 
 class Engine(Generates):
-    """Generates for callers in any thread and event loop. Several streams and single requests run side by side.
+    """Generates for callers in any thread and event loop. Several streams and single requests can run at the same time.
 
     Args:
-        dispatcher: Only the dispatch thread touches it from now on, but for its counters.
-        clock: Where the thread comes from.
+        dispatcher: Used only by the dispatch thread from now on, except for its counters.
+        clock: Starts the thread.
         before_submit: Called in the caller's thread before a request is submitted.
     """
 
@@ -49,45 +49,46 @@ class Engine(Generates):
         self.tokenizer: Any = None
         """Encodes prompts that are not token ids, and decodes outputs."""
         self.chat = True
-        """Wrap text as a user message where the tokenizer has a chat template."""
+        """Wrap text as a user message if the tokenizer has a chat template."""
         self.sampling = SamplingParams()
-        """Of requests that bring none."""
+        """Sampling parameters of requests without their own."""
         self._dispatcher, self._before_submit = dispatcher, before_submit
         self._stop_texts = StopTexts(None)
         self.encoding = clock.condition()
-        """Held while the tokenizer encodes or its tokens are read, since it is not made for several threads."""
+        """Held while the tokenizer encodes or its tokens are read, since it is not thread-safe."""
         self._lock = clock.condition()
         self._inbox: deque[Callable[[], None]] = deque()
         """Commands for the dispatch thread."""
         self._thread: Thread | None = None
         self._closed = False
         self.open_streams = 0
-        """Streams that are open."""
+        """Number of open streams."""
         self._arriving = self._numbers = self._streams = 0
-        """Single requests in the inbox; single requests and streams so far."""
+        """Number of single requests in the inbox; of single requests and streams so far."""
         self._handles: dict[str, Handle] = {}
         """Single requests that have not ended, by the caller's name."""
         self._inner: dict[Handle, str] = {}
-        """The names of the same requests in the journal."""
+        """Names of the same requests in the journal."""
         self._on_end: dict[str, Callable[[JournalEntry | BaseException], None]] = {}
-        """Request in the journal → what is called at its end. For the dispatch thread, as the next two."""
+        """Request in the journal → callback at its end. For the dispatch thread, like the next two."""
         self._watched: dict[str, Handle] = {}
         self._drained: list[Future[None]] = []
-        """Each is done when no request of an older version of the weights runs."""
+        """Futures that are done when no request of an older version of the weights runs."""
         self._settled: list[Future[None]] = []
-        """Each is done when nothing runs and what was cancelled has arrived."""
+        """Futures that are done when nothing runs and all cancellations have arrived."""
 
     @staticmethod
     def connect(run: str | None = None, address: str = "auto") -> RemoteEngine:
         """The engine of a run that listens (`Rollout.listen`), for another process of its cluster.
 
         Args:
-            run: Its name; None takes the only run of the cluster.
-            address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only one here with such a run.
+            run: Name of the run; None selects the only run of the cluster.
+            address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a
+            run.
 
         Raises:
             ClusterError: There is no such cluster or run, or the run does not listen.
-            InputError: Several runs are there, or none.
+            InputError: There are several runs, or none.
         """
         return connect_engine(run, address)
 
@@ -124,7 +125,7 @@ class Engine(Generates):
             if self._arriving + self._dispatcher.waiting >= self.max_waiting:
                 raise OverloadedError(f"{self.max_waiting} requests wait already; try again later")
             self._numbers += 1
-            inner = f"{request_id or 'request'}#{self._numbers}"  # a name may come again, a verifier's never
+            inner = f"{request_id or 'request'}#{self._numbers}"  # callers may repeat a name; this one is unique
             name = request_id if request_id is not None else inner
             if name in self._handles:
                 raise InputError(f"request {name!r} is running; choose another request_id")
@@ -143,7 +144,7 @@ class Engine(Generates):
     def _stops(self, sampling: SamplingParams) -> StopFinder | None:
         if not sampling.stop:
             return None
-        sampling.check()  # of another process, it may be unchecked
+        sampling.check()  # not checked yet if it comes from another process
         with self.encoding:
             if self._stop_texts.tokenizer is not self.tokenizer:
                 self._stop_texts = StopTexts(self.tokenizer)
@@ -174,7 +175,7 @@ class Engine(Generates):
     # ---- streams ----
 
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
-        """Yield each entry when it has ended, in the order they end; closing this aborts the rest. Their ids are new.
+        """Yield each entry when it has ended, in the order they end; closing this aborts the rest. The ids must be new.
 
         Raises:
             ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
@@ -210,7 +211,7 @@ class Engine(Generates):
 
     @contextlib.contextmanager
     def opening_stream(self) -> Iterator[int]:
-        """Inside, one more stream is open; it has this number."""
+        """Within this context one more stream is open; yields its number."""
         with self._lock:
             self._streams += 1
             self.open_streams += 1
@@ -225,8 +226,8 @@ class Engine(Generates):
 
     @contextlib.contextmanager
     def between_versions(self, version: int, policy: WeightPolicy) -> Iterator[None]:
-        """Inside, no request runs; afterwards, all run with this version of the weights. The policy says what becomes
-        of those that run before."""
+        """Within this context no request runs; afterwards, all run with this version of the weights. The policy decides
+        what happens to requests that run before."""
         drained = self.pause(policy)
         try:
             self.clock.result(drained, float("inf"))
@@ -236,7 +237,7 @@ class Engine(Generates):
             self.resume()
 
     def pause(self, policy: WeightPolicy) -> Future[None]:
-        """Begin no request until `resume`; the policy says what becomes of those that run. Done when none runs."""
+        """Hold new requests until `resume`; the policy applies to running ones. The future is done when none runs."""
         drained: Future[None] = Future()
 
         def hold() -> None:
@@ -251,7 +252,7 @@ class Engine(Generates):
         self._put(self._dispatcher.release)
 
     def settle(self) -> None:
-        """Wait until nothing runs and verifiers have taken what was cancelled."""
+        """Wait until nothing runs and verifiers have received all cancellations."""
         settled: Future[None] = Future()
         self._put(lambda: self._settled.append(settled))
         self.clock.result(settled, float("inf"))
@@ -262,7 +263,7 @@ class Engine(Generates):
 
     @property
     def is_busy(self) -> bool:
-        """Single requests run or wait."""
+        """Whether single requests run or wait."""
         return bool(self._handles)
 
     def close(self) -> None:
@@ -277,7 +278,7 @@ class Engine(Generates):
     # ---- the dispatch thread ----
 
     def _put(self, command: Callable[[], None]) -> None:
-        """Have this run in the dispatch thread, in the order in which commands were put."""
+        """Run a command in the dispatch thread, in the order of these calls."""
         with self._lock:
             if self._closed:
                 raise InputError(_ENDED)
@@ -309,18 +310,18 @@ class Engine(Generates):
             self._inbox.popleft()()
 
     def _look(self) -> None:
-        """Run what was put, then take a step, or sleep while there is nothing to do."""
+        """Run the queued commands, then take a step, or sleep while there is no work."""
         dispatcher = self._dispatcher
         self._run_inbox()
         if dispatcher.is_idle:
             self._resolve()
             if not self._inbox:
                 dispatcher.wake.wait()
-                dispatcher.wake.clear()  # before the inbox is looked at
+                dispatcher.wake.clear()  # before the inbox is read
             return
         try:
             ended = dispatcher.step()
-        except ActorLostError as error:  # no verifier can be had; a later request may find one
+        except ActorLostError as error:  # no verifier is available; a later request may find one
             self._fail_requests(error)
             ended = []
         for request_id, handle in self._watched.items():
@@ -330,7 +331,7 @@ class Engine(Generates):
         self._resolve()
 
     def _resolve(self) -> None:
-        """Answer the callers of `between_versions` and `settle` for which it is time."""
+        """Resolve the futures of `between_versions` and `settle` whose conditions hold."""
         ready: list[Future[None]] = []
         if self._drained and self._dispatcher.is_drained:
             ready, self._drained = self._drained, []
@@ -385,7 +386,7 @@ class Engine(Generates):
             end(error)
 
     def _fail_all(self, error: BaseException) -> None:
-        """The thread ends."""
+        """Fail all requests and futures, since the thread ends."""
         self._fail_requests(error)
         waiting, self._drained, self._settled = self._drained + self._settled, [], []
         for one in waiting:

@@ -1,4 +1,4 @@
-"""What the submission of a request returns: its output as a future, as an iterator, or awaited."""
+"""Handle of a submitted request: its output as a future, as an iterator, or awaited."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class Token(NamedTuple):
 
     token_id: int
     logprob: float
-    """Of softmax(logits / T), before top-k and top-p."""
+    """Log-probability under softmax(logits / T), before top-k and top-p."""
     top: tuple[tuple[int, float], ...] = ()
     """The `sampling.logprobs` most probable tokens at its position with their log-probabilities."""
 
 
 class Generates(abc.ABC):
-    """What a handle asks of its engine, and what every engine makes of handles; for any thread and event loop."""
+    """Methods that handles call on their engine, and methods that every engine derives from them; for any thread and
+    event loop."""
 
     clock: Clock
 
@@ -48,13 +49,13 @@ class Generates(abc.ABC):
 
         Args:
             prompt: Text, chat messages or token ids.
-            sampling: How to sample; without a `place` its seed is used as it is. Default: the configuration's.
-            request_id: Its name; no other request that runs has it. Default: a new one.
+            sampling: Sampling parameters; without a `place` their seed is used unchanged. Default: the configuration's.
+            request_id: Name of the request, unique among running requests. Default: a new one.
             session: Name of a conversation. Its turns run on one verifier while that lives.
             priority: Requests with a smaller number begin first.
-            prefix: Output tokens that are there already, as those of an aborted request under the same seed. The
-                output holds what follows them; `max_tokens` counts them.
-            place: Index of a prompt and number of a sample. The seed is derived for them as `Rollout.generate` does
+            prefix: Existing output tokens, such as those of an aborted request with the same seed. The output holds the
+                tokens after them; `max_tokens` counts them.
+            place: Index of a prompt and number of a sample, from which the seed is derived as `Rollout.generate` does
                 (`sampling.seeds.sample_of`).
 
         Raises:
@@ -73,17 +74,17 @@ class Generates(abc.ABC):
         prompt_index: int = 0,
         **options: Any,
     ) -> list[Handle]:
-        """Begin `n` samples of a prompt, with the seeds that `Rollout.generate` gives the samples of the prompt of this
-        index. All or none begin.
+        """Begin `n` samples of a prompt, with the seeds that `Rollout.generate` uses for the samples of the prompt at
+        this index. All or none begin.
 
         Args:
-            prompt, sampling, options: As of `submit`, for each.
+            prompt, sampling, options: As in `submit`, for each sample.
             n: Number of samples, 1 or more.
             request_id: The samples are named `{request_id}-0` and so on.
             prompt_index: Index of the prompt.
 
         Raises:
-            InputError, OverloadedError: As of `submit`.
+            InputError, OverloadedError: As in `submit`.
         """
         if not isinstance(n, int) or n < 1:
             raise InputError(f"n is {n!r}; it must be a whole number of 1 or more")
@@ -101,7 +102,7 @@ class Generates(abc.ABC):
 
     @abc.abstractmethod
     def handle(self, request_id: str) -> Handle:
-        """The request of this name.
+        """The request with this name.
 
         Raises:
             InputError: No such request runs.
@@ -117,10 +118,10 @@ class Generates(abc.ABC):
 
     @abc.abstractmethod
     def trajectory(self, handle: Handle, ended: Any) -> Trajectory:
-        """The output of a request that has ended; `ended` is the result of its future."""
+        """Output of a request that has ended; `ended` is the result of its future."""
 
     def abort(self, request_id: str) -> Trajectory:
-        """End a request; returns what is committed, with `finish_reason` `abort` if it had not ended.
+        """End a request; returns its committed tokens, with `finish_reason` `abort` if it had not ended.
 
         Raises:
             InputError: No such request runs.
@@ -128,7 +129,7 @@ class Generates(abc.ABC):
         return self.handle(request_id).abort()
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Trajectory:
-        """Submit a request and await its output; it is aborted if this is cancelled. Arguments as of `submit`."""
+        """Submit a request and await its output; it is aborted if this is cancelled. Arguments as in `submit`."""
         handle = self.submit(prompt, sampling, **options)
         try:
             return await handle
@@ -155,19 +156,20 @@ class Handle:
         self.place = place
         """Index of the prompt, and number of the sample."""
         self.future: Future[Any] = Future()
-        """Done when the request has ended. It holds what `Generates.trajectory` takes, or why there is no output."""
-        self.future.set_running_or_notify_cancel()  # so that no caller can cancel it: it would not end the request
+        """Done when the request has ended. Its result is the argument of `Generates.trajectory`, or the error if there
+        is no output."""
+        self.future.set_running_or_notify_cancel()  # cannot be cancelled by a caller: that would not end the request
         self.pushed: list[Token] = []
-        """Committed tokens, as far as they were pushed."""
+        """Committed tokens pushed so far."""
         self._owner, self._wakers = owner, list[Callable[[], None]]()
         self._output: Trajectory | None = None
 
     def result(self, timeout: float | None = None) -> Trajectory:
-        """Wait until the request has ended. A request that failed is a trajectory with its `error`.
+        """Wait until the request has ended. A failed request is returned as a trajectory with its `error`.
 
         Raises:
-            TimeoutError: It has not ended within `timeout` seconds.
-            ActorLostError: The run has ended before it.
+            TimeoutError: The request has not ended within `timeout` seconds.
+            ActorLostError: The run ended before the request.
         """
         return self._read(self._owner.clock.result(self.future, float("inf") if timeout is None else timeout))
 
@@ -176,12 +178,12 @@ class Handle:
         return self.future.done()
 
     def abort(self) -> Trajectory:
-        """End the request with what is committed (`finish_reason` `abort`), unless it has ended already."""
+        """End the request with its committed tokens (`finish_reason` `abort`), unless it has ended already."""
         self._owner.drop(self)
         return self.result()
 
     def tokens(self) -> Iterator[Token]:
-        """The committed tokens one after the other, as they come. Raises as `result`."""
+        """Yield the committed tokens one by one as they arrive. Raises as `result`."""
         ready, at = self._owner.clock.event(), 0
         with self._woken(ready.set):
             while True:
@@ -198,13 +200,13 @@ class Handle:
         return self._result().__await__()
 
     async def __aiter__(self) -> AsyncIterator[Token]:
-        """The committed tokens one after the other, as they come."""
+        """Yield the committed tokens one by one as they arrive."""
         async for tokens in self.batches():
             for token in tokens:
                 yield token
 
     async def batches(self) -> AsyncIterator[list[Token]]:
-        """The committed tokens as they come, those that came together in one list."""
+        """Yield the committed tokens as they arrive; tokens that arrived together are one list."""
         loop, ready, at = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def wake() -> None:
@@ -226,18 +228,18 @@ class Handle:
     # ---- for engines ----
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call this after each `push` from now on."""
+        """Call `wake` after each further `push`."""
         self._wakers.append(wake)
         self._owner.watch(self)
 
     def push(self, tokens: Sequence[tuple[Any, ...]]) -> None:
-        """These were committed: the fields of `Token`s."""
+        """Append committed tokens, given as the fields of `Token`s."""
         self.pushed.extend(itertools.starmap(Token, tokens))
         for wake in list(self._wakers):
             wake()
 
     def end(self, ended: Any) -> None:
-        """The request has ended, with what `Generates.trajectory` takes or with an exception."""
+        """Mark the request as ended, with the argument of `Generates.trajectory` or with an exception."""
         if isinstance(ended, BaseException):
             self.future.set_exception(ended)
         else:
@@ -250,7 +252,7 @@ class Handle:
         return self._read(await asyncio.shield(asyncio.wrap_future(self.future)))
 
     def _read(self, ended: Any) -> Trajectory:
-        """The output, which is decoded once."""
+        """The output, decoded once."""
         if self._output is None:
             self._output = self._owner.trajectory(self, ended)
         return self._output

@@ -1,8 +1,8 @@
 """The journal: what was committed for every request, and which verifier may commit for it.
 
-Pure bookkeeping. Each time a request is handed to a verifier begins a new attempt, and only events of the present
-attempt count: a verifier that was taken for dead and comes back, or a message that comes late, cannot do harm. A
-request ends exactly once.
+Pure bookkeeping. Each hand-over of a request to a verifier begins a new attempt, and only events of the present attempt
+count. So a verifier that was considered dead and comes back, or a late message, has no effect. A request ends exactly
+once.
 """
 
 from __future__ import annotations
@@ -19,67 +19,67 @@ from specactor_ray.rollout.stops import Stop, StopFinder
 from specactor_ray.target.base import TargetRequest
 
 RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])
-"""What the journal keeps of a token: 8 bytes."""
+"""Record of one token: 8 bytes."""
 _NEVER = float("inf")
 _MAX_UNCONFIRMED = 3
-"""A request whose verifiers failed so often before they had confirmed to have it is suspected as if they had it."""
+"""Number of verifier failures before confirmation after which a request is suspected as if they had confirmed it."""
 
 
 @dataclass(slots=True)
 class JournalEntry:
-    """One request: its fixed part, and what has been committed so far."""
+    """One request: its fixed part, and its committed tokens."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     session: str | None = None
-    """Conversation that it is a turn of; its turns go to one verifier."""
+    """Conversation to which this turn belongs; its turns go to one verifier."""
     priority: int = 0
     """Requests with a smaller number are handed out first."""
     stream: int = 0
-    """Number of the stream that it is a part of; 0: it was submitted alone."""
+    """Number of the stream of the request; 0: it was submitted alone."""
     prefix: int = 0
-    """Output tokens that it came with; they are the first of `records`, without log-probabilities."""
+    """Number of output tokens given with the request; they are the first of `records`, without log-probabilities."""
     weight_version: int = 0
-    """Version of the policy's weights that its next tokens come from."""
+    """Version of the policy's weights for the next tokens."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """Earlier versions, each with the output tokens there were when it ended; empty where there is one version."""
+    """Earlier versions, each with the number of output tokens at its end; empty if there is one version."""
     owner: str | None = None
-    """Verifier that is authoritative for it now; None while it waits to be handed out."""
+    """Verifier that is authoritative for the request now; None while it waits to be handed out."""
     attempt: int = 0
-    """How often it was handed to a verifier."""
+    """Number of times the request was handed to a verifier."""
     moves: int = 0
-    """How often it was moved from one healthy verifier to another."""
+    """Number of moves from one healthy verifier to another."""
     stalls: int = 0
-    """How often it stopped making progress at a verifier that answered."""
+    """Number of times it stopped making progress at a verifier that answered."""
     unconfirmed: int = 0
-    """How many verifiers failed before they had confirmed to have it."""
+    """Number of verifiers that failed before they had confirmed the request."""
     progress_at: float = _NEVER
-    """Since when it stands still, in seconds: its last progress, or when it was handed out after a stall. Infinite if
-    it has not begun since it was taken off a verifier."""
+    """Time of the last progress, or of the hand-over after a stall, in seconds. Infinite if the request has not begun
+    since it was taken off a verifier."""
     has_begun: bool = False
-    """The present attempt has made progress."""
+    """Whether the present attempt has made progress."""
     finished: Finished | None = None
     records: bytearray = field(default_factory=bytearray, repr=False)
-    """The committed tokens, with the prefix: `RECORD`s. An array that grows by an eighth when it is full. For the
+    """Committed tokens, including the prefix, as `RECORD`s. An array that grows by an eighth when it is full. For the
     dispatch thread until the request has ended."""
     margin_bytes: bytearray | None = field(default=None, repr=False)
-    """float32, one per token behind the prefix; None where they are not recorded."""
+    """float32 margins, one per token after the prefix; None if they are not recorded."""
     top_bytes: bytearray | None = field(default=None, repr=False)
-    """`RECORD`s: the `sampling.logprobs` most probable tokens of each position behind the prefix."""
+    """`RECORD`s of the `sampling.logprobs` most probable tokens of each position after the prefix."""
     stops: StopFinder | None = field(default=None, repr=False)
-    """Finds the stop texts in the output; None where there are none."""
+    """Finds the stop texts in the output; None if there are none."""
     stop: Stop | None = None
-    """The stop text that ended it."""
+    """The stop text that ended the output."""
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens committed, the prefix included."""
+        """Number of committed output tokens, including the prefix."""
         return len(self.records) // RECORD.itemsize
 
     @property
     def token_ids(self) -> list[int]:
-        """The output tokens, the prefix included; a copy, as `logprobs` and `margins`."""
+        """Output tokens, including the prefix; a copy, like `logprobs` and `margins`."""
         ids: list[int] = np.frombuffer(self.records, RECORD)["token"].tolist()
         return ids
 
@@ -89,16 +89,15 @@ class JournalEntry:
         return values
 
     def tokens_from(self, position: int) -> list[tuple[Any, ...]]:
-        """Token and log-probability of the output positions from this one on, and where they are kept the most probable
-        tokens."""
+        """Token and log-probability of the output positions from this one on, and the most probable tokens if they are
+        recorded."""
         found: list[tuple[Any, ...]] = np.frombuffer(self.records, RECORD, offset=position * RECORD.itemsize).tolist()
         if self.top_bytes is None:
             return found
         return [(*pair, top) for pair, top in zip(found, self.tops(position - self.prefix), strict=True)]
 
     def tops(self, begin: int = 0) -> list[tuple[tuple[int, float], ...]]:
-        """The most probable tokens with their log-probabilities, position by position, from number `begin` behind the
-        prefix on."""
+        """Most probable tokens with their log-probabilities, per position, from number `begin` after the prefix on."""
         if self.top_bytes is None:
             return []
         width = self.sampling.logprobs
@@ -106,7 +105,7 @@ class JournalEntry:
         return [tuple(flat[at : at + width]) for at in range(0, len(flat), width)]
 
     def set_prefix(self, token_ids: Sequence[int]) -> None:
-        """Begin with these output tokens."""
+        """Set the output tokens that the request begins with."""
         records = np.zeros(len(token_ids), RECORD)
         records["token"] = token_ids
         self.records, self.prefix = bytearray(records.tobytes()), len(token_ids)
@@ -126,7 +125,7 @@ class JournalEntry:
         return True
 
     def raise_version(self, version: int) -> None:
-        """What follows comes from weights of this version."""
+        """Set the version of the weights for all further tokens."""
         if version != self.weight_version and self.num_tokens > self.prefix:
             self.versions.append((self.weight_version, self.num_tokens))
         self.weight_version = version
@@ -139,7 +138,7 @@ class JournalEntry:
         return values
 
     def count_unconfirmed(self) -> bool:
-        """One more verifier failed before it had confirmed to have it. Returns whether the request may be the cause."""
+        """Count a verifier that failed before confirmation. Returns whether the request may be the cause."""
         self.unconfirmed += 1
         return self.unconfirmed >= _MAX_UNCONFIRMED
 
@@ -150,13 +149,14 @@ class Journal:
     def __init__(self) -> None:
         self.entries: dict[str, JournalEntry] = {}
         self.committed_tokens = 0
-        """Tokens journaled since the start, over all requests."""
+        """Number of tokens journaled since the start, over all requests."""
         self.begun = 0
-        """Requests that have been handed to a verifier before or now."""
+        """Number of unfinished requests that have been handed to a verifier at least once."""
         self.stopped: dict[str, str] = {}
-        """Requests to end, since a stop text has ended their outputs; or why that cannot be found out."""
+        """Requests to end: id → empty if a stop text ended the output, else the reason why that cannot be
+        determined."""
         self._stopping = 0
-        """Requests with stop texts."""
+        """Number of requests with stop texts."""
         self._owned: dict[str, dict[str, JournalEntry]] = {}
         """Verifier → its requests by id."""
 
@@ -167,9 +167,9 @@ class Journal:
         self._stopping += entry.stops is not None
 
     def hand_to(self, request_id: str, verifier_id: str) -> TargetRequest:
-        """Make this verifier the owner, in place of an earlier one if there is any; returns what to hand it.
+        """Make this verifier the owner, replacing an earlier one; returns the request for it.
 
-        What an earlier owner still says is ignored, so tokens that it committed and that are not journaled yet are
+        Later messages of an earlier owner are ignored, so tokens that it committed and that are not journaled yet are
         computed again.
         """
         entry = self.entries[request_id]
@@ -197,13 +197,13 @@ class Journal:
         return list(self._owned.get(verifier_id, {}).values())
 
     def is_current(self, request_id: str, attempt: int) -> bool:
-        """Whether this attempt at a request is under way."""
+        """Whether this attempt at a request is the present one."""
         entry = self.entries.get(request_id)
         return entry is not None and entry.owner is not None and entry.attempt == attempt
 
     def progress(self, message: Progress, now: float = 0.0) -> list[str]:
-        """Append committed tokens. Nothing changes for what is repeated or another attempt's; returns the requests of
-        which tokens in between are missing. `now` is of the clock of `JournalEntry.progress_at`."""
+        """Append committed tokens. Repeated messages and those of other attempts are ignored; returns the requests that
+        miss tokens in between. `now` is a time of the clock of `JournalEntry.progress_at`."""
         packed = np.empty(len(message.tokens), RECORD)
         packed["token"], packed["logprob"] = message.tokens, message.logprobs
         records, margins = packed.tobytes(), None
@@ -235,7 +235,7 @@ class Journal:
         return gapped
 
     def _keep_tops(self, message: Progress, tops: TopTokens) -> None:
-        """Append the most probable tokens of what is about to be appended."""
+        """Append the most probable tokens of the tokens that are appended next."""
         packed = np.empty(len(tops.tokens), RECORD)
         packed["token"], packed["logprob"] = tops.tokens, tops.logprobs
         records, firsts = packed.tobytes(), (begins(message.lengths * tops.counts) * RECORD.itemsize).tolist()
@@ -255,12 +255,12 @@ class Journal:
         try:
             if entry.cut_at_stop(entry.stops, begin):
                 self.stopped[entry.request_id] = ""
-        except Exception as error:  # noqa: BLE001 - tokenizers may be code of the checkpoint's
+        except Exception as error:  # noqa: BLE001 - tokenizers may be code of the checkpoint
             self.stopped[entry.request_id] = f"its output cannot be decoded: {error!r}"
         self.committed_tokens -= before - entry.num_tokens
 
     def finish(self, message: Finished) -> JournalEntry | None:
-        """End a request. None when the message is another attempt's or repeated, or tokens before it are missing."""
+        """End a request. None if the message is of another attempt or repeated, or earlier tokens are missing."""
         if not self.is_current(message.request_id, message.attempt):
             return None
         if not message.error and message.num_tokens != self.entries[message.request_id].num_tokens:
@@ -268,7 +268,7 @@ class Journal:
         return self.end(message)
 
     def end(self, message: Finished) -> JournalEntry:
-        """End a request, whoever has it."""
+        """End a request, regardless of its owner."""
         entry = self.entries.pop(message.request_id)
         self.begun -= entry.attempt > 0
         self._stopping -= entry.stops is not None
@@ -278,21 +278,21 @@ class Journal:
 
     @property
     def owned(self) -> int:
-        """Requests that a verifier has; for any thread."""
+        """Number of requests owned by a verifier; for any thread."""
         return sum(map(len, list(self._owned.values())))
 
     def load(self, verifier_id: str) -> int:
-        """Requests this verifier owns."""
+        """Number of requests this verifier owns."""
         return len(self._owned.get(verifier_id, ()))
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Remove all requests."""
         self.entries.clear()
         self._owned.clear()
         self.begun = self._stopping = 0
 
     def _set_owner(self, entry: JournalEntry, owner: str | None) -> None:
-        """A change of owner ends the attempt."""
+        """Set the owner, which ends the attempt."""
         if entry.owner is not None:
             mine = self._owned[entry.owner]
             del mine[entry.request_id]

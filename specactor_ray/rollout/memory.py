@@ -1,4 +1,4 @@
-"""How much memory a rollout will take, and whether that is there. Estimates in bytes, on the safe side."""
+"""Memory need of a rollout, and whether it is available. Estimates in bytes, on the safe side."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from specactor_ray.models.cache_size import (
 from specactor_ray.observability.environment import gpu_memories
 
 PROCESS_BYTES = 0.35 * 2**30
-"""Python, torch and Ray of one process."""
+"""Memory of Python, torch and Ray in one process."""
 FIXES = "a smaller target.kv_cache_gb or target.replicas, or fewer drafters."
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """One line of the plan."""
+    """One line of the memory plan."""
 
     owner: str
     what: str
@@ -39,7 +39,7 @@ class MemoryItem:
 
 
 def plan_rollout_memory(config: Config) -> list[MemoryItem]:
-    """What verifiers and draft actors will hold at their peak."""
+    """Peak memory of verifiers and draft actors."""
     target = config.target
     size, _ = count_parameters(target.model, target.trust_remote_code)
     ranks, cache = target.tensor_parallel, cache_bytes(target, room_on_cpu(available_bytes(), target))
@@ -60,10 +60,10 @@ def _drafter_item(drafter: DrafterSpec, config: Config) -> MemoryItem:
 
 
 def with_cache(config: Config) -> Config:
-    """A copy with `target.kv_cache_gb`, where it is not set and the device is known here.
+    """A copy with `target.kv_cache_gb` set, if it is not set and the device is known on this machine.
 
     Raises:
-        ConfigError: The GPU cannot hold the model, or not beside the cache that is set.
+        ConfigError: The GPU cannot hold the model, or cannot hold it beside the configured cache.
     """
     target = config.target
     if not target.gpus:
@@ -80,7 +80,7 @@ def with_cache(config: Config) -> Config:
 
 
 def _require_room_on_gpu(config: Config, total: float, hosted: float) -> float:
-    """`room_on_gpu`, if the cache fits into it."""
+    """`room_on_gpu`, checked against the configured cache."""
     target, room = config.target, room_on_gpu(config.target, total, hosted)
     own, beside = (target.kv_cache_gb or 0.0) * GIB, beside_the_cache(target) + hosted
     if room <= own:
@@ -98,14 +98,14 @@ def require_memory(config: Config) -> None:
     """Refuse a rollout that cannot fit this machine.
 
     Raises:
-        ConfigError: The numbers are in the message.
+        ConfigError: The memory does not suffice; the message has the numbers.
     """
     if _judged(config):
         check_memory(config, plan_rollout_memory(config), available_bytes(), FIXES)
 
 
 def _judged(config: Config) -> bool:
-    """Other machines' memory and that of GPUs is not known here."""
+    """Whether the memory can be checked here, which excludes other machines and GPUs."""
     return not (config.target.gpus or config.trainer.gpus) and config.cluster.address == "local"
 
 
@@ -113,7 +113,7 @@ def check_memory(config: Config, plan: Sequence[MemoryItem], available: float, f
     """Refuse a run on this machine's CPU whose plan needs more than the bytes that are available.
 
     Raises:
-        ConfigError: The numbers and the fix are in the message.
+        ConfigError: The memory does not suffice; the message has the numbers and the fix.
     """
     total = sum(item.num_bytes for item in plan)
     if total > available and _judged(config):
@@ -123,7 +123,8 @@ def check_memory(config: Config, plan: Sequence[MemoryItem], available: float, f
 
 
 def memory_lines(config: Config, plan: Sequence[MemoryItem] | None = None) -> list[str]:
-    """What a run on this machine's CPU will hold (default: a rollout), and what is free now; no line for other runs."""
+    """Memory that a run on this machine's CPU will hold (default: a rollout), and free memory; no line for other
+    runs."""
     if not _judged(config):
         return []
     needed = sum(item.num_bytes for item in plan or plan_rollout_memory(config))

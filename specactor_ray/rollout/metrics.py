@@ -9,7 +9,7 @@ from typing import Any
 from specactor_ray.verify.metrics import StepMetrics
 
 _NOT_SUMS = ("drafted_by_position", "accepted_by_position")
-"""Counters that are merged in ways of their own."""
+"""Counters with their own way of merging."""
 _RATIOS = ("acceptance_rate", "acceptance_length", "supply", "supply_share")
 
 
@@ -29,19 +29,19 @@ class RolloutMetrics(StepMetrics):
         return total
 
     def since(self, before: RolloutMetrics) -> RolloutMetrics:
-        """What was counted after `before`; the positions of drafts are left out."""
+        """Counters since `before`; the positions of drafts are left out."""
         names = [counter.name for counter in fields(StepMetrics) if counter.name not in _NOT_SUMS]
-        # A verifier that was lost meanwhile takes its counters along.
+        # The counters of a verifier that was lost meanwhile are gone.
         return RolloutMetrics(**{name: max(getattr(self, name) - getattr(before, name), 0) for name in names})
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted / drafted tokens; 0 where nothing was drafted."""
+        """Accepted / drafted tokens; 0 if nothing was drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed per request and step, the bonus or recovered one included; 1 for plain decoding."""
+        """Tokens committed per request and step, including the bonus or recovered one; 1 for plain decoding."""
         return self.committed_tokens / self.row_steps if self.row_steps else 0.0
 
     @property
@@ -51,7 +51,7 @@ class RolloutMetrics(StepMetrics):
 
     @property
     def supply_share(self) -> float:
-        """Share of requests and steps at which at least one usable draft token was there."""
+        """Share of request steps with at least one usable draft token."""
         return self.supplied_row_steps / self.row_steps if self.row_steps else 0.0
 
     def to_dict(self) -> dict[str, Any]:

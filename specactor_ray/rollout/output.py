@@ -1,8 +1,8 @@
-"""Files a run writes. Nothing that exists is overwritten, and nothing half-written looks complete.
+"""Files that a run writes. Existing files are not overwritten, and incomplete files are named differently.
 
-Trajectories go to `NAME.partial`, each in one write as soon as it ended, so an interrupted run keeps all that had
-finished; the file gets its own name once the last trajectory is in it. The partial file is also the lock: it is locked
-for as long as its writer lives, and of two runs with the same output the second is refused.
+Trajectories go to `NAME.partial`, each in one write as soon as it ended, so an interrupted run keeps all finished ones;
+the file gets its final name once the last trajectory is in it. The partial file is also the lock: it is locked while
+its writer lives, and the second of two runs with the same output is refused.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CONFIG_FILE, SUMMARY_FILE, TRAJECTORIES_FILE = "config.yaml", "summary.json", "t
 
 
 def partial_of(path: str | Path) -> Path:
-    """Where the trajectories of an output file are until all of them are there."""
+    """Path of the trajectories of an output file until all of them are written."""
     path = Path(path)
     return path.with_name(path.name + ".partial")
 
 
 def is_written_to(partial: Path) -> bool:
-    """Whether a process is writing to this partial file now."""
+    """Whether a process writes to this partial file now."""
     with contextlib.suppress(OSError), open(open_regular(partial), "rb") as file:
         return not _lock(file.fileno())
     return False
@@ -44,10 +44,10 @@ class TrajectoryWriter:
 
     Args:
         path: The file.
-        resume: Append to what an interrupted run left for it; half a line at its end is dropped with the first write.
+        resume: Append to the file of an interrupted run; half a line at its end is dropped with the first write.
 
     Raises:
-        InputError: The file, or what an interrupted run left for it, exists; or it cannot be created. With `resume`:
+        InputError: The file, or the partial file of an interrupted run, exists; or it cannot be created. With `resume`:
             another process writes it.
     """
 
@@ -55,14 +55,14 @@ class TrajectoryWriter:
         self.path = Path(path)
         self.partial = partial_of(self.path)
         self.kept = b""
-        """What an interrupted run left: whole lines."""
+        """Whole lines that an interrupted run left."""
         self.keep_empty = resume
-        """Whether a partial file without a line stays: a run that has begun can be continued."""
+        """Whether a partial file without a line is kept: a run that has begun can be continued."""
         self._torn = False
         self._complete = False
         self._descriptor = self._reopen() if resume else self._claim()
         self.count = self.kept.count(b"\n")
-        """Trajectories in the file."""
+        """Number of trajectories in the file."""
 
     def __enter__(self) -> TrajectoryWriter:
         return self
@@ -88,15 +88,15 @@ class TrajectoryWriter:
         self.count += 1
 
     def complete(self) -> None:
-        """All trajectories are in the file: give it its name."""
+        """Give the file its name, since all trajectories are in it."""
         self._drop_half_a_line()
         os.fsync(self._descriptor)
         os.rename(self.partial, self.path)
         self._complete = True
 
     def close(self) -> None:
-        """Keep what was written; a partial file without a line is removed if the run never began. Harmless when
-        repeated."""
+        """Keep the written trajectories; a partial file without a line is removed if the run never began.
+        Idempotent."""
         if self._descriptor < 0:
             return
         if not self._complete and self.count == 0 and not self.keep_empty:
@@ -121,10 +121,10 @@ class TrajectoryWriter:
             ) from None
         except OSError as error:
             raise InputError(f"data.output: {self.path} cannot be created ({error.strerror})") from None
-        if not _lock(descriptor):  # another process continues it
+        if not _lock(descriptor):  # another process continues the run
             os.close(descriptor)
             raise InputError(self._in_use())
-        # Looked at after the partial file is ours: a run that ended a moment ago has renamed its own by now.
+        # Checked after the partial file is locked: a run that ended a moment ago has renamed its own by now.
         if os.path.lexists(self.path):
             os.close(descriptor)
             self.partial.unlink(missing_ok=True)
@@ -155,14 +155,14 @@ class TrajectoryWriter:
 
 
 def _lock(descriptor: int, tries: int = 1) -> bool:
-    """Lock a file for as long as it is open. False if another process has it; true where there are no locks."""
+    """Lock a file while it is open. False if another process has the lock; true if there are no locks."""
     for attempt in range(tries):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if attempt < tries - 1:
-                SYSTEM.sleep(0.02)  # a look whether it is locked holds it for a moment
+                SYSTEM.sleep(0.02)  # `is_written_to` holds the lock for a moment
         except OSError:  # a network file system without locks
             return True
     return False
@@ -175,7 +175,7 @@ def _state_of(summary: Path) -> str:
 
 
 def claim_run_folder(config: Config) -> Path:
-    """Name the run if it has no name yet, make its folder and save the resolved configuration in it.
+    """Name the run if it has no name yet, create its folder and save the resolved configuration in it.
 
     Raises:
         InputError: The folder holds another run, or cannot be made.
@@ -194,7 +194,7 @@ def claim_run_folder(config: Config) -> Path:
 
 
 def save_run_config(config: Config, folder: Path) -> None:
-    """Write the resolved configuration into a run's folder, which is made if need be.
+    """Write the resolved configuration into a run's folder, which is created if it does not exist.
 
     Raises:
         InputError: The folder cannot be written to.
@@ -206,6 +206,7 @@ def save_run_config(config: Config, folder: Path) -> None:
 
 
 def discard_run_folder(folder: Path) -> None:
-    """Remove the folder of a run that ended before it began: its configuration, and the folders if that was all."""
+    """Remove the folder of a run that ended before it began: its configuration, and the folders if they are empty
+    then."""
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     remove_if_empty(folder, folder.parent)

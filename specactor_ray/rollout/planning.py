@@ -1,4 +1,4 @@
-"""`plan: auto` and `mode: auto`: from the profile and this machine to the configuration that runs. Contacts no
+"""`plan: auto` and `mode: auto`: derive the configuration to run from the profile and this machine. Contacts no
 cluster."""
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from specactor_ray.verify.tgs import geometric, share_right
 logger = logging.getLogger(__name__)
 
 _GPU_CORES = 4
-"""Of a verifier on GPUs, beside one for each rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
+"""Cores of a verifier on GPUs besides one per rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
 DEFAULT_METHOD = "suffix"
-"""What `mode: auto` drafts by where no method is configured: it needs no model and costs next to nothing."""
+"""Draft method of `mode: auto` if none is configured: it needs no model and costs almost nothing."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What a cluster has in all."""
+    """Total devices of a cluster."""
 
     cores: int
     gpus: int
 
 
 def resolve(config: Config) -> tuple[Config, list[str]]:
-    """Carry out `plan: auto`, then `mode: auto`: the configuration to run, in which neither is left, and lines that
-    say what was chosen. A configuration without them comes back as it is, without a line.
+    """Resolve `plan: auto`, then `mode: auto`: returns the configuration to run, which has neither, and lines with the
+    choices. A configuration without them is returned unchanged, without lines.
 
     Raises:
-        ConfigError, InputError: See `resolve_plan`; or what `mode: auto` comes to is not valid.
+        ConfigError, InputError: See `resolve_plan`; or the result of `mode: auto` is not valid.
     """
     asked = config.target.dtype
     config, lines = resolve_plan(config)
@@ -56,8 +56,8 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
 
 
 def settle(config: Config, devices: Devices | None) -> Config:
-    """`dtype: auto` and the cores of verifiers on GPUs, by the device of each. Without them the configuration as it is;
-    `devices` as in `resolve_mode`."""
+    """Resolve `dtype: auto` and the cores of verifiers on GPUs, by the device of each. Without them the configuration
+    is returned unchanged; `devices` as in `resolve_mode`."""
     settled = copy.deepcopy(config)
     target = settled.target
     if target.cores is None:
@@ -66,7 +66,7 @@ def settle(config: Config, devices: Devices | None) -> Config:
             others = _draft_cores(acting_drafters(settled)) + _trainer_cores(settled)
             target.cores = max(1, min(target.cores, (devices.cores - others) // target.replicas))
     target.dtype = fitting_dtype(target.dtype, target.gpus > 0, target.backend)
-    if settled.mode is not ModeName.auto:  # which may yet give a draft model a GPU
+    if settled.mode is not ModeName.auto:  # it may still give a draft model a GPU
         for drafter in settled.drafters:
             on_gpu = (target.gpus if settled.mode is ModeName.coupled or drafter.hosted else drafter.gpus) > 0
             drafter.dtype = fitting_dtype(drafter.dtype, on_gpu)
@@ -74,26 +74,28 @@ def settle(config: Config, devices: Devices | None) -> Config:
 
 
 def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[str]]:
-    """`mode: auto`: coupled or decoupled, and one line with the reason; any other mode stays, without a line.
+    """Resolve `mode: auto` to coupled or decoupled, with one line for the reason; any other mode is kept, without a
+    line.
 
     - Drafters that need draft actors (`hosted: false`, `max_replicas`, GPUs beside a target on CPUs, or all have
       `replicas: 0`, which `specactor scale` may raise): decoupled.
-    - A target on CPUs: coupled. Draft actors would take cores from the verifiers; the verifiers get those that draft
-      actors are configured with, as far as they exist and can be shared out in whole cores.
-    - A target on GPUs: decoupled where there are draft actors, and room for them beside verifiers and trainer, else
-      coupled. A draft model without GPUs of its own gets one there, or else is hosted by the verifiers on theirs: on a
-      CPU core it would be slower than the target.
+    - A target on CPUs: coupled. Draft actors would take cores from the verifiers; the verifiers get the cores that are
+      configured for draft actors, as far as they exist and can be divided into whole cores.
+    - A target on GPUs: decoupled if there are draft actors, and room for them beside verifiers and trainer, else
+      coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers on theirs: it would be
+      slower than the target on a CPU core.
 
-    Never plain: both modes stop drafting where it does not pay, and ask that again at every step (`verify/policy.py`).
-    Without any drafter one of `DEFAULT_METHOD` is added.
+    Plain is never chosen: both modes stop drafting while it does not pay, and decide that at every step
+    (`verify/policy.py`).
+    If there is no drafter, one of `DEFAULT_METHOD` is added.
 
     Args:
-        config: Any configuration that is valid; not changed.
-        devices: Of the cluster it will run on; None where that is not known: then draft actors beside verifiers on
-            GPUs are assumed to find room, and verifiers on CPUs get no more cores.
+        config: Any valid configuration; not changed.
+        devices: Devices of the cluster of the run; None if unknown: then draft actors beside verifiers on GPUs are
+            assumed to fit, and verifiers on CPUs get no more cores.
 
     Raises:
-        ConfigError: The mode that was chosen contradicts another key.
+        ConfigError: The chosen mode contradicts another key.
     """
     if config.mode is not ModeName.auto:
         return settle(config, devices), []
@@ -113,8 +115,8 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
 
 
 def as_decoupled(config: Config) -> Config:
-    """What `mode: auto` stands for where modes are planned or measured side by side: the layout as it is written, which
-    is that of draft actors beside verifiers. A configuration of another mode comes back as it is.
+    """Replace `mode: auto` where modes are planned or measured side by side: by the layout as written, that of draft
+    actors beside verifiers. A configuration of another mode is returned unchanged.
 
     Raises:
         ConfigError: The configuration cannot be decoupled.
@@ -127,14 +129,14 @@ def as_decoupled(config: Config) -> Config:
 
 
 def _with_drafters(config: Config) -> Config:
-    """A copy with one drafter at least."""
+    """A copy with at least one drafter."""
     resolved = copy.deepcopy(config)
     resolved.drafters = resolved.drafters or [DrafterConfig(DEFAULT_METHOD)]
     return resolved
 
 
 def _models_on_cores(config: Config) -> list[int]:
-    """Numbers of the draft models that would draft on CPU cores for a target on GPUs."""
+    """Indices of the draft models that would draft on CPU cores for a target on GPUs."""
     return [
         number
         for number, drafter in enumerate(config.drafters if config.target.gpus else ())
@@ -159,7 +161,7 @@ def _give_gpus(config: Config, devices: Devices | None) -> list[str]:
 
 
 def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
-    """Mode and reason."""
+    """Mode, and the reason for it."""
     for index, drafter in enumerate(config.drafters):
         if drafter.hosted is False:
             return ModeName.decoupled, f"drafters.{index}.hosted is false, so {drafter.method} has draft actors"
@@ -190,13 +192,13 @@ def _have_room(config: Config, devices: Devices) -> bool:
 
 
 def _with_trainer(config: Config) -> tuple[int, int]:
-    """GPUs and cores that verifiers, draft actors and trainer take as the configuration is written."""
+    """GPUs and cores of verifiers, draft actors and trainer, as configured."""
     gpus, cores = _devices_of(config)
     return gpus + config.trainer.ranks * config.trainer.gpus, cores + _trainer_cores(config)
 
 
 def _devices_of(config: Config) -> tuple[int, int]:
-    """GPUs and cores that verifiers and draft actors take as the configuration is written."""
+    """GPUs and cores of verifiers and draft actors, as configured."""
     target, drafters = config.target, acting_drafters(config)
     gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
     return gpus, target.replicas * target.cores + _draft_cores(drafters)
@@ -207,13 +209,13 @@ def _draft_cores(drafters: Sequence[DrafterConfig]) -> int:
 
 
 def _trainer_cores(config: Config) -> int:
-    """Cores that the trainer has to itself: without `trainer.cores` it takes turns with the verifiers on theirs."""
+    """Cores used by the trainer alone: without `trainer.cores` it shares those of the verifiers in turns."""
     trainer = config.trainer
     return trainer.ranks * (trainer.cores or min(trainer.gpus, 1))
 
 
 def _spare_cores(config: Config, devices: Devices) -> int:
-    """Cores that each verifier gets of those that draft actors would have taken; its ranks share them evenly."""
+    """Cores that each verifier gets from those configured for draft actors; its ranks share them evenly."""
     target = config.target
     room = (devices.cores - _trainer_cores(config)) // target.replicas - target.cores
     more = max(0, min(_draft_cores(config.drafters) // target.replicas, room))
@@ -221,13 +223,13 @@ def _spare_cores(config: Config, devices: Devices) -> int:
 
 
 def requests_of(config: Config) -> int:
-    """B: the requests that all verifiers together run at once."""
+    """B: number of requests that all verifiers together run at once."""
     return config.target.replicas * config.target.max_batch
 
 
 def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
-    """The configuration to run, in one of these modes, and lines that say what was chosen; with `plan: fixed` as it is,
-    and no line.
+    """The configuration to run, in one of these modes, and lines with the choices; with `plan: fixed` it is unchanged,
+    without lines.
 
     Raises:
         ConfigError, InputError: The profile cannot be used here, or nothing in it fits.
@@ -244,7 +246,7 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
 
 
 def apply_plan(config: Config, plan: Plan) -> Config:
-    """A copy of the configuration with the plan's choice in it, and `plan: fixed`, so that it is not planned again.
+    """A copy of the configuration with the plan's choice and `plan: fixed`, so that it is not planned again.
 
     Sets `mode`, `target.replicas`, `target.cores` (on CPUs), `target.max_batch`, `target.max_step_tokens` and, where it
     is set, `target.kv_cache_gb`; the caches of all verifiers on CPUs together keep their size. Unless plain, it keeps
@@ -290,7 +292,7 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
 
     Raises:
         InputError: The file is missing, damaged or of another schema.
-        ConfigError: It is of another model; or of other hardware or another torch, and not forced.
+        ConfigError: It was made for another model; or for other hardware or another torch, and `force` is false.
     """
     from specactor_ray.models.identity import gpu_name, model_identity
 
@@ -311,8 +313,8 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
 
 
 def ladder_priors(config: Config) -> dict[str, float]:
-    """Draft method → chance that a draft token is right given that those before it are, as the configured profile says;
-    nothing without a profile.
+    """Draft method → probability that a draft token is right if all those before it are, from the configured profile;
+    empty without a profile.
 
     Raises:
         ConfigError, InputError: The profile cannot be used here.
@@ -343,11 +345,11 @@ def make_plan(
         config, profile: Methods to choose from, and their costs and acceptance.
         devices, requests: G and B.
         context: Mean tokens of prompt and output. Default: the profile's prompts and half of sampling.max_tokens.
-        acceptance: p of every method, in place of what was measured.
+        acceptance: p of every method, replacing the measured ones.
         modes: Modes that may be chosen.
 
     Raises:
-        InputError: Nothing that was measured fits.
+        InputError: No measured method fits.
     """
     methods, unusable = _methods(config, profile)
     if acceptance is not None:
@@ -365,10 +367,11 @@ def make_plan(
 
 
 def checked_devices(config: Config, wanted: int | None, key: str) -> int:
-    """Devices to plan for: `wanted`, else all of a local cluster, or as many as the configuration takes on another one.
+    """Number of devices to plan for: `wanted`, else all of a local cluster, or those that the configuration needs on
+    another one.
 
     Raises:
-        ConfigError: More are wanted (by `key`) than a local cluster has.
+        ConfigError: More devices are wanted (by `key`) than a local cluster has.
     """
     there = existing_devices(config)
     if there is None:
@@ -383,8 +386,8 @@ def checked_devices(config: Config, wanted: int | None, key: str) -> int:
 
 
 def existing_devices(config: Config) -> Devices | None:
-    """What a cluster that would be started here has (GPUs are counted where some are asked for); None for one that runs
-    elsewhere."""
+    """Devices of a cluster that would be started here (GPUs are counted only if some are configured); None for a
+    cluster that runs elsewhere."""
     cluster = config.cluster
     if cluster.address != "local":
         return None
@@ -395,11 +398,11 @@ def existing_devices(config: Config) -> Devices | None:
 
 
 def require_devices(config: Config, trains: bool = False) -> None:
-    """Refuse a layout that needs more GPUs or CPU cores than the cluster that is to be started here will have; with
-    `trains` the trainer is part of it. `mode: auto` is resolved before.
+    """Refuse a layout that needs more GPUs or CPU cores than the cluster to be started here has; `trains` includes the
+    trainer. `mode: auto` must be resolved before.
 
     Raises:
-        ConfigError: What is needed and what exists are in the message.
+        ConfigError: The devices do not suffice; the message has the needed and existing ones.
     """
     require_gpus(config, trains)
     if config.cluster.address == "local" and not is_connected():
@@ -410,7 +413,7 @@ def require_gpus(config: Config, trains: bool = False) -> None:
     """`require_devices` for GPUs alone.
 
     Raises:
-        ConfigError: See there.
+        ConfigError: See `require_devices`.
     """
     if config.cluster.address != "local" or is_connected():
         return
@@ -435,7 +438,7 @@ def _require_cores(config: Config, trains: bool) -> None:
     target, cluster, trainer = config.target, config.cluster, _trainer_cores(config) if trains else 0
     shares = [drafter.cores for drafter in acting_drafters(config) for _ in range(drafter.replicas)]
     verifiers, there = target.replicas * target.cores, len(os.sched_getaffinity(0))
-    counted = cluster.num_cpus or there  # what Ray gives out; cores that actors are bound to must exist, too
+    counted = cluster.num_cpus or there  # cores that Ray counts; cores that actors are bound to must exist, too
     pinned = verifiers + cores_needed(shares) if cluster.pin_cores else 0
     needed = verifiers + sum(shares) + trainer
     if pinned <= there and needed <= counted:
@@ -451,7 +454,7 @@ def _require_cores(config: Config, trains: bool) -> None:
 
 
 def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[str]]:
-    """Configured methods the profile speaks of, and the others with the reason."""
+    """Configured methods that the profile has, and the others with the reason."""
     from specactor_ray.models.identity import method_identity, same_method
 
     usable: dict[str, Method] = {}

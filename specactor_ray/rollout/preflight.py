@@ -1,5 +1,5 @@
-"""What can be known to be wrong before any actor starts. `refuse_early` imports neither Ray nor torch; what follows it
-reads models' configurations. Imports no backend."""
+"""Checks before any actor starts. `refuse_early` imports neither Ray nor torch; the others read models' configurations.
+No check imports a backend."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str
     """Make all checks that need neither Ray nor torch, and resolve `plan: auto` and `mode: auto` (see `resolve`).
 
     Raises:
-        UserError: The key and the fix are named.
+        UserError: A check failed; the message has the key and the fix.
     """
     require_named(config)
     if config.profile is not None and config.mode is not ModeName.plain:
@@ -50,12 +50,12 @@ def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str
 
 
 def require_named(config: Config) -> None:
-    """Refuse what a configuration names and is not there: models, proposers, a cluster.
+    """Refuse missing things that a configuration names: models, proposers, a cluster.
 
     Raises:
         ConfigError: vLLM is not installed or of an untested version, a proposer cannot be imported, or the target's own
             context is too short for the configuration.
-        ModelLoadError: A model cannot be found; the key is named.
+        ModelLoadError: A model cannot be found; the message has the key.
         ClusterError: Nothing listens at `cluster.address`.
     """
     require_parts(config)
@@ -77,7 +77,7 @@ def require_parts(config: Config) -> None:
     """`require_named` without models.
 
     Raises:
-        ConfigError, ClusterError: See there.
+        ConfigError, ClusterError: See `require_named`.
     """
     if config.target.backend == "vllm":
         require_vllm()
@@ -93,15 +93,15 @@ def require_parts(config: Config) -> None:
 
 @functools.cache
 def _warn_of_another_cluster() -> None:
-    """Once per process: commands check a configuration before they import Ray, `Rollout` checks it again."""
+    """Warn once per process: commands check a configuration before they import Ray, `Rollout` checks it again."""
     logger.warning("RAY_ADDRESS is set, but a private cluster is started; cluster.address=auto joins the one it names")
 
 
 def require_named_model(key: str, name: str, is_head: bool = False) -> Path | None:
-    """The folder of the `config.json` of a model that a key or option names, where that is on this machine.
+    """Folder of the `config.json` of a model that a key or option names, if it is on this machine.
 
     Raises:
-        ModelLoadError: The model cannot be found, or is a head, or the head is a model; the key is named.
+        ModelLoadError: The model cannot be found, or is a head, or the head is a model; the message has the key.
     """
     try:
         folder = require_head(Path(name).expanduser()) if is_head else require_model(name)
@@ -114,11 +114,11 @@ def require_named_model(key: str, name: str, is_head: bool = False) -> Path | No
 
 
 def check_target(config: Config) -> None:
-    """Refuse a model that is not there, or that the backend cannot hold or split.
+    """Refuse a missing model, or one that the backend cannot hold or split.
 
     Raises:
-        ConfigError: The key and the fix are named.
-        ModelLoadError: The model cannot be found; the key is named.
+        ConfigError: The model cannot be used; the message has the key and the fix.
+        ModelLoadError: The model cannot be found; the message has the key.
     """
     model = load_target_config(config)
     _reject_encoder_decoder(config, model)
@@ -130,10 +130,10 @@ def check_target(config: Config) -> None:
 
 
 def load_target_config(config: Config) -> Any:
-    """The target's model configuration, as transformers has it.
+    """The target's model configuration of transformers.
 
     Raises:
-        ModelLoadError: The model cannot be found; the key is named.
+        ModelLoadError: The model cannot be found; the message has the key.
     """
     return _load_config("target.model", config.target.model, config.target.trust_remote_code)
 
@@ -147,15 +147,15 @@ def _load_config(key: str, name: str, trust_remote_code: bool) -> Any:
 
 def max_prompt_tokens(config: Config, text: Any = None) -> int:
     """Longest prompt that leaves room for a whole output of `sampling.max_tokens`. The target's text configuration is
-    read when it is needed and not given.
+    read if it is needed and not given.
 
     Raises:
-        ConfigError: There is no room for any.
-        ModelLoadError: The model cannot be found; the key is named.
+        ConfigError: There is no room for any prompt.
+        ModelLoadError: The model cannot be found; the message has the key.
     """
     wanted, longest = config.sampling.max_tokens, config.target.max_model_len
     context = longest or 1 << 30
-    if wanted < context:  # else the model need not be asked
+    if wanted < context:  # else the model need not be read
         context = min(context, context_of(text or load_target_config(config).get_text_config()) or context)
     if wanted >= context:
         whose = f"target.max_model_len is {longest}" if context == longest else f"{config.target.model} has {context}"
@@ -172,7 +172,7 @@ def context_tokens(config: Config) -> int:
 
 
 def start_note(config: Config) -> str:
-    """What to say before a start that takes minutes; empty otherwise."""
+    """Message before a start that takes minutes; empty otherwise."""
     target = config.target
     if target.backend != "vllm" or not target.compiled or target.gpus:
         return ""
@@ -187,7 +187,7 @@ def _reject_encoder_decoder(config: Config, model: Any) -> None:
 
 
 def _reject_heads_that_cannot_be_split(config: Config, text: Any) -> None:
-    """vLLM gives every rank whole heads; key/value heads may be copied instead."""
+    """Check that heads divide among ranks: vLLM gives every rank whole heads; key/value heads may be copied instead."""
     ranks, heads = config.target.tensor_parallel, int(text.num_attention_heads)
     shared = key_value_heads(text)
     fits = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
@@ -197,7 +197,7 @@ def _reject_heads_that_cannot_be_split(config: Config, text: Any) -> None:
 
 
 def _reject_context_beyond_the_models(config: Config, text: Any) -> None:
-    """vLLM stretches the positions of some models; `hf` does not go beyond the context that the model names."""
+    """Check the context: vLLM scales the positions of some models; `hf` is limited to the context of the model."""
     rope = getattr(text, "rope_parameters", None) or {}
     fixed = config.target.backend != "vllm" or rope.get("rope_type", "default") == "default"
     longest, wanted = context_of(text), config.target.max_model_len
@@ -207,8 +207,8 @@ def _reject_context_beyond_the_models(config: Config, text: Any) -> None:
 
 
 def _reject_cache_below_one_request(config: Config, text: Any) -> None:
-    """vLLM does not start with a cache that a single request of `max_model_len` could not be finished in; `hf` takes
-    shorter prompts, but one of a token must have room for its output."""
+    """Check that the cache holds a request: vLLM does not start if a request of `max_model_len` could not be finished
+    in it; `hf` accepts shorter prompts, but a prompt of one token must have room for its output."""
     target, on_vllm = config.target, config.target.backend == "vllm"
     length = target.max_model_len or context_of(text)
     if not on_vllm:
@@ -220,7 +220,7 @@ def _reject_cache_below_one_request(config: Config, text: Any) -> None:
         or not plain
         or set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     ):
-        return  # other layers keep less, how much the engine shows
+        return  # other layers keep less, by an amount that only the engine has
     per_token = token_bytes(text, itemsize_of(target), target.tensor_parallel)
     block = BLOCK_TOKENS[target.backend]["gpu" if target.gpus else "cpu"]
     blocks = int(target.kv_cache_gb * GIB / per_token) // block - on_vllm  # vLLM keeps one empty
@@ -236,10 +236,11 @@ def _reject_cache_below_one_request(config: Config, text: Any) -> None:
 
 
 def export_what_drafters_read(config: Config) -> Config:
-    """The configuration with `target.hidden_layers` set to what its EAGLE head reads; unchanged without one.
+    """The configuration with `target.hidden_layers` set to the layers that its EAGLE head reads; unchanged without a
+    head.
 
     Raises:
-        ConfigError: `target.hidden_layers` is set to something else, or not set for a user's own reader of features.
+        ConfigError: `target.hidden_layers` is set to other layers, or not set for a user's own reader of features.
         ModelLoadError: The head cannot be found, or was made for another target.
     """
     readers = [(i, d) for i, d in enumerate(drafter_specs(config).values()) if d.traits.reads_features]
@@ -267,7 +268,7 @@ def export_what_drafters_read(config: Config) -> Config:
 
 
 def _check_card(head: str, key: str, config: Config) -> None:
-    """Hold what a trained head's `drafter.json` says about its target against the target."""
+    """Compare the target with the one in the `drafter.json` of a trained head."""
     from specactor_ray.drafter_training.card import identify, read_card
 
     card = read_card(Path(head).expanduser())
@@ -292,9 +293,9 @@ def _check_card(head: str, key: str, config: Config) -> None:
 
 
 def warn_without_drafters(config: Config) -> None:
-    """Say so when a mode with drafts starts with none.
+    """Warn if a mode with drafts starts with none.
 
-    Not an error: draft actors may be added while the run goes on (`specactor scale`), and a verifier does without.
+    This is not an error: draft actors may be added during the run (`specactor scale`), and a verifier can run without.
     """
     if config.mode is ModeName.plain or any(one.replicas or one.max_replicas for one in config.drafters):
         return
@@ -310,7 +311,7 @@ def check_drafters_fit_target(config: Config) -> Any:
     """Refuse drafters whose vocabulary differs from the target's.
 
     Returns:
-        The target's tokenizer, or None where the model directory has none (prompts are token ids then).
+        The target's tokenizer, or None if the model directory has none (prompts must be token ids then).
 
     Raises:
         ConfigError: A drafter's vocabulary has another size; both sizes are named.
@@ -319,7 +320,7 @@ def check_drafters_fit_target(config: Config) -> Any:
     target = load_target_config(config)
     if config.mode is not ModeName.plain:
         for index, drafter in enumerate(config.drafters):
-            if drafter.model is None or reads_head(drafter.method):  # a head is checked on its own
+            if drafter.model is None or reads_head(drafter.method):  # heads are checked elsewhere
                 continue
             draft = _load_config(f"drafters.{index}.model", drafter.model, drafter.trust_remote_code)
             if draft.vocab_size != target.vocab_size:

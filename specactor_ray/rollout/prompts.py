@@ -17,20 +17,20 @@ Prompt = str | list[dict[str, Any]] | list[int]
 """Text, chat messages (`{"role": ..., "content": ...}`), or token ids. The content of a message is text, or a list of
 `{"type": "text", "text": ...}` parts, which are joined by newlines."""
 Encoded = tuple[tuple[int, ...], str]
-"""Token ids of a prompt and an empty text; or none, and why there are none."""
+"""Token ids of a prompt and an empty text; or no ids, and the reason."""
 _KINDS = ("prompt", "messages", "prompt_token_ids")
 _TABLES = (".csv", ".tsv", ".parquet", ".arrow")
 _KINDS_IN_WORDS = '"prompt", "messages" or "prompt_token_ids"'
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Prompts of a `.jsonl` file (an object with `prompt`, `messages` or `prompt_token_ids` a line) or of a text file
-    (one a line).
+    """Prompts of a `.jsonl` file (per line an object with `prompt`, `messages` or `prompt_token_ids`) or of a text file
+    (one per line).
 
     Blank lines are skipped.
 
     Raises:
-        InputError: The file is missing, empty or not UTF-8, or a line is malformed (its number is named).
+        InputError: The file is missing, empty or not UTF-8, or a line is malformed; the message has its number.
     """
     if str(path).startswith(("hf:", "reasoning_gym:")):
         raise InputError(f"data.path: {path} names tasks, which only `specactor train` reads; name a file of prompts")
@@ -46,7 +46,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def read_text(path: str | Path) -> list[str]:
-    """The lines of a text file that are not blank.
+    """Lines of a text file that are not blank.
 
     Raises:
         InputError: The file cannot be read, or is not UTF-8.
@@ -55,10 +55,10 @@ def read_text(path: str | Path) -> list[str]:
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """`(line number, value)` of every line of a JSONL file that is not blank.
+    """Yield `(line number, value)` of every line of a JSONL file that is not blank.
 
     Raises:
-        InputError: The file cannot be read or is not UTF-8, or a line is not JSON (its number is named).
+        InputError: The file cannot be read or is not UTF-8, or a line is not JSON; the message has its number.
     """
     for number, line in _lines(Path(path)):
         try:
@@ -73,7 +73,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     if path.suffix in _TABLES:
         raise InputError(f"{path} is a table; write its rows as JSONL, one object with {_KINDS_IN_WORDS} a line")
     try:
-        # Only a newline ends a line: JSON may hold the other characters that str.splitlines splits at.
+        # Only a newline ends a line: JSON may contain the other characters at which str.splitlines splits.
         lines = find_file(path).read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise InputError(f"there is no file {path}; name a file of prompts") from None
@@ -119,7 +119,7 @@ def is_token_ids(prompt: Prompt) -> bool:
 
 
 def _unknown_keys(row: Any) -> str:
-    """Keys of a line without a prompt, and the key that one of them resembles."""
+    """Keys of a line without a prompt, and the expected key that one of them resembles."""
     if not isinstance(row, dict) or not row:
         return ""
     meant = next((hint for key in row if (hint := did_you_mean(key, _KINDS))), "")
@@ -127,10 +127,10 @@ def _unknown_keys(row: Any) -> str:
 
 
 def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages, each with a content that is one text.
+    """The messages, with the content of each as one text.
 
     Raises:
-        InputError: A message has no role or no text; its number and what it has are named.
+        InputError: A message has no role or no text; the message has its number and keys.
     """
     plain = []
     for number, message in enumerate(messages, start=1):
@@ -161,7 +161,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
     Args:
         tokenizer: A transformers tokenizer, or None when only token ids are used.
         prompt: Text, chat messages or token ids.
-        chat: Wrap text as one user message where the tokenizer has a chat template.
+        chat: Wrap text as one user message if the tokenizer has a chat template.
 
     Raises:
         InputError: The prompt is empty, a message is malformed, or messages are given but there is no chat template.
@@ -186,11 +186,11 @@ def encode_chat(tokenizer: Any, messages: Sequence[Any], **template: Any) -> tup
 
     Args:
         tokenizer: A transformers tokenizer.
-        messages: As of a `Prompt`; one of role `assistant` may have `tool_calls` in place of content.
+        messages: As in a `Prompt`; those of role `assistant` may have `tool_calls` in place of content.
         template: More arguments of `apply_chat_template`, such as `tools`.
 
     Raises:
-        InputError: A message is malformed, there is no chat template, or it refuses them.
+        InputError: A message is malformed, there is no chat template, or it refuses the messages.
     """
     filled = [{**one, "content": ""} if _only_calls(one) else one for one in messages]
     plain = plain_messages(filled)
@@ -207,7 +207,7 @@ def _only_calls(message: Any) -> bool:
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> list[Encoded]:
-    """`encode_prompt` of each; a prompt that cannot be encoded has its reason in place of token ids."""
+    """`encode_prompt` for each prompt; a prompt that cannot be encoded has the reason in place of token ids."""
     encoded: list[Encoded] = []
     for prompt in prompts:
         try:
@@ -218,7 +218,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> lis
 
 
 def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
-    """Chat messages as the text that the model's template makes of them.
+    """Chat messages as text, formatted by the model's template.
 
     Raises:
         InputError: A message is malformed, or the template refuses them.
@@ -230,7 +230,7 @@ def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], gener
 
 
 def tokenize_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text of the template, nothing added."""
+    """Token ids of a text of the template, without additional tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
@@ -253,8 +253,8 @@ def _reject_half_characters(messages: Sequence[Mapping[str, Any]]) -> None:
 
 def _tokenize(tokenizer: Any, prompt: str) -> Any:
     try:
-        return tokenizer(prompt, verbose=False)["input_ids"]  # a prompt beyond the context has an error of its own
-    except Exception as error:  # half a surrogate pair, for one, is refused with whatever the tokenizer likes
+        return tokenizer(prompt, verbose=False)["input_ids"]  # a prompt beyond the context has its own error
+    except Exception as error:  # for example half a surrogate pair, with any exception type
         raise InputError(f"the tokenizer refuses this prompt: {error}") from error
 
 
@@ -263,5 +263,5 @@ def _apply_template(tokenizer: Any, messages: Any, **template: Any) -> Any:
     try:
         with quiet_transformers():  # as above; not every tokenizer takes `verbose` here
             return tokenizer.apply_chat_template(messages, **template)
-    except Exception as error:  # templates are code of the checkpoint's and raise what they like
+    except Exception as error:  # templates are code of the checkpoint and raise any exception
         raise InputError(f"the model's chat template refuses these messages: {error}") from error

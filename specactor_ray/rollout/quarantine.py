@@ -1,11 +1,11 @@
-"""Requests whose verifier failed under them: run apart from the others, in ever smaller groups, until one stands alone.
+"""Requests whose verifier failed: run apart from the others, in ever smaller groups, until one is alone.
 
-One request can crash every verifier it is given to. Its neighbours must not fail with it, and requests must not fail
-for deaths that none of them caused. So those that a failed verifier had are suspects: split into halves, each half runs
-on a verifier of its own. Sampling is keyed, so a request that killed its verifier kills the next one at the same output
-position: a suspect that gets past the position where the verifier failed is acquitted and runs with the others again.
-A suspect that runs alone, makes no progress and loses `MAX_DEATHS` verifiers in a row is the cause; more where
-verifiers fail without it at the same time, since then something else is the matter.
+One request can crash every verifier it is given to. Other requests on that verifier must not fail with it, and requests
+must not fail for deaths that none of them caused. So the requests of a failed verifier are suspects: they are split
+into halves, each of which runs on a separate verifier. Sampling is keyed, so a request that killed its verifier kills
+the next one at the same output position: a suspect that passes the position where the verifier failed is acquitted and
+runs with the others again. A suspect that runs alone, makes no progress and loses `MAX_DEATHS` verifiers in a row is
+the cause; more are needed if verifiers fail without it at the same time, since then there is another problem.
 
 Pure bookkeeping: no Ray, no clock.
 """
@@ -17,41 +17,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 ACQUITTED_AFTER = 16
-"""Output tokens past the journaled position at the failure: what may have been committed and not yet journaled."""
+"""Output tokens beyond the journaled position at the failure: tokens that may have been committed but not journaled."""
 MAX_DEATHS, MOST_DEATHS = 3, 8
-"""Failures alone, in a row and without progress, that convict: at least, and at most."""
+"""Smallest and largest number of failures alone, in a row and without progress, that convict."""
 
 
 @dataclass(eq=False)
 class _Group:
     members: dict[str, int]
-    """Suspect → output tokens it had in the journal when its verifier failed."""
+    """Suspect → number of output tokens in the journal at the failure of its verifier."""
     deaths: int = 1
-    """For a group of one: failures in a row without progress."""
+    """Failures in a row without progress, for a group of one."""
     since: int = 0
-    """Failures of all verifiers before those."""
+    """Failures of all verifiers before these."""
 
 
 class Quarantine:
-    """Who is suspected, and which verifiers run suspects. Each suspect is in a group that waits or at a verifier."""
+    """Suspects, and the verifiers that run them. Each suspect is in a group that waits or at a verifier."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Group] = deque()
         self._at: dict[str, _Group] = {}
         self._group_of: dict[str, _Group] = {}
         self._failures = 0
-        """Failures of all verifiers."""
+        """Number of failures of all verifiers."""
 
     def accuse(self, verifier_id: str, requests: Mapping[str, int]) -> list[str]:
-        """A verifier failed.
+        """Record a failure of a verifier.
 
         Args:
             verifier_id: The verifier.
-            requests: What it had → output tokens journaled.
+            requests: Requests of the verifier → output tokens journaled.
 
         Returns:
-            Those of `requests` that are the cause. The other suspects wait for `take`; those that are no suspects were
-            acquitted before.
+            The requests that are the cause. The other suspects wait for `take`; requests that are not suspects were
+                acquitted before.
         """
         group = self._at.pop(verifier_id, None)
         self._failures += 1
@@ -76,13 +76,13 @@ class Quarantine:
         return []
 
     def excuse(self, verifier_id: str) -> None:
-        """A verifier is gone for a reason of its own: its suspects wait again."""
+        """Record that a verifier is gone for another reason: its suspects wait again."""
         group = self._at.pop(verifier_id, None)
         if group is not None and group.members:
             self._waiting.append(group)
 
     def put_back(self, request_id: str) -> None:
-        """It was taken off a verifier that lives; a suspect waits again, alone."""
+        """Record that a request was taken off a live verifier; a suspect waits again, alone."""
         group = self._group_of.get(request_id)
         if group is None or group in self._waiting:
             return
@@ -91,7 +91,7 @@ class Quarantine:
         self._wait(alone)
 
     def take(self, verifier_id: str) -> list[str]:
-        """The next group for a verifier that has no requests; nothing when none waits."""
+        """The next group for a verifier without requests; empty if none waits."""
         if not self._waiting:
             return []
         group = self._waiting.popleft()
@@ -99,13 +99,13 @@ class Quarantine:
         return list(group.members)
 
     def progress(self, request_id: str, tokens: int) -> None:
-        """A request has this many output tokens in the journal."""
+        """Record the number of output tokens of a request in the journal."""
         group = self._group_of.get(request_id)
         if group is not None and tokens >= group.members[request_id] + ACQUITTED_AFTER:
             self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
-        """It ended, or is acquitted."""
+        """Remove a request that has ended or is acquitted."""
         group = self._group_of.pop(request_id, None)
         if group is None:
             return
@@ -118,7 +118,7 @@ class Quarantine:
         return request_id in self._group_of
 
     def occupies(self, verifier_id: str) -> bool:
-        """Whether this verifier runs suspects, and so must not be given others."""
+        """Whether this verifier runs suspects, so that it must not be given other requests."""
         return verifier_id in self._at
 
     def members_at(self, verifier_id: str) -> list[str]:
@@ -128,7 +128,7 @@ class Quarantine:
 
     @property
     def waiting(self) -> int:
-        """Groups that wait for a verifier."""
+        """Number of groups that wait for a verifier."""
         return len(self._waiting)
 
     def clear(self) -> None:

@@ -1,10 +1,10 @@
-"""Which requests to move between verifiers when no request waits any more. Pure.
+"""Choice of the requests to move between verifiers when no request waits. Pure functions.
 
 A verify step of b requests takes about `b * v + β` seconds (SpecActor, arXiv 2511.16193, section 4), and a position of
 a prefill costs about as much as one of a decode step, `v`. Moving one of L requests to a verifier with m saves
-`(L - 1 - m) * v` per token to the moved one, and as much to all others taken together: `L - 1` of them lose one row of
-their steps and `m` gain one. It costs `v` for each token of prompt and output that the new verifier has to read, which
-its m requests wait for as well. `v` stands on both sides, so the choice needs no measured figure.
+`(L - 1 - m) * v` per token for the moved request, and as much for all others taken together: `L - 1` of them lose one
+row of their steps and `m` gain one. It costs `v` for each token of prompt and output that the new verifier has to read,
+which its m requests wait for as well. `v` is on both sides, so the choice needs no measured value.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 MAX_MOVES = 2
-"""A request that was moved so often stays."""
+"""Number of moves after which a request stays."""
 _LEAST_EXPECTED = 32
-"""Output tokens that any request is expected to have ahead."""
+"""Smallest number of expected remaining output tokens of a request."""
 _HANDOVER_TOKENS = 16
-"""What a move costs beside the prefill, in decoded tokens: a few steps without this request, and the tokens that the
-old verifier committed and that are not journaled."""
+"""Cost of a move besides the prefill, in decoded tokens: a few steps without this request, and the tokens that the old
+verifier committed and that are not journaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class RunningRequest:
 
     request_id: str
     context: int
-    """Tokens that another verifier would have to read: prompt and journaled output; 0 before it has begun."""
+    """Tokens that another verifier would have to read: prompt and journaled output; 0 before the request has begun."""
     remaining: float
-    """Output tokens it is expected to have ahead."""
+    """Expected number of remaining output tokens."""
     moves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Take this request from one verifier to another."""
+    """Move of a request from one verifier to another."""
 
     request_id: str
     source: str
@@ -44,22 +44,22 @@ class Move:
 
 
 def expected_remaining(committed: int, max_tokens: int, ignore_eos: bool = False) -> float:
-    """Output tokens a request is expected to have ahead.
+    """Expected number of remaining output tokens of a request.
 
     Output lengths are heavy-tailed: the longer an output is, the more tokens are expected to follow. For a Pareto
-    distribution of exponent 2 the mean rest equals what there is already; `max_tokens` bounds it.
+    distribution of exponent 2 the mean rest equals the present length; `max_tokens` bounds it.
     """
     room = max(max_tokens - committed, 0)
     return float(room if ignore_eos else min(room, max(committed, _LEAST_EXPECTED)))
 
 
 def gain(request: RunningRequest, source_load: int, target_load: int) -> float:
-    """What moving a request saves minus what it costs, in positions of a forward; above 0 it pays.
+    """Saving of a move minus its cost, in positions of a forward pass; a move pays above 0.
 
     Args:
-        request: The one to move.
-        source_load: Requests at its verifier, itself included.
-        target_load: Requests where it would go.
+        request: The request to move.
+        source_load: Number of requests at its verifier, itself included.
+        target_load: Number of requests at the new verifier.
     """
     saved = 2.0 * request.remaining * (source_load - 1 - target_load)
     return saved - (request.context + _HANDOVER_TOKENS) * (1 + target_load)
@@ -68,15 +68,15 @@ def gain(request: RunningRequest, source_load: int, target_load: int) -> float:
 def plan_moves(loads: Mapping[str, int], running_at: Callable[[str], Iterable[RunningRequest]]) -> list[Move]:
     """Moves from the fullest to the emptiest verifiers, as long as their loads differ by 2 or more and a move pays.
 
-    What does not pay with the emptiest verifier pays with none, now and later in the plan, so each verifier that cannot
-    give one up is looked at once. Each move takes a look at the requests of its verifier, and at all loads.
+    A move that does not pay to the emptiest verifier pays to none, now and later in the plan, so each verifier without
+    a paying move is checked once. Each move reads the requests of its verifier, and all loads.
 
     Args:
-        loads: Verifier that can take requests → those it has.
-        running_at: The requests of one of them; only asked for verifiers that are too full.
+        loads: Verifier that can take requests → number of its requests.
+        running_at: Requests of one of them; called only for verifiers that are too full.
 
     Returns:
-        Moves to carry out together, each request at most once. Afterwards the loads call for no move back.
+        Moves to carry out together, each request at most once. The resulting loads cause no move back.
     """
     loads, moves = dict(loads), []
     able: dict[str, list[RunningRequest]] = {}

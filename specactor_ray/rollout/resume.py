@@ -1,4 +1,4 @@
-"""Continuing an interrupted rollout: which run it is, and which of its trajectories are there."""
+"""Continuing an interrupted rollout: selection of the run, and of its existing trajectories."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _SAME = (
     "data.chat",
     *(f"sampling.{field.name}" for field in fields(SamplingParams)),
 )
-"""With another value the outputs would be others."""
+"""Keys whose values determine the outputs."""
 _REMOVE = "Fix: remove the line, or begin a new run under another run.name"
 
 
 def find_unfinished(config: Config) -> Path | None:
-    """The folder of the run that `resume=auto` continues: that of `run.name`, or else the latest in `run.dir` that was
-    interrupted and that no process writes to. Fills in `run.name`, `data.output`, and for `target.dtype=auto` what the
-    run had.
+    """The folder of the run that `resume=auto` continues: that of `run.name`, or else the latest interrupted run in
+    `run.dir` that no process writes to. Sets `run.name`, `data.output`, and for `target.dtype=auto` the data type of
+    that run.
 
     Returns:
-        None where there is no such run.
+        None if there is no such run.
 
     Raises:
         ConfigError: The run was started with other settings.
@@ -76,11 +76,11 @@ def find_unfinished(config: Config) -> Path | None:
 
 
 def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: Config) -> list[dict[str, Any]]:
-    """The trajectories that an interrupted run left, as `Trajectory.to_json` made them.
+    """The trajectories that an interrupted run left, in the form of `Trajectory.to_json`.
 
     Raises:
-        InputError: One is malformed or there twice, or of other prompts, another seed or a larger group; its line is
-            named.
+        InputError: A trajectory is malformed or duplicate, or of other prompts, another seed or a larger group; the
+            message has its line.
     """
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for number, line in enumerate(writer.kept.split(b"\n")[:-1], start=1):

@@ -1,4 +1,4 @@
-"""The public API: start the actors a configuration asks for, stream trajectories, scale drafters, clean up."""
+"""The public API: start the actors of a configuration, stream trajectories, scale drafters, clean up."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Rollout(RunClient):
             ...
     ```
 
-    Several streams may be open at once, and `engine` takes single requests beside them. Leaving the `with` block ends
-    every actor and, for a `local` cluster, the cluster.
+    Several streams may be open at once, and `engine` takes single requests at the same time. Leaving the `with` block
+    ends all actors and, for a `local` cluster, the cluster.
 
     Raises:
         ConfigError, ModelLoadError, ClusterError: The configuration cannot be served; nothing is left running.
@@ -77,11 +77,11 @@ class Rollout(RunClient):
         config = export_what_drafters_read(config)
         self._doorman: Doorman | None = None
         self.progress = (0, 0)
-        """Trajectories of the newest stream that have ended, and how many it has in all."""
+        """Number of ended trajectories of the newest stream, and its total."""
         priors = ladder_priors(config)
         self._tokenizer = check_drafters_fit_target(config)
         self.config = config = with_cache(config)
-        check_target(config)  # a cache of what is free here may hold no request
+        check_target(config)  # the default cache, sized by free memory here, may hold no request
         require_memory(config)
         warn_without_drafters(config)
         if unused := unused_branches(config):
@@ -117,7 +117,7 @@ class Rollout(RunClient):
         self.close()
 
     def close(self) -> None:
-        """End all actors and leave the cluster as it was found. Idempotent."""
+        """End all actors and restore the state of the cluster. Idempotent."""
         if self.closed:
             return
         self._ends.set()
@@ -135,7 +135,7 @@ class Rollout(RunClient):
             self._connection.close()
 
     def listen(self) -> str:
-        """Take requests of other processes of the cluster from now on; they use `Engine.connect`. Returns the name of
+        """Accept requests of other processes of the cluster from now on; they use `Engine.connect`. Returns the name of
         the run. Idempotent."""
         self.require_open()
         if self._doorman is None:
@@ -154,17 +154,17 @@ class Rollout(RunClient):
 
         Args:
             prompts: Texts, chat messages or lists of token ids.
-            sampling: How to sample, for all prompts or one for each; its seed is the run's, each sample's own is
-                derived from it. Default: the configuration's.
+            sampling: Sampling parameters, for all prompts or one for each; the seed is that of the run, from which the
+                seed of each sample is derived. Default: the configuration's.
             n: Samples per prompt. Default: `data.n`.
-            skip: `(prompt index, sample index)` of trajectories that are not wanted, since they are there already.
-            encoded: What `encode_prompts` made of the prompts. Default: made here.
+            skip: `(prompt index, sample index)` of trajectories to leave out, since they exist already.
+            encoded: Result of `encode_prompts`. Default: computed here.
 
-        A prompt that cannot run ends as a trajectory with `finish_reason` `error` and its reason; the others go on.
+        A prompt that cannot run ends as a trajectory with `finish_reason` `error` and its reason; the others continue.
 
         Raises:
             InputError: No prompts, another number of samplings, n < 1, or the rollout is closed.
-            ActorLostError: No verifier could be had any more.
+            ActorLostError: No verifier was available.
         """
         self.require_open()
         sampling = self.config.sampling if sampling is None else sampling
@@ -174,7 +174,7 @@ class Rollout(RunClient):
         if not prompts:
             raise InputError("there are no prompts to roll out")
         if isinstance(sampling, SamplingParams | Mapping):
-            sampling = [sampling] * len(prompts)  # of a mapping the check below says what it is
+            sampling = [sampling] * len(prompts)  # the check below reports a mapping
         each = list(sampling)
         strange = [one for one in each if not isinstance(one, SamplingParams)]
         if strange:
@@ -197,19 +197,19 @@ class Rollout(RunClient):
         return sorted(done, key=lambda trajectory: (trajectory.prompt_index, trajectory.sample_index))
 
     def update_weights(self, weights: Weights | WeightSet, policy: WeightPolicy | str | None = None) -> int:
-        """Give every verifier, and the drafters that follow the policy, new weights of the target.
+        """Update the weights of all verifiers, and of the drafters that follow the policy.
 
         Tensors are converted to `target.dtype` and go into the object store in buckets of `trainer.weight_bucket_mb`.
         All are checked before any verifier gets one; an InputError changes nothing. Returns when all verifiers have
-        them. A verifier or draft actor that joins later gets them before it serves. After a SpecActorError the new
-        version holds all the same: it is taken as soon as it can be, and no token of another one is.
+        them. A verifier or draft actor that joins later gets them before it serves. The new version is also valid after
+        a SpecActorError: verifiers take it as soon as they can, and no token of another version is accepted.
 
         Args:
             weights: A state dict, an iterable of (name, tensor), or the directory of a Hugging Face checkpoint. Or a
-                `WeightSet`: what a trainer actor has put into the object store itself, with a version of its own.
-            policy: What becomes of requests that run: `wait` lets them end, `keep` lets them go on with the new weights
-                behind what is committed, `abort` ends them. Without one single requests end first, and no stream may
-                be open.
+                `WeightSet`: weights with their own version that a trainer actor has put into the object store.
+            policy: Policy for running requests: `wait` lets them end, `keep` lets them continue with the new weights
+                after their committed tokens, `abort` ends them. Without a policy single requests end first, and no
+                stream may be open.
 
         Returns:
             The version, which trajectories carry from now on: one above the last.
@@ -226,7 +226,7 @@ class Rollout(RunClient):
         return super().update_weights(weights, policy)
 
     def prepare_weights(self, weights: Weights) -> WeightSet:
-        """Check new weights and put them into the object store, for `update_weights`; requests go on.
+        """Check new weights and put them into the object store, for `update_weights`; requests continue.
 
         Raises:
             InputError: A tensor does not fit the target.
@@ -235,8 +235,7 @@ class Rollout(RunClient):
         return self.put_weights(self.weight_layout.buckets(weights))
 
     def fallbacks(self) -> list[str]:
-        """What actors do in a slower way than they could, each once, as far as it can be asked; and what was set in
-        vain."""
+        """Slower fallbacks that actors use, each once, as far as the actors answer; and settings without effect."""
         found = [unused] if (unused := unused_branches(self.config)) else []
         with contextlib.suppress(Exception):
             found += [what for row in self.status() for what in row["counters"].get("fallbacks", ())]
@@ -244,14 +243,14 @@ class Rollout(RunClient):
 
     def drafters(self) -> list[dict[str, Any]]:
         """Id, method, version and checksum of the weights of each drafter, draft tokens `tried` and `right` since, and
-        `alarm`: none is right any more; as far as it can be asked."""
+        `alarm`: none is right any more; empty if the actors do not answer."""
         with contextlib.suppress(Exception):
             return drafter_health(self.status())
         return []
 
     @property
     def model(self) -> str:
-        """The target as transformers loads it: a directory, or a Hugging Face id without its `@revision`."""
+        """Name of the target for transformers: a directory, or a Hugging Face id without its `@revision`."""
         return str(locate_model(self.config.target.model)[0])
 
     @property
@@ -261,17 +260,17 @@ class Rollout(RunClient):
 
     @property
     def moved_requests(self) -> int:
-        """How often a request was moved from one healthy verifier to another since the start."""
+        """Number of moves of requests from one healthy verifier to another since the start."""
         return self.dispatcher.moves
 
     @property
     def reissued_requests(self) -> int:
-        """How often a request was given to another verifier because its own was gone, since the start."""
+        """Number of times a request was given to another verifier because its own was gone, since the start."""
         return self.dispatcher.reissues
 
     @property
     def committed_tokens(self) -> int:
-        """Output tokens journaled since the start."""
+        """Number of output tokens journaled since the start."""
         return self.dispatcher.journal.committed_tokens
 
     def _export_metrics(self) -> None:
@@ -280,7 +279,7 @@ class Rollout(RunClient):
 
     @functools.cached_property
     def weight_layout(self) -> WeightLayout:
-        """How another process packs weights of the target, for `update_weights` with a `WeightSet`."""
+        """Layout in which another process packs weights of the target, for `update_weights` with a `WeightSet`."""
         target = self.config.target
         shapes, tied = weight_shapes(target.model, trust_remote_code=target.trust_remote_code)
         return WeightLayout(shapes, tied, target.dtype, self.config.trainer.weight_bucket_mb * 2**20)
@@ -320,7 +319,7 @@ def samples_of(
     skip: Collection[tuple[int, int]],
     prefix: str = "",
 ) -> Iterator[tuple[tuple[int, int], JournalEntry, str]]:
-    """Place (prompt index, sample index), request, and why it cannot run, if so; without the places in `skip`."""
+    """Place (prompt index, sample index), request, and the reason if it cannot run; without the places in `skip`."""
     for prompt_index, ((token_ids, reason), params) in enumerate(zip(encoded, sampling, strict=True)):
         for place in ((prompt_index, one) for one in range(n)):
             if place not in skip:

@@ -1,4 +1,4 @@
-"""One rollout from a configuration to files: what `specactor rollout` and `jobs/rollout.py` do."""
+"""One rollout from a configuration to files: the implementation of `specactor rollout` and `jobs/rollout.py`."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the trajectories so far."""
+    """Counts of trajectories so far, by result."""
 
     finished: int = 0
     failed: int = 0
     tokens: int = 0
     """Output tokens of the trajectories that ended."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Reason of failure → how often."""
+    """Reason of failure → number of times."""
     failed_prompts: Counter[int] = field(default_factory=Counter)
-    """Index of a prompt, from 0 → its failures."""
+    """Index of a prompt, from 0 → number of its failures."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     max_tokens: int = 0
     cut: int = 0
-    """Outputs that the context ended before `max_tokens`."""
+    """Number of outputs that the context ended before `max_tokens`."""
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Count a trajectory, as `Trajectory.to_json` made it."""
+        """Count a trajectory in the form of `Trajectory.to_json`."""
         self.finish_reasons[row["finish_reason"]] += 1
         self.tokens += len(row["token_ids"])
         if row["finish_reason"] == "error":
@@ -75,12 +75,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What `run_rollout` did."""
+    """Result of `run_rollout`."""
 
     summary: dict[str, Any]
     folder: Path
     trajectories: Path
-    """The file with all trajectories; after an interruption the partial file with those that had ended."""
+    """The file with all trajectories; after an interruption the partial file with the ended ones."""
 
     @property
     def exit_code(self) -> int:
@@ -93,16 +93,16 @@ class RunOutcome:
 def run_rollout(config: Config, console: Console) -> RunOutcome:
     """Roll out the prompts of `data.path` and write trajectories, summary and configuration.
 
-    Everything that can be checked without a cluster is checked before one is touched. An interruption (Ctrl-C,
-    SIGTERM) ends in order: actors stop, finished trajectories are kept, the outcome says `interrupted`.
+    All checks that need no cluster are made before one is used. An interruption (Ctrl-C, SIGTERM) ends in order: actors
+    stop, finished trajectories are kept, the outcome has `interrupted` set.
 
     Args:
-        config: What to run; `run.name` is filled in if it is not set. `plan: auto` and `mode: auto` are resolved in a
-            copy before anything is written or started.
-        console: Where progress is shown.
+        config: The run; `run.name` is set if it has no value. `plan: auto` and `mode: auto` are resolved in a copy
+            before anything is written or started.
+        console: Shows the progress.
 
     Raises:
-        UserError: Something in the configuration, the prompts or the cluster is wrong; no file is left behind.
+        UserError: The configuration, the prompts or the cluster are wrong; no file is left behind.
     """
     if config.data.path is None:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
@@ -113,7 +113,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     with sigterm_interrupts():
         unfinished = find_unfinished(config) if config.resume == "auto" else None
         config, lines = refuse_early(config)
-        if config.data.output is not None:  # whoever continues the run may be in another folder
+        if config.data.output is not None:  # the run may be continued from another folder
             config.data.output = str(Path(config.data.output).absolute())
         folder = unfinished or claim_run_folder(config)
         shown = functools.partial(say, console)
@@ -139,10 +139,10 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
 
 
 def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[str], Any]) -> Any:
-    """What `find` returns for the target; None where it fails and no prompt needs a tokenizer.
+    """Result of `find` for the target; None if it fails and no prompt needs a tokenizer.
 
     Raises:
-        ModelLoadError: It fails, and a prompt is text or messages.
+        ModelLoadError: `find` fails, and a prompt is text or messages.
     """
     text = next((number for number, prompt in enumerate(prompts, start=1) if not is_token_ids(prompt)), None)
     try:
@@ -155,7 +155,7 @@ def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[st
 
 
 def _encode(config: Config, prompts: Sequence[Prompt]) -> list[Encoded]:
-    """The prompts as token ids. Those that cannot be encoded fail alone, when it is their turn.
+    """The prompts as token ids. Those that cannot be encoded fail alone, at their turn.
 
     Raises:
         ModelLoadError: See `_tokenizer_for`.
@@ -168,7 +168,7 @@ def _cut_outputs(config: Config, encoded: Sequence[Encoded]) -> list[str]:
     """A line if some prompts leave less than `sampling.max_tokens` of the context.
 
     Raises:
-        ConfigError: Every prompt would.
+        ConfigError: All prompts do.
     """
     most, limit = config.sampling.max_tokens, max_prompt_tokens(config)
     cut = sum(limit < len(token_ids) < limit + most for token_ids, _ in encoded)
@@ -190,7 +190,7 @@ def _run(
     console: Console,
     heartbeat: Heartbeat,
 ) -> RunOutcome:
-    """Roll out what is missing; `there` are the trajectories of an interrupted run, `heartbeat` shows the start."""
+    """Roll out the missing trajectories; `there` are those of an interrupted run, `heartbeat` shows the start."""
     with signals_deferred():
         from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
@@ -255,7 +255,7 @@ def _announce(rollout: Rollout, console: Console) -> None:
 
 
 def _hint(rollout: Rollout) -> str:
-    """Scaling up where there is a core for it, else a look at the actors."""
+    """Command to add a drafter if there is a core for it, else the one that shows the actors."""
     import ray
 
     methods = draft_actors(rollout.config)
@@ -314,7 +314,7 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
 
 
 def _actors(rollout: Rollout) -> list[dict[str, Any]]:
-    """One row per actor; none when the controller cannot say."""
+    """One row per actor; empty if the controller does not answer."""
     with contextlib.suppress(Exception):
         return rollout.status()
     return []

@@ -1,4 +1,4 @@
-"""The driver's side of one run: requests, weights and wishes to its controller and verifiers. Knows no models."""
+"""The driver's side of one run: requests, weights, and calls to its controller and verifiers. Independent of models."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASK_S = 60.0
-"""Longest wait for an answer to what takes no time."""
+"""Longest wait for the answer to a quick call."""
 _COMMAND_S = 300.0
-"""Longest wait for verifiers to do what they are told."""
+"""Longest wait for verifiers to execute a command."""
 SHUTDOWN_S = 60.0
 
 
 class RunClient:
-    """The requests of a run, and what happens between them. `config` is that of the controller."""
+    """The requests of a run, and operations between them. `config` is that of the controller."""
 
     def __init__(self, config: Config, controller: Any, calls: Calls) -> None:
         cluster = config.cluster
@@ -49,14 +49,14 @@ class RunClient:
             shares_outputs=any(traits(one.method).keeps_history for one in inline_drafters(config)),
         )
         self.engine = Engine(self.dispatcher, calls.clock, self.wake_if_asleep)
-        """Single requests, at any time and from any thread."""
+        """Engine for single requests, at any time and from any thread."""
         self.closed = False
         self._asleep = False
-        """Verifiers were told to sleep."""
+        """Whether verifiers received `sleep`."""
         self.weight_version = 0
-        """Version of the policy's weights that new requests are run with."""
+        """Version of the policy's weights for new requests."""
         self._syncs, self._sync_s = 0, 0.0
-        """Updates of the policy's weights, and the seconds of them."""
+        """Number of updates of the policy's weights, and their seconds in total."""
 
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended; see `Engine.run`."""
@@ -68,7 +68,7 @@ class RunClient:
         return put_weights(self.weight_version + 1, buckets, self._calls)
 
     def update_weights(self, weights: WeightSet, policy: WeightPolicy | str | None = None) -> int:
-        """Give every verifier, and the drafters that follow the policy, these weights. Returns their version; see
+        """Send these weights to all verifiers, and to the drafters that follow the policy. Returns their version; see
         `Rollout.update_weights`."""
         self.require_open()
         if policy is None:
@@ -77,7 +77,7 @@ class RunClient:
             raise InputError(f"policy is {policy!r}; it must be {', '.join(WeightPolicy)} or None")
         if weights.version < self.weight_version:
             raise InputError(f"weights of version {weights.version} come after version {self.weight_version}")
-        # From the call on the controller may be updating actors, even if its answer is late.
+        # From this call on the controller may be updating actors, even if its answer is late.
         self.weight_version = weights.version
         limit_s, begin = self._sync_timeout_s, self._calls.clock.now()
         with self.engine.between_versions(weights.version, WeightPolicy(policy or WeightPolicy.WAIT)):
@@ -86,16 +86,16 @@ class RunClient:
         return weights.version
 
     def update_drafter(self, method: str, weights: WeightSet) -> None:
-        """Give those that draft by a method that the trainer teaches (`online.where=trainer`) a newer version of its
-        weights. Returns before they have it: no token depends on when they do."""
+        """Send a newer version of a draft method's weights, which the trainer trains (`online.where=trainer`), to its
+        drafters. Returns before they arrive: no token depends on the time of arrival."""
         self.ask("offer_weights", method, weights)
 
     def call_verifiers(self, method: str) -> None:
-        """Call a method of every verifier, and of none that is lost: its replacement starts afresh anyway.
+        """Call a method of every verifier that is not lost; a replacement of a lost one starts in a fresh state.
 
         Raises:
             InputError: A stream is open, or requests run.
-            SpecActorError: A verifier that is alive did not do it.
+            SpecActorError: A live verifier did not do it.
         """
         self.require_no_stream(method)
         if self.engine.is_busy:
@@ -104,11 +104,11 @@ class RunClient:
         self._command(method)
 
     def sleep(self) -> None:
-        """Let the verifiers give up their caches' memory until the next stream (or `wake`)."""
+        """Free the memory of the verifiers' caches until the next stream (or `wake`)."""
         self.call_verifiers("sleep")
 
     def wake(self) -> None:
-        """Let the verifiers take their memory back."""
+        """Allocate the memory of the verifiers again."""
         self.call_verifiers("wake")
 
     def wake_if_asleep(self) -> None:
@@ -122,7 +122,7 @@ class RunClient:
         self.engine.forget_counters()
 
     def forget_history(self) -> None:
-        """Let drafters forget earlier outputs, as if they had just been started; for benchmarks."""
+        """Remove earlier outputs from the drafters' histories, as at their start; for benchmarks."""
         view = self.view()
         drafters = [endpoint.handle for endpoint in view.drafters if endpoint.phase is Phase.READY]
         self._call_all("forget_history", [*drafters, *view.verifiers.values()])
@@ -133,7 +133,7 @@ class RunClient:
         return RolloutMetrics.merge(self.dispatcher.counters.copy().values())
 
     def metric_rows(self, verifiers: bool = True) -> Iterator[Row]:
-        """Metrics of the driver, and of the verifiers as they reported them last; for any thread, without a call."""
+        """Metrics of the driver, and the latest reported ones of the verifiers; for any thread, without a call."""
         journal, dispatcher = self.dispatcher.journal, self.dispatcher
         yield row("specactor_requests_in_flight", in_flight := journal.owned)
         yield row("specactor_requests_waiting", max(len(journal.entries) - in_flight, 0))
@@ -155,8 +155,8 @@ class RunClient:
         return actors_status(self.ask, self._calls)
 
     def scale(self, drafters: Mapping[str, int | None]) -> None:
-        """Set how many draft actors of each method there should be; takes effect during the rollout. A number ends the
-        scaling of a method by its load (`drafters.N.max_replicas`), None begins it again.
+        """Set the number of draft actors of each method; takes effect during the rollout. A number ends the automatic
+        scaling of a method (`drafters.N.max_replicas`), None starts it again.
 
         Raises:
             ConfigError: A method is not in the configuration, a number is negative, or a method has no `max_replicas`.
@@ -167,7 +167,7 @@ class RunClient:
         """End all actors of the run.
 
         Raises:
-            SpecActorError: The controller did not do it in order.
+            SpecActorError: The controller did not shut down in order.
         """
         self.engine.close()
         self.ask("shutdown", deadline_s=SHUTDOWN_S)

@@ -1,4 +1,4 @@
-"""Finished outputs on their way to the lookups that other verifiers host: a history covers one verifier otherwise."""
+"""Sharing of finished outputs with the lookups that other verifiers host: a history covers one verifier otherwise."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.verifiers import VerifierLink
 
 _MOST_WAITING = 256
-"""Most outputs that wait for a verifier; of more the oldest are dropped."""
+"""Most outputs that wait for a verifier; the oldest are dropped beyond."""
 _DEADLINE_S = 30.0
 
 
 class OutputSharing:
-    """Sends finished outputs in batches, one at a time to each verifier. What is lost costs drafts only.
+    """Sends finished outputs in batches, one batch at a time to each verifier. Lost outputs cost drafts only.
 
     Each output goes to at most seven others, those of the same eight in the order of the ids, so that the driver sends
     a bounded number of bytes per output.
@@ -32,7 +32,7 @@ class OutputSharing:
         self._on_its_way: dict[str, Call] = {}
 
     def add(self, verifier_id: str, entry: JournalEntry) -> None:
-        """An output was finished at this verifier."""
+        """Add an output that was finished at this verifier."""
         names = sorted({*self._links, verifier_id})
         begin = names.index(verifier_id) // VERIFIERS_PER_GROUP * VERIFIERS_PER_GROUP
         others = [name for name in names[begin : begin + VERIFIERS_PER_GROUP] if name != verifier_id]

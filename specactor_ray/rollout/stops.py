@@ -1,4 +1,4 @@
-"""Texts that end outputs: which token completes one, and where the text is cut.
+"""Texts that end outputs: the token that completes one, and the cut of the text.
 
 An output ends at its first token whose characters contain the end of a stop text. That is a function of the output's
 tokens alone, so it does not depend on how many of them arrive together.
@@ -14,10 +14,10 @@ from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
 
 _MARGIN = 8
-"""Characters before the longest stop text in a decoded part: its first ones may differ from those of the whole text,
-where a character or a space begins in the token before."""
+"""Additional characters before the longest stop text in a decoded part: its first ones may differ from those of the
+whole text, if a character or a space begins in the token before."""
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers decode a part of a character to."""
+"""Decoded form of an incomplete character."""
 _BYTES = 4
 """Most bytes of a character."""
 _REMEMBERED = 256
@@ -25,14 +25,14 @@ _REMEMBERED = 256
 
 
 class Stop(NamedTuple):
-    """How a stop text ended an output."""
+    """End of an output by a stop text."""
 
     num_tokens: int
-    """Output tokens up to the one that completes it."""
+    """Number of output tokens up to the one that completes it."""
     text: str
     """The stop text."""
     cut: int
-    """Characters to remove from the end of the decoded output."""
+    """Number of characters to remove from the end of the decoded output."""
 
 
 class StopFinder:
@@ -41,7 +41,7 @@ class StopFinder:
     Args:
         tokenizer: Decodes the output.
         sampling: Holds the stop texts.
-        completing: Every token whose characters may contain the last character of a stop text.
+        completing: All tokens whose characters may contain the last character of a stop text.
     """
 
     def __init__(self, tokenizer: Any, sampling: SamplingParams, completing: frozenset[int]) -> None:
@@ -54,7 +54,7 @@ class StopFinder:
 
         Args:
             tokens: `(n,)` the whole output.
-            begin: Tokens that complete none.
+            begin: Number of leading tokens that complete none.
         """
         fresh = tokens[begin:].tolist()
         if self._completing.isdisjoint(fresh):
@@ -77,7 +77,8 @@ class StopFinder:
         return Stop(at + 1, stop, len(text) - begin - (len(stop) if self._included else 0))
 
     def _tail(self, tokens: np.ndarray, at: int) -> tuple[str, int]:
-        """The end of the text up to token `at`, and how many of these characters were complete before that token."""
+        """The end of the text up to token `at`, and the number of its characters that were complete before that
+        token."""
         width, shifts = self._longest, _BYTES - 1
         while True:
             part = tokens[max(0, at + 1 - width) : at + 1].tolist()
@@ -101,14 +102,14 @@ class StopTexts:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._pieces: list[str] | None = None
-        """Token → the text of two of them, so that one is not at the beginning."""
+        """Token → text of two of them, so that one is not at the beginning."""
         self._finders: dict[tuple[tuple[str, ...], bool], StopFinder] = {}
 
     def finder(self, sampling: SamplingParams) -> StopFinder | None:
-        """None where there are no stop texts.
+        """The finder for the stop texts; None if there are none.
 
         Raises:
-            InputError: There are some, and no tokenizer.
+            InputError: There are stop texts, but no tokenizer.
         """
         if not sampling.stop:
             return None

@@ -1,4 +1,4 @@
-"""What a rollout yields: one finished sample with everything training needs."""
+"""Result of a rollout: one finished sample with all data for training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Trajectory:
 
     request_id: str
     prompt_index: int
-    """Index of the prompt in the order the prompts were given."""
+    """Index of the prompt in the order of the given prompts."""
     sample_index: int
     """Number of this sample within its prompt's group, from 0."""
     prompt_token_ids: tuple[int, ...]
@@ -25,41 +25,41 @@ class Trajectory:
     logprobs: tuple[float, ...]
     """Log-probability of each token under softmax(logits / T), before top-k/top-p."""
     text: str
-    """The output decoded, special tokens left out, up to a stop text."""
+    """Decoded output without special tokens, up to a stop text."""
     finish_reason: str
     """`stop`, `length`, `abort` or `error`."""
     sampling: SamplingParams
-    """The parameters of this very sample; its seed is derived from the run's."""
+    """Parameters of this sample; its seed is derived from the run's."""
     stats: RequestStats = field(default_factory=RequestStats)
     error: str = ""
-    """Why the request failed; empty otherwise."""
+    """Reason of the failure; empty otherwise."""
     margins: tuple[float, ...] | None = None
-    """Perturbed top-2 margin of each token, when `target.record_margins` is on."""
+    """Perturbed top-2 margin of each token, if `target.record_margins` is on."""
     prompt: Any = None
-    """The prompt as it was given: text, chat messages or token ids."""
+    """The prompt as given: text, chat messages or token ids."""
     weight_version: int = 0
-    """Version of the target's weights that sampled it; the newest, if there were several."""
+    """Version of the target's weights that sampled it; the newest if there were several."""
     versions: tuple[tuple[int, int], ...] = ()
-    """Earlier versions, each with the output tokens there were when it ended; empty where one version sampled all."""
+    """Earlier versions, each with the number of output tokens at its end; empty if one version sampled all."""
     stop_reason: str | int | None = None
-    """The stop text or the id of `sampling.stop_token_ids` that ended it; None where neither did."""
+    """The stop text or the id of `sampling.stop_token_ids` that ended it; None if neither did."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """Of each position the `sampling.logprobs` most probable tokens with their log-probabilities, the most probable
-    first, under the distribution of `logprobs`; None if that is 0."""
+    """Per position the `sampling.logprobs` most probable tokens with their log-probabilities, the most probable first,
+    under the distribution of `logprobs`; None if that is 0."""
     prompt_logprobs: tuple[float, ...] | None = None
-    """Of the prompt's tokens from the second on, with `sampling.prompt_logprobs`; None without, or if the request ended
-    before it was computed. Those of the first token are not defined."""
+    """Log-probabilities of the prompt's tokens from the second on, with `sampling.prompt_logprobs`; None without, or if
+    the request ended before they were computed. That of the first token is not defined."""
     loss_mask: tuple[bool, ...] = ()
-    """Whether each output token is the model's own, with `environment.name`; the log-probabilities of others are 0.
-    Empty where all are."""
+    """Whether each output token was sampled by the model, with `environment.name`; the log-probabilities of the others
+    are 0. Empty if all were."""
 
     @property
     def num_own_tokens(self) -> int:
-        """Output tokens that the model sampled."""
+        """Number of output tokens that the model sampled."""
         return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
 
     def own_tokens_by_version(self) -> dict[int, int]:
-        """Version of the weights → output tokens that the model sampled with it."""
+        """Version of the weights → number of output tokens that the model sampled with it."""
         counts, begin = dict[int, int](), 0
         for version, end in (*self.versions, (self.weight_version, len(self.token_ids))):
             own = sum(self.loss_mask[begin:end]) if self.loss_mask else end - begin
@@ -112,15 +112,15 @@ def trajectory_of(
     prompt: Any = None,
     error: str = "",
 ) -> Trajectory:
-    """The output of a request that has ended.
+    """Output of a request that has ended.
 
     Args:
         entry: The request.
-        tokenizer: Decodes the output; without one there is no text.
-        request_id: Its name.
+        tokenizer: Decodes the output; there is no text without one.
+        request_id: Name of the request.
         place: Index of the prompt, and of the sample.
-        prompt: As it was given.
-        error: Why the request was never begun.
+        prompt: The prompt as given.
+        error: Reason why the request was never begun.
     """
     finished, prefix = entry.finished, entry.prefix
     scores = finished.prompt_logprobs if finished else None
@@ -155,7 +155,7 @@ def trajectory_of(
 
 
 def drafted_by_method(trajectories: Iterable[Trajectory]) -> dict[str, list[int]]:
-    """Draft method → `[drafted, accepted]`: draft tokens that were verified, and right."""
+    """Draft method → `[drafted, accepted]`: numbers of verified and of right draft tokens."""
     methods: dict[str, list[int]] = {}
     for trajectory in trajectories:
         for method, (drafted, accepted) in trajectory.stats.by_method.items():

@@ -1,6 +1,6 @@
-"""Conversations token by token: the next prompt is all tokens so far, then what the chat template puts between turns.
+"""Conversations token by token: the next prompt is all tokens so far, then the chat template's text between turns.
 
-An output is not tokenized again: its text may have other tokens than those that the model sampled, and then neither
+An output is not tokenized again: its text may have other tokens than the sampled ones, and then neither
 log-probabilities nor the verifier's cache would fit.
 """
 
@@ -15,18 +15,18 @@ from specactor_ray.rollout.prompts import render_messages, tokenize_text
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, as in prompts."""
 _OUTPUT = "0utput"
-"""Stands for an output in renderings of the template."""
+"""Placeholder for an output in renderings of the template."""
 _OPENING: Sequence[Message] = ({"role": "user", "content": "Question"}, {"role": "assistant", "content": _OUTPUT})
 
 
 class ChatTurns:
-    """What stands between an output and the next one under a model's chat template.
+    """Tokens between an output and the next one under a model's chat template.
 
     Args:
         tokenizer: A transformers tokenizer with a chat template.
 
     Raises:
-        InputError: There is no chat template, or it does not put an output where generation begins.
+        InputError: There is no chat template, or it puts an output elsewhere than at the beginning of generation.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -47,11 +47,11 @@ class ChatTurns:
         """Token ids from the end of an output to the beginning of the next one.
 
         Args:
-            messages: What is said meanwhile, at least one.
-            output: Token ids of the output. Where it ends with the template's end-of-turn token, that is not repeated.
+            messages: Messages between the outputs, at least one.
+            output: Token ids of the output. If it ends with the template's end-of-turn token, that is not repeated.
 
         Raises:
-            InputError: The template refuses the messages, or changes what was before when they are appended.
+            InputError: The template refuses the messages, or changes the earlier text when they are appended.
         """
         whole = render_messages(self._tokenizer, (*_OPENING, *messages), True)
         if not whole.startswith(self._before):

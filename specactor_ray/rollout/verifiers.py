@@ -1,7 +1,7 @@
-"""The verifiers of a run in its driver: the list of those that serve, a poll at each, reports of those out of reach.
+"""The verifiers of a run in its driver: list of the serving ones, a poll at each, reports of those out of reach.
 
-Who is alive is for the controller to say: a verifier that cannot be reached is reported (`suspect`) and asked again
-until the controller's view drops it.
+Only the controller decides whether a verifier is alive: a verifier that cannot be reached is reported (`suspect`) and
+polled again until the controller's view drops it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from specactor_ray.target.base import TargetRequest
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-"""Longest time one poll waits at the verifier for an event."""
+"""Longest time a poll waits at the verifier for an event."""
 _LINGER_S, _LINGER_S_PER_VERIFIER = 0.1, 1e-3
-"""Longest time an answer is held back to gather progress of several steps, and at least that per verifier, so that the
-driver takes no more than a thousand answers a second; ends of requests are told at once."""
+"""Longest time an answer is held back to gather progress of several steps, and its minimum per verifier, so that the
+driver takes at most a thousand answers per second; ends of requests are sent at once."""
 _POLL_TIMEOUT_S = 15.0
-"""Longest time for an answer to a poll; then it is sent again."""
+"""Longest time for an answer to a poll, after which it is sent again."""
 _REPOLL_S = 0.25
-"""Pause after a poll that failed."""
+"""Pause after a failed poll."""
 _WAIT_S = 0.25
-"""Longest wait for any answer before the view is looked at again."""
+"""Longest wait for any answer before the view is checked again."""
 _VIEW_INTERVAL_S = 0.5
 _VIEW_TIMEOUT_S = 5.0
 _NOTICE_TIMEOUT_S = 30.0
@@ -46,74 +46,74 @@ class VerifierLink:
     handle: Any
     answered_at: float
     cursor: int = 0
-    """Events of it that are journaled."""
+    """Number of its journaled events."""
     poll: Call | None = None
     poll_at: float = 0.0
-    """When it may be polled again."""
+    """Time from which it may be polled again."""
     free_at: float = 0.0
-    """When it may be given requests again."""
+    """Time from which it may be given requests again."""
     progress_at: float = float("-inf")
-    """When any of its requests made progress last."""
+    """Time of the last progress of any of its requests."""
     suspected_at: float = float("-inf")
     submits: dict[Call, list[tuple[str, int]]] = field(default_factory=dict)
-    """Calls that hand it requests → (request, attempt)."""
+    """Calls that hand over requests → (request, attempt)."""
 
     def unconfirmed(self) -> list[str]:
-        """Requests of which it is not known whether they have arrived."""
+        """Requests whose arrival is not confirmed."""
         calls = [call for call in self.submits if not call.poll() or call.error is not None]
         return [request_id for call in calls for request_id, _ in self.submits[call]]
 
     def is_open(self, now: float) -> bool:
-        """It may be given requests: it refused none lately, and answered the last time it was asked."""
+        """Whether it may be given requests: it refused none lately, and answered since it was last suspected."""
         return now >= self.free_at and self.suspected_at <= self.answered_at
 
 
 class Verifiers:
-    """Follows the controller's view and polls every verifier in it. Gives up after `timeout_s` seconds without any
+    """Follows the controller's view and polls every verifier in it. Fails after `timeout_s` seconds without any
     verifier, or without an answer of the controller."""
 
     def __init__(self, controller: Any, calls: Calls, timeout_s: float) -> None:
         self.links: dict[str, VerifierLink] = {}
-        """Those that serve, by id."""
+        """Serving verifiers, by id."""
         self.counters: dict[str, dict[str, Any]] = {}
-        """Latest counters of every verifier there has been."""
+        """Latest counters of all verifiers, including former ones."""
         self.wake = calls.clock.event()
-        """Ends `wait`. Set when an answer arrives; other threads set it, too."""
+        """Ends `wait`. Set when an answer arrives, and by other threads."""
         self._controller, self._calls, self._clock, self._timeout_s = controller, calls, calls.clock, timeout_s
         self._view: Call | None = None
         self._view_asked = float("-inf")
         self._known: int | None = None
-        """Version of the view that was taken last."""
+        """Version of the latest view."""
         self._notices: list[Call] = []
         """Calls whose answers are not awaited."""
         self.begin()
 
     def begin(self) -> None:
-        """Count the limits from now on."""
+        """Start the time limits now."""
         self._controller_seen = self._verifier_seen = self._looked_at = self._clock.now()
 
     # ---- verifiers that serve ----
 
     def _ask_view(self) -> None:
-        """Ask for a view that is newer than whatever happened up to now."""
+        """Request a view that is newer than all events up to now."""
         wake = self.wake.set
         self._view = self._calls.start(self._controller, "view", self._known, deadline_s=_VIEW_TIMEOUT_S, wake=wake)
         self._view_asked = self._clock.now()
 
     def refresh(self, unfinished: int) -> list[tuple[VerifierLink, Departure | None]]:
-        """Take a view that came, and ask for the next when it is time; never blocks.
+        """Apply an arrived view, and request the next when it is due; never blocks.
 
         Args:
-            unfinished: Requests that are lost if this gives up.
+            unfinished: Number of requests that are lost if this fails.
 
         Returns:
-            Verifiers that serve no more, and why as far as the controller says.
+            Verifiers that no longer serve, and the reason, if the controller has one.
 
         Raises:
             ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
         """
         now, gone = self._clock.now(), []
-        if now - self._looked_at > _VIEW_TIMEOUT_S:  # this process was held up, not the others
+        if now - self._looked_at > _VIEW_TIMEOUT_S:  # this process was delayed, not the others
             self._controller_seen = self._verifier_seen = now
         self._looked_at = now
         if self._view is None and (not self.links or now - self._view_asked >= _VIEW_INTERVAL_S):
@@ -123,7 +123,7 @@ class Verifiers:
             if call.error is None:
                 self._controller_seen = now
                 view = call.result()
-                if view is not None:  # else nothing has changed
+                if view is not None:  # None: nothing has changed
                     gone, self._known = self._take_view(view), view.version
             elif isinstance(call.error, ActorLostError):
                 _give_up(f"the controller of the run is gone ({call.error})", unfinished)
@@ -142,7 +142,7 @@ class Verifiers:
                 self.links[name] = VerifierLink(name, handle, self._clock.now())
         return [(link, view.departed.get(link.verifier_id)) for link in gone]
 
-    # ---- what is told ----
+    # ---- calls to verifiers ----
 
     def submit(self, link: VerifierLink, requests: Sequence[TargetRequest]) -> None:
         """Hand requests to a verifier; see `failed_submits`."""
@@ -151,7 +151,7 @@ class Verifiers:
         link.submits[call] = [(request.request_id, request.attempt) for request in requests]
 
     def notify(self, actor: Any, method: str, *arguments: Any) -> None:
-        """Call without waiting for the answer. `retry_notices` has to be called now and then, so that it arrives."""
+        """Call without waiting for the answer. `retry_notices` must be called regularly, so that it arrives."""
         wake = self.wake.set
         self._notices.append(self._calls.start(actor, method, *arguments, deadline_s=_NOTICE_TIMEOUT_S, wake=wake))
 
@@ -164,18 +164,18 @@ class Verifiers:
         return bool(self._notices)
 
     def cancel(self, link: VerifierLink, attempts: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
-        """Let a verifier drop these requests and attempts. `has_ended`: their outputs have ended by themselves."""
+        """Send a verifier these requests and attempts to drop. `has_ended`: their outputs ended without an abort."""
         self.notify(link.handle, "cancel", attempts, has_ended)
 
     def suspect(self, link: VerifierLink, error: SpecActorError) -> None:
-        """Report a verifier that could not be reached; the controller finds out what is the matter."""
+        """Report a verifier that could not be reached; the controller finds the reason."""
         now = self._clock.now()
         if now - link.suspected_at >= _SUSPECT_INTERVAL_S or link.suspected_at <= link.answered_at:
             link.suspected_at = now
             logger.warning("verifier %s: %s", link.verifier_id, error)
             self.notify(self._controller, "suspect", link.verifier_id, str(error))
 
-    # ---- what they say ----
+    # ---- answers of verifiers ----
 
     def poll(self) -> None:
         """Keep a poll at every verifier."""
@@ -197,12 +197,12 @@ class Verifiers:
         if not any(call.done for call in calls):
             now = self._clock.now()
             self.wake.wait(max(0.0, min([now + _WAIT_S, *(call.next_at() for call in calls)]) - now))
-        self.wake.clear()  # before the look, so that what comes during it wakes the next wait
+        self.wake.clear()  # before the check, so that an answer during it wakes the next wait
         self._calls.wait(calls, 0.0)
 
     def failed_submits(self) -> Iterator[tuple[VerifierLink, list[tuple[str, int]]]]:
-        """Requests and attempts that may or may not have arrived; their verifier is reported. Those of a
-        verifier that is gone stay with it until the view says so."""
+        """Requests and attempts whose arrival is unknown; their verifier is reported. Those of a verifier that is gone
+        stay with it until the view drops it."""
         for link in self.links.values():
             for call in [call for call in link.submits if call.done and not isinstance(call.error, ActorLostError)]:
                 attempts = link.submits.pop(call)
@@ -211,7 +211,7 @@ class Verifiers:
                     yield link, attempts
 
     def events(self) -> Iterator[tuple[VerifierLink, Sequence[ToRollout]]]:
-        """What has come since the last time."""
+        """Events since the last call."""
         for link in list(self.links.values()):
             if link.poll is None or not link.poll.done:
                 continue
@@ -227,7 +227,7 @@ class Verifiers:
             yield link, fresh
 
     def forget_counters(self) -> None:
-        """Drop all counters, also those on their way."""
+        """Drop all counters, including those of polls in flight."""
         self.counters.clear()
         for link in self.links.values():
             link.poll = None
