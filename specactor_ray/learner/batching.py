@@ -1,4 +1,4 @@
-"""Samples and micro-batches: what the trainer is given, and how it is cut to fit its memory."""
+"""Samples and micro-batches: the input of the trainer, and its division to fit the memory."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trajectory as the trainer takes it."""
+    """One trajectory as input of the trainer."""
 
     prompt: np.ndarray
     """`(P,)` int64 token ids."""
     output: np.ndarray
     """`(T,)` int64 token ids."""
     rollout_logprobs: np.ndarray
-    """`(T,)` float32, as the verifier computed them; 0 where the loss mask is 0."""
+    """`(T,)` float32, as computed by the verifier; 0 where the loss mask is 0."""
     reward: float
-    """Reward of the whole output; given at its last token of the policy."""
+    """Reward of the whole output, assigned to its last token of the policy."""
     advantage: float
-    """Of every token alike; ppo computes its own from `reward`."""
+    """Advantage of every token; ppo computes its own from `reward`."""
     loss_mask: np.ndarray
-    """`(T,)` bool: the policy's own tokens, at least one; the others are an environment's and are not trained on."""
+    """`(T,)` bool: the policy's own tokens, at least one; the others come from an environment and are not trained
+    on."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,14 +57,14 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor
     """`(B, T)` float32; 0 where the mask is 0."""
     rewards: torch.Tensor
-    """`(B, T)` float32, given at the last token of the policy."""
+    """`(B, T)` float32, assigned to the last token of the policy."""
     advantages: torch.Tensor
     """`(B, T)` float32; 0 where the mask is 0."""
     indices: tuple[int, ...]
-    """Indices of the samples in the list that was cut."""
+    """Indices of the samples in the divided list."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
+        """The same batch on another device."""
         moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "indices"}
         return replace(self, **moved)
 
@@ -71,8 +72,8 @@ class MicroBatch:
 def cut_by_tokens(samples: Sequence[Sized], max_tokens: int, longest_first: bool = True) -> list[list[int]]:
     """Indices of the samples in groups whose padded size stays within `max_tokens`, similar lengths together.
 
-    A sample that is longer than `max_tokens` alone gets a group of its own. The longest come first by default, so that
-    what does not fit the memory shows at once.
+    A sample that is longer than `max_tokens` is a group by itself. The longest come first by default, so that a lack of
+    memory shows at once.
     """
     lengths = [sample.num_tokens for sample in samples]
     groups: list[list[int]] = []
@@ -85,9 +86,9 @@ def cut_by_tokens(samples: Sequence[Sized], max_tokens: int, longest_first: bool
 
 
 def share_out(groups: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
-    """Rank → its groups. All ranks get equally many, since they step together: the missing ones are empty.
+    """Rank → its groups. All ranks get the same number, since they step together: missing groups are empty.
 
-    Groups go round robin in their order, longest first, which keeps the ranks' work even.
+    Groups are assigned round robin in their order, longest first, which balances the work of the ranks.
     """
     rounds = -(-len(groups) // ranks)
     padded = [*groups, *([] for _ in range(rounds * ranks - len(groups)))]
@@ -97,7 +98,7 @@ def share_out(groups: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
 def collate(samples: Sequence[Sample], indices: Sequence[int], pad_token_id: int = 0) -> MicroBatch:
     """The samples at these indices as right-padded rows.
 
-    No indices give one row of one padding position and an empty mask: it costs next to nothing and changes nothing.
+    No indices give one row of one padding position and an empty mask, which costs almost nothing and has no effect.
     """
     chosen = [samples[i] for i in indices]
     rows = max(len(chosen), 1)

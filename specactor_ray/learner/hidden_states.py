@@ -1,4 +1,4 @@
-"""The policy's hidden states along samples: what a drafter that works on them learns from."""
+"""Hidden states of the policy along samples: training input of drafters that read them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def hidden_states(
     """Outputs of some decoder layers, side by side, at all positions but the last: `(tokens - 1, layers * hidden)`
     float32 on the CPU, one per sample.
 
-    All ranks must call it with the same samples: where ZeRO-3 spreads the weights, they gather them together. The
-    forward is the one that scores samples, for the same reason.
+    All ranks must call it with the same samples: ZeRO-3 gathers the weights over all ranks. The forward is the one that
+    scores samples, for the same reason.
 
     Args:
         layers: Indices of decoder layers.
-        max_tokens: Most tokens, padding included, in one forward.
+        max_tokens: Most tokens, including padding, in one forward.
     """
     states = [torch.empty(0)] * len(samples)
     for group in cut_by_tokens(samples, max_tokens):
@@ -39,7 +39,7 @@ def hidden_states(
 
 @contextlib.contextmanager
 def _outputs_of(model: nn.Module, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """While inside, what these decoder layers put out, `(B, L, hidden)`, is kept here."""
+    """Inside, the outputs of these decoder layers, `(B, L, hidden)`, are kept in the dictionary."""
     outputs: dict[int, torch.Tensor] = {}
     modules = model.get_decoder().layers  # type: ignore[operator]
 

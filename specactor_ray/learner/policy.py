@@ -19,18 +19,18 @@ class TokenScores(NamedTuple):
     entropy: torch.Tensor
     """Entropy of that distribution, in nats."""
     values: torch.Tensor
-    """Of the value head; zeros without one."""
+    """`(B, T)` values of the value head; zeros without one."""
 
 
 class Policy(nn.Module):
     """A transformers causal language model with an optional value head on its last hidden states.
 
-    Only the positions that predict output tokens go through the output layer, which is the widest of all: a hook in
-    front of it picks them, so that whatever the model does to its logits afterwards still happens.
+    Only the positions that predict output tokens go through the output layer, the widest one: a hook in front of it
+    selects them, so that the model's later operations on its logits still apply.
 
     Args:
         temperature: The logits are divided by it, as in the rollout.
-        value_head: Give it a scalar head, initialised to zero.
+        value_head: Add a scalar head, initialised to zero.
         entropy_gradient: Let gradients flow through the entropy (for an entropy bonus).
     """
 
@@ -75,11 +75,11 @@ class Policy(nn.Module):
         )
 
     def heads(self) -> dict[str, torch.Tensor]:
-        """Parameters that are not the language model's."""
+        """Parameters besides those of the language model."""
         return {} if self.value_head is None else dict(self.value_head.state_dict())
 
     def load_heads(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `heads` returned."""
+        """Load the result of `heads`."""
         if self.value_head is not None and state:
             self.value_head.load_state_dict(dict(state))
 

@@ -1,4 +1,4 @@
-"""The algorithm with all its values: what the configuration leaves open is filled in here. Pure."""
+"""The algorithm with all its values: values left open in the configuration are set here. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from specactor_ray.config.training_schema import AlgorithmName, LossAggregation
 from specactor_ray.learner.algorithms import group_advantages, leave_one_out_advantages, soft_overlong_penalty
 
 DAPO_CLIP_HIGH = 0.28
-"""DAPO section 4.1."""
+"""Upper clip range ε_high (DAPO section 4.1)."""
 STALE_IMPORTANCE_CAP = 2.0
-"""Of tokens that may be of older weights; the truncation of Yao et al. 2025."""
+"""Cap of importance weights of tokens from possibly older weights; the truncation of Yao et al. 2025."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Recipe:
 
 
 def make_recipe(config: Config) -> Recipe:
-    """Fill in what the configuration leaves to the algorithm."""
+    """Set the values that the configuration leaves to the algorithm."""
     section = config.algorithm
     dapo = section.name is AlgorithmName.dapo
     aggregation = section.loss_aggregation

@@ -1,4 +1,4 @@
-"""A rank's sign of life, and its part of a checkpoint: what was written apart from what the disk refused."""
+"""A rank's progress, and its part of a checkpoint: written files, and the errors of the disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 class Progress:
     """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files.
 
-    One thread counts; others may read. A count that stands still while work is under way means that the rank hangs.
+    One thread counts; others may read. If the count does not change during work, the rank hangs.
     """
 
     __slots__ = ("count",)
@@ -21,7 +21,7 @@ class Progress:
         self.count = 0
 
     def tick(self) -> None:
-        """One more piece is done."""
+        """Count one more piece."""
         self.count += 1
 
 
@@ -34,19 +34,19 @@ class SavedPart:
     sizes: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file that the rank wrote, by its name relative to the checkpoint's folder."""
     problem: str = ""
-    """What the disk refused; empty when everything was written."""
+    """Error of the disk; empty if everything was written."""
 
 
 class PartWriter:
-    """Gathers what a rank writes into `folder`.
+    """Records the files that a rank writes into `folder`.
 
-    A disk error is remembered, not raised: a rank that left a save early would leave the others in a collective.
+    A disk error is recorded, not raised: a rank that left a save early would block the others in a collective.
     """
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         self.folder = folder
         self.problem = ""
-        """The first thing that the disk refused."""
+        """The first disk error."""
         self._progress = progress
         self._sizes: dict[str, int] = {}
 
@@ -70,16 +70,16 @@ class PartWriter:
         self._progress.tick()
 
     def part(self) -> SavedPart:
-        """What was written."""
+        """The written files."""
         return SavedPart(socket.gethostname(), self._sizes, self.problem)
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether an error while saving came from the disk: torch and safetensors raise types of their own for it."""
+    """Whether an error while saving is of the disk: torch and safetensors raise their own types for it."""
     if isinstance(error, OSError):
         return True
     text = str(error)
     if type(error).__name__ == "SafetensorError":
         return "I/O error" in text
-    # torch: the writer of its files, and a folder that is not there.
+    # Errors of torch: the writer of its files, and a missing folder.
     return isinstance(error, RuntimeError) and ("inline_container.cc" in text or text.startswith("Parent directory"))

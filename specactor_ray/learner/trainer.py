@@ -24,7 +24,7 @@ from specactor_ray.models.loading import load_model, load_tokenizer, parse_dtype
 from specactor_ray.models.weight_buckets import WeightBucket, pack, plan_buckets
 
 WEIGHTS, ENGINE = "weights", "engine"
-"""Folders of a checkpoint: the model as transformers reads it, and what the engine needs to go on."""
+"""Folders of a checkpoint: the model in the format of transformers, and the engine's training state."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class TrainerSpec:
 
     config: Config
     checkpoint: str | None = None
-    """Folder of the checkpoint to go on from; None starts from `target.model`."""
+    """Folder of the checkpoint to continue from; None starts from `target.model`."""
     rendezvous: Rendezvous | None = None
-    """deepspeed: where the ranks meet."""
+    """Meeting point of the ranks, for deepspeed."""
 
 
 class Trainer:
@@ -54,7 +54,7 @@ class Trainer:
         self._source = str(Path(spec.checkpoint) / WEIGHTS) if spec.checkpoint else config.target.model
         self._recipe = make_recipe(config)
         if config.trainer.backend is TrainerBackend.deepspeed:
-            assert spec.rendezvous is not None  # given wherever there are several ranks
+            assert spec.rendezvous is not None  # set whenever there are several ranks
             join(spec.rendezvous, self._device)
             self._engine: TorchEngine | DeepSpeedEngine = DeepSpeedEngine(
                 self._make_policy(), config.trainer, spec.rendezvous, self._device, self.progress
@@ -80,13 +80,13 @@ class Trainer:
         return self._updater.update(samples, step, seed)
 
     def hidden_states(self, samples: Sequence[Sample], layers: Sequence[int]) -> list[torch.Tensor]:
-        """The policy's, as it is now; see `hidden_states.hidden_states`. All ranks call it together."""
+        """Hidden states of the present policy; see `hidden_states.hidden_states`. All ranks must call it together."""
         return hidden_states(self._engine, samples, layers, self._config.trainer.micro_batch_tokens)
 
     def buckets(self) -> Iterator[WeightBucket | None]:
         """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0.
 
-        All ranks must run through it together.
+        All ranks must iterate over it together.
         """
         dtype = parse_dtype(self._config.target.dtype)
         named = list(self._engine.policy.model.named_parameters())
@@ -98,15 +98,15 @@ class Trainer:
             self.progress.tick()
 
     def save(self, folder: Path) -> SavedPart:
-        """Write the model (as transformers reads it, rank 0) and what the engine needs (every rank).
+        """Write the model (in the format of transformers, rank 0) and the engine's state (every rank).
 
-        What the disk refuses is in the result; all ranks run through it together whatever happens.
+        Disk errors are in the result; all ranks go through it together in any case.
         """
         writer, engine_folder = PartWriter(folder, self.progress), folder / ENGINE
         with writer.writing():
             engine_folder.mkdir(parents=True, exist_ok=True)
         refused = self._engine.max_over_ranks(torch.tensor([float(bool(writer.problem))]))
-        if float(refused[0]):  # all ranks leave together
+        if float(refused[0]):  # all ranks return together
             return writer.part()
         self._engine.save(engine_folder, writer)
         state: dict[str, torch.Tensor] = {}
@@ -124,7 +124,7 @@ class Trainer:
         return writer.part()
 
     def offload(self) -> None:
-        """Give up device memory until `reload`."""
+        """Free device memory until `reload`."""
         self._engine.offload()
 
     def reload(self) -> None:
@@ -150,7 +150,7 @@ class Trainer:
         return load_model(name, device=str(self._device), trust_remote_code=target.trust_remote_code)
 
     def _score_reference(self, batch: MicroBatch) -> torch.Tensor:
-        assert self._reference is not None  # only then it is called
+        assert self._reference is not None  # called only if it is set
         with autocast(self._device, self._config.trainer.dtype):
             scores: TokenScores = self._reference(batch)
         self.progress.tick()
@@ -158,5 +158,5 @@ class Trainer:
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
-    """Elements of a parameter, also where ZeRO-3 holds only a share of it."""
+    """Number of elements of a parameter, also if ZeRO-3 holds only a share of it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))

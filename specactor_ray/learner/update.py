@@ -26,7 +26,7 @@ from specactor_ray.learner.recipe import Recipe
 
 
 class Engine(Protocol):
-    """What holds the policy and its optimizer: one process, or one rank of several."""
+    """Holder of the policy and its optimizer: one process, or one rank of several."""
 
     rank: int
     world_size: int
@@ -36,13 +36,13 @@ class Engine(Protocol):
         """Forward pass; with gradients unless inside `torch.no_grad`."""
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Accumulate gradients; `last`: of this optimizer step. Gradients of all ranks are summed."""
+        """Accumulate gradients; `last` marks the last call of an optimizer step. Gradients of all ranks are summed."""
 
     def step(self, learning_rate: float) -> float:
-        """Clip, update, forget the gradients. Returns the norm before clipping."""
+        """Clip, update, and drop the gradients. Returns the norm before clipping."""
 
     def skip(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise sum, in place."""
@@ -53,7 +53,7 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class _Prepared:
-    """One micro-batch with what is fixed during the update."""
+    """One micro-batch with the values that are fixed during the update."""
 
     batch: MicroBatch
     weights: torch.Tensor
@@ -68,7 +68,7 @@ class PolicyUpdater:
     """Turns samples into optimizer steps.
 
     Args:
-        max_tokens: `sampling.max_tokens`.
+        max_tokens: Value of `sampling.max_tokens`.
         score_reference: Log-probabilities `(B, T)` under the reference model, for a KL term.
     """
 
@@ -87,9 +87,9 @@ class PolicyUpdater:
         """Train on the samples of one step.
 
         Args:
-            samples: Of the whole step; every rank is given all of them, in the same order.
+            samples: Samples of the whole step; every rank gets all of them, in the same order.
             step: Number of the step from 0, for the learning rate.
-            seed: Of the order of the samples where there are several mini-batches.
+            seed: Seed of the order of the samples if there are several mini-batches.
 
         Returns:
             Metrics, the same on every rank; see `_Sums`. `skipped` counts optimizer steps that were left out because
@@ -97,7 +97,7 @@ class PolicyUpdater:
         """
         sums = _Sums()
         rate = learning_rate(self._config, step)
-        if not samples:  # every rollout failed, say: a step without an update
+        if not samples:  # for example if every rollout failed: a step without an update
             return {**dict.fromkeys(_Sums.ALWAYS, 0.0), "skipped": 1.0, "learning_rate": rate}
         mini_batches = self._cut(samples, seed)
         prepared = [self._prepare([samples[i] for i in part]) for part in mini_batches]
@@ -112,7 +112,7 @@ class PolicyUpdater:
 
     @property
     def _needs_old_scores(self) -> bool:
-        """With a single optimizer step the policy that is updated is the one that is scored."""
+        """Whether scores from before the update are needed; with a single optimizer step they are the current ones."""
         recipe = self._recipe
         several = self._config.epochs * self._config.mini_batches > 1
         return several or recipe.uses_values or recipe.importance_cap is not None
@@ -189,7 +189,7 @@ class PolicyUpdater:
             sums.skipped += 1
 
     def _loss(self, item: _Prepared, scores: TokenScores, sums: _Sums) -> torch.Tensor:
-        """This micro-batch's part of the loss of its mini-batch."""
+        """Share of this micro-batch in the loss of its mini-batch."""
         recipe, batch, weights = self._recipe, item.batch, item.weights
         old = (item.old.logprobs if item.old is not None else scores.logprobs).detach()
         advantages = batch.advantages if item.advantages is None else item.advantages
@@ -230,7 +230,7 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
 
 
 class _Sums:
-    """Adds up metrics over micro-batches; `reduced` adds the ranks'.
+    """Adds up metrics over micro-batches; `reduced` adds those of the ranks.
 
     Per-token means: entropy, clip_fraction, kl, importance_weight, logprob_gap (mean of |rollout - trainer|).
     Sums of weighted losses, averaged over the optimizer steps: loss, policy_loss, value_loss. Also logprob_gap_max,

@@ -1,4 +1,4 @@
-"""Rollouts that run ahead of the trainer, by a bounded number of versions of the weights."""
+"""Rollouts that run ahead of the trainer by a bounded number of weight versions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class AheadMaker:
-    """Makes the experience of later steps in a thread of its own while the trainer updates.
+    """Makes the experience of later steps in a separate thread while the trainer updates.
 
-    That of step t begins when the weights have version `t - max_staleness` or a newer one: the steps ask for that of
-    step t when they have version t.
+    The experience of step t begins when the weights have version `t - max_staleness` or a newer one: the steps collect
+    the experience of step t at version t.
 
     Args:
         maker: Makes the experience of one step after the other.
-        max_staleness: At least 1.
-        steps: Of the whole run; none beyond is made.
-        clock: Where the thread comes from.
+        max_staleness: Largest number of versions to run ahead, at least 1.
+        steps: Number of steps of the whole run; no later ones are made.
+        clock: Starts the thread.
     """
 
     def __init__(self, maker: MakerPart, max_staleness: int, steps: int, clock: Clock = SYSTEM) -> None:
@@ -36,7 +36,7 @@ class AheadMaker:
         self._problem: BaseException | None = None
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
-        """The experience of this step; the weights have had as many updates. Raises what its making raised."""
+        """The experience of this step; the weights have had as many updates. Re-raises the error of its making."""
         with self._changed:
             self._allowed = min(step + self._ahead, self._steps - 1)
             if self._thread is None:
@@ -50,7 +50,7 @@ class AheadMaker:
             return self._made.pop(step)
 
     def close(self) -> None:
-        """Begin no further step; the one that is being made ends with the rollout."""
+        """Begin no further step; the one in progress ends with the rollout."""
         with self._changed:
             self._steps = 0
             self._changed.notify_all()
@@ -63,7 +63,7 @@ class AheadMaker:
                     return
             try:
                 made = self._maker.collect(rollout, sampling, self._next)
-            except BaseException as error:  # noqa: BLE001 - the thread that asks for it raises it
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that collects it
                 with self._changed:
                     self._problem = error
                     self._changed.notify_all()

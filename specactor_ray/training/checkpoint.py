@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there, checked when they are read, with the older ones kept as a fallback."""
+"""Checkpoints that are complete or absent, verified when they are read, with older ones kept as a fallback."""
 
 from __future__ import annotations
 
@@ -30,40 +30,42 @@ _SHARE_OF_A_STEP = 0.2
 
 @dataclass(slots=True)
 class TrainState:
-    """Where a training run is, between two steps. With the weights and the optimizer's state, all that a run is."""
+    """State of a training run between two steps. The full state consists of it, the weights and the optimizer's
+    state."""
 
     step: int = 0
-    """Steps done."""
+    """Number of steps done."""
     position: int = 0
-    """Tasks taken from the data."""
+    """Number of tasks taken from the data."""
     skipped_tasks: int = 0
-    """Tasks passed over because they do not fit the model."""
+    """Number of tasks skipped because they do not fit the model."""
     bad_steps: int = 0
-    """Steps that taught nothing, in a row, up to now: not finite, or every reward failed."""
+    """Number of latest consecutive steps without training effect: not finite, or every reward failed."""
     reward: float | None = None
     """Mean reward over the last steps; see `mean_reward`."""
     model: dict[str, Any] = field(default_factory=dict)
     """Identity of the target model; see `model_facts`."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What the run was configured with, by key; see `settings_of`."""
+    """Settings of the run, by key; see `settings_of`."""
 
 
 class CheckpointStore:
     """The checkpoints of one run, in one folder.
 
     Args:
-        folder: Made when the first one is saved.
-        keep_last: Newest ones to keep.
+        folder: Folder of the checkpoints, created with the first one.
+        keep_last: Number of newest checkpoints to keep.
     """
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool) -> None:
         self.folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
 
     def save(self, state: TrainState, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint: `write` fills the folder it is given. Older ones are removed only afterwards.
+        """Write a checkpoint: `write` fills the folder that it receives. Older ones are removed only afterwards.
 
         Raises:
-            OSError: It could not be written (a full disk, say); nothing of it is left, the older ones are untouched.
+            OSError: It could not be written (such as with a full disk); nothing of it is left, the older ones are
+            untouched.
         """
         name = f"{_PREFIX}{state.step:06d}"
         final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
@@ -76,7 +78,7 @@ class CheckpointStore:
             written_by = {"host": socket.gethostname(), "user": user, "pid": os.getpid()}
             _write_text(partial / _STATE, {**asdict(state), "written_by": written_by})
             _write_manifest(partial)
-            if final.exists():  # of a run that was continued from before it
+            if final.exists():  # of a run that was continued from an earlier step
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.rename(final, replaced)
             os.rename(partial, final)
@@ -91,14 +93,14 @@ class CheckpointStore:
         return final
 
     def all(self) -> list[Path]:
-        """Checkpoints there are, oldest first, sound or not."""
+        """Existing checkpoints, oldest first, sound or not."""
         if not self.folder.is_dir():
             return []
         found = (path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
         return sorted(found, key=_step)
 
     def newest_sound(self) -> tuple[Path, TrainState] | None:
-        """The newest checkpoint whose files are all there and unchanged; corrupt ones are named in the log."""
+        """The newest checkpoint whose files are complete and unchanged; corrupt ones are logged by name."""
         for path in reversed(self.all()):
             problem = find_damage(path)
             if problem is None:
@@ -107,7 +109,7 @@ class CheckpointStore:
         return None
 
     def remove_after(self, step: int) -> None:
-        """Remove checkpoints later than this step, and what killed runs left half-written."""
+        """Remove checkpoints later than this step, and incomplete ones of killed runs."""
         for path in self.all():
             if _step(path) > step:
                 shutil.rmtree(path)
@@ -116,7 +118,8 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _remove_old(self, newest: Path) -> None:
-        """Damaged ones take no sound one's place. Names and sizes decide: checksums take as long as a save."""
+        """Remove surplus checkpoints; damaged ones do not count as kept. Judged by names and sizes, since checksums
+        take as long as a save."""
         try:
             older = [path for path in self.all() if path != newest]
             sound = [path for path in older if find_damage(path, sums=False) is None] + [newest]
@@ -124,7 +127,7 @@ class CheckpointStore:
             if self._keep_best:
                 rewards = {path: reward for path in sound if (reward := read_state(path).reward) is not None}
                 keep |= {max(rewards, key=lambda path: rewards[path])} if rewards else set()
-        except OSError as error:  # the new one is saved all the same
+        except OSError as error:  # the new one is saved nevertheless
             logger.warning("old checkpoints in %s stay: %s", self.folder, error)
             return
         for path in older:
@@ -133,7 +136,7 @@ class CheckpointStore:
 
 
 def open_checkpoint(path: Path) -> tuple[Path, TrainState]:
-    """A checkpoint that the user named. Raises InputError if it is not there, or damaged."""
+    """Open a checkpoint that the user named. Raises InputError if it is missing or damaged."""
     problem = find_damage(path)
     if problem is not None:
         raise InputError(f"resume: {path} cannot be used: {problem}; name another, or use resume=auto")
@@ -141,12 +144,12 @@ def open_checkpoint(path: Path) -> tuple[Path, TrainState]:
 
 
 def mean_reward(before: float | None, reward: float | None, steps: int) -> float | None:
-    """The mean over all steps while there are few of them, later one that forgets (the last five count most).
+    """Mean reward over all steps for the first few, then an exponential mean (the last five count most).
 
     Args:
-        before: Up to the step before.
-        reward: Of the step; None when nothing was scored.
-        steps: Number of steps, this one included.
+        before: Mean up to the previous step.
+        reward: Reward of the step; None if nothing was scored.
+        steps: Number of steps, including this one.
     """
     if before is None or reward is None:
         return before if reward is None else reward
@@ -154,7 +157,7 @@ def mean_reward(before: float | None, reward: float | None, steps: int) -> float
 
 
 def read_state(path: Path) -> TrainState:
-    """The state saved in a checkpoint. Raises InputError if it is missing or not one."""
+    """State saved in a checkpoint. Raises InputError if it is missing or invalid."""
     try:
         saved = parse_json(read_foreign(path / _STATE))
         known = {entry.name for entry in fields(TrainState)}
@@ -174,10 +177,10 @@ def read_state(path: Path) -> TrainState:
 
 
 def find_damage(path: Path, *, sums: bool = True) -> str | None:
-    """What is wrong with a checkpoint; None when all files that it was saved with are there and unchanged.
+    """Description of a checkpoint's damage; None if all files that it was saved with exist and are unchanged.
 
     Args:
-        sums: Read the files and compare their checksums, too.
+        sums: Also read the files and compare their checksums.
     """
     try:
         manifest = parse_json(read_foreign(path / _MANIFEST))
@@ -213,7 +216,7 @@ def _file_problem(folder: Path, name: str, size: int, checksum: int | None) -> s
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
         if checksum is not None and _checksum(file) != checksum:
             return f"{name} has changed"
-    except (OSError, ValueError, RuntimeError) as error:  # unreadable; a name with a zero; a loop of links
+    except (OSError, ValueError, RuntimeError) as error:  # unreadable; a name with a zero byte; a loop of links
         return f"{name} cannot be read ({error})"
     return None
 
@@ -222,7 +225,7 @@ def _write_manifest(folder: Path) -> None:
     """List all files with sizes and checksums, and flush them to the disk.
 
     Raises:
-        OSError: There are no weights among them.
+        OSError: The folder has no weights.
     """
     entries = sorted(folder.rglob("*"))
     manifest = {}

@@ -1,7 +1,8 @@
-"""Samples that are conversations: turns of the model through the engine, answers of an environment between them.
+"""Samples that are conversations: turns of the model through the engine, and replies of an environment between them.
 
 Each sample is a generator that yields futures (a turn, a step of its environment) and is resumed in the driver's thread
-when they are done. A turn's seed follows from the sample's and its number, so no token depends on when turns run.
+when they are done. The seed of a turn depends on that of the sample and its number, so no token depends on the time of
+turns.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Place = tuple[int, int]
 
 
 class ServesTurns(Protocol):
-    """The part of a `Rollout` that is used here."""
+    """The methods of a `Rollout` that are used here."""
 
     engine: Any
     progress: tuple[int, int]
@@ -45,37 +46,37 @@ class ServesTurns(Protocol):
 
 @dataclass(slots=True)
 class Episode:
-    """One sample: what was said, and what it is worth."""
+    """One sample: its messages, and its reward."""
 
     place: Place
     task: Task
     sampling: SamplingParams
-    """With the seed of this sample."""
+    """Sampling parameters with the seed of this sample."""
     prompt: tuple[int, ...] = ()
     """Token ids of the first messages."""
     output: list[int] = field(default_factory=list)
-    """Token ids of all that follows: turns, and what stands between them."""
+    """Token ids after the prompt: turns, and the tokens between them."""
     logprobs: list[float] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
-    """Whether each of `output` is the model's."""
+    """Whether each token of `output` was sampled by the model."""
     turns: list[Trajectory] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """Versions of the weights, each with the output tokens there were when it ended."""
+    """Versions of the weights, each with the number of output tokens at its end."""
     reward: float = 0.0
     finish_reason: str = "error"
     error: str = ""
-    """Why a turn failed; empty otherwise."""
+    """Reason of a failed turn; empty otherwise."""
     failure: str = ""
-    """Why its environment failed; empty otherwise."""
+    """Reason of a failure of its environment; empty otherwise."""
     environment_s: float = 0.0
-    """How long it waited for its environment."""
+    """Seconds of waiting for its environment."""
 
     @property
     def num_own_tokens(self) -> int:
         return sum(self.own)
 
     def add_turn(self, turn: Trajectory) -> None:
-        """The model has said this."""
+        """Append a turn of the model."""
         begin = len(self.output)
         self.versions += [(version, begin + tokens) for version, tokens in turn.versions]
         self.output += turn.token_ids
@@ -85,13 +86,13 @@ class Episode:
         self.turns.append(turn)
 
     def add_context(self, token_ids: Sequence[int]) -> None:
-        """This stands between two turns."""
+        """Append tokens between two turns."""
         self.output += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.own += [False] * len(token_ids)
 
     def trajectory(self, text: str) -> Trajectory:
-        """All of it as one output; `text` is the output decoded."""
+        """The whole episode as one output; `text` is the decoded output."""
         versions = [
             one for one, after in zip(self.versions, [*self.versions[1:], (None, 0)], strict=True) if one[0] != after[0]
         ]
@@ -118,12 +119,12 @@ class Conversations:
     """Rolls out tasks as conversations; a context manager.
 
     Args:
-        tokenizer: The target's.
-        context: Most tokens of a conversation, the prompt included.
+        tokenizer: Tokenizer of the target.
+        context: Most tokens of a conversation, including the prompt.
 
     Raises:
         ConfigError: The environment or a reward function is not available.
-        InputError: The chat template does not serve conversations.
+        InputError: The chat template does not support conversations.
     """
 
     def __init__(self, config: Config, tokenizer: Any, context: int) -> None:
@@ -145,10 +146,10 @@ class Conversations:
         self._pool.__exit__(kind, error, trace)
 
     def run(self, rollout: ServesTurns, tasks: Sequence[Task], sampling: SamplingParams, n: int) -> list[Episode]:
-        """`n` episodes of each task, ordered by task and sample. Never raises for what an environment does.
+        """`n` episodes of each task, ordered by task and sample. Never raises for failures of an environment.
 
         Raises:
-            ActorLostError: No verifier could be had any more.
+            ActorLostError: No verifier was available.
         """
         places = [(index, number) for index in range(len(tasks)) for number in range(n)]
         episodes = [
@@ -211,7 +212,7 @@ class Conversations:
     def _converse(
         self, engine: Generates, episode: Episode, state: bytes, messages: Sequence[Message]
     ) -> Generator[Future[Any], None, bytes]:
-        """All turns. Returns the last state of the environment."""
+        """Run all turns. Returns the last state of the environment."""
         try:
             episode.prompt = encode_prompt(self._tokenizer, list(messages), chat=True)
         except InputError as error:
@@ -256,7 +257,7 @@ class Conversations:
     def _turn(
         self, engine: Generates, episode: Episode, number: int, room: int
     ) -> Generator[Future[Any], None, Trajectory]:
-        """A turn of the model. The first one is what the sample would be without an environment."""
+        """Run a turn of the model. The first one is equal to the sample without an environment."""
         seed = derive_seed(episode.sampling.seed, number, 0) if number else episode.sampling.seed
         sampling = replace(episode.sampling, seed=seed, max_tokens=room)
         prompt = [*episode.prompt, *episode.output]
@@ -276,7 +277,7 @@ class Conversations:
         return Step(state, sample, turn.token_ids, number, is_last)
 
     def _ask(self, episode: Episode, request: Any) -> Generator[Future[Any], None, Any]:
-        """What the environment answers; None, with the episode's `failure`, if it fails."""
+        """Answer of the environment; None, with the episode's `failure` set, if it fails."""
         begin = SYSTEM.now()
         answer, problem = yield from self._answer(request)
         episode.environment_s += SYSTEM.now() - begin
@@ -297,7 +298,7 @@ class Conversations:
 
 
 def _added(stats: Any) -> RequestStats:
-    """Counters of several requests as those of one."""
+    """Sum of the counters of several requests."""
     steps = drafted = accepted = 0
     methods: dict[str, tuple[int, int]] = {}
     for one in stats:

@@ -1,4 +1,4 @@
-"""Tasks to train on: where they come from, the order they are taken in, and which of them fit the model."""
+"""Tasks to train on: their sources, their order, and the selection of those that fit the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specactor_ray.errors import ConfigError, InputError, clipped_text
 from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
 
 GENERATED_SIZE = 100_000
-"""Tasks of a generated source without `data.limit`; they are made when they are asked for."""
+"""Number of tasks of a generated source without `data.limit`; each is made when it is read."""
 _FIX = ". Fix: a higher target.max_model_len, a lower sampling.max_tokens, or shorter prompts"
 _GYM, _HUB = "reasoning_gym:", "hf:"
 
@@ -27,7 +27,7 @@ class Task:
     """Position in the source."""
     prompt: Prompt
     answer: str | None = None
-    """The reference answer, where there is one."""
+    """The reference answer, if there is one."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """All other keys of the row."""
 
@@ -41,10 +41,10 @@ class TaskSource(Protocol):
 
 
 def open_source(config: DataConfig, seed: int) -> TaskSource:
-    """The source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`.
+    """Open the source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`.
 
     Raises:
-        ConfigError: No path, or a package it needs is not installed, or there is no such task.
+        ConfigError: The path is not set, a package it needs is not installed, or the task does not exist.
         InputError: The file is missing, empty or malformed.
     """
     path = config.path
@@ -62,10 +62,10 @@ def open_source(config: DataConfig, seed: int) -> TaskSource:
 
 
 class TableSource:
-    """Rows with a prompt (text, or a list of chat messages), an optional answer, and anything else.
+    """Rows with a prompt (text, or a list of chat messages), an optional answer, and other keys.
 
     Args:
-        rows: The rows; read when they are asked for.
+        rows: The rows; read on access.
         config: The `data` section: key names, system prompt, limit.
         lines: Line number of every row, for messages.
     """
@@ -75,7 +75,7 @@ class TableSource:
         self._size = min(len(rows), config.limit or len(rows))
         if self._size == 0:
             raise InputError(f"data.path: {where} holds no tasks; write one JSON object with a prompt per line")
-        for index in range(self._size if lines is not None else 1):  # what is wrong with a file shows at once
+        for index in range(self._size if lines is not None else 1):  # errors of a file are reported at once
             self[index]
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ class GymSource:
 
 
 def with_system_prompt(prompt: Prompt, config: DataConfig) -> Prompt:
-    """The prompt with `data.system_prompt` before it: as a message of its own, or as text where `chat` is off."""
+    """The prompt with `data.system_prompt` before it: as a separate message, or as text if `chat` is off."""
     if not config.system_prompt:
         return prompt
     if not config.chat and isinstance(prompt, str):
@@ -155,16 +155,16 @@ def _load_table(path: str, config: DataConfig) -> Any:
         if path.startswith(_HUB):
             return datasets.load_dataset(path.removeprefix(_HUB), split=config.split, **(config.options or {}))
         return datasets.load_dataset("parquet", data_files=path, split="train")
-    except Exception as error:  # the package raises what it likes, from network errors to bad splits
+    except Exception as error:  # the package raises any type, from network errors to bad splits
         raise InputError(f"data.path: {path} cannot be loaded ({type(error).__name__}: {error})") from error
 
 
 class TaskOrder:
-    """Which task comes when: every epoch is a permutation of its own, a function of (seed, epoch).
+    """Order of the tasks: every epoch has its own permutation, a function of (seed, epoch).
 
     Args:
-        shuffle: Off takes the source's own order in every epoch.
-        position: Tasks taken so far; all that has to be saved.
+        shuffle: Whether to permute; otherwise every epoch has the order of the source.
+        position: Number of tasks taken so far; the only state to save.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool = True, position: int = 0) -> None:
@@ -187,7 +187,7 @@ class TaskStream:
 
     Args:
         count_tokens: Prompt → number of tokens; raises InputError for one that cannot be encoded.
-        max_prompt_tokens: Longest prompt taken.
+        max_prompt_tokens: Longest accepted prompt.
     """
 
     def __init__(
@@ -199,14 +199,14 @@ class TaskStream:
     ) -> None:
         self.order = order
         self.skipped = 0
-        """Tasks passed over because their prompt is too long or cannot be encoded."""
+        """Number of tasks skipped because their prompt is too long or cannot be encoded."""
         self._source, self._count_tokens, self._max = source, count_tokens, max_prompt_tokens
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks.
 
         Raises:
-            InputError: A whole epoch went by without a single prompt that fits.
+            InputError: No prompt of a whole epoch fits.
         """
         tasks: list[Task] = []
         passed_over, reason = 0, ""

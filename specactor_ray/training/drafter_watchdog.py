@@ -1,7 +1,7 @@
-"""Whether drafts went bad all at once: each step's acceptance against that of the steps before.
+"""Detection of sudden drops of draft quality: acceptance of each step compared with that of the steps before.
 
-A drafter that lags behind the policy loses a little with every step; one that was handed wrong weights, or draws with
-another noise, is hardly ever right from one step to the next. Tokens are the same either way: only the speed shows it.
+A drafter that lags behind the policy gets slightly worse with every step; one with wrong weights or another noise is
+hardly ever right from one step to the next. Tokens are the same in both cases: only the speed differs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _ENOUGH = 200
-"""Draft tokens to judge by; a sure alarm does not wait for them. They may be those of several steps, since a method
-that has gone bad is soon asked for few."""
+"""Draft tokens required for a judgement; a certain alarm needs fewer. They may come from several steps, since few are
+requested from a method that has collapsed."""
 _COLLAPSE = 0.5
-"""Share of the usual acceptance below which it is an alarm."""
+"""Share of the usual acceptance below which an alarm is raised."""
 _DOUBT = 0.001
-"""Largest probability of a false alarm: of so few accepted tokens with an acceptance at that bound."""
+"""Largest probability of a false alarm: of as few accepted tokens if the acceptance were at that bound."""
 _MEMORY = 0.8
 """Weight of the past in the usual acceptance."""
 
@@ -24,10 +24,10 @@ _MEMORY = 0.8
 @dataclass(slots=True)
 class _Method:
     usual: float | None = None
-    """Acceptance."""
+    """Usual acceptance."""
     alarmed: bool = False
     drafted: int = 0
-    """Draft tokens since the last judgement, and how many of them were right."""
+    """Draft tokens since the last judgement, and the number of right ones."""
     accepted: int = 0
 
 
@@ -38,11 +38,11 @@ class DrafterWatchdog:
         self._methods: dict[str, _Method] = {}
 
     def observe(self, by_method: Mapping[str, tuple[int, int]]) -> dict[str, tuple[float, float]]:
-        """Take one step's (drafted, accepted) tokens by method.
+        """Add the (drafted, accepted) tokens of one step by method.
 
         Returns:
-            Methods that have just collapsed → (acceptance now, usual acceptance); each is reported once, until it has
-            been as good as before again.
+            Methods that have just collapsed → (present acceptance, usual acceptance); each is reported once, until its
+                acceptance has recovered.
         """
         alarms: dict[str, tuple[float, float]] = {}
         for name, (drafted, accepted) in by_method.items():
@@ -59,7 +59,7 @@ class DrafterWatchdog:
             elif not collapsed:
                 method.alarmed = method.alarmed and rate < usual
                 method.usual = _MEMORY * usual + (1.0 - _MEMORY) * rate
-            else:  # what is usual is not learnt from a collapse
+            else:  # a collapse does not change the usual acceptance
                 if not method.alarmed:
                     alarms[name] = (rate, usual)
                 method.alarmed = True

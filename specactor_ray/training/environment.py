@@ -1,4 +1,4 @@
-"""What an environment is: it answers the model between its turns, gives rewards and ends the conversation."""
+"""Interface of environments: they answer the model between its turns, give rewards and end the conversation."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ class Turn:
     """One output of the model."""
 
     text: str
-    """Special tokens left out."""
+    """Decoded output without special tokens."""
     token_ids: tuple[int, ...]
     number: int
-    """From 0."""
+    """Number of the turn, from 0."""
     is_last: bool
-    """No other turn can follow: `environment.max_turns` or `sampling.max_tokens` is reached."""
+    """Whether no other turn can follow: `environment.max_turns` or `sampling.max_tokens` is reached."""
     finish_reason: str
     """`stop` or `length`."""
     score: Callable[[], float]
-    """The reward that `reward.functions` give to the text; raises what they raise."""
+    """Function that returns the reward of the text by `reward.functions`; raises their errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment answers."""
+    """Answer of an environment to a turn."""
 
     messages: Sequence[Message] = ()
     """Chat messages, at least one unless `done`; none has the role `assistant`."""
     reward: float = 0.0
-    """The reward of a sample is the sum over its turns."""
+    """Reward of the turn; the reward of a sample is the sum over its turns."""
     done: bool = False
-    """The conversation has ended; messages are ignored."""
+    """Whether the conversation has ended; messages are ignored then."""
 
 
 class Environment:
     """The environment of one sample.
 
-    It is made with `environment.options` as keyword arguments. `reset` and `step` run in any of some processes, each
-    call in an event loop of its own; between two calls the instance is kept as its pickle. What they return must be a
-    function of task, seed and turns, or a resumed run is not the same. Methods may be coroutines or plain.
+    It is created with `environment.options` as keyword arguments. `reset` and `step` run in any of several processes,
+    each call in a separate event loop; between two calls the instance is kept as its pickle. Their results must be a
+    function of task, seed and turns, otherwise a resumed run differs. Methods may be coroutines or plain functions.
     """
 
     role = "user"
-    """Role of the messages that it answers with; the chat template is tested with it before a run starts."""
+    """Role of its messages; the chat template is tested with it before a run starts."""
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Begin. Returns the messages that the model answers first; here the prompt of the task.
+        """Begin the conversation. Returns the messages that the model answers first; by default the prompt of the task.
 
         Args:
             task: The row of the data: `prompt`, `answer`, and all other keys as `metadata`.
-            seed: Of this sample, for randomness.
+            seed: Seed of this sample, for randomness.
         """
         return prompt_messages(task)
 
@@ -63,7 +63,7 @@ class Environment:
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Free what lives outside of the instance. Called at the end of a sample, but not where the run ends before."""
+        """Free resources outside of the instance. Called at the end of a sample, but not if the run ends before."""
 
 
 def prompt_messages(task: Task) -> list[Message]:

@@ -1,6 +1,6 @@
-"""Environments in worker processes: a request holds the pickled instance, an answer the one after the step.
+"""Environments in worker processes: a request holds the pickled instance, an answer the instance after the step.
 
-So any process takes any step, and a step whose process died is repeated from where it began.
+So any process can execute any step, and a step whose process died is repeated from the same state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KEY = "environment.name"
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Make an instance. Answered by its pickle and the first messages."""
+    """Request for a new instance. The answer is its pickle and the first messages."""
 
     task: Task
     seed: int
@@ -37,11 +37,11 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Take a turn. Answered by the pickle of the instance and its `Reply`."""
+    """Request for a step with one turn. The answer is the pickle of the instance and its `Reply`."""
 
     state: bytes
     sample: RewardSample
-    """The turn's text and what is known of the task."""
+    """The turn's text, and the data of the task."""
     token_ids: tuple[int, ...]
     number: int
     is_last: bool
@@ -49,20 +49,20 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The sample has ended."""
+    """Request to close the instance, at the end of the sample."""
 
     state: bytes
 
 
 class BadEnvironmentError(Exception):
-    """An environment does not keep to its protocol."""
+    """An environment violates its protocol."""
 
 
 def find_environment(name: str) -> type[Environment]:
-    """The environment of this name, or the user's own `package.module:Class`.
+    """The environment with this name, or the user's own `package.module:Class`.
 
     Raises:
-        ConfigError: There is none, or it lacks a method.
+        ConfigError: It does not exist, or lacks a method.
     """
     if ":" not in name:
         if name not in ENVIRONMENTS:
@@ -78,10 +78,10 @@ def find_environment(name: str) -> type[Environment]:
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
-    """An instance with the options of the configuration.
+    """Create an instance with the options of the configuration.
 
     Raises:
-        ConfigError: There is no such environment, or it refuses the options.
+        ConfigError: The environment does not exist, or refuses the options.
     """
     assert config.name is not None
     kind = find_environment(config.name)
@@ -96,7 +96,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
 
 @dataclass(frozen=True)
 class EnvironmentWork:
-    """What environment processes do: `Reset`, `Step` or `Close` → its answer."""
+    """Work of environment processes: `Reset`, `Step` or `Close` → its answer."""
 
     config: EnvironmentConfig
     reward: RewardConfig
@@ -146,7 +146,7 @@ async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
 def _pickled(instance: Environment) -> bytes:
     try:
         return pickle.dumps(instance)
-    except Exception as error:  # noqa: BLE001 - whatever its attributes raise
+    except Exception as error:  # noqa: BLE001 - its attributes may raise anything
         raise BadEnvironmentError(
             f"an instance cannot be kept between its steps ({error}). Fix: plain data in its attributes, or "
             "__getstate__ and __setstate__ that leave out and restore the rest"
@@ -154,7 +154,7 @@ def _pickled(instance: Environment) -> bytes:
 
 
 def checked_messages(messages: Any, method: str) -> list[Message]:
-    """Messages of an environment as plain data. Raises BadEnvironmentError where they are something else."""
+    """Messages of an environment as plain data. Raises BadEnvironmentError if they have another type."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise BadEnvironmentError(f"{method} returned {clipped(messages)} where a list of chat messages belongs")
     for message in messages:
@@ -173,7 +173,7 @@ def checked_messages(messages: Any, method: str) -> list[Message]:
 
 
 def checked_reply(reply: Any) -> Reply:
-    """A reply as plain data. Raises BadEnvironmentError where it is something else."""
+    """A reply as plain data. Raises BadEnvironmentError if it has another type."""
     if not isinstance(reply, Reply):
         raise BadEnvironmentError(f"step returned {clipped(reply)} where a Reply belongs")
     try:

@@ -1,4 +1,4 @@
-"""From tasks to samples: roll out, score, compute advantages; sample again where groups teach nothing."""
+"""From tasks to samples: roll out, score, compute advantages; sample again if groups give no gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specactor_ray.training.rewards import RewardSample
 
 
 class Generator(Protocol):
-    """The part of a `Rollout` that is used here."""
+    """The methods of a `Rollout` that are used here."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Trajectory]: ...
 
@@ -40,40 +40,40 @@ class Group:
 
     @property
     def informative(self) -> bool:
-        """Its rewards differ, so that its advantages are not all zero (DAPO eq. 11)."""
+        """Whether its rewards differ, so that its advantages are not all zero (DAPO eq. 11)."""
         return len(self.rewards) > 1 and max(self.rewards) - min(self.rewards) > SAME_REWARD
 
 
 @dataclass(slots=True)
 class Experience:
-    """What one step trains on, and what was observed on the way."""
+    """Samples of one training step, and observations of their making."""
 
     samples: list[Sample]
     trajectories: list[Trajectory]
-    """All of the step, those that were sampled and dropped included."""
+    """All trajectories of the step, including those that were sampled and dropped."""
     rewards: list[float]
-    """As functions and environments gave them; those that were left out (`reward.failure_value`) have none."""
+    """Rewards from functions and environments; samples left out (`reward.failure_value`) have none."""
     used_groups: int = 0
     dull_groups: int = 0
-    """Groups whose rewards are all equal."""
+    """Number of groups whose rewards are all equal."""
     rounds: int = 1
     reward_failures: Counter[str] = field(default_factory=Counter)
-    """Reason → trajectories that no function scored."""
+    """Reason → number of trajectories that no function scored."""
     rollout_failures: Counter[str] = field(default_factory=Counter)
     environment_failures: Counter[str] = field(default_factory=Counter)
-    """Reason → conversations whose environment failed."""
+    """Reason → number of conversations whose environment failed."""
     scored: int = 0
-    """Trajectories that have a reward of their own."""
+    """Number of trajectories with a reward of their own."""
     turns: int = 0
-    """Of `trajectories`, with an environment."""
+    """Number of turns of `trajectories`, with an environment."""
     environment_s: float = 0.0
-    """How long conversations waited for their environments, added up."""
+    """Total seconds that conversations waited for their environments."""
     position: tuple[int, int] = (0, 0)
-    """Tasks taken from the data up to this step, and tasks passed over."""
+    """Numbers of tasks taken from the data up to this step, and of skipped tasks."""
 
     @property
     def unscored(self) -> bool:
-        """There were outputs, and none of them could be scored."""
+        """Whether there were outputs, but none of them could be scored."""
         return self.scored == 0 and bool(self.reward_failures or self.environment_failures)
 
 
@@ -81,8 +81,8 @@ class ExperienceMaker:
     """Makes the samples of a step; a function of the weights, the data's position, the step and the seed.
 
     Args:
-        timed: Context manager for a named phase (`rollout`, `reward`), for the record of time.
-        conversations: Rolls out, with an environment; it gives the rewards, too.
+        timed: Context manager for a named phase (`rollout`, `reward`), for the time records.
+        conversations: Rolls out with an environment; it also gives the rewards.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ExperienceMaker:
     def _single_outputs(
         self, rollout: Generator, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
     ) -> Iterable[tuple[Trajectory, float | None]]:
-        """Outputs and their rewards; without those of requests that failed."""
+        """Outputs and their rewards; without those of failed requests."""
         with self._timed("rollout"):
             trajectories = rollout.generate([task.prompt for task in tasks], sampling, self._config.data.n)
         sound = [trajectory for trajectory in trajectories if not trajectory.error and trajectory.token_ids]

@@ -1,4 +1,4 @@
-"""RL post-training from end to end; what `specactor train` and `jobs/train.py` run. The algorithm is in `steps.py`."""
+"""RL post-training end to end; implements `specactor train` and `jobs/train.py`. The algorithm is in `steps.py`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def train(
     """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint).
 
     Args:
-        config: What to train; `run.name` is filled in if it is not set. `plan: auto` and `mode: auto` are resolved in a
-            copy before anything is written or started.
-        display: Shows the steps. Default: all that is known of each, on the console.
-        enough: Asked after every step: whether to end before `trainer.steps`.
+        config: The run; `run.name` is set if it has no value. `plan: auto` and `mode: auto` are resolved in a copy
+            before anything is written or started.
+        display: Shows the steps. Default: all figures of each, on the console.
+        enough: Called after every step; returns whether to end before `trainer.steps`.
 
     Raises:
-        UserError: Something in the configuration, the data or the cluster is wrong; found before anything is started.
-        SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints stand.
+        UserError: The configuration, the data or the cluster are wrong; raised before anything is started.
+        SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints are kept.
     """
     keep_dtype = config.target.dtype == AUTO
     config, lines = refuse_early(config, trains=True)
@@ -81,7 +81,7 @@ def _train(
     enough: Callable[[], bool],
 ) -> TrainOutcome:
     """Start all parts and run the steps."""
-    with stop.shielded():  # what takes seconds, and so comes after the checks
+    with stop.shielded():  # takes seconds, so only after the checks
         from specactor_ray.learner.recipe import make_recipe
         from specactor_ray.rollout.rollout import Rollout
         from specactor_ray.training.experience import ExperienceMaker

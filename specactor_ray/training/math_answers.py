@@ -1,12 +1,12 @@
-"""Whether an answer is mathematically equal to the reference answer; the reward `math`.
+"""Mathematical equality of an answer and the reference answer; the reward `math`.
 
-Parsing and comparing are those of `math-verify`. This module decides what is parsed, and refuses what would take
-long to evaluate: nothing of an output may cost more than a second or so.
+`math-verify` parses and compares. This module selects the parsed part, and refuses expressions that would take long to
+evaluate: no output may cost more than about a second.
 
 - The reference is parsed as the content of one `\\boxed{}`: bare LaTeX such as `2\\sqrt{3}` is read whole.
-- So is the answer: the last `\\boxed{}`, else the whole output or what follows the last "is", ":" or "=", if that is
-  mathematics without prose. Else math-verify looks for delimited LaTeX or a number in the text. LaTeX without
-  delimiters amid prose is no answer: a part of it, the 2 of `2\\sqrt{3}`, would be taken for the whole.
+- The answer is parsed the same way: the last `\\boxed{}`, else the whole output or the text after the last "is", ":" or
+  "=", if that is mathematics without prose. Else math-verify searches delimited LaTeX or a number in the text. LaTeX
+  without delimiters in prose is no answer: a part of it, the 2 of `2\\sqrt{3}`, would be mistaken for the whole.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from sympy.concrete.expr_with_limits import ExprWithLimits
 
 _MAX_CHARS = 600
 _MAX_DEPTH = 30
-"""Of one expression: its length, and how deep its brackets nest; parsing takes time that grows with both."""
+"""Limits of one expression: its length, and the nesting depth of its brackets; parsing time grows with both."""
 _MAX_DIGITS = 100_000
-"""Of the numbers in an expression once it is evaluated."""
+"""Most digits of the numbers in an evaluated expression."""
 _MAX_FACTORED_DIGITS = 200
-"""Of a number under a root or a logarithm, which is factored."""
+"""Most digits of a number under a root or a logarithm, which is factored."""
 _MAX_TERMS = 500
-"""Of a polynomial once it is expanded."""
+"""Most terms of an expanded polynomial."""
 _MAX_ARGUMENT = 10_000
-"""Of factorials, binomials and the like."""
+"""Largest argument of factorials, binomials and similar functions."""
 _PROSE_CHARS = 2_000
-"""End of a text without `\\boxed{}` that is searched."""
+"""Number of last characters searched in a text without `\\boxed{}`."""
 
 _UNEVALUATED = (ExprWithLimits, sympy.Limit, sympy.Derivative)
-"""Sums, products, integrals: an exercise, not its answer."""
+"""Sums, products, integrals: exercises, not answers."""
 _ELEMENTARY = (
     sympy.functions.elementary.trigonometric.TrigonometricFunction,
     sympy.functions.elementary.trigonometric.InverseTrigonometricFunction,
@@ -55,26 +55,26 @@ _DELIMITER = re.compile(r"\$|\\\(|\\\[")
 _COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _LAST_WORD = re.compile(r"(?<=[\s\d}])[A-Za-z]+$")  # a unit
 
-# math-verify's own time limits would replace the alarm of the reward process; it warns that they are off.
+# math-verify's own time limits would replace the alarm of the reward process; its warning that they are off is muted.
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 class UnusableReferenceError(ValueError):
-    """The reference answer of a task is nothing that an answer could be compared with."""
+    """The reference answer of a task cannot be compared with an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A text that was parsed."""
+    """A parsed text."""
 
     expression: Any
     text: str
-    """As normalised by math-verify."""
+    """Text as normalised by math-verify."""
 
 
 def equal_answers(reference: str, output: str) -> bool:
-    """Whether the answer in `output` is equal to `reference`. An output without an answer is not.
+    """Whether the answer in `output` equals `reference`. False for an output without an answer.
 
     Raises:
         UnusableReferenceError: The reference cannot be parsed, or is too large to evaluate.
@@ -93,7 +93,7 @@ def equal_answers(reference: str, output: str) -> bool:
 
 
 def _read(content: str) -> _Read | None:
-    """The content of a `\\boxed{}`, whole."""
+    """Parse the whole content of a `\\boxed{}`."""
     if not content.strip() or len(content) > _MAX_CHARS or _depth(content) > _MAX_DEPTH:
         return None
     return _parsed(f"\\boxed{{{content}}}", _LATEX)
@@ -112,7 +112,7 @@ def _read_answer(output: str) -> _Read | None:
         return _read(last)
     if not _DELIMITER.search(text) and _COMMAND.search(text):
         return None
-    # The first line may have been cut, and a half of a pair of `$` would turn the others inside out.
+    # The first line may be cut, and an unpaired `$` in it would swap the inside and outside of all others.
     tail = "\n".join(lines[1:] if len(text) > _PROSE_CHARS and len(lines) > 1 else lines)
     return _parsed(tail, _TEXT) if _depth(tail) <= _MAX_DEPTH else None
 
@@ -124,7 +124,7 @@ def _parsed(text: str, targets: tuple[Any, ...]) -> _Read | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """Content of the last `\\boxed{}`; None without one, or if it does not end."""
+    """Content of the last `\\boxed{}`; None if there is none or it is not closed."""
     begin = text.rfind("\\boxed")
     if begin < 0:
         return None
@@ -139,7 +139,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _is_bare(text: str) -> bool:
-    """Mathematics without delimiters and without prose, at most with a unit behind it."""
+    """Whether the text is mathematics without delimiters and without prose, with at most a unit behind it."""
     rest = _LAST_WORD.sub("", _COMMAND.sub("#", text)).strip()
     return bool(rest) and not _DELIMITER.search(text) and not re.search(r"[A-Za-z]{2,}|[?!;\n]", rest)
 
@@ -153,12 +153,12 @@ def _depth(text: str) -> int:
 
 
 def _identical(first: Any, second: Any) -> bool:
-    """The same tree; evaluates nothing."""
+    """Whether both are the same tree; evaluates nothing."""
     return type(first) is type(second) and bool(first == second)
 
 
 def _is_too_large(expression: Any) -> bool:
-    """Evaluating it may take long. Reads the tree and evaluates small exponents only."""
+    """Whether evaluation may take long. Reads the tree and evaluates small exponents only."""
     children = expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args
     if isinstance(expression, _UNEVALUATED) or any(_is_too_large(child) for child in children):
         return True
@@ -174,7 +174,7 @@ def _is_too_large(expression: Any) -> bool:
 
 
 def _terms(expression: Any) -> float:
-    """Terms of the expanded expression."""
+    """Number of terms of the expanded expression."""
     if not getattr(expression, "free_symbols", None):
         return 1
     if isinstance(expression, sympy.Mul):
@@ -190,7 +190,7 @@ def _terms(expression: Any) -> float:
 
 
 def _size(expression: Any) -> float:
-    """Absolute value of a small number; 0 for what has symbols, infinity for what may be large."""
+    """Absolute value of a small number; 0 for expressions with symbols, infinity for possibly large ones."""
     if getattr(expression, "free_symbols", None):
         return 0.0
     if _digits(expression) > 30:
@@ -202,7 +202,7 @@ def _size(expression: Any) -> float:
 
 
 def _digits(expression: Any) -> float:
-    """Upper bound of the digits it takes to write down the evaluated expression."""
+    """Upper bound of the number of digits of the evaluated expression."""
     if isinstance(expression, sympy.Rational):
         return 0.302 * (expression.p.bit_length() + (expression.q - 1).bit_length())
     if isinstance(expression, sympy.exp):

@@ -1,4 +1,4 @@
-"""How much memory a training run will take. Estimates in bytes, on the safe side."""
+"""Memory need of a training run. Estimates in bytes, on the safe side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIXES = (
 
 
 def plan_memory(config: Config) -> list[MemoryItem]:
-    """What each part of the run will hold at its peak."""
+    """Peak memory of each part of the run."""
     target, trainer = config.target, config.trainer
     size, text = count_parameters(target.model, target.trust_remote_code)
     plan = plan_rollout_memory(config)
@@ -33,14 +33,14 @@ def plan_memory(config: Config) -> list[MemoryItem]:
     if config.algorithm.kl_coef:
         plan.append(MemoryItem("trainer", "reference model", trainer.ranks * size * _FLOAT32))
     plan.append(MemoryItem("trainer", "activations", trainer.ranks * _activation_bytes(config, text)))
-    # The version in the object store, and the next one while it is handed over.
+    # The version in the object store, and the next one while it is sent.
     plan.append(MemoryItem("object store", "two versions of the weights", 2.0 * size * itemsize_of(target)))
     return plan
 
 
 def _held_by_learner(drafter: DrafterConfig, target: TargetConfig) -> float:
-    """Bytes of a head, of gradients and two moments of all but its embedding, and of the hidden states it learns from;
-    all in float32."""
+    """Bytes of a head, of gradients and two moments of all but its embedding, and of its training hidden states; all in
+    float32."""
     head = empty_head(drafter, target)
     size = sum(parameter.numel() for parameter in head.parameters())
     trained = size - head.embed_tokens.weight.numel()
@@ -49,8 +49,8 @@ def _held_by_learner(drafter: DrafterConfig, target: TargetConfig) -> float:
 
 
 def _activation_bytes(config: Config, text: Any) -> float:
-    """Of one micro-batch: about 34 hidden-sized values per token and layer (Korthikanti et al. 2022, arXiv 2205.05198,
-    eq. 1, in float32 twice their bytes), and four copies of the logits of its output tokens."""
+    """Bytes of one micro-batch: about 34 hidden-sized values per token and layer (Korthikanti et al. 2022, arXiv
+    2205.05198, eq. 1, in float32 twice their bytes), and four copies of the logits of its output tokens."""
     tokens = config.trainer.micro_batch_tokens
     layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
     per_layer = 2 if config.trainer.gradient_checkpointing else 34

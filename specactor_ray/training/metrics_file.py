@@ -1,4 +1,4 @@
-"""The file of a run's records: whole lines only, and none is lost to a disk that is full for a while."""
+"""File of a run's records: whole lines only, and no record is lost while the disk is full."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends records as lines of JSON. Those that cannot be written are kept and tried again with the next."""
+    """Appends records as lines of JSON. Records that cannot be written are kept and written with the next one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.failures = 0
-        """Times that the disk refused."""
+        """Number of failed writes."""
         self.pending: list[dict[str, Any]] = []
         """Records that are not in the file yet, oldest first."""
 
     def append(self, record: Mapping[str, Any]) -> bool:
-        """Write this record and those before it that are not in the file yet. Returns whether all are."""
+        """Write this record and the pending ones. Returns whether all are written."""
         self.pending.append(dict(record))
         return self.flush()
 
     def flush(self) -> bool:
-        """Write what is pending. Returns whether nothing is any more."""
+        """Write the pending records. Returns whether none is left."""
         if not self.pending:
             return True
         try:
@@ -41,7 +41,7 @@ class MetricsFile:
         return True
 
     def _write(self, data: bytes) -> None:
-        """Append all of it in one write, or nothing."""
+        """Append all of `data` in one write, or nothing."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             begin = os.lseek(descriptor, 0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""What a training run writes down: a record a step, shown and kept; at the end a summary, a report and plots."""
+"""Output files of a training run: a record per step, shown and kept; at the end a summary, a report and plots."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
 
 
 class StepRecorder:
-    """Gathers one step after the other.
+    """Records one step after the other.
 
-    A record has `train` (what was learnt: equal for equal seeds, whatever drafts there were), `gap` (log-probabilities
-    of the rollout against the trainer's), `speed`, `seconds` per phase, and `failures`.
+    A record has `train` (training results: equal for equal seeds, regardless of drafts), `gap` (log-probabilities of
+    the rollout against the trainer's), `speed`, `seconds` per phase, and `failures`.
     """
 
     def __init__(self, config: Config, run: TrainingRun, rollout: Rollout, display: TrainingDisplay) -> None:
@@ -52,7 +52,7 @@ class StepRecorder:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
         self._counted: RolloutMetrics | None = None
-        """Counters of the rollout at the beginning of the step, where they were not reset."""
+        """Counters of the rollout at the beginning of the step, if they were not reset."""
         self._watchdog = DrafterWatchdog()
         for record in read_metrics(run.metrics_file) if run.metrics_file.exists() else ():  # a resumed run
             self._watchdog.observe(_counts(record))
@@ -67,10 +67,10 @@ class StepRecorder:
             tracker.close()
 
     def begin(self, step: int) -> None:
-        """A step begins; `step` are done."""
+        """Begin a step; `step` steps are done."""
         if self._began is None:
             self._began = time.perf_counter()
-        if self._config.trainer.max_staleness:  # outputs of this step are under way already
+        if self._config.trainer.max_staleness:  # outputs of this step are in progress already
             self._counted = self._rollout.metrics()
         else:
             self._rollout.reset_metrics()
@@ -78,7 +78,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """The time inside counts for this phase."""
+        """Count the time inside for this phase."""
         self._display.phase(phase)
         begin = time.perf_counter()
         try:
@@ -87,10 +87,10 @@ class StepRecorder:
             self._seconds[phase] += time.perf_counter() - begin
 
     def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None:
-        """The step is done: record it everywhere.
+        """Record a finished step in all outputs.
 
-        A checkpoint is written after its step was recorded, so that none is ahead of the records; its time counts for
-        the next step. What the disk refuses to take is kept and tried again with the next step.
+        A checkpoint is written after its step was recorded, so that no checkpoint is ahead of the records; its time
+        counts for the next step. Records that the disk refuses are kept and written with the next step.
 
         Raises:
             SpecActorError: Another process has taken over the run.
@@ -121,7 +121,7 @@ class StepRecorder:
                 logger.error("step %d was not tracked: %s", step, error)
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
-        """Write summary, report and plots, as far as the disk takes them; nothing once the run was taken over."""
+        """Write summary, report and plots, as far as the disk accepts them; nothing if the run was taken over."""
         self._display.stop()
         if not self._run.lost:
             self._metrics.flush()
@@ -153,7 +153,7 @@ class StepRecorder:
     def _written(self) -> list[dict[str, Any]]:
         try:
             return read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
-        except InputError as error:  # no reason to lose the summary as well
+        except InputError as error:  # the summary is written nevertheless
             logger.error("%s", error)
             return []
 
@@ -224,7 +224,7 @@ class StepRecorder:
 
 
 def _staleness(experience: Experience, version: int) -> dict[str, float]:
-    """How many versions the weights that sampled a token were older than those that it trains, mean and maximum."""
+    """Number of versions between the weights that sampled a token and those trained by it, mean and maximum."""
     tokens = Counter[int]()
     for trajectory in experience.trajectories:
         tokens.update({version - old: own for old, own in trajectory.own_tokens_by_version().items()})

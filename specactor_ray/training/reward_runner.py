@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Scores:
-    """Rewards in the order of the samples, and what went wrong."""
+    """Rewards in the order of the samples, and the failures."""
 
     rewards: list[float | None]
-    """None: no score; the sample is left out of training."""
+    """Reward per sample; None without a score: the sample is left out of training."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Reason → number of samples without a score; they got `reward.failure_value`."""
+    """Reason → number of samples without a score; their reward is `reward.failure_value`."""
 
 
 class RewardRunner:
@@ -44,7 +44,7 @@ class RewardRunner:
         self._pool.__exit__(kind, error, trace)
 
     def score(self, samples: Sequence[RewardSample]) -> Scores:
-        """The reward of every sample; never raises for what a reward function does, or for what ends its process."""
+        """Reward of every sample; never raises for errors of a reward function, or for the end of its process."""
         scores = Scores([self._config.failure_value] * len(samples))
         for index, outcome in enumerate(self._pool.map(samples)):
             reward, reason = outcome or (None, f"its process died {ATTEMPTS} times")

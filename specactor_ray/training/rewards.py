@@ -1,4 +1,4 @@
-"""Reward functions: from one output to a number. A registry, and functions of the user's own by name."""
+"""Reward functions: from one output to a number. A registry, and user functions by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specactor_ray.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """One output, with what is known about its task."""
+    """One output, with the data of its task."""
 
     prompt: Any
     text: str
@@ -29,24 +29,24 @@ class RewardSample:
     finish_reason: str = ""
     max_tokens: int = 0
     response: str = ""
-    """The part of the output that counts as the answer (`reward.answer_pattern`); filled in by the `Scorer`."""
+    """The part of the output that counts as the answer (`reward.answer_pattern`); set by the `Scorer`."""
 
 
 RewardFunction = Callable[[RewardSample], float]
 
 
 def exact_match(sample: RewardSample) -> float:
-    """1.0 where the answer is the reference answer, surrounding white space apart."""
+    """1.0 if the answer is the reference answer, ignoring surrounding white space."""
     return float(sample.response.strip() == _reference(sample).strip())
 
 
 def length(sample: RewardSample) -> float:
-    """Tokens of the output as a share of `sampling.max_tokens`; give it a negative weight to prefer short ones."""
+    """Output tokens as a share of `sampling.max_tokens`; a negative weight prefers short outputs."""
     return len(sample.token_ids) / max(sample.max_tokens, 1)
 
 
 def math_equal(sample: RewardSample) -> float:
-    """1.0 where the answer is mathematically equal to the reference (`math-verify`); see `math_answers`.
+    """1.0 if the answer is mathematically equal to the reference (`math-verify`); see `math_answers`.
 
     Raises:
         UnusableReferenceError: The reference answer cannot be parsed, or is too large to evaluate.
@@ -57,7 +57,7 @@ def math_equal(sample: RewardSample) -> float:
 
 
 def reasoning_gym_score(sample: RewardSample) -> float:
-    """The score in [0, 1] that the task's own scorer gives; partial credit is up to the task."""
+    """Score in [0, 1] of the task's own scorer; partial credit depends on the task."""
     import reasoning_gym
 
     entry = sample.metadata["entry"]
@@ -79,14 +79,14 @@ REWARDS: dict[str, RewardFunction] = {
 NEED_ANSWERS = ("exact_match", "math")
 """Rewards that compare with the reference answer of the task."""
 _NEEDS = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
-"""Reward → the module it imports."""
+"""Reward → the module that it imports."""
 
 
 def find_reward(name: str) -> RewardFunction:
-    """The reward function of this name, or the user's own `package.module:function`.
+    """The reward function with this name, or the user's own `package.module:function`.
 
     Raises:
-        ConfigError: There is none, or what it needs cannot be imported.
+        ConfigError: It does not exist, or a module that it needs cannot be imported.
     """
     if ":" not in name:
         if name not in REWARDS:
@@ -114,7 +114,7 @@ def _require(name: str) -> None:
 def extract_answer(text: str, pattern: str | None) -> str:
     """The last match of `pattern` in `text` (its first group, if it has one); empty without a match.
 
-    Without a pattern: the text, white space stripped.
+    Without a pattern: the text, stripped of white space.
     """
     if pattern is None:
         return text.strip()
@@ -126,7 +126,7 @@ def extract_answer(text: str, pattern: str | None) -> str:
 
 
 class Scorer:
-    """Finds the answer in an output and adds up the configured reward functions, weighted. Raises ConfigError if one of
+    """Finds the answer in an output and sums the configured reward functions, weighted. Raises ConfigError if one of
     them is not available."""
 
     def __init__(self, config: RewardConfig) -> None:
@@ -136,7 +136,7 @@ class Scorer:
         ]
 
     def __call__(self, sample: RewardSample) -> float:
-        """The reward. Raises ValueError when it is not a finite number, and what the functions raise."""
+        """The reward. Raises ValueError if it is not a finite number, and the errors of the functions."""
         sample = replace(sample, response=extract_answer(sample.text, self._pattern))
         reward = sum(weight * float(function(sample)) for weight, function in self._terms)
         if not math.isfinite(reward):
@@ -146,7 +146,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class RewardWork:
-    """What reward processes do: `RewardSample` → reward."""
+    """Work of reward processes: `RewardSample` → reward."""
 
     config: RewardConfig
     name = "reward"

@@ -1,4 +1,4 @@
-"""Where a training run lives, and from which checkpoint it goes on."""
+"""Folder of a training run, and the checkpoint from which it continues."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _MOST_METRICS_BYTES = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A run that is ready to start or to go on."""
+    """A run that is ready to start or continue."""
 
     folder: Path
     store: CheckpointStore
     state: TrainState
     checkpoint: Path | None
-    """To go on from; None starts from `target.model`."""
+    """Checkpoint to continue from; None starts from `target.model`."""
     leases: tuple[RunLease, ...]
-    """Leases of the folders that it alone writes to."""
+    """Leases of the folders that only this run writes to."""
 
     @property
     def metrics_file(self) -> Path:
@@ -50,7 +50,7 @@ class TrainingRun:
 
     @property
     def is_saved(self) -> bool:
-        """Its state can be had again: it is a checkpoint of this run's own, or the very beginning."""
+        """Whether its state can be restored: it is a checkpoint of this run, or the very beginning."""
         return self.state.step == 0 or (self.checkpoint is not None and self.checkpoint.parent == self.store.folder)
 
     def check_lease(self) -> None:
@@ -60,26 +60,26 @@ class TrainingRun:
 
     @property
     def lost(self) -> bool:
-        """Another process has taken over the run."""
+        """Whether another process has taken over the run."""
         return any(lease.lost for lease in self.leases)
 
     def close(self) -> None:
-        """Let others go on with the run. Idempotent."""
+        """Release the run for other processes. Idempotent."""
         for lease in self.leases:
             lease.release()
 
 
 def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM, keep_dtype: bool = False) -> TrainingRun:
-    """Make the run's folder, or find the one to go on in, as `resume` says. Fills in `run.name`. No other process can
-    open the run until it is closed, or its process ends.
+    """Create the run's folder, or find the one to continue in, by `resume`. Sets `run.name`. No other process can open
+    the run until it is closed, or its process ends.
 
     Args:
-        keep_dtype: `target.dtype` was `auto`: a run that is continued keeps its own, which is filled in.
+        keep_dtype: `target.dtype` was `auto`: a continued run keeps its own data type, which is set here.
 
     Raises:
-        ConfigError: The checkpoint is of another model, or of settings that do not fit.
-        InputError: The folder holds another run or is in use by one, cannot be written to, or the checkpoint that was
-            named is not there or damaged.
+        ConfigError: The checkpoint is of another model, or its settings do not fit.
+        InputError: The folder holds another run or is in use by one, cannot be written to, or the named checkpoint is
+            missing or damaged.
     """
     state = TrainState(model=model_facts(config.target), settings=settings_of(config, tasks))
     base = Path(config.run.dir).expanduser()
@@ -137,7 +137,7 @@ def model_facts(target: TargetConfig) -> dict[str, Any]:
 
 
 def _continue(config: Config, folder: Path, store: CheckpointStore, now: TrainState) -> tuple[TrainState, Path | None]:
-    """State and checkpoint of a run that exists; what it did after the checkpoint is removed."""
+    """State and checkpoint of an existing run; its results after the checkpoint are removed."""
     newest = store.newest_sound()
     checkpoint, state = (None, now) if newest is None else (newest[0], _continued(*newest, now))
     store.remove_after(state.step)
@@ -148,10 +148,10 @@ def _continue(config: Config, folder: Path, store: CheckpointStore, now: TrainSt
 
 
 def _continued(checkpoint: Path, saved: TrainState, now: TrainState) -> TrainState:
-    """The saved state, for a run with the settings of now.
+    """The saved state, for a run with the present settings.
 
     Raises:
-        ConfigError: It is of another model, or of settings that do not fit.
+        ConfigError: It is of another model, or its settings do not fit.
     """
     for name, value in now.model.items():
         if saved.model.get(name) != value:
@@ -162,11 +162,11 @@ def _continued(checkpoint: Path, saved: TrainState, now: TrainState) -> TrainSta
 
 
 def _lease_unfinished(config: Config, base: Path, clock: Clock) -> tuple[Path, RunLease] | None:
-    """The run to go on with, and its lease: the one that is named, else the latest in `run.dir` that did not end by
-    itself and that no process is training.
+    """The run to continue, and its lease: the named one, else the latest in `run.dir` that did not end by itself and
+    that no process trains.
 
     Raises:
-        RunInUseError: The one that is named is in use.
+        RunInUseError: The named run is in use.
     """
     if config.run.name is not None:
         folder = base / config.run.name
@@ -190,7 +190,7 @@ def _status(folder: Path) -> str:
 
 
 def _keep_metrics_until(file: Path, step: int) -> None:
-    """Drop the records of steps that will be done again, and a last line that was cut off."""
+    """Drop the records of steps that will be repeated, and an incomplete last line."""
     if not file.exists():
         return
     kept = []

@@ -1,8 +1,8 @@
-"""The right to train in a folder: a lock that dies with its process, and a heartbeat where locks do not reach.
+"""The right to train in a folder: a lock that ends with its process, and a heartbeat where locks have no effect.
 
-The lock file is held by `flock` for the life of a run. A node that shares the folder over a network file system may not
-see that lock, so the holder also writes a beat into the file every few seconds. Whether a run of another host lives is
-judged by watching its beat change, never by comparing the clocks of two hosts.
+The lock file is held by `flock` during the life of a run. A node that shares the folder over a network file system may
+not see that lock, so the holder also writes a beat into the file every few seconds. Whether a run of another host is
+alive is judged by changes of its beat, never by comparing the clocks of two hosts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 _BEAT_S = 5.0
 _EXPIRES_S = 30.0
-"""A beat that does not change for so long is that of a dead run."""
+"""Seconds after which an unchanged beat is that of a dead run."""
 _SETTLE_S = 2.0
-"""For another host that takes over the same lease at the same moment to show."""
+"""Seconds to wait for another host that takes over the same lease at the same moment."""
 _SIZE = 256
-"""Bytes of the file, always the same, so that a beat is one write in place that needs no room on a full disk."""
+"""Bytes of the file, constant, so that a beat is one write in place that needs no space on a full disk."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -41,26 +41,26 @@ class RunInUseError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lease."""
+    """Holder of a lease."""
 
     host: str
     pid: int
     boot: str
-    """Of the host's kernel: equal for all processes that one `flock` reaches."""
+    """Boot id of the host's kernel: equal for all processes that share one `flock`."""
     token: str
-    """Of this holding of the lease."""
+    """Random id of this hold of the lease."""
 
 
 class RunLease:
     """The right to train in a folder, held until `release` or the end of the process.
 
     Args:
-        folder: The folder; made if it is not there.
+        folder: The folder; created if it does not exist.
         key: The configuration key that names it, for messages.
-        clock: Paces the heartbeat, and the look at the heartbeat of another host.
+        clock: Paces the heartbeat, and the checks of another host's heartbeat.
 
     Raises:
-        RunInUseError: Another process has it; names host and process.
+        RunInUseError: Another process has the lease; the message has its host and process.
         OSError: The folder cannot be written to.
     """
 
@@ -75,7 +75,7 @@ class RunLease:
         clock.spawn(self._keep_beating, "run-lease")
 
     def check(self) -> None:
-        """Raise SpecActorError if the lease was taken over, as happens to a process that stood still for long."""
+        """Raise SpecActorError if the lease was taken over, which happens if this process was stopped for long."""
         if self._lost_to is not None:
             raise SpecActorError(
                 f"process {self._lost_to.pid} on {self._lost_to.host} has taken over {self._path.parent}, since this "
@@ -84,11 +84,11 @@ class RunLease:
 
     @property
     def lost(self) -> bool:
-        """Another process trains in the folder now."""
+        """Whether another process trains in the folder now."""
         return self._lost_to is not None
 
     def release(self) -> None:
-        """Let others train in the folder. Idempotent."""
+        """Release the folder for other processes. Idempotent."""
         self._ended.set()
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
@@ -98,7 +98,7 @@ class RunLease:
         os.close(descriptor)
 
     def beat(self) -> None:
-        """Give a sign of life, or find out that the lease was taken over."""
+        """Write a beat, or detect that the lease was taken over."""
         holder = _read(self._path)[1]
         if holder is not None and holder.token != self._me.token:
             self._lost_to = holder
@@ -112,7 +112,7 @@ class RunLease:
             try:
                 if not created:
                     self._refuse_living(descriptor)
-                if not names_open_file(self._path, descriptor):  # its holder released and removed it just now
+                if not names_open_file(self._path, descriptor):  # its holder has just released and removed it
                     os.close(descriptor)
                     continue
                 self._write(descriptor)
@@ -122,7 +122,7 @@ class RunLease:
                 raise
 
     def _open(self) -> tuple[int, bool]:
-        """The lock file, and whether it is new, so that no other process can have it."""
+        """Open the lock file. Returns its descriptor, and whether it is new, so that no other process can have it."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             created = True
@@ -142,9 +142,10 @@ class RunLease:
         return descriptor, created
 
     def _refuse_living(self, descriptor: int) -> None:
-        """Raise if the holder that the file names lives.
+        """Raise if the holder that the file names is alive.
 
-        With the lock in hand a holder on this machine is dead; whether one on another machine is shows in its beat.
+        If this process has the lock, a holder on this machine is dead; the beat shows whether one on another machine
+        is.
         """
         seen, holder = _read(self._path)
         if self._locks and holder is not None and holder.boot == self._me.boot:
@@ -184,7 +185,8 @@ class RunLease:
 
 
 def _read(path: Path) -> tuple[bytes, Holder | None]:
-    """Content of the lock file, and the holder that it names. Opening it makes a network file system ask its server."""
+    """Content of the lock file, and its holder. Opening the file makes a network file system read it from the
+    server."""
     try:
         content = path.read_bytes()
         facts: Any = json.loads(content)

@@ -1,4 +1,4 @@
-"""The settings that a checkpoint was made with, held against those that a run is continued with."""
+"""Comparison of the settings of a checkpoint with those of the run that continues it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POSITION = (
     "data.shuffle",
     "trainer.prompts_per_step",
 )
-"""With another value the saved position would be one in other tasks or in another order."""
+"""Keys for which another value makes the saved position one in other tasks or in another order."""
 _TRAINER = (
     "trainer.learning_rate",
     "trainer.beta1",
@@ -54,7 +54,7 @@ _HARMLESS = (
 
 
 def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
-    """What a run's results depend on, by key; values as JSON has them."""
+    """Settings that determine a run's results, by key; values as in JSON."""
     settings = {key: attrgetter(key)(config) for key in (*_POSITION, *_TRAINER, *_DATA, "trainer.backend")}
     for section in _SECTIONS:
         values = asdict(getattr(config, section))
@@ -65,7 +65,7 @@ def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
         settings["trainer.steps"] = config.trainer.steps
     if config.data.path is not None:
         settings["data.path"] = os.path.normpath(config.data.path) if ":" not in config.data.path else config.data.path
-    for section in ("data", "environment"):  # may hold a token, which does not belong into a checkpoint
+    for section in ("data", "environment"):  # may hold a token, which must not be in a checkpoint
         options = getattr(config, section).options
         settings[f"{section}.options"] = zlib.crc32(json.dumps(options, sort_keys=True, default=str).encode())
     if tasks is not None:
@@ -76,13 +76,13 @@ def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
 
 
 def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to continue where the data's position or the files would not fit; warn by name about all else.
+    """Refuse to continue if the data's position or the files would not fit; warn by name of all other changes.
 
     Args:
-        before: The settings it was made with; keys that are not in it are not compared.
+        before: Settings of the checkpoint; keys that are missing in it are not compared.
 
     Raises:
-        ConfigError: A changed setting makes the checkpoint meaningless; names key, both values and the fix.
+        ConfigError: A changed setting makes the checkpoint unusable; the message has key, both values and the fix.
     """
     changed = {key: (before[key], value) for key, value in now.items() if key in before and before[key] != value}
     for key in (*_POSITION, _TASKS):

@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes checkpoints of the state that the trainer's weights are at.
+    """Writes checkpoints of the state of the trainer's weights.
 
     Args:
         write: Fills a checkpoint's folder with the trainer's files.
-        saved: That state need not be saved.
+        saved: Whether `state` needs no saving.
         check: Raises if this process must not write any more.
     """
 
@@ -29,25 +29,25 @@ class Saver:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.state = state
-        """After the last update that was whole."""
+        """State after the last complete update."""
         self.failures = 0
-        """Checkpoints that could not be written."""
+        """Number of checkpoints that could not be written."""
         self.problem = ""
-        """Why the last one that was wanted is not there; empty if it is."""
+        """Reason why the last wanted checkpoint is missing; empty if it exists."""
         self._store, self._write, self._check = store, write, check
         self._saved_step = state.step if saved else -1
         self._updating = False
 
     def begin_update(self) -> None:
-        """From now on the weights are between two steps, and cannot be saved as either of them."""
+        """Begin an update: from now on the weights are between two steps, and cannot be saved."""
         self._updating = True
 
     def advance(self, state: TrainState) -> None:
-        """The update is whole: the weights are at this state."""
+        """Complete the update: the weights have this state."""
         self.state, self._updating = state, False
 
     def save(self) -> bool:
-        """Save the state unless it is saved. Returns whether it is; `problem` says why not.
+        """Save the state unless it is saved. Returns whether it is; `problem` has the reason if not.
 
         Raises:
             SpecActorError: The trainer failed, or another process has taken over the run.

@@ -1,4 +1,4 @@
-"""Everything about a training run that can be checked before a cluster is touched."""
+"""All checks of a training run that need no cluster."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from specactor_ray.training.run_folder import TrainingRun
 
 
 def prepare(config: Config) -> None:
-    """Fill in what depends on other sections, and refuse what cannot work.
+    """Set values that depend on other sections, and refuse what cannot work.
 
     Raises:
-        ConfigError: A value is out of range, or a reward function or the environment cannot be had or does not fit.
+        ConfigError: A value is out of range, or a reward function or the environment is missing or does not fit.
     """
     validate_training(config)
     generated = (config.data.path or "").startswith("reasoning_gym:")
@@ -48,11 +48,11 @@ def checked_tasks(config: Config) -> TaskStream:
     """The tasks in their order, from the first one on; at least one of them fits the model.
 
     Raises:
-        ConfigError, InputError: See `open_source`; or there is no room for prompts, or no prompt fits, or the chat
-            template does not serve the environment.
+        ConfigError, InputError: See `open_source`; or there is no room for prompts, no prompt fits, or the chat
+            template does not support the environment.
     """
     target, data = config.target, config.data
-    source = open_source(data, config.sampling.seed)  # what is wrong with it shows before the tokenizer is loaded
+    source = open_source(data, config.sampling.seed)  # its errors are reported before the tokenizer is loaded
     needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]
     if needs_answer and source[0].answer is None:
         raise InputError(
@@ -77,7 +77,7 @@ def checked_tasks(config: Config) -> TaskStream:
 
 
 def open_conversations(config: Config) -> Conversations | None:
-    """What rolls out conversations; None without an environment."""
+    """Object that rolls out conversations; None without an environment."""
     if config.environment.name is None:
         return None
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
@@ -85,14 +85,14 @@ def open_conversations(config: Config) -> Conversations | None:
 
 
 def checked_memory(config: Config) -> list[MemoryItem]:
-    """Memory that the run will hold. Raises ConfigError with the numbers if it cannot fit this machine's memory."""
+    """Memory of the run. Raises ConfigError with the numbers if it cannot fit this machine's memory."""
     plan = plan_memory(config)
     check_memory(config, plan, available_bytes(), FIXES)
     return plan
 
 
 def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], console: Console) -> None:
-    """Print what will run, the checkpoint it continues from, and the memory it will use."""
+    """Print the run, the checkpoint it continues from, and its memory need."""
     for item in memory:
         say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
     for line in memory_lines(config, memory):

@@ -1,4 +1,4 @@
-"""Environments that are there: a calculator as a tool, and answers that may be corrected."""
+"""Shipped environments: a calculator as a tool, and answers that may be corrected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specactor_ray.training.environment import Environment, Reply, Turn
 _CALLS = {"calc": r"<calc>(.*?)</calc>", "tool_call": r"<tool_call>\s*(\{.*?\})\s*</tool_call>"}
 """Format → pattern of a call; its group is the expression, or the JSON object with it."""
 _LONGEST = 200
-"""Of an expression, in characters."""
+"""Longest expression, in characters."""
 _LARGEST = 10.0**30
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -28,14 +28,14 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 class Calculator(Environment):
-    """Evaluates the arithmetic that the model asks for. A turn without a call is the answer, which `reward.functions`
-    score.
+    """Evaluates arithmetic expressions in calls of the model. A turn without a call is the answer, which
+    `reward.functions` score.
 
     Args:
         call: `calc`, `<calc>2 * (3 + 4)</calc>`; or `tool_call`, the format of many chat templates:
             `<tool_call>{"name": "calculator", "arguments": {"expression": "2 * 3"}}</tool_call>`.
-        role: Role of the messages with results: `tool` where the chat template has it.
-        max_calls: Most calls that one turn may make.
+        role: Role of the messages with results: `tool` if the chat template has it.
+        max_calls: Most calls in one turn.
     """
 
     def __init__(self, call: str = "calc", role: str = "user", max_calls: int = 4) -> None:
@@ -74,7 +74,7 @@ def evaluate(expression: str) -> str:
     """The value of an arithmetic expression.
 
     Raises:
-        ValueError, SyntaxError: It is none, or too long, or its value is too large.
+        ValueError, SyntaxError: It is not an expression, it is too long, or its value is too large.
         ZeroDivisionError: It divides by zero.
     """
     if len(expression) > _LONGEST:
@@ -106,13 +106,13 @@ def _bounded(value: float) -> float:
 
 
 class Retry(Environment):
-    """Scores each turn by `reward.functions`; after a wrong one it says how many tries are left.
+    """Scores each turn by `reward.functions`; after a wrong answer its message has the number of tries left.
 
     Args:
-        tries: Answers that the model may give.
-        discount: Factor of the reward for each wrong answer before.
-        threshold: An answer with at least this reward is right.
-        message: What is said after a wrong answer; `{left}` is the number of tries left.
+        tries: Most answers of the model.
+        discount: Factor of the reward for each previous wrong answer.
+        threshold: Least reward of a right answer.
+        message: Message after a wrong answer; `{left}` is the number of tries left.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""The steps of training: reads as the algorithm.
+"""The steps of training, written as the algorithm.
 
-It starts nothing and imports neither Ray nor torch: the same code runs around the real parts and around stand-ins.
+This module starts nothing and imports neither Ray nor torch: the same code runs with the real parts and with mocks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEEP = "keep"
-"""Policy of `Rollout.update_weights`: requests of later steps go on with the new weights."""
+"""Policy of `Rollout.update_weights`: requests of later steps continue with the new weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOutcome:
-    """How a training run ended."""
+    """Result of a training run."""
 
     status: str
     """`complete`: all steps are done and their weights are saved. `interrupted`: with a checkpoint, by Ctrl-C or
@@ -44,7 +44,7 @@ class TrainOutcome:
 
 
 class RolloutPart(Protocol):
-    """What the steps need of a `Rollout`."""
+    """Methods of a `Rollout` that the steps use."""
 
     def update_weights(self, weights: WeightSet, policy: str | None = None) -> object: ...
 
@@ -56,7 +56,7 @@ class RolloutPart(Protocol):
 
 
 class TrainerPart(Protocol):
-    """What the steps need of `TrainerRanks`."""
+    """Methods of `TrainerRanks` that the steps use."""
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]: ...
 
@@ -70,13 +70,13 @@ class TrainerPart(Protocol):
 
 
 class MakerPart(Protocol):
-    """What the steps need of an `ExperienceMaker`."""
+    """Methods of an `ExperienceMaker` that the steps use."""
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience: ...
 
 
 class RecordPart(Protocol):
-    """What the steps need of a `StepRecorder`."""
+    """Methods of a `StepRecorder` that the steps use."""
 
     def begin(self, step: int) -> None: ...
 
@@ -88,14 +88,14 @@ class RecordPart(Protocol):
 
 
 class StopPart(Protocol):
-    """What the steps need of a `StopSignal`."""
+    """Methods of a `StopSignal` that the steps use."""
 
     def shielded(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingParts:
-    """What the steps are made of."""
+    """Parts that the steps use."""
 
     config: Config
     rollout: RolloutPart
@@ -103,34 +103,34 @@ class TrainingParts:
     maker: MakerPart
     record: RecordPart
     saver: Saver
-    """Holds the state that training begins at, and later the one it is at."""
+    """Holds the initial state of the training, and later the present one."""
     stop: StopPart
     sampling: SamplingParams
     pupil: str | None
-    """Method of the drafter that the trainer teaches."""
+    """Method of the drafter that the trainer trains; None if it trains none."""
     say: Callable[[str], None]
     """Shows a line to the user."""
     enough: Callable[[], bool] = lambda: False
-    """Asked after every step: whether to end before `trainer.steps`."""
+    """Called after every step; returns whether to end before `trainer.steps`."""
 
 
 def run_steps(parts: TrainingParts) -> TrainOutcome:
-    """Train until `trainer.steps` or an interruption. However it ends, a checkpoint is tried and a summary written.
+    """Train until `trainer.steps` or an interruption. At any end a checkpoint is tried and a summary is written.
 
     Raises:
-        SpecActorError: Something was lost, or the loss stayed non-finite; the summary says `failed` then.
+        SpecActorError: A part was lost, or the loss stayed non-finite; the summary has status `failed` then.
     """
     saver = parts.saver
     try:
-        if saver.state.step:  # the version of the weights is the number of steps they have had
+        if saver.state.step:  # the weight version is the number of steps done
             parts.rollout.update_weights(parts.trainer.export_weights(saver.state.step))
-        saver.save()  # of a run that begins with another run's checkpoint: its first one of its own
+        saver.save()  # the first own checkpoint of a run that begins with another run's
         while saver.state.step < parts.config.trainer.steps:
             _step(parts)
             _refuse_to_learn_nothing(parts)
             if parts.enough():
                 break
-    except KeyboardInterrupt:  # a StopRequested that comes while Ray waits arrives as its base class
+    except KeyboardInterrupt:  # a StopRequested raised during a wait of Ray arrives as its base class
         parts.say(f"interrupted after step {saver.state.step}; saving a checkpoint")
         return _end(parts, "interrupted")
     except Exception as error:
@@ -165,7 +165,8 @@ def _step(parts: TrainingParts) -> None:
 
 
 def _hand_over(parts: TrainingParts, experience: Experience) -> int:
-    """Bring the new weights to the verifiers, and a taught drafter's to its actors. Returns the bytes of the former."""
+    """Send the new weights to the verifiers, and those of a trained drafter to its actors. Returns the former's
+    bytes."""
     rollout, trainer, record, done = parts.rollout, parts.trainer, parts.record, parts.saver.state.step
     taught = None
     if parts.pupil is not None:
@@ -183,12 +184,12 @@ def _hand_over(parts: TrainingParts, experience: Experience) -> int:
 
 
 def _end(parts: TrainingParts, status: str, reason: str = "") -> TrainOutcome:
-    """Save what is not saved and write the summary. Without its last checkpoint no run ends well."""
+    """Save the unsaved state and write the summary. A run without its last checkpoint has failed."""
     saver = parts.saver
     with parts.stop.shielded():
         try:
             problem = "" if saver.save() else saver.problem
-        except SpecActorError as error:  # it may be the trainer that was lost
+        except SpecActorError as error:  # the trainer itself may be lost
             problem = str(error)
         if problem:
             status = "failed"

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes one record a step."""
+    """Receives one record per step."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
@@ -22,13 +22,13 @@ class Tracker(Protocol):
 
 
 def open_trackers(config: Config, folder: Path, first_step: int) -> list[Tracker]:
-    """The trackers that the configuration asks for.
+    """The configured trackers.
 
     Args:
-        first_step: Steps done so far; later records of an earlier attempt are hidden.
+        first_step: Number of steps done so far; later records of an earlier attempt are hidden.
 
     Raises:
-        ConfigError: Weights & Biases is asked for and not installed.
+        ConfigError: Weights & Biases is configured but not installed.
     """
     trackers: list[Tracker] = []
     if config.tracking.tensorboard:
@@ -74,7 +74,7 @@ class _Wandb:
 
 
 def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """`("train/reward_mean", 0.5)` and so on: the numbers of a record with the names of their sections."""
+    """Yield the numbers of a record with the names of their sections, such as `("train/reward_mean", 0.5)`."""
     for section in ("train", "gap", "speed", "seconds"):
         for name, value in record[section].items():
             if isinstance(value, int | float):

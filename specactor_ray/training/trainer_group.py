@@ -1,4 +1,4 @@
-"""The trainer's ranks as Ray actors: where they run, how they start and end."""
+"""The trainer's ranks as Ray actors: their placement, start and end."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from specactor_ray.training.trainer_ranks import TrainerRanks
 class TrainerGroup(TrainerRanks):
     """Places and starts the ranks, and calls them together.
 
-    Ranks with `trainer.cores` or `trainer.gpus` get one placement group; without, they share the cores of this node
-    with the verifiers, since the two work in turns.
+    Ranks with `trainer.cores` or `trainer.gpus` get one placement group; otherwise they share the cores of this node
+    with the verifiers, since trainer and verifiers work in turns.
 
     Args:
-        checkpoint: Folder of the checkpoint to go on from.
+        checkpoint: Folder of the checkpoint to continue from.
 
     Raises:
-        ClusterError: There is no room.
-        ModelLoadError, ConfigError, SpecActorError: As a rank raised it. Nothing is left running.
+        ClusterError: There is no room for the ranks.
+        ModelLoadError, ConfigError, SpecActorError: As raised by a rank. Nothing is left running.
     """
 
     def __init__(self, config: Config, run: str, checkpoint: Path | None = None, calls: Calls | None = None) -> None:
@@ -57,7 +57,7 @@ class TrainerGroup(TrainerRanks):
         self.close()
 
     def close(self) -> None:
-        """End the ranks and give back their room. Idempotent."""
+        """End the ranks and free their resources. Idempotent."""
         ranks = self._ranks
         super().close()
         for rank in ranks:
@@ -109,7 +109,7 @@ class TrainerGroup(TrainerRanks):
         places = self._calls.ask_all(asked)
         address, port = places[0]
         if all(place[0] == address for place in places):
-            address = LOOPBACK  # no other machine takes part
+            address = LOOPBACK  # no other machine is involved
         threads = trainer.cores or max(1, len(os.sched_getaffinity(0)) // trainer.ranks)
         where = str(checkpoint) if checkpoint is not None else None
         specs = [

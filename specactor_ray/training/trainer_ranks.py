@@ -1,4 +1,4 @@
-"""The trainer's ranks, called together and seen as one trainer, wherever they run."""
+"""The trainer's ranks, called together as one trainer, independent of their location."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_DEADLINE = float("inf")
-"""What a rank does may take as long as it gets anywhere: the watch over its progress bounds the wait."""
+"""Deadline of a rank's work: none, since the check of its progress bounds the wait."""
 _POLL_S = 5.0
-"""Between two questions for a rank's progress."""
+"""Seconds between two checks of a rank's progress."""
 _GRACE_S = 10.0
-"""For the other ranks to answer once one has failed; later they are taken to wait for it in a collective."""
+"""Seconds for the other ranks to answer once one has failed; after that they are assumed to wait in a collective."""
 _STOP_S = 5.0
 _VISIBLE_TRIES = 10
-"""Seconds for files of other nodes to show in a shared folder."""
+"""Seconds until files of other nodes are visible in a shared folder."""
 
 
 class TrainerRanks:
@@ -34,10 +34,10 @@ class TrainerRanks:
 
     Every wait ends: with the answers, with the first error of a rank, or when a rank makes no progress. Once ranks may
     be out of step (one is gone or hangs, or one failed and another does not answer) every further call is refused at
-    once; close it then.
+    once; the caller must close it.
 
     Args:
-        ranks: Their handles, in order; each offers the methods of `TrainerActor`.
+        ranks: Handles in order; each has the methods of `TrainerActor`.
         stall_timeout_s: Longest time without progress of a rank.
     """
 
@@ -48,19 +48,19 @@ class TrainerRanks:
         self._numbers = itertools.count(1)
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
-        """Train on the samples of one step; returns the metrics of `PolicyUpdater.update`. A step is done once: for the
-        step that was done last, what it returned is returned again.
+        """Train on the samples of one step; returns the metrics of `PolicyUpdater.update`. A step is done once:
+        repeated calls for the last step return the same result.
 
         Raises:
-            SpecActorError: A rank failed, is gone or hangs; the weights may be anything then.
+            SpecActorError: A rank failed, is gone or hangs; the weights are undefined then.
         """
         shared = self._calls.transport.put(list(samples))
         metrics: dict[str, float] = self._call("update", shared, step, seed)[0]
         return metrics
 
     def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
-        """Let the drafter with `online.where=trainer` learn from the samples of one step, once; returns its weights, if
-        there is a new version of them."""
+        """Train the drafter with `online.where=trainer` on the samples of one step, once; returns its weights, if there
+        is a new version of them."""
         shared = self._calls.transport.put(list(samples))
         weights: WeightSet | None = self._call("teach_drafter", shared, step)[0]
         return weights
@@ -74,7 +74,7 @@ class TrainerRanks:
         """Write the model and the state of all ranks.
 
         Raises:
-            OSError: A rank could not write, or what it wrote is not in the folder as this process sees it.
+            OSError: A rank could not write, or its files are not visible in the folder to this process.
             SpecActorError: A rank failed otherwise, is gone or hangs.
         """
         parts: list[SavedPart] = self._call("save", str(folder), next(self._numbers))
@@ -84,14 +84,14 @@ class TrainerRanks:
         self._refuse_unseen(folder, parts)
 
     def offload(self) -> None:
-        """Give up device memory until `reload`."""
+        """Free device memory until `reload`."""
         self._call("offload")
 
     def reload(self) -> None:
         self._call("reload")
 
     def close(self) -> None:
-        """Ask the ranks to end in order, for a short time. Idempotent."""
+        """End the ranks in order, within a short time. Idempotent."""
         ranks, self._ranks = self._ranks, []
         if self._broken:
             return
@@ -102,7 +102,7 @@ class TrainerRanks:
         return self._call_each(method, [arguments] * len(self._ranks))
 
     def _call_each(self, method: str, arguments: Iterable[Sequence[Any]]) -> list[Any]:
-        """The answers of all ranks, each called with its own arguments."""
+        """Answers of all ranks, each called with its own arguments."""
         if self._broken:
             raise ActorLostError(
                 f"the trainer cannot be used any more: {self._broken}. Fix: start again with resume=auto, which "
@@ -123,7 +123,8 @@ class TrainerRanks:
         return [call.result() for call in calls]
 
     def _cause(self, error: SpecActorError, method: str, calls: Sequence[Call]) -> SpecActorError:
-        """The loss of a rank makes the others fail in their collective, and their errors may be here first."""
+        """Find the first cause: the loss of a rank makes the others fail in their collective, and their errors may
+        arrive first."""
         if not isinstance(error, ActorLostError):
             self._answered(calls, _GRACE_S)
             for rank, call in enumerate(calls):
@@ -132,7 +133,7 @@ class TrainerRanks:
         return error
 
     def _wait(self, method: str, calls: Sequence[Call]) -> None:
-        """Until all ranks have answered.
+        """Wait until all ranks have answered.
 
         Raises:
             SpecActorError: The first error; or a rank makes no progress.
@@ -155,7 +156,7 @@ class TrainerRanks:
         return not left
 
     def _refuse_unseen(self, folder: Path, parts: Sequence[SavedPart]) -> None:
-        """Check that all files that the ranks wrote are here; a network file system may show them a little later."""
+        """Check that all files written by the ranks are visible; a network file system may delay them."""
         for attempt in range(_VISIBLE_TRIES):
             unseen = [
                 (rank, part.node, name)
@@ -175,7 +176,7 @@ class TrainerRanks:
 
 
 class _Watch:
-    """Asks ranks that are at work how far they are, and raises when one does not get any further."""
+    """Reads the progress of working ranks, and raises if one makes none."""
 
     def __init__(self, calls: Calls, ranks: Sequence[Any], stall_timeout_s: float) -> None:
         self.poll_s = min(_POLL_S, stall_timeout_s / 4)
@@ -186,7 +187,7 @@ class _Watch:
         self._asked: dict[int, Call] = {}
 
     def look(self, waiting: Mapping[int, Call], method: str) -> None:
-        """Take the answers that came and ask again; never waits.
+        """Process arrived answers and send new calls; never waits.
 
         Raises:
             ActorLostError: A rank is gone, or made no progress for too long.
@@ -219,7 +220,7 @@ class _Watch:
 
 
 def _explained(error: SpecActorError, rank: int, method: str) -> SpecActorError:
-    """The same error, with the rank that it is about."""
+    """The same error, with its rank."""
     if not isinstance(error, CallError):
         return error
     message = f"trainer rank {rank}, {method}: {error}"

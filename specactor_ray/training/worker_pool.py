@@ -1,10 +1,10 @@
-"""Processes of the driver for functions of the user's, which have nothing to do with Ray, with a limit on their time.
+"""Processes of the driver for user functions, independent of Ray, with a time limit.
 
-Two limits. Inside the process an alarm interrupts Python code after `Work.timeout_s` and keeps the process. What an
-alarm cannot interrupt (native code, a swallowed exception) is cut off with its process some seconds later.
+There are two limits. Inside the process an alarm interrupts Python code after `Work.timeout_s` and keeps the process.
+Code that an alarm cannot interrupt (native code, a swallowed exception) is ended with its process some seconds later.
 
-What happens to the process (out of memory, a crash) says nothing about the request: callers try it again, up to
-`ATTEMPTS` times in all. So a request holds all that its result depends on, and any process takes it.
+The end of a process (out of memory, a crash) has no meaning for the request: callers try it again, up to `ATTEMPTS`
+times in all. So a request holds all inputs of its result, and any process can execute it.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from specactor_ray.training.worker_process import Outcome, Work
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""How often a request whose process died is tried."""
+"""Number of tries of a request whose process dies."""
 _GRACE_S = 5.0
-"""Beyond `Work.timeout_s`, before a process is killed."""
+"""Seconds beyond `Work.timeout_s` after which a process is killed."""
 _START_S = 60.0
-"""Longest time for a fresh process to import what the functions need."""
+"""Longest time for a fresh process to import the modules of the functions."""
 _SEND_S = 10
-"""Longest time until a process takes a request."""
+"""Longest time until a process accepts a request."""
 _POLL_S = 0.2
-"""How often a busy process is looked at."""
+"""Seconds between two checks of a busy process."""
 _LARGE_BYTES = 1 << 30
-"""A process with less memory than this is not killed for it."""
+"""A process with less memory is not killed for it."""
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from specactor_ray.training.worker_process import main; main()"
 
 
 class _Died(Exception):
-    """A worker process has ended, or had to be."""
+    """A worker process has ended, or had to be ended."""
 
 
 class WorkerPool:
-    """Answers requests in so many processes at once; a context manager."""
+    """Answers requests in several processes at once; a context manager."""
 
     def __init__(self, work: Work, workers: int) -> None:
         self.work = work
         self.deaths = 0
-        """Processes that died since the caller set this to 0; the first is logged."""
+        """Number of processes that died since the caller set this to 0; the first is logged."""
         self._processes = [_WorkerProcess(work) for _ in range(workers)]
         self._idle: queue.LifoQueue[_WorkerProcess] = queue.LifoQueue()
         for process in self._processes:
@@ -80,11 +80,11 @@ class WorkerPool:
             process.end()
 
     def submit(self, request: Any) -> Future[Outcome | None]:
-        """Begin a request when a process is free. Its result is None if the process died."""
+        """Begin a request when a process is free. The result is None if the process died."""
         return self._threads.submit(self._answer, request)
 
     def map(self, requests: Sequence[Any]) -> list[Outcome | None]:
-        """The outcome of each request; None where the process died each time."""
+        """Outcome of each request; None if the process died each time."""
         self.deaths, outcomes = 0, list[Outcome | None]([None] * len(requests))
         for _ in range(ATTEMPTS):  # after all others: a machine short of memory may have some by then
             waiting = [index for index, outcome in enumerate(outcomes) if outcome is None]
@@ -93,7 +93,7 @@ class WorkerPool:
         return outcomes
 
     def kill(self) -> None:
-        """Kill the processes, and fail what runs."""
+        """Kill the processes, and fail running requests."""
         for process in self._processes:
             process.kill()
 
@@ -119,8 +119,8 @@ class WorkerPool:
 
 
 class _WorkerProcess:
-    """A worker process (`worker_process.py`), started when it is needed and again after it has died. For one thread at
-    a time; `kill` and `close` for any."""
+    """A worker process (`worker_process.py`), started on demand and again after its death. For one thread at a time;
+    `kill` and `close` for any."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -129,7 +129,7 @@ class _WorkerProcess:
         self._closed, self._lock = False, threading.Lock()
 
     def answer(self, request: Any) -> Outcome:
-        """Raises `_Died`."""
+        """Execute a request. Raises `_Died`."""
         try:
             if self._process is None and (problem := self._start()):
                 self.end()
@@ -145,19 +145,19 @@ class _WorkerProcess:
             raise _Died(str(problem) or "it closed its channel") from None
 
     def kill(self) -> None:
-        """Kill it and all that it started. What waits for it sees it die."""
+        """Kill the process and all processes started by it. Waiting callers get `_Died`."""
         if (process := self._process) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it for good."""
+        """Kill the process permanently."""
         with self._lock:
             self._closed = True
         self.kill()
 
     def end(self) -> None:
-        """Kill it and wait until it is gone."""
+        """Kill the process and wait until it is gone."""
         self.kill()
         if (process := self._process) is not None:
             self._process = None
@@ -165,7 +165,7 @@ class _WorkerProcess:
             process.communicate()
 
     def _start(self) -> str:
-        """Returns why the functions cannot be run, if they cannot."""
+        """Start the process. Returns the reason if the functions cannot be run."""
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
         channel = Connection(ours.detach())
@@ -177,7 +177,7 @@ class _WorkerProcess:
             self._channel = channel
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), *path],
-                stdin=subprocess.PIPE,  # its lifeline
+                stdin=subprocess.PIPE,  # the process ends when this pipe closes
                 pass_fds=[theirs.fileno()],
                 env=_environment(),
                 start_new_session=True,
@@ -189,7 +189,7 @@ class _WorkerProcess:
             return f"the {self._work.name} process did not start within {_START_S:g} s"
 
     def _receive(self, timeout_s: float) -> Any:
-        """What it sends next. Raises `TimeoutError`, and what ends it."""
+        """Next message of the process. Raises `TimeoutError`, and the errors of its end."""
         assert self._process is not None
         end = SYSTEM.now() + timeout_s
         while True:
@@ -197,13 +197,13 @@ class _WorkerProcess:
             if self._channel.poll(_POLL_S):
                 return self._channel.recv()
             ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None and not self._channel.poll(0.0):  # a fork of it holds its end open
+            if ended is not None and not self._channel.poll(0.0):  # a fork of it may keep its end open
                 raise _Died(f"it ended with status {ended.si_status}")
             if SYSTEM.now() > end:
                 raise TimeoutError
 
     def _check_memory(self, pid: int) -> None:
-        """Ray would kill its own workers for the memory that this process takes."""
+        """Raise `_Died` if the process takes too much memory: Ray would kill its own workers instead."""
         try:
             held = psutil.Process(pid).memory_info().rss
         except psutil.Error:

@@ -1,6 +1,6 @@
-"""What runs in a worker process: functions of the user's, request after request, without Ray.
+"""Code of a worker process: user functions, request after request, without Ray.
 
-The process is a fresh interpreter and leads a process group of its own, so a function may fork, start processes or kill
+The process is a fresh interpreter and leads its own process group, so a function may fork, start processes or kill
 itself. The group ends with the process, and with the driver.
 """
 
@@ -17,38 +17,38 @@ from types import FrameType
 from typing import Any, Protocol
 
 Outcome = tuple[Any, str]
-"""What a function returned, or None and why there is nothing."""
+"""Result of a function, or None and the reason if there is none."""
 _MOST_CHARACTERS = 2000
-"""Longest reason in characters: a channel takes it without a reader."""
+"""Longest reason in characters: a channel accepts it without a reader."""
 
 
 class Work(Protocol):
-    """What worker processes do. It is pickled on its way to them."""
+    """Work of worker processes. It is pickled to reach them."""
 
     @property
     def name(self) -> str:
-        """The section of the configuration that it comes from."""
+        """Section of the configuration of the work."""
 
     @property
     def timeout_s(self) -> float:
         """Longest time of one request; the key `timeout_s` of its section."""
 
     def open(self) -> Callable[[Any], Any]:
-        """Import what it needs. Returns what takes a request and returns its result."""
+        """Import the needed modules. Returns a function from request to result."""
 
 
 class TookTooLongError(BaseException):
-    """A function took too long. No `Exception`: those are caught by the libraries that functions use."""
+    """A function took too long. Not an `Exception`, since libraries that functions use catch those."""
 
 
 def main() -> None:
-    """Serve the channel whose descriptor is the first argument. It carries a `Work`, answered by why it cannot be done
-    (empty if it can), then requests, each answered by an `Outcome`."""
+    """Serve the channel whose descriptor is the first argument. It carries a `Work`, answered by the reason if it
+    cannot be done (else empty), then requests, each answered by an `Outcome`."""
     channel = Connection(int(sys.argv[1]))
     del sys.argv[1:]
     _end_with_driver()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")  # as Ray's workers: short of memory, the kernel takes these first
+        file.write("1000")  # as for Ray's workers: the kernel kills these first when memory is short
     pid, work = os.getpid(), channel.recv()
     try:
         function = work.open()
@@ -59,7 +59,7 @@ def main() -> None:
     with contextlib.suppress(EOFError):
         while True:
             outcome = answer(function, channel.recv(), work)
-            if os.getpid() != pid:  # a fork by the function that came back
+            if os.getpid() != pid:  # a fork in the function that returned
                 os._exit(0)
             channel.send(outcome)
 

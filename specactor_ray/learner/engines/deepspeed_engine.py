@@ -28,7 +28,7 @@ _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks meet."""
+    """Meeting point of the ranks."""
 
     rank: int
     world_size: int
@@ -39,15 +39,15 @@ class Rendezvous:
 def join(rendezvous: Rendezvous, device: torch.device) -> None:
     """Set the environment that DeepSpeed reads, and join the process group (gloo on CPUs, NCCL on GPUs).
 
-    There is no authentication: any process that reaches the port takes part. So it is opened at `rendezvous.address`
-    alone, not on all interfaces as torch does by itself; ranks that meet at `LOOPBACK` talk over no other interface.
+    There is no authentication: any process that reaches the port can take part. So it is opened at `rendezvous.address`
+    only, not on all interfaces as torch does by default; ranks that meet at `LOOPBACK` use no other interface.
 
     Raises:
         ConfigError: DeepSpeed is not installed.
     """
     os.environ.update(
         RANK=str(rendezvous.rank),
-        LOCAL_RANK="0",  # Ray shows every rank its own GPU as the first one
+        LOCAL_RANK="0",  # Ray makes the GPU of every rank its first one
         WORLD_SIZE=str(rendezvous.world_size),
         MASTER_ADDR=rendezvous.address,
         MASTER_PORT=str(rendezvous.port),
@@ -63,7 +63,7 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
         raise ConfigError("trainer.backend", "DeepSpeed is not installed.", fix) from None
     # On CPUs DeepSpeed would compile collectives over shared memory, with g++ for a minute; gloo has its own.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # DeepSpeed calls collectives by names that newer torch renames, which users cannot change.
+    # DeepSpeed calls collectives by names that newer torch deprecates, which users cannot change.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*deprecated", category=FutureWarning)
     backend = "gloo" if device.type == "cpu" else "nccl"
     torch.distributed.init_process_group(
@@ -73,7 +73,7 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
 
 
 def _store(rendezvous: Rendezvous) -> Any:
-    """Where the ranks find each other; the first one serves it."""
+    """Store for the rendezvous of the ranks; the first rank serves it."""
     where, listening = (rendezvous.address, rendezvous.port), None
     if rendezvous.rank == 0:
         family = socket.AF_INET6 if ":" in rendezvous.address else socket.AF_INET
@@ -89,9 +89,9 @@ class DeepSpeedEngine:
     """ZeRO stage 1, 2 or 3 over a float32 policy.
 
     Args:
-        policy: The whole policy; stage 3 keeps a share of it in each rank and frees the rest. (Making it in pieces, by
-            `zero.Init`, does not go together with how transformers loads.)
-        rendezvous: This rank's place; `join` was called with it.
+        policy: The whole policy; stage 3 keeps a share of it in each rank and frees the rest. (Creating it in pieces,
+            by `zero.Init`, is incompatible with the way transformers loads.)
+        rendezvous: Meeting point of this rank; `join` was called with it.
         progress: Counts micro-batches, optimizer steps and files.
     """
 
@@ -122,7 +122,7 @@ class DeepSpeedEngine:
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over the ranks; the parts of the loss are to be added.
+        # DeepSpeed averages over the ranks; the parts of the loss must be summed.
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
         if not last:
             self._engine.step()
@@ -137,10 +137,10 @@ class DeepSpeedEngine:
         return float(norm if norm is not None else 0.0)
 
     def skip(self) -> None:
-        """Forget the gradients, reduced and not."""
+        """Drop the gradients, reduced and not."""
         optimizer = self._engine.optimizer
         optimizer.zero_grad()
-        # Where ZeRO keeps this rank's share between backward and step.
+        # Place of this rank's share between backward and step under ZeRO.
         getattr(optimizer, "averaged_gradients", {}).clear()
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-        """While inside, these parameters are whole in every rank; all ranks enter together."""
+        """Inside, these parameters are whole in every rank; all ranks enter together."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
@@ -163,11 +163,11 @@ class DeepSpeedEngine:
             self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        """Take up what `save` wrote, with as many ranks and the same stage.
+        """Restore the files of `save`, with the same number of ranks and the same stage.
 
         Raises:
-            FileNotFoundError: There is none, or one of another number of ranks.
-            InputError: A file in it names code to run. Nothing of that was run.
+            FileNotFoundError: There are no files, or they are of another number of ranks.
+            InputError: A file names code to run. None of it was run.
         """
         try:
             with _data_only():
@@ -198,8 +198,8 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def _files_through(self, writer: PartWriter) -> Iterator[None]:
-        """While inside, what DeepSpeed saves goes through the writer: between two files it has barriers, where a rank
-        that raised would leave the others for ever."""
+        """Inside, DeepSpeed saves through the writer: it has barriers between two files, where a rank that raised would
+        block the others forever."""
         files = self._engine.checkpoint_engine
         save = files.save
 
@@ -208,7 +208,7 @@ class DeepSpeedEngine:
                 save(state_dict, path)
 
         files.save = save_one
-        # Rank 0 copies a script beside its shares, which a whole model in `weights/` makes superfluous.
+        # Rank 0 copies a script beside its shares, which is superfluous with the whole model in `weights/`.
         self._engine._copy_recovery_script = lambda folder: None
         try:
             yield
@@ -223,8 +223,8 @@ class DeepSpeedEngine:
 
 @contextlib.contextmanager
 def _data_only() -> Iterator[None]:
-    """DeepSpeed loads checkpoints in the way that runs whatever code they name. While inside, `torch.load` takes data
-    and the three classes that DeepSpeed puts beside it."""
+    """DeepSpeed loads checkpoints in the mode that runs any code they name. Inside, `torch.load` accepts only data and
+    the three classes that DeepSpeed adds."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -242,7 +242,7 @@ def _data_only() -> Iterator[None]:
 
 
 def _settings(config: TrainerConfig, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration. The batch size is a formality: we accumulate and step ourselves."""
+    """DeepSpeed's own configuration. Its batch size has no effect: this engine accumulates and steps by itself."""
     return {
         "train_batch_size": world_size,
         "train_micro_batch_size_per_gpu": 1,

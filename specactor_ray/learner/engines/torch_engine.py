@@ -70,17 +70,17 @@ class TorchEngine:
 
     @contextlib.contextmanager
     def gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-        """While inside, these parameters are whole in this process."""
+        """Inside, these parameters are whole in this process."""
         yield
 
     def save(self, folder: Path, writer: PartWriter) -> None:
-        """Write what training needs beside the weights: the optimizer's state, and the value head."""
+        """Write the training state besides the weights: the optimizer's state, and the value head."""
         state = {"optimizer": self._optimizer.state_dict(), "heads": self.policy.heads()}
         with writer.writing(folder / _STATE_FILE):
             torch.save(state, folder / _STATE_FILE)
 
     def load(self, folder: Path) -> None:
-        """Take up what `save` wrote; the model's weights were loaded already."""
+        """Restore the files of `save`; the model's weights were loaded already."""
         state = torch.load(folder / _STATE_FILE, map_location=self.device, weights_only=True)
         self._optimizer.load_state_dict(state["optimizer"])
         self.policy.load_heads(state["heads"])
@@ -93,7 +93,7 @@ class TorchEngine:
         self._move_state(self.device)
 
     def close(self) -> None:
-        """Nothing to end in a single process."""
+        """No operation for a single process."""
 
     def _move_state(self, device: torch.device) -> None:
         for state in self._optimizer.state.values():
@@ -103,7 +103,7 @@ class TorchEngine:
 
 
 def parameter_groups(policy: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters in two groups: matrices, which decay, and norms and biases, which do not."""
+    """Parameters in two groups: matrices, with weight decay, and norms and biases, without."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     dims = [getattr(parameter, "ds_shape", parameter.shape) for parameter in trained]
     decayed = [parameter for parameter, shape in zip(trained, dims, strict=True) if len(shape) >= 2]
@@ -114,7 +114,7 @@ def parameter_groups(policy: torch.nn.Module, weight_decay: float) -> list[dict[
 
 @contextlib.contextmanager
 def autocast(device: torch.device, dtype: str) -> Iterator[None]:
-    """bfloat16 arithmetic while inside, or float32 as it is."""
+    """Inside, arithmetic is in bfloat16, or unchanged in float32."""
     if dtype == "float32":
         yield
         return
