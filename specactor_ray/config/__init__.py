@@ -1,6 +1,6 @@
 """Configuration: typed sections, strict loading (defaults < YAML file < dotlist overrides).
 
-The sections (`schema.py`) need nothing; OmegaConf comes with the first use of a name of this package.
+The sections (`schema.py`) have no dependencies; OmegaConf is imported with the first use of a name of this package.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from specactor_ray.errors import InputError
 
 @dataclass(frozen=True)
 class KeyDoc:
-    """What is known of one key."""
+    """Type, default and meaning of one key."""
 
     key: str
     """Dotted key; an element of a list of sections is written `drafters.N`."""
@@ -32,7 +32,7 @@ class KeyDoc:
 
 
 def describe(config_class: type = Config, prefix: str = "") -> Iterator[KeyDoc]:
-    """All keys of a section and of the sections in it, in the order of the schema (sections themselves left out)."""
+    """All keys of a section and of its subsections, in the order of the schema (sections themselves left out)."""
     hints, docs = field_types(config_class), attribute_docstrings(config_class)
     for field in fields(config_class):
         key, annotation = prefix + field.name, hints[field.name]
@@ -46,11 +46,11 @@ def describe(config_class: type = Config, prefix: str = "") -> Iterator[KeyDoc]:
 
 
 def matching_keys(words: Sequence[str]) -> list[KeyDoc]:
-    """Keys that contain one of the words, whatever their case, or all keys without any; where no key does, those whose
-    meaning does.
+    """Keys that contain one of the words, ignoring case, or all keys if there are no words; if no key matches, those
+    whose meaning contains one.
 
     Raises:
-        InputError: Neither does.
+        InputError: No key and no meaning matches.
     """
     keys, wanted = list(describe()), [word.lower() for word in words]
     if not wanted:
@@ -73,14 +73,14 @@ def field_types(config_class: type) -> Mapping[str, Any]:
 
 
 def default_of(field: Field[Any]) -> Any:
-    """The default of a dataclass field, made by its factory where it has one; None without a default."""
+    """The default of a dataclass field, from its factory if it has one; None without a default."""
     if field.default_factory is not MISSING:
         return field.default_factory()
     return None if field.default is MISSING else list(field.default) if field.default == () else field.default
 
 
 def list_element(annotation: Any) -> Any:
-    """The element type of `list[...]` and `tuple[..., ...]`, or None for any other annotation."""
+    """Element type of `list[...]` and `tuple[..., ...]`; None for any other annotation."""
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) in (list, tuple) else None
 
 
@@ -93,7 +93,7 @@ def without_none(annotation: Any) -> tuple[Any, bool]:
 
 
 def type_in_words(annotation: Any) -> str:
-    """The values an annotation allows, for messages and help."""
+    """Values that an annotation allows, in words for messages and help."""
     inner, optional = without_none(annotation)
     null = ", auto or null" if inner in (int, float) else ", or null"
     suffix = null if optional else ""

@@ -1,4 +1,4 @@
-"""The record of a draft method: its section of the configuration with everything derived."""
+"""The record of a draft method: its section of the configuration with all derived values."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from specactor_ray.draft import registry
 from specactor_ray.draft.proposer import Proposer, Traits
 
 WINDOW = 8
-"""Where `speculation.window` is `auto` and there are no branches."""
+"""Draft window if `speculation.window` is `auto` and there are no branches."""
 _BRANCHING_WINDOW = 16
-"""The same where there are."""
+"""The same with branches."""
 
 
 @dataclass
 class DrafterSpec(DrafterConfig):
-    """A draft method as actors, links and seats hold it."""
+    """A draft method, as used by actors, links and seats."""
 
     window: int = WINDOW
-    """Draft window: its own, else the common one, else that of `auto`."""
+    """Draft window: that of the section, else the common one, else that of `auto`."""
     max_batch: int = 16
-    """Most requests it drafts for at once: its own, else all that the verifiers it serves run at once."""
+    """Most requests drafted for at once: that of the section, else all that its verifiers run at once."""
     branches: int = 0
-    """Most branches of a request; 0 where its proposers cannot branch, or nothing is verified while they draft."""
+    """Most branches of a request; 0 if its proposers cannot branch, or nothing is verified while they draft."""
     traits: Traits = Proposer.traits
-    """What its proposers are."""
+    """Properties of its proposers."""
 
 
 def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
-    """Method → its record, in the order of the configuration; none in mode `plain`.
+    """Method → its record, in the order of the configuration; empty in mode `plain`.
 
     Raises:
-        ConfigError: The class of a user's own method cannot be imported or contradicts its section; the key is named.
+        ConfigError: The class of a user's own method cannot be imported or contradicts its section; the message has the
+        key.
     """
     if config.mode is ModeName.plain:
         return {}
@@ -49,7 +50,7 @@ def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
 
 
 def unused_branches(config: Config) -> str:
-    """A warning where `speculation.branches` is set and no drafter branches, else empty. Raises as `drafter_specs`."""
+    """A warning if `speculation.branches` is set and no drafter branches, else empty. Raises as `drafter_specs`."""
     specs = drafter_specs(config).values()
     if not config.speculation.branches or not specs or any(spec.branches for spec in specs):
         return ""
@@ -60,8 +61,8 @@ def unused_branches(config: Config) -> str:
 def drafter_spec(
     key: str, drafter: DrafterConfig, window: int | None, max_batch: int, branches: int | None = 0
 ) -> DrafterSpec:
-    """The record of a section at `key`; `window` and `max_batch`: where it has none; `branches`: where they can branch;
-    None: `auto`. Raises as `drafter_specs`."""
+    """The record of a section at `key`. `window` and `max_batch` are used if it sets none, `branches` if its proposers
+    can branch; None stands for `auto`. Raises as `drafter_specs`."""
     traits = registry.traits(drafter.method, f"{key}.method")
     reject_keys_against_traits(drafter, key, traits)
     if not traits.branches:

@@ -1,4 +1,4 @@
-"""Where each draft method runs: inside the verifiers, or as draft actors. Derived from other keys."""
+"""Placement of each draft method: inside the verifiers, or as draft actors. Derived from other keys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from specactor_ray.draft.registry import traits
 
 
 def is_hosted(drafter: DrafterConfig, mode: ModeName, key: str = "drafters.N") -> bool:
-    """Whether verifiers draft by the method of this section, at `key`, themselves; else it has draft actors. `auto` is
-    taken for `decoupled`.
+    """Whether the method of this section, at `key`, drafts inside the verifiers; else it has draft actors. `auto` is
+    read as `decoupled`.
 
     Raises:
         ConfigError: A user's own method cannot be imported.
@@ -19,17 +19,17 @@ def is_hosted(drafter: DrafterConfig, mode: ModeName, key: str = "drafters.N") -
 
 
 def inline_drafters(config: Config) -> list[DrafterConfig]:
-    """The sections of the methods that every verifier drafts by itself, in the order of the configuration."""
+    """Sections of the methods that draft inside every verifier, in the order of the configuration."""
     if config.mode is ModeName.plain:
         return []
     return [one for one in config.drafters if one.replicas and is_hosted(one, config.mode)]
 
 
 def acting_drafters(config: Config) -> list[DrafterConfig]:
-    """The sections of the methods with draft actors, those without any now included."""
+    """Sections of the methods with draft actors, including those with none now."""
     return [] if config.mode is ModeName.plain else [one for one in config.drafters if not is_hosted(one, config.mode)]
 
 
 def draft_actors(config: Config) -> dict[str, int]:
-    """Method → draft actors to begin with."""
+    """Method → number of draft actors at the start."""
     return {one.method: one.replicas for one in acting_drafters(config)}

@@ -46,7 +46,7 @@ REFUSED = {
     "enable_sleep_mode": "`Rollout.sleep` needs it on GPUs, and CPUs have none",
     "generation_config": "`sampling` holds how tokens are chosen",
 }
-"""Argument → why it cannot be set."""
+"""Argument → reason why it cannot be set."""
 
 
 def reject_engine_arguments(config: Config) -> None:

@@ -1,4 +1,5 @@
-"""What `${...}` stands for, and which values came from the environment, so that none of them is written down."""
+"""Resolution of `${...}`, and record of the values that came from the environment, so that none is written to a
+file."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from specactor_ray.errors import ConfigError, clipped
 KeyPath = tuple[str | int, ...]
 _IS_2_3 = version("omegaconf").startswith("2.3.")
 _register: Any = getattr(OmegaConf, "register_new_resolver" if _IS_2_3 else "register_resolver")
-"""2.3 has something else under the name of 2.4."""
+"""OmegaConf 2.3 has another function under the name of 2.4."""
 _FIX = "mend it, or what it refers to."
 
 
 def texts(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Path and text of every text in dicts and lists."""
+    """Yield path and value of every text in dicts and lists."""
     if isinstance(tree, str):
         yield path, tree
     elif isinstance(tree, dict | list):
@@ -35,11 +36,11 @@ def references(tree: Any) -> list[tuple[KeyPath, str]]:
 
 
 def resolve(tree: Any, node: Any) -> dict[KeyPath, str]:
-    """Resolve every reference in `tree`, what the user wrote, once in `node`, the OmegaConf configuration made of it.
-    Returns path → text of those that read the environment, directly or by what they refer to.
+    """Resolve every reference in `tree`, which the user wrote, once in `node`, the OmegaConf configuration made of it.
+    Returns path → text of those that read the environment, directly or through other references.
 
     Raises:
-        ConfigError: One cannot be resolved, or stands for a value of the wrong type.
+        ConfigError: A reference cannot be resolved, or stands for a value of the wrong type.
     """
     reads: list[str] = []
 
@@ -61,7 +62,7 @@ def resolve(tree: Any, node: Any) -> dict[KeyPath, str]:
 
 
 def _resolve_one(node: Any, path: KeyPath, text: str) -> None:
-    """The errors of OmegaConf quote what it has resolved so far, which may be a secret."""
+    """Resolve one reference. The errors of OmegaConf quote values resolved so far, which may be secrets."""
     try:
         value = value_at(node, path)
         if OmegaConf.is_config(value):
@@ -73,7 +74,7 @@ def _resolve_one(node: Any, path: KeyPath, text: str) -> None:
 
 
 def without_values(error: ConfigError, tree: Any) -> ConfigError:
-    """The error, without the value where it is that of a reference: it names the reference instead."""
+    """The error with the text of a reference in place of its value."""
     key = f"{error.key}."
     for path, text in references(tree):
         other = f"{dotted(path)}."
@@ -88,7 +89,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def value_at(node: Any, path: KeyPath) -> Any:
-    """What stands at a path of keys and indices in sections, dicts and lists, OmegaConf's or plain."""
+    """Value at a path of keys and indices in sections, dicts and lists, OmegaConf's or plain."""
     for part in path:
         node = getattr(node, str(part)) if is_dataclass(node) else node[part]
     return node

@@ -1,7 +1,7 @@
 """Strict loading: defaults < YAML file < dotlist overrides, then type and range checks.
 
-What the user wrote is gathered in one plain tree (dicts and lists) that is compared with the dataclasses of
-`schema.py` key by key, so that every message can name the full key as it was written, list index included.
+The user's settings are gathered in one plain tree (dicts and lists), which is compared with the dataclasses of
+`schema.py` key by key, so that every message has the full key as it was written, including list indices.
 OmegaConf then converts the values (`"2"` for an integer, names for enums) and resolves `${...}` references.
 """
 
@@ -36,17 +36,17 @@ _FROM_ENVIRONMENT = "_from_environment"
 (its `${...}` text, its value)."""
 _MOST_LEVELS = 32
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, ValueError)
-"""What PyYAML and OmegaConf raise for texts that are no values: a number of thousands of digits, a tag of no value."""
+"""Errors of PyYAML and OmegaConf for invalid texts: a number of thousands of digits, a tag without a value."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The checked configuration: the defaults, changed by the file, changed by the overrides.
+    """Load and check the configuration: the defaults, changed by the file, changed by the overrides.
 
     Args:
-        path: A YAML file, or the name of a shipped configuration (`local_cpu`); None takes the defaults.
+        path: A YAML file, or the name of a shipped configuration (`local_cpu`); None means the defaults.
         overrides: `key=value` items, the value in YAML: `target.max_batch=8`, `drafters.0.replicas=2`,
-            `drafters=[{method: ngram}]`. The last one of a key wins. A list replaces the one that is there; a mapping
-            for a section (`target={cores: 2}`) changes the keys it names and keeps the others.
+            `drafters=[{method: ngram}]`. The last one of a key wins. A list replaces the existing one; a mapping for a
+            section (`target={cores: 2}`) changes its keys and keeps the others.
 
     Raises:
         ConfigError: A file cannot be read, a key is unknown, a value is of the wrong type or out of range, or
@@ -62,7 +62,7 @@ def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
     """Like `load_config`, from nested dicts and lists in place of a file. `settings` is not changed.
 
     Raises:
-        ConfigError: As for `load_config`.
+        ConfigError: As in `load_config`.
     """
     tree = _checked_tree(settings, overrides, Config)
     config, read = _convert(tree, Config)
@@ -87,7 +87,7 @@ def load_as(
     Shipped files of this schema are in `folder` of `conf`.
 
     Raises:
-        ConfigError: As for `load_config`.
+        ConfigError: As in `load_config`.
     """
     settings = _read_yaml(source, folder) if isinstance(source, Path) else source
     return _convert(_checked_tree(settings, overrides, schema), schema)[0]
@@ -108,9 +108,9 @@ def _checked_tree(settings: Mapping[str, Any], overrides: Sequence[str], schema:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML, defaults included; `load_config` of it gives an equal configuration.
+    """The whole configuration as YAML, including defaults; `load_config` of it gives an equal configuration.
 
-    What came from the environment (`${oc.env:TOKEN}`) is written as it was read, not as the secret that it may be.
+    Values from the environment (`${oc.env:TOKEN}`) are written as references, since they may be secrets.
     """
     tree = _literal(_plain(config))
     for path, (reference, value) in getattr(config, _FROM_ENVIRONMENT, {}).items():
@@ -121,7 +121,7 @@ def to_yaml(config: Config) -> str:
 
 
 def _literal(value: Any) -> Any:
-    """Plain values such that OmegaConf takes no text of theirs for a reference."""
+    """Plain values in which OmegaConf reads no text as a reference."""
     if isinstance(value, dict):
         return {key: _literal(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -130,7 +130,7 @@ def _literal(value: Any) -> Any:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write `to_yaml(config)` so that the file is either complete or as it was before. Only its owner may read it.
+    """Write `to_yaml(config)` atomically: the file is either complete or unchanged. Only its owner may read it.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -155,7 +155,7 @@ def _read_yaml(path: Path, folder: str = "") -> Tree:
     except OSError as error:
         if error.errno is not None:
             raise ConfigError(where, f"cannot be read: {error.strerror}.") from None
-        container = None  # OmegaConf's word for a file that holds a single number
+        container = None  # OmegaConf reads a file with a single number as such
     except _UNREADABLE as error:
         raise ConfigError(where, f"not valid YAML: {yaml_problem(error)}.", "mend that line.") from None
     if not OmegaConf.is_dict(container):
@@ -176,13 +176,13 @@ def yaml_problem(error: Exception) -> str:
     """`line 3, column 7: found duplicate key mode`, without the parser's multi-line report."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = str(getattr(error, "problem", None) or error).splitlines()[0].partition(";")[0].rstrip(".")
-    if isinstance(error, AttributeError | LookupError):  # of PyYAML, at !!timestamp or !!bool before something else
+    if isinstance(error, AttributeError | LookupError):  # of PyYAML, at !!timestamp or !!bool before another value
         problem = "a tag does not fit its value"
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else clipped_text(problem)
 
 
 def _to_tree(settings: Any) -> Tree:
-    """Plain dicts and lists with text keys; `${...}` references stay as they are."""
+    """Convert to plain dicts and lists with text keys; `${...}` references are kept."""
     plain: Any = OmegaConf.to_container(settings) if OmegaConf.is_config(settings) else settings
     return {str(key): _plain(value) for key, value in plain.items()}
 
@@ -200,7 +200,7 @@ def _plain(value: Any, levels: int = _MOST_LEVELS) -> Any:
 
 
 def _apply_override(tree: Tree, item: str, schema: type) -> None:
-    """Set one `key=value` in the tree; mappings are merged into the section that is there."""
+    """Set one `key=value` in the tree; mappings are merged into the existing section."""
     key, separator, text = item.partition("=")
     key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
     if not separator:
@@ -217,7 +217,7 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
 
 
 def _what_was_meant(item: str) -> str:
-    """How to write an argument that is no `key=value`."""
+    """Advice for an argument that is not `key=value`."""
     short = clipped_text(item)
     if item in shipped_names() or item.endswith((".yaml", ".yml")):
         return f"write --config {short}."
@@ -245,8 +245,8 @@ def _merged(old: Tree, new: Tree) -> Tree:
 
 
 def _holder_of(tree: Tree, parts: list[str], schema: type) -> tuple[Any, Any]:
-    """The dict or list that holds the last part of a key, and that part as its key or index. Sections that the
-    user has not written yet are made; list elements are not."""
+    """The dict or list that holds the last part of a key, and that part as its key or index. Sections that the user has
+    not written are created; list elements are not."""
     node: Any = tree
     for number, part in enumerate(parts):
         is_last = number == len(parts) - 1
@@ -275,7 +275,7 @@ def _index(values: list[Any], key: str, part: str) -> int:
 
 
 def _default_container(parts: list[str], schema: type) -> Any:
-    """An empty section, or the default elements where the schema has a list at this key."""
+    """An empty section, or the default elements if the schema has a list at this key."""
     section = _annotation(parts[:-1], schema)
     if is_dataclass(section) and list_element(_annotation(parts, schema)) is not None:
         field = next(field for field in fields(section) if field.name == parts[-1])
@@ -284,7 +284,7 @@ def _default_container(parts: list[str], schema: type) -> Any:
 
 
 def _annotation(parts: list[str], schema: type) -> Any:
-    """The annotation of a key; None where the schema has no such key."""
+    """The annotation of a key; None if the schema has no such key."""
     annotation: Any = schema
     for part in parts:
         if list_element(annotation) is not None:  # `part` is the index of an element
@@ -339,8 +339,8 @@ def _as_list(value: Any, key: str, element: type) -> list[Any]:
 
 
 def _as_word(annotation: Any, value: Any) -> Any:
-    """What was meant where YAML reads another thing: it takes an unquoted `off` or `on` of a choice for a truth value,
-    and `auto` for a number is null, its default."""
+    """Correct values that YAML reads differently: it reads an unquoted `off` or `on` of a choice as a truth value;
+    `auto` for a number is null, its default."""
     kind, optional = without_none(annotation)
     if value == AUTO and optional and kind in (int, float):
         return None
@@ -352,12 +352,12 @@ def _as_word(annotation: Any, value: Any) -> Any:
 
 @functools.cache
 def _probe(section: type, name: str) -> Any:
-    """A structure of this one key alone: merging into the whole section copies all of it."""
+    """A structure of this key only: merging into the whole section copies all of it."""
     return OmegaConf.structured(make_dataclass("Probe", [(name, field_types(section)[name], MISSING)]))
 
 
 def _check_value(section: type, name: str, annotation: Any, value: Any, key: str) -> None:
-    # OmegaConf takes any number for a truth value; 2 is more likely a slip.
+    # OmegaConf accepts any number as a truth value; 2 is more likely a mistake.
     wrong = without_none(annotation)[0] is bool and isinstance(value, int | float) and value not in (0, 1)
     try:
         OmegaConf.merge(_probe(section, name), {name: value})
@@ -374,7 +374,7 @@ def _check_value(section: type, name: str, annotation: Any, value: Any, key: str
 
 @functools.cache
 def _defaults(schema: Any) -> Any:
-    node = OmegaConf.structured(schema)  # of `Config` 20 ms; a copy takes 3
+    node = OmegaConf.structured(schema)  # takes 20 ms for `Config`; a copy takes 3
     for name in node:
         if OmegaConf.is_config(section := node._get_node(name)):
             OmegaConf.set_readonly(section, None)  # OmegaConf 2.3 makes frozen sections read-only
@@ -383,13 +383,13 @@ def _defaults(schema: Any) -> Any:
 
 def _convert(tree: Tree, schema: type[S]) -> tuple[S, dict[KeyPath, str]]:
     """The typed configuration, and the references in the tree that read the environment (see `resolve`)."""
-    key: Any = schema  # for the type checker: a class can be hashed
+    key: Any = schema  # for the type checker: a class is hashable
     node = OmegaConf.unsafe_merge(copy.deepcopy(_defaults(key)), tree)
     read = resolve(tree, node)
     try:
         config = OmegaConf.to_object(node)
-    except RangeError as error:  # of `SamplingParams`
+    except RangeError as error:  # raised by `SamplingParams`
         refused = ConfigError(error.key, f"{error.value} is not allowed.", f"it must {error.allowed}.")
         raise without_values(refused, tree) from None
-    assert isinstance(config, schema)  # for the type checker: to_object of a structured dataclass is one
+    assert isinstance(config, schema)  # for the type checker: to_object of a structured dataclass returns one
     return config, read

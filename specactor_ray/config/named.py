@@ -1,4 +1,4 @@
-"""Classes and functions of the user's own, which a key names as `package.module:name`."""
+"""User classes and functions, which a key names as `package.module:name`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from specactor_ray.errors import ConfigError, clipped_text
 
 
 def is_named(name: str) -> bool:
-    """Whether it is of the form `package.module:name`."""
+    """Whether the name has the form `package.module:name`."""
     return re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
 def import_named(name: str, key: str) -> Any:
-    """What `package.module:name` names.
+    """Import the object that `package.module:name` names.
 
     Raises:
-        ConfigError: It cannot be imported, whatever the module raises.
+        ConfigError: It cannot be imported, for any error of the module.
     """
     module, _, attribute = name.partition(":")
     try:

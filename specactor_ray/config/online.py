@@ -1,4 +1,4 @@
-"""Keys of a drafter that keeps learning during training, and what is wrong about them."""
+"""Keys of a drafter that is trained during RL training, and checks of their values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class OnlineWhere(str, Enum):
-    """Who trains a drafter during training."""
+    """Part of the run that trains a drafter during training."""
 
     off = "off"
-    """Nobody: it stays as it was loaded."""
+    """No training: the drafter stays as it was loaded."""
     trainer = "trainer"
     """The trainer's first rank, after each policy update."""
 
@@ -27,24 +27,24 @@ class OnlineConfig:
     """Training of an EAGLE head beside the policy, on the samples of each step."""
 
     where: OnlineWhere = OnlineWhere.off
-    """`off`, or `trainer`: the trainer teaches it from the samples of each step, after the policy update."""
+    """`off`, or `trainer`: the trainer trains the head on the samples of each step, after the policy update."""
     learning_rate: float = positive(1.0e-4, fix="use a number above 0; 1e-4 is the default.")
-    """AdamW."""
+    """Learning rate of AdamW."""
     buffer_tokens: int = at_least(2, default=8192)
-    """Most positions that are learned from in one step; where its samples have more, of some chosen at random. The
-    hidden states of one take 4 bytes x three layers x the target's hidden size."""
+    """Most positions used in one step; if its samples have more, they are chosen at random. The hidden states of one
+    position take 4 bytes x three layers x the target's hidden size."""
     batch_tokens: int = at_least(2, default=256)
     """Most positions of one optimizer step of the head."""
     passes: int = at_least(1, default=4)
-    """How often each position is learned from."""
+    """Number of passes over each position."""
     steps_per_version: int = at_least(1, default=16)
-    """Optimizer steps of the head after which its weights count as a new version, with a number that is one higher."""
+    """Optimizer steps of the head after which its weights become a new version, with a number that is one higher."""
     depths: int = limited(lambda value: 1 <= value <= 16, "is out of range.", "use 1 to 16.", default=3)
-    """Tokens ahead that are trained: the head's own predictions are fed back so often."""
+    """Tokens ahead that are trained, which is how often the head's own predictions are fed back."""
 
 
 def taught_by_trainer(config: Config) -> DrafterConfig | None:
-    """The drafter that the trainer teaches, if there is one and it is in use."""
+    """The drafter that the trainer trains, if there is one and it is in use."""
     if config.mode.value == "plain":
         return None
     return next((drafter for drafter in config.drafters if drafter.online.where is OnlineWhere.trainer), None)

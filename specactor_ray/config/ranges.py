@@ -1,4 +1,4 @@
-"""Fields of configuration sections that declare which values they allow."""
+"""Fields of configuration sections that declare their allowed values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def below_one(default: Any) -> Any:
 
 
 def one_of(allowed: Collection[str], default: str) -> Any:
-    """A text out of a list."""
+    """A text from a list."""
     return field(default=default, metadata={_CHECK: partial(reject_unlisted, allowed=allowed)})
 
 
@@ -72,8 +72,8 @@ def _reject_empty(key: str, value: str) -> None:
 
 
 def reject_values_not_allowed(section: Any, prefix: str, left_out: Collection[str] = ()) -> None:
-    """Raises ConfigError for the first value in a section, and in the sections in it (not in lists), that its field
-    does not allow. Keys begin with `prefix`; fields in `left_out` are not checked."""
+    """Raises ConfigError for the first value in a section or its subsections (not in lists) that its field does not
+    allow. Keys begin with `prefix`; fields in `left_out` are not checked."""
     for one in fields(section):
         key, value, check = prefix + one.name, getattr(section, one.name), one.metadata.get(_CHECK)
         if one.name in left_out or value is None:

@@ -1,7 +1,7 @@
 """Every configuration key, with its type, default and meaning.
 
 The dataclasses here are OmegaConf structured configs: a YAML file or a dotlist override may set exactly these
-keys. Fields of `ranges.py` limit single values; relations between keys are checked in `validate.py`. This module
+keys. Fields of `ranges.py` limit single values; `validate.py` checks relations between keys. This module
 imports nothing heavy.
 """
 
@@ -25,7 +25,7 @@ from specactor_ray.config.training_schema import (
 from specactor_ray.messages import SamplingParams
 
 AUTO = "auto"
-"""A value that follows from the device. `auto` for a number is read as null."""
+"""A value that is derived from the device. `auto` for a number is read as null."""
 BACKENDS = ("hf", "vllm")
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -45,17 +45,17 @@ def _window(default: int | None) -> Any:
 
 
 class ModeName(str, Enum):
-    """How requests are drafted for; see `messages.Mode`."""
+    """Way of drafting for requests; see `messages.Mode`."""
 
     auto = "auto"
-    """Coupled or decoupled, by the devices there are; see `rollout.planning.resolve_mode`."""
+    """Coupled or decoupled, by the existing devices; see `rollout.planning.resolve_mode`."""
     plain = "plain"
     coupled = "coupled"
     decoupled = "decoupled"
 
 
 class VerifyPolicy(str, Enum):
-    """How many of the supplied draft tokens a step verifies."""
+    """Number of the supplied draft tokens that a step verifies."""
 
     auto = "auto"
     """As many as pay, by the measured cost of a step and each request's acceptance."""
@@ -64,28 +64,28 @@ class VerifyPolicy(str, Enum):
 
 
 class PlanPolicy(str, Enum):
-    """Who decides mode, layout, draft method and window."""
+    """Source of mode, layout, draft method and window."""
 
     fixed = "fixed"
-    """The configuration, as it is written."""
+    """The configuration, as written."""
     auto = "auto"
     """The fastest by the measured costs of `profile`; plain decoding is among the candidates."""
 
 
 class RaceName(str, Enum):
-    """When several draft methods race for one request (Fastest-of-N)."""
+    """Time at which several draft methods race for one request (Fastest-of-N)."""
 
     off = "off"
-    """Never: a request has one model, the one that promises most and has room, beside the lookups."""
+    """Never: a request has one model, the most promising one that has room, besides the lookups."""
     tail = "tail"
     """In the tail of a rollout, when few requests are left and drafters are idle; before that as `off`."""
     always = "always"
-    """From the beginning, wherever a drafter has room."""
+    """From the beginning, if a drafter has room."""
 
 
 @dataclass
 class RunConfig:
-    """Where a run writes and what it is called."""
+    """Output folder and name of a run."""
 
     name: str | None = None
     """Name of the run; names its actors and its folder. Default: date, time and a random suffix."""
@@ -97,20 +97,20 @@ class RunConfig:
 
 @dataclass
 class ClusterConfig:
-    """Which Ray cluster to use and how actors are placed on it."""
+    """Ray cluster of a run, and placement of actors on it."""
 
     address: str = not_empty("local")
-    """`local` starts a private cluster for the run and stops it at the end; `auto` joins the one this machine
-    (or the enclosing Ray job) belongs to; anything else is the address of a running cluster (`host:port`)."""
+    """`local` starts a private cluster for the run and stops it at the end; `auto` joins the cluster of this machine
+    (or of the enclosing Ray job); other values are the address of a running cluster (`host:port`)."""
     num_cpus: int | None = at_least(1, default=None)
-    """CPUs of a `local` cluster. Default: the cores this process may use."""
+    """CPUs of a `local` cluster. Default: the cores that this process may use."""
     num_gpus: int | None = at_least(0, default=None)
-    """GPUs of a `local` cluster. Default: those Ray detects."""
+    """GPUs of a `local` cluster. Default: those that Ray detects."""
     placement_timeout_s: float = positive(60.0)
-    """Longest wait for the placement groups of the run; then demand and supply are shown and the run ends."""
+    """Longest wait for the placement groups of the run; after it demand and supply are shown and the run ends."""
     pin_cores: bool = True
-    """Give every actor CPU cores of its own (sched_setaffinity). Without it drafting and verification may share
-    cores, so the decoupling is not enforced; only for development on machines with too few cores."""
+    """Pin every actor to its own CPU cores (sched_setaffinity). If false, drafting and verification may share cores, so
+    the decoupling is not enforced; only for development on machines with too few cores."""
     start_timeout_s: float = positive(300.0)
     """Longest wait for an actor to load its model."""
     health_interval_s: float = positive(2.0)
@@ -118,8 +118,8 @@ class ClusterConfig:
     health_timeout_s: float = positive(15.0)
     """An actor that has not answered a health check for this long is replaced."""
     stall_timeout_s: float = positive(300.0)
-    """A verifier or draft actor that answers but has spent this long in one step is replaced. More than the longest
-    prefill takes."""
+    """A verifier or draft actor that answers but has spent this long in one step is replaced. Must exceed the longest
+    prefill."""
 
 
 @dataclass
@@ -133,44 +133,44 @@ class TargetConfig:
     """Engine that runs the target: `hf` (transformers model with a paged cache) or `vllm` (its scheduler, paged
     attention and kernels, with the same tokens as `hf` up to near-ties)."""
     replicas: int = at_least(1, default=1)
-    """Number of verifiers; requests are spread over them."""
+    """Number of verifiers; requests are distributed over them."""
     cores: Auto[int] = at_least(1, default=_UNRESOLVED)
     """CPU cores of each verifier (its torch threads, pinned). Default: 1 on the CPU; on GPUs 4 and one more for each
     rank, fewer on smaller machines."""
     gpus: int = at_least(0, default=0)
     """GPUs of each verifier; 0 runs on the CPU."""
     tensor_parallel: int = at_least(1, default=1)
-    """For `vllm`: ranks that the model of a verifier is split over, each on a GPU of its own or on its share of the
+    """For `vllm`: ranks over which the model of a verifier is split, each on its own GPU or on its share of the
     verifier's cores."""
     dtype: str = one_of(DTYPES, default=AUTO)
-    """Weights and activations: float32, bfloat16, float16, or `auto`: bfloat16 on GPUs and, for `hf`, on CPUs with
-    AVX512_BF16, else float32. A resumed run keeps what `auto` was."""
+    """Data type of weights and activations: float32, bfloat16, float16, or `auto`: bfloat16 on GPUs and, for `hf`, on
+    CPUs with AVX512_BF16, else float32. A resumed run keeps the resolved `auto`."""
     max_model_len: int | None = at_least(2, default=None)
-    """Most prompt + output tokens of a request. Default: what the model supports."""
+    """Most prompt + output tokens of a request. Default: the model's limit."""
     max_batch: Auto[int] = at_least(1, default=_UNRESOLVED)
     """Most requests a verifier runs at once. Default: 16 on the CPU, 128 on GPUs."""
     max_step_tokens: Auto[int] = at_least(1, default=_UNRESOLVED)
     """Most positions (prefill chunks + verify tokens) in one forward; long prompts are prefilled in chunks. Default:
     512 on the CPU, 2048 on GPUs; not less than max_batch."""
     kv_cache_gb: Auto[float] = positive(_UNRESOLVED)
-    """Key/value cache of each rank of a verifier, in 2**30 bytes. Default: what max_batch requests of max_model_len
-    tokens take; on a GPU at most what weights, activations and graphs leave, on the CPU at most 1 (one request, if that
-    takes more) and a quarter of the free memory."""
+    """Key/value cache of each rank of a verifier, in 2**30 bytes. Default: the need of max_batch requests of
+    max_model_len tokens; on a GPU at most the rest after weights, activations and graphs, on the CPU at most 1 (one
+    request, if that takes more) and a quarter of the free memory."""
     trust_remote_code: bool = False
-    """Run model code that a checkpoint brings along. Read it first, and pin the id to the commit that you read."""
+    """Run model code from the checkpoint. Read it first, and pin the id to the commit that you read."""
     compiled: bool = True
-    """For `vllm`: compile the model at every start. false starts in seconds instead of a minute (SmolLM2 on two cores),
-    and steps are 5 to 25% slower."""
+    """For `vllm`: compile the model at every start. With false it starts in seconds instead of a minute (SmolLM2 on two
+    cores), and steps are 5 to 25% slower."""
     engine_arguments: dict[str, Any] = field(default_factory=dict)
-    """For `vllm`: further arguments of its engine (`EngineArgs`), such as {kv_cache_dtype: fp8}. Those that other keys
-    set, and those that keyed sampling cannot keep, are refused with the reason."""
+    """For `vllm`: further arguments of its engine (`EngineArgs`), such as {kv_cache_dtype: fp8}. Arguments that other
+    keys set, and those that keyed sampling does not support, are refused with the reason."""
     record_margins: bool = False
-    """Record how far the second-best token was behind, to tell near-ties from errors."""
+    """Record the distance of the second-best token, to distinguish near-ties from errors."""
     hidden_layers: list[int] = field(default_factory=list)
     """Decoder layers whose hidden states are exported for committed positions (for EAGLE heads)."""
 
     def __post_init__(self) -> None:
-        """Fill in what follows from `gpus`."""
+        """Set the defaults that depend on `gpus`."""
         if self.cores is None and not self.gpus:
             self.cores = 1
         if self.max_batch is None:
@@ -180,14 +180,14 @@ class TargetConfig:
 
 
 def _open_target() -> TargetConfig:
-    """The default of a schema: what follows from `gpus` is open, since a file may yet set that."""
+    """The default of a schema: values that depend on `gpus` are open, since a file may still set it."""
     target = TargetConfig()
     target.cores = target.max_batch = target.max_step_tokens = _UNRESOLVED
     return target
 
 
 def open_config() -> Config:
-    """As `_open_target`, of the whole."""
+    """The whole configuration, with `_open_target`."""
     config = Config()
     config.target = _open_target()
     return config
@@ -195,26 +195,26 @@ def open_config() -> Config:
 
 @dataclass
 class DrafterConfig:
-    """One draft method: inside every verifier (`hosted`), or with draft actors of its own."""
+    """One draft method: inside every verifier (`hosted`), or with its own draft actors."""
 
     method: str = "ngram"
-    """`ngram` (copies what followed the last tokens in prompt, output and earlier outputs of the prompt), `suffix`
-    (counts it, also in the samples under way and in other prompts' outputs), `draft_model` (a smaller model), `eagle`
-    (a head on the target's hidden states), or a proposer of your own as `package.module:Class`, derived from
-    `specactor_ray.draft.slots.RowProposer` and made with this section as its only argument (`docs/api.md`). A hosted
-    one that hangs holds its verifier up until `cluster.stall_timeout_s` replaces that."""
+    """`ngram` (copies the tokens after an earlier match of the last tokens in prompt, output and earlier outputs of the
+    prompt), `suffix` (counts these tokens, also in running samples and in other prompts' outputs), `draft_model` (a
+    smaller model), `eagle` (a head on the target's hidden states), or a proposer of your own as `package.module:Class`,
+    derived from `specactor_ray.draft.slots.RowProposer` and created with this section as its only argument
+    (`docs/api.md`). If a hosted one hangs, its verifier hangs until `cluster.stall_timeout_s` replaces it."""
     hosted: bool | None = None
-    """Whether every verifier drafts by it itself, without messages and cores of its own; else it has draft actors.
-    Default: lookups (`ngram`, `suffix`) are hosted, models in mode `coupled` only, which hosts all. A model that is
-    hosted in `decoupled`, an EAGLE head for example, drafts for requests that have no better tail of a draft actor, in
-    steps where that pays. `mode: auto` with `false` is `decoupled`."""
+    """Whether every verifier runs the method itself, without messages and extra cores; else it has draft actors.
+    Default: lookups (`ngram`, `suffix`) are hosted, models only in mode `coupled`, which hosts all. A model that is
+    hosted in `decoupled`, such as an EAGLE head, drafts for requests without a better tail of a draft actor, in steps
+    where that pays. `mode: auto` with `false` is `decoupled`."""
     replicas: int = at_least(0, default=1)
-    """Number of draft actors; `specactor scale` changes it during the run. Hosted: 0 switches it off."""
+    """Number of draft actors; `specactor scale` changes it during the run. Hosted: 0 turns the method off."""
     min_replicas: int = at_least(0, default=0)
-    """Fewest draft actors that the controller scales down to; see `max_replicas`."""
+    """Fewest draft actors after scaling down by the controller; see `max_replicas`."""
     max_replicas: int | None = at_least(1, default=None)
-    """Most draft actors that the controller scales up to, by what they bring (section `elastic`); `replicas` is the
-    start. Default: it leaves their number alone. `mode: auto` with it is `decoupled`."""
+    """Most draft actors after scaling up by the controller, by their benefit (section `elastic`); `replicas` is the
+    start. Default: no automatic scaling. `mode: auto` with it is `decoupled`."""
     cores: float = 1.0
     """CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that other draft
     actors of the run share, never a verifier. Hosted: unused, but `mode: auto` on CPUs gives them to the verifier."""
@@ -226,29 +226,29 @@ class DrafterConfig:
     """For `draft_model`: a local directory, a Hugging Face id or a built-in name, with the target's vocabulary. For
     `eagle`: the directory of a head that was trained for this target."""
     dtype: str = one_of(DTYPES, default=AUTO)
-    """For `draft_model` and `eagle`: float32, bfloat16, float16, or `auto`: bfloat16 on GPUs and on CPUs with
-    AVX512_BF16, else float32."""
+    """For `draft_model` and `eagle`, data type of weights and activations: float32, bfloat16, float16, or `auto`:
+    bfloat16 on GPUs and on CPUs with AVX512_BF16, else float32."""
     trust_remote_code: bool = False
-    """For `draft_model`: run model code that a checkpoint brings along."""
+    """For `draft_model`: run model code from the checkpoint."""
     kv_cache_gb: Auto[float] = positive(_UNRESOLVED)
-    """For `draft_model` and `eagle`: key/value cache, in 2**30 bytes. Default: what max_batch requests take, at most a
-    tenth of a GPU, or 0.5 on the CPU."""
+    """For `draft_model` and `eagle`: key/value cache, in 2**30 bytes. Default: the need of max_batch requests, at most
+    a tenth of a GPU, or 0.5 on the CPU."""
     shared_noise: bool = True
-    """For `suffix`, `draft_model` and `eagle`: sample with the target's noise, which makes drafts right far more often
+    """For `suffix`, `draft_model` and `eagle`: sample with the target's noise, so that drafts are right far more often
     at temperatures above 0; false draws independently, to measure the difference."""
     follow_policy: bool = False
-    """For `draft_model`: in training, take over every new version of the target's weights (its model must be the
-    target's own)."""
+    """For `draft_model`: load every new version of the target's weights in training (its model must be the target's
+    own)."""
     max_batch: Auto[int] = at_least(1, default=_UNRESOLVED)
-    """Most requests one draft actor drafts for at once; those beyond it have no drafts. Default: all that its verifiers
-    run at once."""
+    """Most requests that one draft actor drafts for at once; those beyond it have no drafts. Default: all that its
+    verifiers run at once."""
     min_match: int = at_least(1, default=2)
     """For `ngram` and `suffix`: shortest suffix that counts as a match."""
     max_match: int = at_least(1, default=8)
     """For `ngram` and `suffix`: longest suffix that is looked up."""
     history_tokens: int | None = at_least(0, default=None)
-    """For `ngram` and `suffix`: most tokens kept of outputs, running ones included, at 32 to 40 and 48 to 64 bytes per
-    token. `ngram` looks at those of the same prompt, `suffix` at all. 0 keeps none. Default: 65536 and 1048576."""
+    """For `ngram` and `suffix`: most output tokens kept, including running ones, at 32 to 40 and 48 to 64 bytes per
+    token. `ngram` reads those of the same prompt, `suffix` all. 0 keeps none. Default: 65536 and 1048576."""
     length_factor: float = positive(2.0)
     """For `suffix`: most draft tokens per matched token."""
     min_probability: float = limited(
@@ -257,74 +257,74 @@ class DrafterConfig:
         "use 0 (no such limit) to below 1; 0.1 is the default.",
         default=0.1,
     )
-    """For `suffix`: a guess is lengthened while the estimated probability that all of it is right is at least this."""
+    """For `suffix`: a draft is extended while the estimated probability that all of it is right is at least this."""
     online: OnlineConfig = field(default_factory=OnlineConfig)
-    """For `eagle`: learning from the samples of RL training."""
+    """For `eagle`: training on the samples of RL training."""
 
 
 MAX_METHODS = 8
-"""Draft methods that a verifier keeps evidence of."""
+"""Most draft methods for which a verifier keeps statistics."""
 VERIFIERS_PER_GROUP = 8
-"""Most verifiers that share draft actors, where `speculation.verifiers_per_group` does not say."""
+"""Most verifiers that share draft actors, if `speculation.verifiers_per_group` is not set."""
 
 
 @dataclass
 class SpeculationConfig:
-    """How far drafters run ahead, and what is verified of their drafts."""
+    """Distance that drafters run ahead, and selection of the draft tokens to verify."""
 
     window: Auto[int] = _window(_UNRESOLVED)  # noqa: RUF009
-    """Draft window: most tokens past the last commit that was received. `auto`: 8; 16 where draft actors branch."""
+    """Draft window: most tokens past the last received commit. `auto`: 8; 16 where draft actors branch."""
     branches: Auto[int] = limited(  # noqa: RUF009
         lambda value: 0 <= value <= MAX_BRANCHES,
         "is not a number of branches.",
         f"use auto, 0 (none) or up to {MAX_BRANCHES}.",
         default=_UNRESOLVED,
     )
-    """Most branches of a request and drafter: drafted outcomes of the verification under way, one of which is the next
-    tail where the main chain is refuted. `auto`: 16 if the method can branch (`draft_model`, `eagle`).
-    0: none. Hosted drafters, which take turns with their verifier, have none."""
+    """Most branches of a request and drafter: drafted outcomes of the verification in progress, one of which is the
+    next tail if the main chain is refuted. `auto`: 16 if the method can branch (`draft_model`, `eagle`). 0: none.
+    Hosted drafters, which take turns with their verifier, have none."""
     verify: VerifyPolicy = VerifyPolicy.auto
-    """How many supplied draft tokens a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft whole
-    windows at every step."""
+    """Number of supplied draft tokens that a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft
+    whole windows at every step."""
     draft_wait_s: Auto[float] = limited(  # noqa: RUF009
         lambda value: 0.0 <= value < math.inf,
         "is not a time of 0 or more.",
         "use auto, 0 (never wait) or a number of seconds.",
         default=_UNRESOLVED,
     )
-    """`decoupled`: longest wait per step for the first draft token of requests that have none. `auto`: as long as that
+    """`decoupled`: longest wait per step for the first draft token of requests that have none. `auto`: as long as it
     pays, at most a plain step: cheap drafters beside long steps of few requests (`docs/design/policy.md`). 0: none."""
     race: RaceName = RaceName.tail
-    """When several draft methods race for one request: `off`, `tail` or `always`. In mode `coupled`, where drafters
+    """When several draft methods race for one request: `off`, `tail` or `always`. In mode `coupled`, in which drafters
     take turns with the verifier, only `always` races. With `always` drafting is never suspended."""
     race_below: int | None = at_least(1, default=None)
     """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""
     verifiers_per_group: int = at_least(0, default=0)
-    """Most verifiers that share draft actors: those of a method are spread over groups of neighbouring verifiers. 0: 8,
-    so that up to 8 verifiers have all draft actors."""
+    """Most verifiers that share draft actors: those of a method are distributed over groups of neighbouring verifiers.
+    0: 8, so that up to 8 verifiers have all draft actors."""
 
 
 @dataclass
 class ElasticConfig:
-    """When the controller changes the number of draft actors of methods with `max_replicas`."""
+    """Conditions for changing the number of draft actors of methods with `max_replicas`."""
 
     up_s: float = not_negative(20.0)
-    """Seconds for which more draft actors must promise to pay before some are added."""
+    """Seconds for which more draft actors must be predicted to pay before some are added."""
     down_s: float = not_negative(60.0)
     """Seconds for which fewer must be better, or verifiers idle, before some are removed."""
     devices_weight: float = not_negative(1.0)
-    """What devices count against speed: the number of draft actors is that with the most tokens/s divided by
-    (GPUs, or cores) ** devices_weight. 1: most tokens/s per device; 0: most tokens/s."""
+    """Weight of devices against speed: the number of draft actors is the one with the most tokens/s divided by (GPUs,
+    or cores) ** devices_weight. 1: most tokens/s per device; 0: most tokens/s."""
 
 
 @dataclass
 class DataConfig:
-    """What to roll out."""
+    """Prompts and outputs."""
 
     path: str | None = not_empty()
-    """Prompts: `.jsonl` (objects with `prompt` or chat `messages`) or a text file (one prompt a line). Training
-    also takes `.parquet`, `reasoning_gym:TASK` (generated tasks) and `hf:DATASET` (Hugging Face)."""
+    """Prompts: `.jsonl` (objects with `prompt` or chat `messages`) or a text file (one prompt per line). Training also
+    accepts `.parquet`, `reasoning_gym:TASK` (generated tasks) and `hf:DATASET` (Hugging Face)."""
     n: int = at_least(1, default=1)
     """Samples per prompt (the group size)."""
     limit: int | None = at_least(1, default=None)
@@ -332,15 +332,15 @@ class DataConfig:
     output: str | None = not_empty()
     """Trajectories as JSONL. Default: `trajectories.jsonl` in the run's folder. Never overwritten."""
     chat: bool = True
-    """Wrap `prompt` as one user message of the model's chat template, where it has one."""
+    """Wrap `prompt` as one user message of the model's chat template, if it has one."""
     system_prompt: str | None = None
-    """Training: put before every prompt, as a system message."""
+    """Training: text before every prompt, as a system message."""
     prompt_key: str = "prompt"
     """Training: key or column of the prompt."""
     answer_key: str = "answer"
-    """Training: key or column of the reference answer; the others go to the reward functions as metadata."""
+    """Training: key or column of the reference answer; reward functions receive the others as metadata."""
     split: str = "train"
-    """`hf:` datasets: the split."""
+    """Split of `hf:` datasets."""
     options: dict[str, Any] = field(default_factory=dict)
     """`reasoning_gym:` parameters of the task; `hf:` further arguments of `datasets.load_dataset`."""
     shuffle: bool = True
@@ -353,51 +353,51 @@ class Config:
 
     mode: ModeName = ModeName.auto
     """`plain` (no drafters), `coupled` (every verifier drafts itself: drafting and verification take turns on its
-    device), `decoupled` (draft actors run ahead on cores or GPUs of their own), or `auto`, one of the latter two,
-    chosen before anything starts: for a target on CPUs `coupled`, and the verifiers get the draft actors' cores; on
-    GPUs `decoupled` where draft actors find room, else `coupled`. Both stop drafting where it does not pay."""
+    device), `decoupled` (draft actors run ahead on their own cores or GPUs), or `auto`, one of the latter two, chosen
+    before anything starts: for a target on CPUs `coupled`, and the verifiers get the draft actors' cores; on GPUs
+    `decoupled` if draft actors find room, else `coupled`. Both stop drafting while it does not pay."""
     plan: PlanPolicy = PlanPolicy.fixed
-    """`fixed`: as written here. `auto`: mode, target.replicas, target.cores, target.max_batch, the draft method with
-    its replicas and cores, and speculation.window are chosen by the profile before anything starts."""
+    """`fixed`: as configured. `auto`: mode, target.replicas, target.cores, target.max_batch, the draft method with its
+    replicas and cores, and speculation.window are chosen by the profile before anything starts."""
     profile: str | None = not_empty()
     """For `plan: auto`: the file that `specactor profile` wrote."""
     plan_force: bool = False
     """For `plan: auto`: use a profile of other hardware or another version of torch; its costs may be far off."""
     plan_devices: int | None = at_least(1, default=None)
-    """For `plan: auto`: cores (or GPUs) to plan for. Default: all of a `local` cluster; elsewhere as many as the
-    configuration, as it is written, takes."""
+    """For `plan: auto`: cores (or GPUs) to plan for. Default: all of a `local` cluster; elsewhere those that the
+    configuration needs as written."""
     run: RunConfig = field(default_factory=RunConfig)
-    """Where a run writes and what it is called."""
+    """Output folder and name of the run."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """Which Ray cluster to use and how actors are placed on it."""
+    """Ray cluster, and placement of actors on it."""
     target: TargetConfig = field(default_factory=_open_target)
     """The target model and its verifiers."""
     drafters: list[DrafterConfig] = field(default_factory=list)
     """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    """How far drafters run ahead and how long a verifier waits."""
+    """Distance that drafters run ahead, and longest wait of a verifier."""
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    """When the number of draft actors follows the load."""
+    """Automatic scaling of the number of draft actors."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How tokens are chosen."""
+    """Sampling of tokens."""
     data: DataConfig = field(default_factory=DataConfig)
-    """What to roll out."""
+    """Prompts and outputs."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """Training: the policy-gradient algorithm."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """Training: how outputs are scored."""
+    """Training: scoring of outputs."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """Training: what answers the model between its turns."""
+    """Training: environment that answers the model between its turns."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Training: the policy update."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Training: when and where it saves itself."""
+    """Training: times and folder of checkpoints."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Training: where metrics go."""
+    """Training: destinations of metrics."""
     resume: str = "never"
     """`never` starts a new run. `auto` continues the run of run.name, or without it the latest in run.dir that was not
-    finished; where there is none it starts a new one. Training continues from the newest sound checkpoint, or from the
-    one whose folder is named here."""
+    finished; if there is none it starts a new one. Training continues from the newest sound checkpoint, or from the one
+    whose folder is named here."""
 
     def __post_init__(self) -> None:
         self.target.__post_init__()

@@ -1,4 +1,4 @@
-"""Configurations and prompts that come with the package; in a checkout they are the files of `conf/`."""
+"""Configurations and prompts of the package; in a checkout they are the files of `conf/`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHIPPED = Path(__file__).parents[1] / "conf"
 
 
 def find_file(name: str | Path, folder: str = "") -> Path:
-    """The file of this name; where there is none, the shipped one: `local_cpu` in `folder` of `conf`, or
+    """The file with this name; if it does not exist, the shipped one: `local_cpu` in `folder` of `conf`, or
     `conf/prompts/demo.jsonl`."""
     path = Path(name)
     if path.exists() or path.is_absolute() or ".." in path.parts:
@@ -30,10 +30,10 @@ def shipped_names(folder: str = "") -> list[str]:
 
 
 def copy_shipped(folder: Path) -> list[Path]:
-    """Copy what is shipped to `folder/conf`; returns the new files.
+    """Copy the shipped files to `folder/conf`; returns the new files.
 
     Raises:
-        InputError: A file is there already, or the folder cannot be written. Nothing is copied.
+        InputError: A file exists already, or the folder cannot be written to. Nothing is copied.
     """
     sources = sorted(path for path in SHIPPED.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     targets = [folder / "conf" / source.relative_to(SHIPPED) for source in sources]

@@ -1,4 +1,4 @@
-"""Contradictions between keys, and the ranges of `schema.py`. Each function rejects one thing."""
+"""Contradictions between keys, and the ranges of `schema.py`. Each function rejects one problem."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from specactor_ray.errors import ConfigError, clipped
 TRAINING_SECTIONS = ("algorithm", "reward", "environment", "trainer", "checkpoint", "tracking")
 """Sections that `validate_training` checks."""
 SMALLEST_SHARE = 0.01
-"""Of a core. Ray counts in ten-thousandths; less than a hundredth is no share one could mean."""
+"""Smallest share of a core. Ray counts in ten-thousandths; less than a hundredth is no meaningful share."""
 LARGEST = 1.0e9
-"""Of numbers that need not be whole: seconds, gigabytes, weights."""
+"""Largest number that need not be whole: seconds, gigabytes, weights."""
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
-"""NUL and surrogates: the characters that UTF-8 or files do not take."""
+"""NUL and surrogates: characters that UTF-8 or files cannot represent."""
 _FREE_NUMBERS = ("sampling.", "data.options.", "environment.options.", "target.engine_arguments.")
 """Keys with other bounds: those of `SamplingParams`, and of the libraries that read the others."""
 
@@ -34,7 +34,7 @@ def validate(config: Config) -> None:
     """Check a configuration of the right types.
 
     Raises:
-        ConfigError: The first thing found wrong, with its key and the fix.
+        ConfigError: The first problem found, with its key and the fix.
     """
     for check in CHECKS:
         check(config)
@@ -44,7 +44,8 @@ def validate(config: Config) -> None:
 
 
 def reject_values_that_nothing_holds(config: Config) -> None:
-    """Texts that no file and no terminal takes, and numbers beyond what arrays, timers and Ray count with."""
+    """Reject texts that files and terminals cannot represent, and numbers beyond the range of arrays, timers and
+    Ray."""
     for key, value in _leaves(config, ""):
         if isinstance(value, str) and _UNWRITABLE.search(value):
             problem = f"{clipped(value)} holds a NUL or is not valid UTF-8."
@@ -97,7 +98,7 @@ def reject_address_of_no_cluster(config: Config) -> None:
 
 
 def why_no_address(address: str) -> str:
-    """What is wrong with the form of a cluster's address; empty for `host:port`."""
+    """Problem with the form of a cluster's address; empty for `host:port`."""
     host, _, port = address.rpartition(":")
     if not re.search(r"[/@\s]", address) and host and port.isdecimal() and 0 < int(port) < 65536:
         return ""
@@ -164,7 +165,7 @@ def reject_half_precision_of_drafters_on_a_cpu(config: Config) -> None:
         host, gpus = f"drafters.{index}", drafter.gpus
         if config.mode is ModeName.coupled or drafter.hosted:
             host, gpus = "target", config.target.gpus
-        elif config.mode is ModeName.auto:  # whatever it becomes
+        elif config.mode is ModeName.auto:  # whichever mode it becomes
             gpus += config.target.gpus
         _reject_half_precision_on_a_cpu(f"drafters.{index}.dtype", drafter.dtype, host, gpus)
 
@@ -195,7 +196,7 @@ def reject_method_twice(config: Config) -> None:
 
 
 def reject_unknown_method(drafter: DrafterConfig, key: str) -> None:
-    if not is_named(drafter.method):  # else a class of the user's, imported where it drafts
+    if not is_named(drafter.method):  # else a user's class, imported where it drafts
         reject_unlisted(f"{key}.method", drafter.method, (*BUILT_IN, "package.module:Class"))
 
 
@@ -216,7 +217,7 @@ def reject_keys_against_a_built_in_method(drafter: DrafterConfig, key: str) -> N
 
 
 def reject_keys_against_traits(drafter: DrafterConfig, key: str, traits: Traits) -> None:
-    """Also called for a class of the user's own, as soon as that is imported."""
+    """Reject keys that the method does not use. Also called for a user's own class, once that is imported."""
     method, checkpoint = f"method {drafter.method}", traits.checkpoint
     if checkpoint is not Checkpoint.NONE and not (drafter.model or "").strip():
         raise ConfigError(f"{key}.model", f"{method} needs a model.", f"name {checkpoint.value}.")
@@ -315,7 +316,7 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
 
 
 def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Key and value of everything below a section, keys of the user's own as values, too."""
+    """Key and value of everything below a section, including the user's own keys."""
     if is_dataclass(node):
         items: Any = ((field.name, getattr(node, field.name)) for field in fields(node))
     elif isinstance(node, dict):

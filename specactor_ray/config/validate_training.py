@@ -1,4 +1,4 @@
-"""Ranges and contradictions that only matter for training. Each function rejects one thing."""
+"""Ranges and contradictions that matter only for training. Each function rejects one problem."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from specactor_ray.errors import ConfigError, clipped, clipped_text
 
 
 def validate_training(config: Config) -> None:
-    """Check what `validate` leaves out because a rollout does without it.
+    """Check the parts that `validate` leaves out because a rollout does not need them.
 
     Raises:
-        ConfigError: The first thing found wrong, with its key and the fix.
+        ConfigError: The first problem found, with its key and the fix.
     """
     for check in CHECKS:
         check(config)

@@ -51,7 +51,7 @@ class Quarantine:
 
         Returns:
             The requests that are the cause. The other suspects wait for `take`; requests that are not suspects were
-                acquitted before.
+            acquitted before.
         """
         group = self._at.pop(verifier_id, None)
         self._failures += 1

@@ -42,7 +42,7 @@ class DrafterWatchdog:
 
         Returns:
             Methods that have just collapsed → (present acceptance, usual acceptance); each is reported once, until its
-                acceptance has recovered.
+            acceptance has recovered.
         """
         alarms: dict[str, tuple[float, float]] = {}
         for name, (drafted, accepted) in by_method.items():
