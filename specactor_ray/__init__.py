@@ -1,6 +1,6 @@
 """specactor_ray: lossless decoupled speculative decoding for RL rollouts, on Ray.
 
-`import specactor_ray` loads nothing else; ray, torch and transformers come with the first use of `Rollout`.
+`import specactor_ray` loads nothing else; ray, torch and transformers are imported with the first use of `Rollout`.
 """
 
 from __future__ import annotations

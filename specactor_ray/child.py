@@ -1,4 +1,4 @@
-"""Work in processes of its own: thread pools keep the size they started with, and vLLM its first model."""
+"""Work in separate processes: thread pools keep their initial size, and vLLM its first model."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Report = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The last message of a child: what its function returned."""
+    """Last message of a child, with the result of its function."""
 
     result: Any
 
 
 class Child:
-    """A fresh process that runs a function. It does not see the Ctrl-C of its terminal: its parent ends it.
+    """A fresh process that runs a function. It does not receive the Ctrl-C of its terminal: its parent ends it.
 
     Args:
         run: Function of a module; called there as `run(work, channel)`.
-        work: Its argument; it travels there.
-        name: Of the process, for messages.
+        work: Argument of the function; it is pickled.
+        name: Name of the process, for messages.
     """
 
     def __init__(self, run: Callable[[W, Connection], Any], work: W, name: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.name = name
         self.channel, theirs = context.Pipe()
-        """To the function, and from it."""
+        """Connection to the function, in both directions."""
         self._process = context.Process(target=_main, args=(run, work, theirs), name=name, daemon=True)
         resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
         with blocked(signal.SIGINT):
@@ -58,7 +58,7 @@ class Child:
 
         Raises:
             UserError: The function raised one.
-            SpecActorError: It failed otherwise, or the process died.
+            SpecActorError: The function failed otherwise, or the process died.
         """
         try:
             message = self.channel.recv()
@@ -71,7 +71,7 @@ class Child:
         return message
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process in any state."""
         self._process.terminate()
         self._process.join(10.0)
         self.channel.close()
@@ -83,18 +83,18 @@ def run_in_child(
     """Run a function of a module in a fresh process.
 
     Args:
-        measure: Called as `measure(work, report)` there; what it reports is shown here.
-        work: Its argument; it travels there.
-        name: Of the process, for messages.
-        show: Takes the reports.
-        seconds: Longest time that the function may take in all. Default: any.
+        measure: Called as `measure(work, report)` there; its reports are shown here.
+        work: Argument of the function; it is pickled.
+        name: Name of the process, for messages.
+        show: Called with the reports.
+        seconds: Longest time of the function in total. Default: no limit.
 
     Returns:
-        What it returned.
+        Result of the function.
 
     Raises:
         UserError, SpecActorError: See `Child.receive`.
-        TimeoutError: It took longer, and was ended.
+        TimeoutError: The function took longer, and was ended.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     with Child(_measure, (measure, work), name) as child:
@@ -116,6 +116,6 @@ def _main(run: Callable[[Any, Connection], Any], work: Any, channel: Connection)
         channel.send(Done(run(work, channel)))
     except UserError as error:
         channel.send(error)
-    except Exception:  # noqa: BLE001 - the parent shows it
+    except Exception:  # noqa: BLE001 - shown by the parent
         name = multiprocessing.current_process().name
         channel.send(SpecActorError(f"the process {name} failed:\n{traceback.format_exc()}"))

@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 1 it ran but failed (every prompt failed, tokens differ, or an unexpected error, with its
 traceback); 2 a mistake in the command, the configuration, the input or the cluster; 130 interrupted.
-What loads ray or torch is imported inside the commands, so that `--help` answers at once.
+Modules that import ray or torch are imported inside the commands, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from specactor_ray.observability.report import (
 from specactor_ray.signals import ignore_signals
 
 SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout", "train-drafter": "drafter train"}
-"""Name of a job → the command it runs."""
+"""Name of a job → command that it runs."""
 JOB_RUNS = "~/specactor-runs"
 """Default of `run.dir` inside a Ray job, on the node where the job's driver runs."""
 JOB_DEFAULTS = ("cluster.address=auto", f"run.dir={JOB_RUNS}")
@@ -72,7 +72,7 @@ app.command()(simulate)
 
 
 def show_versions(wanted: bool) -> None:
-    """Versions of the package and of what it stands on; nothing is imported for that."""
+    """Print versions of the package and of its dependencies, without importing them."""
     if wanted:
         sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
         raise typer.Exit
@@ -215,7 +215,7 @@ def status(
 
 
 def _watch(console: Console, run: str | None, address: str, interval_s: float) -> None:
-    """Redraw the status in a terminal, else print one after the other."""
+    """Redraw the status in a terminal, else print one status after the other."""
     if not 0.1 <= interval_s <= 3600.0:
         raise InputError(f"--every: {interval_s:g} is out of range; give seconds, 0.1 to 3600")
     from rich.live import Live
@@ -335,7 +335,7 @@ def parse_scale(items: Sequence[str]) -> dict[str, int | None]:
 
 
 def parse_modes(text: str) -> list:
-    """`plain,decoupled` → what the benchmark compares. Raises InputError for a name that is not a mode."""
+    """`plain,decoupled` → variants to compare. Raises InputError for a name that is not a mode."""
     from specactor_ray.benchmarks.variants import BenchMode
 
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -346,7 +346,7 @@ def parse_modes(text: str) -> list:
 
 
 def parse_temperatures(text: str | None) -> list[float]:
-    """`0,1` → the numbers; nothing for None. Raises InputError for one that is no number of 0 or more."""
+    """`0,1` → the numbers; empty for None. Raises InputError for an item that is not a number of 0 or more."""
     numbers = []
     for item in text.split(",") if text else ():
         try:
@@ -360,7 +360,7 @@ def parse_temperatures(text: str | None) -> list[float]:
 
 
 def refuse_two_files(arguments: Sequence[str]) -> None:
-    """Raises InputError if more than one configuration file is given; the parser takes the last one."""
+    """Raises InputError if more than one configuration file is given, since the parser would use the last one."""
     if sum(argument in ("--config", "-c") or argument.startswith("--config=") for argument in arguments) > 1:
         raise InputError("--config is given twice; give one file, and what differs as KEY=VALUE")
 
@@ -368,7 +368,7 @@ def refuse_two_files(arguments: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (default: that of this process) and exit with its code.
 
-    Modules in the current folder can be named as drafters and rewards; Ray hands the path on to its processes.
+    Modules in the current folder can be named as drafters and rewards; Ray passes the path on to its processes.
     """
     put_current_folder_last()
     try:
@@ -378,15 +378,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show_error(str(error))
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
     finally:
-        atexit.register(ignore_signals)  # all is done; what libraries do at the end is not to be interrupted
+        atexit.register(ignore_signals)  # all is done; the final work of libraries must not be interrupted
 
 
 def run_as_job(command: Sequence[str], arguments: Sequence[str]) -> None:
-    """Run a command on the cluster at hand: that of the Ray job this is, or of RAY_ADDRESS; without either, as usual.
+    """Run a command on the present cluster: that of this Ray job, or of RAY_ADDRESS; without either, as usual.
 
-    `cluster.address=auto`, and inside a job `run.dir`, come before the arguments, so those among the arguments win;
-    what the configuration file says does not: a file made for one machine can be submitted to a cluster.
-    `drafter` commands take no such keys: they use no cluster.
+    `cluster.address=auto`, and inside a job `run.dir`, come before the arguments: the arguments override them, the
+    configuration file does not, so that a file made for one machine can be submitted to a cluster.
+    `drafter` commands have no such keys, since they use no cluster.
     """
     if command[0] == "drafter":
         main([*command, *arguments])
@@ -397,9 +397,9 @@ def run_as_job(command: Sequence[str], arguments: Sequence[str]) -> None:
 
 
 def check_job_arguments(command: Sequence[str], arguments: Sequence[str]) -> None:
-    """Read a job's arguments and configuration as the job will, before anything is uploaded.
+    """Parse a job's arguments and configuration in the same way as the job, before anything is uploaded.
 
-    What only the cluster may have (files by absolute paths, variables of its environment) is left to the job.
+    Things that only the cluster may have (files by absolute paths, variables of its environment) are left to the job.
 
     Raises:
         ConfigError: The configuration is wrong.

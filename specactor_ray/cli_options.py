@@ -1,4 +1,4 @@
-"""What commands share: options, their parsing, the configuration, exit codes."""
+"""Shared parts of commands: options, their parsing, the configuration, exit codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Overrides = Annotated[
 
 
 def load_settings(config_file: Path | None, overrides: Sequence[str] | None) -> tuple[Config, Console]:
-    """The configuration, and the console of progress. Raises as `load_config`."""
+    """The configuration, and the console for progress. Raises as `load_config`."""
     from specactor_ray.config import load_config
 
     settings = load_config(config_file, overrides or ())
@@ -44,14 +44,14 @@ def load_settings(config_file: Path | None, overrides: Sequence[str] | None) -> 
 
 
 def progress_console(log_level: str) -> Console:
-    """The console of standard error; the log goes through it from a level on."""
+    """The console of standard error, which also shows the log from a level on."""
     console = make_console(sys.stderr)
     log_through(console, log_level)
     return console
 
 
 def finish(status: str, sound: bool = True) -> NoReturn:
-    """Exit with the code of a status; `sound`: of what is not interrupted."""
+    """Exit with the code of a status; `sound` applies to a status that is not an interruption."""
     raise typer.Exit(EXIT_INTERRUPTED if status == "interrupted" else 0 if sound else EXIT_FAILED)
 
 
@@ -62,7 +62,7 @@ def require_positive(option: str, value: int | None) -> None:
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    """`1,4,16` → the numbers, each once. Raises InputError for one that is no whole number of 1 or more."""
+    """`1,4,16` → the numbers, each once. Raises InputError for an item that is not a whole number of 1 or more."""
     items = [item.strip() for item in text.split(",")]
     bad = [item for item in items if not item.isdecimal() or int(item) < 1]
     if bad:
@@ -72,7 +72,7 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 def planned_side_by_side(settings: Config, console: Console) -> Config:
     """The configuration for a comparison of modes on the same cores. `plan: auto` is resolved for `decoupled`, and the
-    choice is printed; `mode: auto` is the layout as it is written. Raises as `resolve_plan`."""
+    choice is printed; `mode: auto` is the layout as written. Raises as `resolve_plan`."""
     from specactor_ray.config.schema import ModeName
     from specactor_ray.rollout.planning import as_decoupled, resolve_plan
 

@@ -1,4 +1,4 @@
-"""`specactor simulate --config FILE`: how fast a scenario is, variant by variant."""
+"""`specactor simulate --config FILE`: the predicted speed of a scenario, per variant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REPORT_FILE = "report.json"
 _MOST_SHOWN = 6
-"""Runs that the progress bar names one by one."""
+"""Most runs that the progress bar names."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ class ScenarioOptions:
 
 
 def run_scenario(options: ScenarioOptions) -> None:
-    """Simulate the variants, print their figures, write what was asked for, and exit."""
+    """Simulate the variants, print their figures, write the requested files, and exit."""
     with signals_deferred():
         from specactor_ray.simulation.scenario import load_scenario
 
-        # Mistakes in the file and in overrides come before Ray and numba are imported; a sweep may set what is missing.
+        # Mistakes in the file and in overrides are reported before Ray and numba are imported; a sweep may set missing
+        # keys.
         load_scenario(options.config, options.overrides if options.sweep is None else ())
         from specactor_ray.simulation.comparison import (
             build_report,
@@ -107,7 +108,7 @@ def plan_layout(config: Path, overrides: Sequence[str]) -> None:
 
 
 def parse_names(text: str | None) -> list[str] | None:
-    """`plain,coupled` → the names; None, for all variants, from None. Raises InputError where there is no name."""
+    """`plain,coupled` → the names; None, for all variants, from None. Raises InputError if there is no name."""
     if text is None:
         return None
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -117,7 +118,7 @@ def parse_names(text: str | None) -> list[str] | None:
 
 
 def _simulate(options: ScenarioOptions, sweep: Sweep | None, names: Sequence[str]) -> list[Compared]:
-    """All results, or those that finished before an interruption."""
+    """All results, or those that were finished before an interruption."""
     from specactor_ray.simulation.comparison import compare_along
 
     with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "simulating", 1.0) as progress:
@@ -182,7 +183,7 @@ def _write(options: ScenarioOptions, report: Mapping[str, Any], results: Sequenc
 
 
 def _write_json(path: Path, data: Mapping[str, Any], indent: int | None = 2) -> None:
-    """Write a new file. Raises InputError where it exists or cannot be written."""
+    """Write a new file. Raises InputError if it exists or cannot be written."""
     try:
         write_json(path, data, indent, shared=True, new=True)
     except FileExistsError:

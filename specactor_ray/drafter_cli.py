@@ -1,4 +1,4 @@
-"""`specactor drafter`: training and measuring drafters. What loads torch is imported inside the commands."""
+"""`specactor drafter`: training and measuring drafters. Modules that import torch are imported inside the commands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Errors of specactor_ray: one root, and one class per kind of fix.
 
-A user's mistake (`ConfigError`, `InputError`, `ModelLoadError`, `ClusterError`) says what was found, what
-is allowed and what to do; the command line prints it without a traceback and exits with `EXIT_USER_ERROR`.
+A user's mistake (`ConfigError`, `InputError`, `ModelLoadError`, `ClusterError`) has a message with the problem, the
+allowed values and the fix; the command line prints it without a traceback and exits with `EXIT_USER_ERROR`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Collection
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _LONGEST_VALUE, _LONGEST_KEY = 120, 400
-"""Characters of a value or a key that a message shows."""
+"""Most characters of a value or a key in a message."""
 _USERINFO = re.compile(r"(?<=:/)(/?)[^/\s]*@")
-"""Name and password before the host of a URL; `Path` leaves one slash of two."""
+"""Name and password before the host of a URL; `Path` keeps only one of two slashes."""
 
 
 def redacted(text: str) -> str:
@@ -23,15 +23,15 @@ def redacted(text: str) -> str:
 
 
 def clipped(value: object) -> str:
-    """How a value appears in a message: its `repr`, on one line and cut where it is long."""
+    """Form of a value in a message: its `repr`, on one line and cut if it is long."""
     try:
         return clipped_text(repr(value))
-    except ValueError:  # Python writes no number of more than 4300 digits
+    except ValueError:  # Python formats no number of more than 4300 digits
         return "a value with thousands of digits"
 
 
 def clipped_text(text: str, longest: int = _LONGEST_VALUE) -> str:
-    """A text as messages show it: printable, without passwords in URLs, and cut where it is longer than `longest`."""
+    """Form of a text in messages: printable, without passwords in URLs, and cut if it is longer than `longest`."""
     text = redacted(text)
     if len(text) > longest:
         text = f"{text[:longest]}... ({len(text)} characters)"
@@ -39,21 +39,21 @@ def clipped_text(text: str, longest: int = _LONGEST_VALUE) -> str:
 
 
 def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
-    """A sentence that names the known one closest to a mistyped name, with a space before it; empty without one."""
+    """A sentence with the known name closest to a mistyped one, after a space; empty if there is none."""
     close = [one for one in known if one.startswith(f"{name}_") or one.endswith(f"_{name}")]
     close = close or difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {prefix}{close[0]}?" if close else ""
 
 
 class SpecActorError(Exception):
-    """Root of every error this package raises on purpose. No message holds a password of a URL."""
+    """Base class of all errors that this package raises on purpose. No message holds a password of a URL."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
 
 
 class UserError(SpecActorError, ValueError):
-    """Something the person at the terminal can mend; the message says how."""
+    """An error that the user can fix; the message has the fix."""
 
 
 class ConfigError(UserError):
@@ -61,8 +61,8 @@ class ConfigError(UserError):
 
     Args:
         key: Dotted key, for example `target.max_batch`.
-        problem: What is wrong, naming the value and the allowed values.
-        fix: What to write instead.
+        problem: Description of the problem, with the value and the allowed values.
+        fix: The remedy, such as a valid value.
     """
 
     def __init__(self, key: str, problem: str, fix: str = "") -> None:
@@ -78,7 +78,7 @@ class InputError(UserError):
 
 
 class NoRunError(InputError):
-    """No run is going on where one is looked for."""
+    """There is no run where one is expected."""
 
 
 class RangeError(InputError):
@@ -86,8 +86,8 @@ class RangeError(InputError):
 
     Args:
         key: Dotted key.
-        value: What was given, as `clipped` shows it.
-        allowed: What must be given, as in `be true or false`.
+        value: The given value, as `clipped` shows it.
+        allowed: The required value, such as `be true or false`.
     """
 
     def __init__(self, key: str, value: str, allowed: str) -> None:
@@ -102,10 +102,10 @@ class UnavailableError(InputError):
     """An option of another engine is not available here.
 
     Args:
-        option: Its name.
-        value: What was given, as `clipped` shows it.
-        reason: Why there is no such option.
-        where: Begins the message.
+        option: Name of the option.
+        value: The given value, as `clipped` shows it.
+        reason: Reason why there is no such option.
+        where: Beginning of the message.
     """
 
     def __init__(self, option: str, value: str, reason: str, where: str = "") -> None:
@@ -129,23 +129,23 @@ class ClusterError(UserError):
 
 
 class CallError(SpecActorError):
-    """A call to an actor failed; the subclass says what is known about the actor."""
+    """A call to an actor failed; the subclass describes the state of the actor."""
 
 
 class ActorUnavailableError(CallError):
-    """The actor is out of reach for now. The call may or may not have been carried out; asking again may help."""
+    """The actor cannot be reached at present. The call may or may not have been executed; a retry may succeed."""
 
 
 class CallTimeoutError(CallError):
-    """There was no answer before the call's deadline. The call may still be carried out."""
+    """There was no answer before the call's deadline. The call may still be executed."""
 
 
 class ActorLostError(CallError):
-    """The actor is gone for good; nothing that it held can be asked for any more.
+    """The actor is permanently gone, with its state.
 
     Args:
-        message: What was lost, for people.
-        node_lost: Its node went with it, so that nothing it did can have been the cause.
+        message: Description of the loss for users.
+        node_lost: The actor's node was lost with it, so that the actor cannot be the cause.
     """
 
     def __init__(self, message: str, node_lost: bool = False) -> None:
@@ -157,4 +157,4 @@ class ActorLostError(CallError):
 
 
 class RemoteError(CallError):
-    """The actor's method raised something that is neither a user's mistake nor an error of this package."""
+    """The actor's method raised an error that is neither a user's mistake nor an error of this package."""

@@ -1,4 +1,4 @@
-"""What this process does in a slower way than it could: said once in the log, and in the summary of the run."""
+"""Slower fallbacks that this process uses: each is logged once, and listed in the summary of the run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _taken: dict[str, None] = {}
 
 
 def fall_back(logger: logging.Logger, what: str) -> None:
-    """Log a warning the first time, and remember it for `fallbacks`."""
+    """Log a warning the first time, and record it for `fallbacks`."""
     if what not in _taken:
         _taken[what] = None
         logger.warning("%s", what)
 
 
 def fallbacks() -> list[str]:
-    """All that this process fell back to, in the order of the first time."""
+    """All fallbacks of this process, in the order of their first use."""
     return list(_taken)

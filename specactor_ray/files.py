@@ -1,4 +1,4 @@
-"""Files that are either complete or as they were before, and locks that end with their process."""
+"""Files that are either complete or unchanged, and locks that end with their process."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path, temporary: Path | None = None, new: bool = False) -> Iterator[Path]:
-    """Inside, write the file under the name that is yielded; afterwards it is flushed to disk and renamed to `path`.
+    """Inside, write the file under the yielded name; afterwards it is flushed to disk and renamed to `path`.
 
     Args:
-        path: The file. It stays as it is when the block raises.
-        temporary: The name, in the same folder. Default: a hidden one that no other writer has.
+        path: The file. It is unchanged if the block raises.
+        temporary: The name, in the same folder. Default: a hidden one that no other writer uses.
         new: Raise FileExistsError if `path` exists by then.
     """
     temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -40,7 +40,7 @@ def replacing(path: Path, temporary: Path | None = None, new: bool = False) -> I
         yield temporary
         flush_entry(temporary)
         if new:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # claims the name: a rename would overwrite
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # reserves the name: a rename would overwrite
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -52,7 +52,7 @@ def write_text(path: Path, text: str, shared: bool = False, new: bool = False) -
     Args:
         path: The file.
         text: Its content.
-        shared: Other users may read it, as the umask permits. Default: its owner alone.
+        shared: Other users may read it, if the umask permits. Default: only its owner.
         new: Raise FileExistsError if it exists.
 
     Raises:
@@ -65,20 +65,21 @@ def write_text(path: Path, text: str, shared: bool = False, new: bool = False) -
 
 
 def write_json(path: Path, data: Any, indent: int | None = 2, shared: bool = False, new: bool = False) -> None:
-    """Write a JSON file as a whole; arguments and errors as for `write_text`."""
+    """Write a JSON file as a whole; arguments and errors as in `write_text`."""
     write_text(path, json.dumps(data, indent=indent) + "\n", shared, new)
 
 
 def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
-    """Make a folder and its parents, in which files can be made. Returns those that did not exist, the deepest first.
+    """Create a folder and its parents, and check that files can be created in it. Returns the new folders, the deepest
+    first.
 
     Args:
         folder: The folder; it may exist.
-        option: What messages begin with.
-        empty: It must hold nothing.
+        option: Beginning of messages.
+        empty: The folder must be empty.
 
     Raises:
-        InputError: It cannot be made, or is not empty.
+        InputError: The folder cannot be created, or is not empty.
     """
     try:
         if empty and folder.is_dir() and any(folder.iterdir()):
@@ -92,7 +93,7 @@ def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
 
 
 def require_folder(folder: Path, option: str) -> None:
-    """Refuse a folder in which no file can be made, before the work whose results it is for. Leaves nothing behind.
+    """Refuse a folder in which no file can be created, before the work whose results it is for. Leaves nothing behind.
 
     Raises:
         InputError: See `make_folder`.
@@ -101,14 +102,14 @@ def require_folder(folder: Path, option: str) -> None:
 
 
 def remove_if_empty(*folders: Path) -> None:
-    """Remove folders, in this order; the first that holds something stays, and so do those after it."""
+    """Remove folders, in this order, up to the first that is not empty."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()
 
 
 def flush_entry(path: Path) -> None:
-    """Write a file's content, or a folder's list of names, through to the disk."""
+    """Flush a file's content, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -117,7 +118,7 @@ def flush_entry(path: Path) -> None:
 
 
 def names_open_file(path: Path, descriptor: int) -> bool:
-    """Whether the path still names the open file: another process may have renamed, removed or replaced it."""
+    """Whether the path still refers to the open file: another process may have renamed, removed or replaced it."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -126,7 +127,7 @@ def names_open_file(path: Path, descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if need be; waits until no other process holds it."""
+    """Hold the lock of a file, which is created if it does not exist; waits until no other process holds it."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,12 +1,12 @@
 """Numba kernels whose on-disk cache several processes may fill at once.
 
-Compiled code is kept by what its sources contain, not by where they are: another checkout, and what a Ray job uploads,
-finds it. `$NUMBA_CACHE_DIR` replaces the folder.
+Compiled code is cached by the content of its sources, not by their path: another checkout, and the code that a Ray job
+uploads, uses it. `$NUMBA_CACHE_DIR` replaces the folder.
 
 Numba names compiled code by a running number and writes the index first. Two processes that compile two signatures of
-one function at the same time can leave an index that gives one signature the other's machine code, and one that starts
-after the source changed can load what the former source compiled to. Here one process at a time loads or compiles a
-function: what several need at their start, such as verifiers, is compiled once.
+one function at the same time can leave an index that gives one signature the other's machine code, and a process that
+starts after the source changed can load code compiled from the former source. Here one process at a time loads or
+compiles a function: code that several processes need at their start, such as verifiers, is compiled once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from specactor_ray.files import cache_dir, locked
 
 
 class LockedCache(FunctionCache):
-    """An on-disk cache of compiled code, to be used inside `held`.
+    """An on-disk cache of compiled code, for use inside `held`.
 
     Args:
         function: The function as written.
-        sources: Other modules whose change makes what was compiled stale.
+        sources: Other modules whose change invalidates the compiled code.
     """
 
     def __init__(self, function: Callable[..., Any], sources: Sequence[ModuleType] = ()) -> None:
@@ -52,8 +52,8 @@ class LockedCache(FunctionCache):
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the cache against other processes; reentrant. The lock of numba comes first: a kernel that compiles
-        another one holds it."""
+        """Hold the lock of the cache against other processes; reentrant. Numba's lock must be taken first: a kernel
+        that compiles another one holds it."""
         self._impl.locator.ensure_cache_path()
         path = self._folder / f"{self._impl.filename_base}.lock"
         with global_compiler_lock, contextlib.nullcontext() if self._is_held else locked(path):
@@ -65,7 +65,7 @@ class LockedCache(FunctionCache):
 
 
 class _Locator:
-    """What numba asks for the folder of a cache."""
+    """Object that numba calls for the folder of a cache."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -76,7 +76,7 @@ class _Locator:
 
 @functools.cache
 def _root() -> Path:
-    """The folder of all caches: the first that can be written to."""
+    """The folder of all caches: the first writable one."""
     places = [Path(place) for place in [os.environ.get("NUMBA_CACHE_DIR")] if place]
     places += [cache_dir() / "kernels", Path(tempfile.gettempdir()) / f"specactor_ray-{os.getuid()}" / "kernels"]
     for place in places:
@@ -89,7 +89,7 @@ def _root() -> Path:
 
 @functools.cache
 def _digest(files: tuple[str, ...]) -> str:
-    """Of what files contain."""
+    """Digest of the content of files."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(Path(file).read_bytes())
@@ -99,17 +99,17 @@ def _digest(files: tuple[str, ...]) -> str:
 def kernel(sources: Sequence[ModuleType] = (), **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function without the interpreter or the GIL, cached on disk.
 
-    Keep kernels that call each other in one file: the cache notices changes of the file a function is in and of
-    `sources`, not of others it calls into.
+    Keep kernels that call each other in one file: the cache detects changes of the function's file and of `sources`,
+    not of other files with functions that it calls.
 
     Args:
-        sources: Further modules that the function is made of.
+        sources: Further modules with code of the function.
         options: Further options of `numba.njit`.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
         dispatcher = njit(nogil=True, error_model="numpy", **options)(function)
-        if hasattr(dispatcher, "_cache"):  # not where NUMBA_DISABLE_JIT leaves the function as it is
+        if hasattr(dispatcher, "_cache"):  # it has none with NUMBA_DISABLE_JIT
             dispatcher._cache = cache = LockedCache(dispatcher.py_func, sources)
             dispatcher.compile = cache.held()(dispatcher.compile)
         return dispatcher
@@ -118,7 +118,7 @@ def kernel(sources: Sequence[ModuleType] = (), **options: Any) -> Callable[[Call
 
 
 class CFunction:
-    """Compiled code `void (void *)`. `address` is its place, `call` takes the bytes that it is given a pointer to."""
+    """Compiled code `void (void *)`. `address` is its address, `call` takes the bytes to which it gets a pointer."""
 
     def __init__(self, code: CFunc) -> None:
         self._code, self.address = code, code.address
@@ -126,11 +126,11 @@ class CFunction:
 
 
 def c_function(given: Any, sources: Sequence[ModuleType] = ()) -> Callable[[Callable[..., Any]], CFunction]:
-    """Compile a function of one pointer for callers in C, cached on disk as a `kernel` is.
+    """Compile a function of one pointer for callers in C, cached on disk like a `kernel`.
 
     Args:
-        given: Type of what the pointer leads to.
-        sources: As of `kernel`.
+        given: Type that the pointer refers to.
+        sources: As in `kernel`.
     """
 
     def compiled(function: Callable[..., Any]) -> CFunction:

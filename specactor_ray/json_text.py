@@ -1,4 +1,4 @@
-"""Files and JSON of foreign origin: nothing in them may hang, exhaust or crash the process that reads them."""
+"""Untrusted files and JSON: no content may hang, exhaust or crash the process that reads them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 28
-"""Largest text file that is read; the tokenizers with the largest vocabularies take a tenth of it."""
+"""Largest text file that is read, in bytes; tokenizers with the largest vocabularies have a tenth of it."""
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file. A FIFO, a device or a link to one is refused: a read of it may never end.
+    """Open a regular file; returns its descriptor. A FIFO, a device or a link to one is refused: reading may never end.
 
     Raises:
-        OSError: The file cannot be opened, or is no regular file.
+        OSError: The file cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # without waiting for a FIFO's other end
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -30,8 +30,8 @@ def read_foreign(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
     """The UTF-8 text of a regular file of limited size.
 
     Raises:
-        OSError: As `open_regular`; or the file is larger than `most_bytes`.
-        UnicodeDecodeError: It is not UTF-8.
+        OSError: As in `open_regular`; or the file is larger than `most_bytes`.
+        UnicodeDecodeError: The file is not UTF-8.
     """
     with open(open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > most_bytes:
@@ -40,10 +40,10 @@ def read_foreign(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """`json.loads`, with every way to fail as a `JSONDecodeError`.
+    """`json.loads`, with every failure as a `JSONDecodeError`.
 
     Raises:
-        json.JSONDecodeError: It is no JSON, is nested too deeply, or holds a number with thousands of digits.
+        json.JSONDecodeError: The text is not JSON, is nested too deeply, or holds a number with thousands of digits.
     """
     try:
         return json.loads(text)

@@ -1,7 +1,7 @@
-"""Folders that belong to one process, and what to do with those of processes that were killed.
+"""Folders that belong to one process, and the cleanup of those of killed processes.
 
-A folder names its owner by process id and start time. A later process removes it once that very process is gone; what
-another user, machine or container made is left alone: whether its owner lives cannot be found out here.
+A folder name has its owner's process id and start time. A later process removes it once that process is gone. Folders
+of another user, machine or container are left alone: whether their owner is alive cannot be determined here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a process of this machine, in clock ticks since boot: tells it from a later one of the same pid.
-    None when there is none, or it only waits to be reaped."""
+    """Start time of a process of this machine, in clock ticks since boot, which distinguishes it from a later one with
+    the same pid. None if there is no such process, or it only waits to be reaped."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -34,7 +34,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def make_owned_folder(prefix: str, base: str | Path) -> Path:
-    """A new folder below `base` that only this user may read, and that names this process as its owner."""
+    """Create a folder below `base` that only this user may read, with this process as its owner in the name."""
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     pid = os.getpid()
     (folder / _OWNER).write_text(f"{_where()} {pid} {start_ticks(pid)}", encoding="utf-8")
@@ -42,12 +42,12 @@ def make_owned_folder(prefix: str, base: str | Path) -> Path:
 
 
 def living_folders(prefix: str, base: str | Path) -> Iterator[Path]:
-    """Folders of `make_owned_folder` whose owners live."""
+    """Folders of `make_owned_folder` whose owners are alive."""
     yield from (folder for folder, lives in _own_folders(prefix, base) if lives)
 
 
 def remove_abandoned(prefix: str, base: str | Path) -> None:
-    """Remove the folders of `make_owned_folder` whose owners are dead, and the shared memory noted in them."""
+    """Remove the folders of `make_owned_folder` whose owners are dead, and the shared memory recorded in them."""
     for folder, lives in _own_folders(prefix, base):
         if not lives:
             logger.info("removing %s, left by a process that was killed", folder)
@@ -56,7 +56,7 @@ def remove_abandoned(prefix: str, base: str | Path) -> None:
 
 
 def note_segments(folder: Path, names: set[str]) -> None:
-    """Note in an owned folder which files of /dev/shm end with its owner."""
+    """Record in an owned folder the files of /dev/shm that end with its owner."""
     (folder / _SEGMENTS).write_text("\n".join(sorted(names)), encoding="utf-8")
 
 
@@ -71,16 +71,16 @@ def mapped_segments(pid: int) -> set[str]:
 
 
 def _where() -> str:
-    """This boot of this machine and this container: process ids mean nothing elsewhere."""
+    """Id of this boot of this machine and of this container: process ids have no meaning elsewhere."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def _own_folders(prefix: str, base: str | Path) -> list[tuple[Path, bool]]:
-    """The folders of this user, machine and container, and whether their owners live."""
+    """Folders of this user, machine and container, each with whether its owner is alive."""
     found = []
     for folder in Path(base).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError, ValueError):  # its owner may be making or removing it at this moment
+        with contextlib.suppress(OSError, ValueError):  # its owner may be creating or removing it now
             facts = folder.lstat()
             where, pid, ticks = (folder / _OWNER).read_text(encoding="utf-8").split(" ")
             if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and where == _where():
@@ -98,7 +98,7 @@ def _remove_segments(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """The owner's name comes last: what could not be removed now is removed next time."""
+    """Remove a folder. The owner's name comes last, so that the rest is removed next time if it cannot be now."""
     for path in folder.iterdir():
         if path.name == _OWNER:
             continue

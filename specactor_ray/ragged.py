@@ -6,7 +6,7 @@ import numpy as np
 
 
 def begins(lengths: np.ndarray) -> np.ndarray:
-    """int64 `(n + 1,)`: where each row begins, and where the last one ends."""
+    """int64 `(n + 1,)`: index of the beginning of each row, and of the end of the last one."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -20,7 +20,7 @@ def places(firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def enlarged(array: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """A copy that is `size` long in one axis; what is new is 0."""
+    """A copy with length `size` in one axis; new elements are 0."""
     larger = np.zeros((*array.shape[:axis], size, *array.shape[axis + 1 :]), array.dtype)
     larger[tuple(map(slice, array.shape))] = array
     return larger

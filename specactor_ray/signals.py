@@ -1,4 +1,4 @@
-"""SIGTERM as an interruption like Ctrl-C, and parts of the work that neither of them may tear."""
+"""SIGTERM as an interruption like Ctrl-C, and parts of the work that neither of them may interrupt."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, for example of `ray job stop`: the same orderly end as Ctrl-C."""
+    """SIGTERM, for example from `ray job stop`: the same orderly end as Ctrl-C."""
 
 
 _sigterm_seen = threading.Event()
-"""While Ray waits, whatever a signal handler raises becomes a plain KeyboardInterrupt; this remembers what it was."""
+"""Set when SIGTERM arrived: while Ray waits, any exception of a signal handler becomes a plain KeyboardInterrupt."""
 
 
 def interruption(error: KeyboardInterrupt) -> str:
-    """What interrupted, in words."""
+    """Cause of the interruption, in words."""
     return "SIGTERM" if isinstance(error, Terminated) or _sigterm_seen.is_set() else "Ctrl-C"
 
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """While inside, SIGTERM raises `Terminated` in the main thread; `ignore_signals` holds until the end of it. Does
-    nothing in any other thread.
+    """Inside, SIGTERM raises `Terminated` in the main thread; `ignore_signals` is in effect until its end. Does nothing
+    in other threads.
 
-    `connect` keeps it in place when Ray sets a handler of its own.
+    `connect` keeps it in place when Ray sets its own handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -56,9 +56,9 @@ class StopRequested(KeyboardInterrupt):
 
 
 class StopSignal:
-    """While inside, SIGINT and SIGTERM raise `StopRequested` in the main thread, or at the end of a shielded part.
+    """Inside, SIGINT and SIGTERM raise `StopRequested` in the main thread, or at the end of a shielded part.
 
-    `connect` keeps it in place when Ray sets handlers of its own. Does nothing in any other thread.
+    `connect` keeps it in place when Ray sets its own handlers. Does nothing in other threads.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def shielded(self) -> Iterator[None]:
-        """What runs inside is not interrupted; a signal that came meanwhile is raised afterwards."""
+        """Inside, code is not interrupted; a signal that arrived meanwhile is raised afterwards."""
         self._shields += 1
         try:
             yield
@@ -97,8 +97,8 @@ class StopSignal:
 
 
 def ignore_signals() -> None:
-    """From now on SIGINT and SIGTERM change nothing: the end is under way. Processes that are started later do not
-    inherit that. Does nothing outside the main thread."""
+    """Ignore SIGINT and SIGTERM from now on, during the end. Processes that are started later do not inherit that. Does
+    nothing outside the main thread."""
     if threading.current_thread() is threading.main_thread():
         for number in _INTERRUPTS:
             signal.signal(number, lambda number, frame: None)
@@ -116,11 +116,11 @@ def blocked(number: signal.Signals) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """SIGINT and SIGTERM that come while inside are handled at the end, by the handlers in place before.
+    """SIGINT and SIGTERM that arrive inside are handled at the end, by the previous handlers.
 
-    For imports above all: a compiled module's start may end the whole process when an exception comes out of the
-    Python code it calls. Does nothing outside the main thread, and for a signal whose handler is not Python code
-    (SIGTERM ends the process at once then).
+    Intended for imports: the start of a compiled module may end the whole process if Python code that it calls raises.
+    Does nothing outside the main thread, and for a signal whose handler is not Python code (SIGTERM ends the process at
+    once then).
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -31,11 +31,11 @@ EXCLUDES = (
     *(".ssh", ".aws", ".azure", ".gcloud", ".kube", ".docker", ".gnupg", ".ray", ".huggingface", ".cache"),
     *("auth_token", "credentials.json", "application_default_credentials.json", "kaggle.json"),
 )
-"""Not part of the package that is uploaded: what it does not need, and where secrets are kept."""
+"""Files that are not uploaded with the package: files without use there, and places of secrets."""
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _AGENT_TIMEOUT_S = 60.0
 _STOP_WAIT_S = "120"
-"""Ray gives a stopped job three seconds; a checkpoint may take longer."""
+"""Seconds for a stopped job: Ray gives three, and a checkpoint may take longer."""
 _SUCCEEDED, _STOPPED = "SUCCEEDED", "STOPPED"
 
 
@@ -47,23 +47,23 @@ def submit(
     follow: bool,
     console: Console,
 ) -> int:
-    """Submit a command with its arguments to a cluster that is up.
+    """Submit a command with its arguments to a running cluster.
 
     Args:
         command: `train`, `rollout`, `bench` or `train-drafter`.
-        arguments: Of the command; relative paths are those of the uploaded folder.
-        address: Of the dashboard, such as `http://127.0.0.1:8265`; wins over all variables of Ray. Default:
+        arguments: Arguments of the command; relative paths are those of the uploaded folder.
+        address: Address of the dashboard, such as `http://127.0.0.1:8265`; overrides all variables of Ray. Default:
             RAY_API_SERVER_ADDRESS, else port 8265 of the host in RAY_ADDRESS, else of this machine.
         runtime_env: YAML file with further settings of the job's environment.
         follow: Show the job's log until it ends; Ctrl-C then stops the job.
-        console: Where to show what.
+        console: Shows messages.
 
     Returns:
         Exit code: 0 for a job that succeeded (or was only submitted), 1 for one that failed, 130 for one stopped.
 
     Raises:
         InputError: The working directory or the runtime_env file cannot be used.
-        ClusterError: There is no job server at the address, or it wants a token.
+        ClusterError: There is no job server at the address, or it requires a token.
     """
     environment = read_runtime_env(runtime_env)
     address = address or _default_address()
@@ -71,11 +71,11 @@ def submit(
         problem = f"--address: {clipped(address)} is not the address of a dashboard"
         raise ClusterError(f"{problem}; it must be http://HOST:PORT, such as http://127.0.0.1:8265")
     entrypoint = shlex.join(["python", "-m", f"specactor_ray.jobs.{command.replace('-', '_')}", *arguments])
-    # Ray lets its own variables win over the address that it is given.
+    # Ray's own variables override the address that it is given.
     with shown({**token_for(urlsplit(address).netloc), _ADDRESS: address}):
         from ray.job_submission import JobSubmissionClient
 
-        logging.getLogger("ray").setLevel(logging.ERROR)  # it names every file that is not uploaded
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it logs every file that is not uploaded
         with _readable_errors(address):
             client = JobSubmissionClient(address)
             job = _submit(client, entrypoint, environment)
@@ -97,11 +97,11 @@ def _default_address() -> str:
 
 
 def read_runtime_env(path: Path | None) -> dict[str, Any]:
-    """The job's environment: this folder, without what is listed in `EXCLUDES`, and what the file adds. A line such as
-    `!data/ca.pem` among the file's `excludes` uploads that one after all.
+    """The job's environment: this folder, without the files in `EXCLUDES`, and the settings of the file. A line such as
+    `!data/ca.pem` among the file's `excludes` uploads that one nevertheless.
 
     Raises:
-        InputError: The file is not there or is no mapping.
+        InputError: The file does not exist or is not a mapping.
     """
     environment: dict[str, Any] = {"working_dir": os.getcwd(), "excludes": list(EXCLUDES), "env_vars": {}}
     given: Any = {}

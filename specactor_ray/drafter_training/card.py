@@ -23,7 +23,7 @@ class TargetIdentity:
 
     name: str
     config_hash: str
-    """Of everything in its configuration that shapes the model."""
+    """Hash of all configuration values that determine the model."""
     hidden_size: int
     num_layers: int
     vocab_size: int
@@ -34,7 +34,7 @@ def identify(name: str, trust_remote_code: bool = False) -> TargetIdentity:
     config = load_model_config(name, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     shape = {key: value for key, value in text.to_dict().items() if not key.startswith(("_", "transformers"))}
-    for key in ("dtype", "torch_dtype"):  # how it is stored is not what it is
+    for key in ("dtype", "torch_dtype"):  # the storage format is not part of the identity
         shape.pop(key, None)
     digest = hashlib.blake2b(json.dumps(shape, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
     return TargetIdentity(name, digest, int(text.hidden_size), int(text.num_hidden_layers), int(text.vocab_size))
@@ -49,10 +49,10 @@ def write_card(
 
 
 def read_card(folder: Path) -> dict[str, Any] | None:
-    """Content of `drafter.json`; None where there is none, as in a folder that was not made by this package.
+    """Content of `drafter.json`; None if there is none, as in a folder that was not made by this package.
 
     Raises:
-        InputError: It cannot be read, or is of a later format.
+        InputError: It cannot be read, or has a later format.
     """
     path = folder / CARD_FILE
     if not path.is_file():
@@ -71,7 +71,7 @@ def read_card(folder: Path) -> dict[str, Any] | None:
 
 
 def check_vocabulary(drafter: str, target: TargetIdentity, trust_remote_code: bool = False) -> None:
-    """Raise InputError if a draft model has another vocabulary than the target, ModelLoadError if it is no model."""
+    """Raise InputError if a draft model has another vocabulary than the target, ModelLoadError if it is not a model."""
     size = identify(drafter, trust_remote_code).vocab_size
     if size != target.vocab_size:
         raise InputError(

@@ -57,7 +57,7 @@ WORK_FOLDER, CORPUS_FOLDER, RECIPE_FILE, PLOT_FILE = "training", "corpus", "reci
 
 @dataclass(frozen=True, slots=True)
 class TrainPaths:
-    """Where the prompts are, and where things go."""
+    """Paths of prompts, recorded rollouts and output."""
 
     data: Path
     output: Path
@@ -69,18 +69,18 @@ class TrainPaths:
 
 @dataclass(frozen=True, slots=True)
 class EvalPaths:
-    """Where the prompts are, and where things go."""
+    """Paths of prompts, recorded rollouts and output."""
 
     data: Path
     corpus: Path
-    """Folder of the recorded rollouts; those that it holds already are used."""
+    """Folder of the recorded rollouts; existing ones are used."""
     output: Path | None = None
     """JSON file for the figures."""
 
 
 @dataclass(slots=True)
 class DrafterOutcome:
-    """What a command did."""
+    """Result of a command."""
 
     status: str
     """`finished` or `interrupted`."""
@@ -93,11 +93,11 @@ def train_drafter(
 ) -> DrafterOutcome:
     """Record the target's rollouts, train an EAGLE head on them, save it and measure it.
 
-    Everything that can be checked beforehand is. A second call with the same recipe goes on where the first one was
-    interrupted, or shows what it made.
+    All checks that are possible are made beforehand. A second call with the same recipe continues where the first one
+    was interrupted, or shows its result.
 
     Args:
-        window: Draft tokens per step when it is measured.
+        window: Draft tokens per step in the measurement.
 
     Raises:
         UserError: An option, the prompts, the target or the output folder cannot be used; nothing is left behind.
@@ -136,7 +136,7 @@ def eval_drafter(
     """Measure a drafter on the target's rollouts of the prompts.
 
     Raises:
-        UserError: As for `train_drafter`.
+        UserError: As in `train_drafter`.
     """
     check_corpus(recipe)
     _check_options(limits, window)
@@ -180,7 +180,7 @@ def eval_drafter(
 def _train(
     student: EagleStudent, recipe: TrainRecipe, corpus: Corpus, work: Path, stop: StopSignal, console: Console
 ) -> tuple[TrainLoop, float]:
-    """The trained loop, and the seconds that training took in this process."""
+    """The trained loop, and the seconds of training in this process."""
     train, held_out = ((corpus.records[part], corpus.stores[part]) for part in (TRAIN, HELD_OUT))
     student.prepare(train[0], train[1].states)
     with PhaseProgress(console, "training an EAGLE head", 1.0) as progress:
@@ -255,12 +255,12 @@ def _check_options(limits: EngineLimits, window: int) -> None:
 
     if limits.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device: there is no GPU that torch can use. Fix: --device cpu")
-    if limits.device == "cpu":  # DeepSpeed, where it is installed, is imported by others and looks for a GPU aloud
+    if limits.device == "cpu":  # if DeepSpeed is installed, other packages import it, and it logs its search for a GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def _longest_prompt(recipe: CorpusRecipe) -> int:
-    """Tokens that a prompt may have so that a whole output still fits the context."""
+    """Most tokens of a prompt so that a whole output still fits the context."""
     config = load_model_config(recipe.target, trust_remote_code=recipe.trust_remote_code).get_text_config()
     context = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
     if recipe.max_tokens >= context:

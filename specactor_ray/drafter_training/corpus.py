@@ -1,7 +1,7 @@
-"""The corpus: the target's own rollouts, recorded on disk so that a collection that was killed goes on.
+"""The corpus: the target's own rollouts, recorded on disk so that a killed collection can continue.
 
 A drafter is trained on real outputs of the target. Rollouts come from the engine itself with keyed seeds, so the
-corpus is a function of its recipe; a part of it that exists already is never made again.
+corpus is a function of its recipe; existing parts are never made again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRe
 logger = logging.getLogger(__name__)
 
 _SHARD_RECORDS = 16
-"""Finished rollouts that are written together; those that a kill loses are made again."""
+"""Number of finished rollouts that are written together; those lost by a kill are made again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One rollout to record. `index` names it within its part of the corpus."""
+    """One rollout to record. `index` is its number within its part of the corpus."""
 
     index: int
     prompt_token_ids: tuple[int, ...]
@@ -50,7 +50,7 @@ class Record:
     finish_reason: str
     """`stop` or `length`."""
     states: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """`(tokens - 1, width)`: hidden states as the engine sent them, while the record is in memory only."""
+    """`(tokens - 1, width)`: hidden states from the engine, only while the record is in memory."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,14 +58,14 @@ class Record:
 
 
 class RecordStore:
-    """One part of a corpus (`train`, `heldout`): safetensors shards, each complete or not there.
+    """One part of a corpus (`train`, `heldout`): safetensors shards, each complete or absent.
 
     A shard holds per record the token ids, and the target's hidden states if they were recorded: `(tokens - 1, width)`,
-    row i of position i, prompt included, up to the one that predicted the last token. States stay on disk until they
-    are asked for.
+    row i of position i, including the prompt, up to the one that predicted the last token. States stay on disk until
+    they are read.
 
     Args:
-        folder: Made when the first shard is written. None keeps records and states in memory.
+        folder: Created with the first shard. None keeps records and states in memory.
     """
 
     def __init__(self, folder: Path | None, part: str) -> None:
@@ -80,18 +80,18 @@ class RecordStore:
         return index in self._records
 
     def records(self) -> list[Record]:
-        """All of them, by index."""
+        """All records, by index."""
         return [self._records[index] for index in sorted(self._records)]
 
     def add(self, record: Record) -> None:
-        """Keep a record; it is on disk after the next `flush`, which comes by itself every few records."""
+        """Add a record; it is on disk after the next `flush`, which is automatic every few records."""
         self._records[record.index] = record if self._folder is None else replace(record, states=None)
         self._pending.append(record)
         if len(self._pending) >= _SHARD_RECORDS:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is not on disk yet. Raises OSError; nothing is lost then."""
+        """Write records that are not on disk yet. Raises OSError; nothing is lost then."""
         if self._folder is None or not self._pending:
             return
         from safetensors.torch import save_file
@@ -120,7 +120,7 @@ class RecordStore:
 
         with safe_open(self._where[index], framework="pt") as shard:
             name = f"{index}.states"
-            if name not in shard.keys():  # noqa: SIM118 - a shard is no mapping
+            if name not in shard.keys():  # noqa: SIM118 - a shard is not a mapping
                 raise KeyError(name)
             return shard.get_tensor(name)
 
@@ -162,12 +162,12 @@ def collect(
 ) -> list[Record]:
     """Roll out requests in their order until `token_budget` output tokens are recorded, and return them.
 
-    What the store holds already is not made again. The result depends on requests and budget alone, not on where a
-    collection was interrupted: it is the shortest beginning of the requests that fills the budget (or all of them).
+    Existing records of the store are not made again. The result depends on requests and budget only, not on the point
+    of an interruption: it is the shortest beginning of the requests that fills the budget (or all of them).
 
     Args:
-        engine: Fresh; hidden states that it exports are recorded too.
-        token_budget: None records all requests.
+        engine: Fresh engine; hidden states that it exports are recorded too.
+        token_budget: Number of output tokens to record; None records all requests.
         max_open: Most requests in the engine at once.
         on_progress: Called with the number of output tokens so far.
 
@@ -198,7 +198,7 @@ def collect(
 
 
 def _take(result: StepResult, running: dict[int, _Open], store: RecordStore) -> int:
-    """Output tokens of the requests that have ended."""
+    """Record the requests that have ended; returns the number of their output tokens."""
     for row, _, states in result.states.split() if result.states is not None else ():
         running[row].states.append(states)
     ended = 0
@@ -220,8 +220,8 @@ def _take(result: StepResult, running: dict[int, _Open], store: RecordStore) -> 
 
 
 def _as_stored(states: np.ndarray) -> torch.Tensor:
-    """In half precision, which halves the corpus and changes logits by less than a thousandth; in full where a state is
-    beyond its range."""
+    """Hidden states in half precision, which halves the corpus and changes logits by less than a thousandth; in full
+    precision if a state is beyond its range."""
     whole = from_wire(states)
     half = whole.half()
     return half if bool(half.isfinite().all()) else whole.float()
@@ -230,7 +230,7 @@ def _as_stored(states: np.ndarray) -> torch.Tensor:
 def shortest_beginning(
     requests: Sequence[RolloutRequest], store: RecordStore, token_budget: int | None
 ) -> list[Record]:
-    """Records of the first requests, as many as fill the budget (None: all); failed ones are passed over."""
+    """Records of the first requests, as many as fill the budget (None: all); failed ones are skipped."""
     known, tokens, found = {record.index: record for record in store.records()}, 0, list[Record]()
     for request in requests:
         if token_budget is not None and tokens >= token_budget:
@@ -242,20 +242,23 @@ def shortest_beginning(
 
 
 def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
-    """Note what a corpus folder holds, or check that it holds just that. Raises InputError, see `claim_folder`."""
+    """Record the facts of a corpus folder, or check that it has the same ones. Raises InputError, see
+    `claim_folder`."""
     claim_folder(folder, folder / "corpus.json", facts, "a corpus", "corpus")
 
 
 def claim_folder(folder: Path, note: Path, facts: dict[str, Any], content: str, kind: str, option: str = "") -> None:
-    """Make a folder and note what its content depends on, or check that it is one of the same facts.
+    """Create a folder and record the facts that determine its content, or check that an existing one has the same
+    facts.
 
     Args:
-        note: File for the facts, in it.
-        content, kind: What the folder holds, and what it is, for messages.
-        option: What messages begin with.
+        note: File for the facts, inside the folder.
+        content, kind: Content and kind of the folder, for messages.
+        option: Beginning of messages.
 
     Raises:
-        InputError: It is of other facts (what differs is named), holds other files, or cannot be written to.
+        InputError: The folder has other facts (the message has the differences), holds other files, or cannot be
+        written to.
     """
     if note.is_file():
         differing = _differences(json.loads(read_foreign(note)), json.loads(json.dumps(facts)))
@@ -275,7 +278,7 @@ def claim_folder(folder: Path, note: Path, facts: dict[str, Any], content: str, 
 
 
 def _differences(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
-    """`temperature 0.5 there, 1.0 wanted; ...`: what two sets of facts disagree about."""
+    """Differences of two sets of facts, such as `temperature 0.5 there, 1.0 wanted; ...`."""
     found = []
     for key in sorted({*there, *wanted}):
         left, right = there.get(key), wanted.get(key)

@@ -1,4 +1,4 @@
-"""What an EAGLE head learns from: the target's hidden states along its own rollouts, as batches for
+"""Training data of an EAGLE head: the target's hidden states along its own rollouts, as batches for
 `eagle_unroll.py`."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_a
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch
 
 INIT_SCALE = 0.05
-"""Scale of what is not copied from the target: small, so that the head starts close to the target's own last layer."""
+"""Scale of weights not copied from the target: small, so that the head starts close to the target's own last layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,13 @@ class EagleExample:
     """One rollout of the target."""
 
     token_ids: tuple[int, ...]
-    """Prompt and output, `L` tokens."""
+    """Prompt and output, `L` token ids."""
     num_prompt: int
     states: torch.Tensor
     """`(n, feature_size)`: auxiliary hidden states of the positions from `first` on, `n = L - 1 - first`."""
     final: torch.Tensor | None = None
-    """`(n, target hidden)`: what entered the target's output layer at the same positions. Without it the sampled tokens
-    stand in for the target's distributions."""
+    """`(n, target hidden)`: input of the target's output layer at the same positions. Without it the sampled tokens
+    replace the target's distributions."""
     temperature: float = 1.0
     """Temperature of the target's distribution, above 0."""
     first: int = 0
@@ -37,8 +37,8 @@ class EagleExample:
 
 
 def make_batch(examples: Sequence[EagleExample], head: EagleHead) -> EagleBatch:
-    """A padded batch on the CPU. The target's distributions are made by the head's output layer, which is the target's,
-    from what entered it; tokens outside the draft vocabulary do not count where sampled tokens stand in."""
+    """A padded batch on the CPU. The head's output layer, which is the target's, computes the target's distributions
+    from its input; if sampled tokens replace them, tokens outside the draft vocabulary do not count."""
     size, longest = len(examples), max(map(len, examples))
     states = torch.zeros(size, longest, head.config.feature_size)
     next_ids = torch.zeros(size, longest, dtype=torch.long)
@@ -66,7 +66,7 @@ def _taught(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     states, temperatures = [], []
     for example, row in zip(examples, counts, strict=True):
-        assert example.final is not None  # callers have looked
+        assert example.final is not None  # checked by the callers
         counted = row[: len(example)]
         states.append(example.final[counted].float())
         temperatures.append(torch.full((int(counted.sum()), 1), example.temperature))
@@ -78,7 +78,7 @@ def _taught(
 @torch.no_grad()
 def expected_counts(model: Any, example: EagleExample) -> torch.Tensor:
     """`(vocab,)`: the target's probability of each token, summed over the positions of the output. Needs far fewer
-    rollouts than counting sampled tokens."""
+    rollouts than counts of sampled tokens."""
     assert example.final is not None
     final = example.final[example.num_prompt - 1 - example.first :].to(model.dtype)
     logits = model.get_output_embeddings()(final).float() / example.temperature
@@ -86,12 +86,12 @@ def expected_counts(model: Any, example: EagleExample) -> torch.Tensor:
 
 
 def new_head(model: Any, name: str, counts: torch.Tensor, draft_vocab_size: int) -> EagleHead:
-    """A head for this target that starts from the target's own last layer.
+    """Create a head for this target that starts from the target's own last layer.
 
     The feature starts as the high layer's state alone, and attention, MLP, norms and output layer are those of the
     target's last layer and head; only the parts that read the embedding, and those of the lower layers, start small.
-    Embedding and output layer stay the target's: they are most of the weights, and the output layer is also what turns
-    the target's states into the distributions to learn.
+    Embedding and output layer stay the target's: they are most of the weights, and the output layer also converts the
+    target's states into the distributions to learn.
 
     Args:
         model: The target, a transformers model of the Llama family (RMS norms, gated MLP, rotary positions).
@@ -138,7 +138,7 @@ def most_frequent_ids(counts: torch.Tensor, size: int, always: Sequence[int] = (
     """The `size` ids with the largest `counts` `(vocab,)` and `always`, ascending: the draft vocabulary."""
     ranked = counts.to(torch.float64).clone()
     ranked[list(always)] = float("inf")
-    order = torch.argsort(ranked, descending=True, stable=True)  # of equal counts the lower id comes first
+    order = torch.argsort(ranked, descending=True, stable=True)  # among equal counts the lower id comes first
     return order[:size].sort().values
 
 

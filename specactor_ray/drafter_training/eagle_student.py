@@ -1,9 +1,9 @@
 """An EAGLE head in training: it learns to predict, several tokens ahead, the target's own distributions.
 
 Loss per depth: cross entropy against the target's own distribution over the draft vocabulary, plus the distance between
-what enters the head's output layer and what enters the target's. The second term is what makes little data go far:
-every position teaches `hidden` numbers instead of one distribution (EAGLE, arXiv 2401.15077, regresses features;
-EAGLE-3, arXiv 2503.01840, drops it for large corpora and unrolls the head over its own predictions, as done here).
+the inputs of the head's output layer and of the target's. The second term makes small data sufficient: every position
+provides `hidden` numbers instead of one distribution (EAGLE, arXiv 2401.15077, regresses features; EAGLE-3, arXiv
+2503.01840, drops it for large corpora and unrolls the head over its own predictions, as done here).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specactor_ray.sampling.keyed import sample_rows
 Batch = Sequence[tuple[Record, torch.Tensor]]
 """Records with the target's hidden states, `(tokens - 1, width)`; see `EagleStudent.hidden_layers`."""
 _COUNTED_ROLLOUTS = 128
-"""Rollouts whose distributions choose the draft vocabulary."""
+"""Number of rollouts whose distributions choose the draft vocabulary."""
 
 
 class EagleStudent:
@@ -40,8 +40,8 @@ class EagleStudent:
         recipe: Target, draft vocabulary, depths and seed.
 
     Raises:
-        InputError: The target's layers are not of the Llama kind.
-        ModelLoadError: It cannot be loaded.
+        InputError: The target's layers are not of the Llama family.
+        ModelLoadError: The target cannot be loaded.
     """
 
     module: EagleHead
@@ -55,7 +55,7 @@ class EagleStudent:
         self._recipe, self._device = recipe, torch.device(device)
 
     def prepare(self, records: Sequence[Record], states: Callable[[int], torch.Tensor]) -> None:
-        """Choose the draft vocabulary from the target's distributions along the rollouts, make the head, and let go of
+        """Choose the draft vocabulary from the target's distributions along the rollouts, create the head, and release
         the target."""
         counts = torch.zeros(int(self._target.config.get_text_config().vocab_size))
         for record in records[:_COUNTED_ROLLOUTS]:
@@ -78,8 +78,8 @@ class EagleStudent:
 
     @torch.no_grad()
     def held_out(self, batch: Batch) -> dict[str, float]:
-        """Sums over the output tokens: `tokens`, `loss`, `overlap`, and `matches`, the tokens that the head samples as
-        the target did, with the target's noise after the recorded prefix."""
+        """Sums over the output tokens: `tokens`, `loss`, `overlap`, and `matches`, the number of tokens that the head
+        samples equal to the target's, with the target's noise after the recorded prefix."""
         examples, head = self._examples(batch), self.module
         loss, overlaps = unroll_loss(head, examples, self._recipe.depths)
         outputs, rows = next(unroll(head, examples, 1))
@@ -101,14 +101,14 @@ class EagleStudent:
         return trained_weights(self.module)
 
     def load_trained(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load what `trained` returned. Raises ValueError for weights of another head."""
+        """Load the result of `trained`. Raises ValueError for weights of another head."""
         own = self.trained()
         if own.keys() != weights.keys():
             raise ValueError(f"the weights are those of {len(weights)} parameters, and {len(own)} are trained")
         self.module.load_state_dict(dict(weights), strict=False)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the head as its proposer loads it; returns facts for `drafter.json`."""
+        """Write the head in the format of its proposer; returns facts for `drafter.json`."""
         save_head(self.module, folder)
         config = self.module.config
         trained = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
@@ -124,7 +124,7 @@ class EagleStudent:
 
 
 def _example(record: Record, states: torch.Tensor) -> EagleExample:
-    """A recorded rollout; its states are those of `EagleStudent.hidden_layers`, what enters the output layer last."""
+    """A recorded rollout; its states are those of `EagleStudent.hidden_layers`, the input of the output layer last."""
     hidden = states.shape[1] // 4
     tokens = (*record.prompt_token_ids, *record.output_token_ids)
     temperature = record.sampling.temperature or 1.0
@@ -132,7 +132,7 @@ def _example(record: Record, states: torch.Tensor) -> EagleExample:
 
 
 def reject_foreign_layers(model: Any, name: str) -> None:
-    """A head begins as a copy of the target's last layer, so that must be built alike. Raises InputError."""
+    """Check the target's last layer, which a head copies at its start. Raises InputError for another architecture."""
     layers = getattr(model.get_decoder(), "layers", None)
     last = layers[-1] if layers is not None else nn.Module()
     norms = ("input_layernorm", "post_attention_layernorm")

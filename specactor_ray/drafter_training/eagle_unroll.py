@@ -1,7 +1,7 @@
 """The head unrolled over its own predictions, all positions at once: EAGLE-3's training-time test (arXiv 2503.01840).
 
-At inference the head starts from a true feature at an *anchor* `a` and then feeds on its own outputs: at depth `k` it
-sits at sequence position `a + k` and attends to the true features up to the anchor and to its own of depths 1..k. In
+At inference the head starts from a true feature at an *anchor* `a` and then reads its own outputs: at depth `k` it is
+at sequence position `a + k` and attends to the true features up to the anchor and to its own of depths 1..k. In
 training every position is an anchor. Keys of depth 0 are shared by all anchors (causal attention); those of deeper
 steps belong to one anchor only, so each adds one column to the scores.
 """
@@ -31,12 +31,12 @@ class EagleBatch:
     next_ids: torch.Tensor
     """`(B, T)` int64."""
     predicts_output: torch.Tensor
-    """`(B, T)` bool: position `i` predicts, as the target does, a token `x_{i+1}` that counts: one of the output."""
+    """`(B, T)` bool: position `i` predicts, like the target, a token `x_{i+1}` that counts: one of the output."""
     teacher: torch.Tensor
     """`(M, draft_vocab)`: the target's log-probabilities for `x_{i+1}` over the draft vocabulary, at the `M` positions
     where `predicts_output` holds, in its order."""
     final: torch.Tensor | None = None
-    """`(M, hidden)`: what entered the target's output layer there."""
+    """`(M, hidden)`: input of the target's output layer at these positions."""
 
     def to(self, device: torch.device) -> EagleBatch:
         """The same batch on a device."""
@@ -50,7 +50,7 @@ class EagleBatch:
 class _Unroll:
     """Keys and values of all depths; `attend` is the head's attention.
 
-    Depth 0 has those of every position; deeper ones have them for the anchors from `begin` on, some fewer each time.
+    Depth 0 has those of every position; deeper ones have them for the anchors from `begin` on, fewer each time.
     """
 
     begin: int
@@ -81,19 +81,19 @@ def unroll(head: EagleHead, batch: EagleBatch, depths: int) -> Iterator[tuple[to
     """Predictions at depth 0, 1, ..., `depths - 1`, of the anchors that have a target at that depth and count.
 
     Yields:
-        `(outputs, rows)`: what enters the head's output layer, `(N, hidden)`, and `(N,)` where in `batch.teacher` and
-        `batch.final` the target's side of the same prediction is.
+        `(outputs, rows)`: input of the head's output layer, `(N, hidden)`, and `(N,)` row in `batch.teacher` and
+        `batch.final` of the target's side of the same prediction.
     """
     total, device = batch.next_ids.shape[1], batch.next_ids.device
     row_of = torch.full_like(batch.next_ids, -1)
     row_of[batch.predicts_output] = torch.arange(len(batch.teacher), device=device)
     counting = batch.predicts_output.any(dim=0).nonzero()
-    # Most of a prompt is never predicted: beyond depth 0, which has its keys, it takes no part.
+    # Most of a prompt is never predicted: beyond depth 0, which has its keys, it is left out.
     begin = max(int(counting[0]) - depths, 0) if len(counting) else 0
     positions = torch.arange(total, device=device)
     inputs, attention = head.fuse(batch.states), _Unroll(begin)
     for depth in range(depths):
-        # Anchor a predicts x_{a + depth + 2}, as the target does at position a + depth + 1.
+        # Anchor a predicts x_{a + depth + 2}, like the target at position a + depth + 1.
         last = total - depth - 1
         if last <= begin:
             return
@@ -102,7 +102,7 @@ def unroll(head: EagleHead, batch: EagleBatch, depths: int) -> Iterator[tuple[to
         outputs = head(inputs[:, : end - first], batch.next_ids[:, first + depth : end + depth], at, attention.attend)
         outputs = outputs[:, begin - first : last - first]
         rows = row_of[:, begin + depth + 1 :]
-        # The output layer costs as much as the rest, so only what counts goes on.
+        # The output layer costs as much as the rest, so only positions that count go on.
         yield head.norm(outputs[rows >= 0]), rows[rows >= 0]
         inputs = outputs
 
@@ -110,8 +110,8 @@ def unroll(head: EagleHead, batch: EagleBatch, depths: int) -> Iterator[tuple[to
 def unroll_loss(
     head: EagleHead, batch: EagleBatch, depths: int, decay: float = 0.8, regression: float = 2.0
 ) -> tuple[torch.Tensor, list[float]]:
-    """Cross entropy against the target's distribution, and the distance of what enters the two output layers (smooth
-    L1, where the batch has it), summed over depths with weights `decay ** depth`.
+    """Cross entropy against the target's distribution, and the distance of the inputs of the two output layers (smooth
+    L1, if the batch has it), summed over depths with weights `decay ** depth`.
 
     Returns:
         The loss per position; and per depth the mean overlap `1 - TV` (total variation) of the two distributions: two

@@ -1,7 +1,7 @@
-"""How far a drafter's guesses hold: recorded rollouts of the target, replayed through a proposer.
+"""Acceptance of a drafter: recorded rollouts of the target, replayed through a proposer.
 
 The replay is coupled speculation without the target: from the last commit the proposer drafts its whole window, the
-guess is compared with the recorded output, the agreeing part and one token of the target's own are committed,
+draft is compared with the recorded output, the agreeing part and one token of the target's own are committed,
 and so on. With keyed sampling the output does not depend on drafts, so the figures are exactly those of
 verifying every draft token in coupled mode.
 """
@@ -24,22 +24,23 @@ from specactor_ray.messages import Features
 
 @dataclass(slots=True)
 class AcceptanceCounts:
-    """What became of the drafts. The step that reads the prompt and yields the first token, before anything could be
-    drafted, is not counted."""
+    """Counts of drafts by result. The step that reads the prompt and yields the first token, before any draft, is not
+    counted."""
 
     window: int
     steps: int = 0
-    """Verify steps."""
+    """Number of verify steps."""
     committed: int = 0
-    """Output tokens they committed: accepted ones and one of the target's own each (none after a stop)."""
+    """Number of output tokens they committed: accepted ones and one of the target's own each (none after a stop)."""
     drafted: int = 0
     accepted: int = 0
     possible: list[int] = field(default_factory=list)
-    """Per draft position: at how many steps a draft token could have been right there, whether or not there was one."""
+    """Per draft position: number of steps at which a draft token could have been right there, whether or not there was
+    one."""
     reached: list[int] = field(default_factory=list)
-    """Per draft position: how often there was a draft token there and all before it were right."""
+    """Per draft position: number of steps with a draft token there after only right ones."""
     right: list[int] = field(default_factory=list)
-    """Per draft position: how often that token was right too."""
+    """Per draft position: number of these steps at which that token was right too."""
 
     def __post_init__(self) -> None:
         self.possible = self.possible or [0] * self.window
@@ -47,7 +48,7 @@ class AcceptanceCounts:
         self.right = self.right or [0] * self.window
 
     def add_step(self, tail: Sequence[int], truth: Sequence[int], room: int) -> int:
-        """Hold a tail against the output tokens that are still to come; returns how many of them are committed.
+        """Compare a tail with the remaining output tokens; returns the number of committed ones.
 
         Args:
             tail: At most `room` draft tokens.
@@ -58,7 +59,7 @@ class AcceptanceCounts:
         committed = min(accepted + 1, len(truth))
         self.steps += 1
         self.committed += committed
-        self.drafted += len(tail) if accepted < len(truth) else accepted  # behind the end nothing is right or wrong
+        self.drafted += len(tail) if accepted < len(truth) else accepted  # no token after the end is right or wrong
         self.accepted += accepted
         for position in range(min(room, len(truth))):
             self.possible[position] += 1
@@ -69,23 +70,23 @@ class AcceptanceCounts:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verify step, the target's own included."""
+        """Tokens per verify step, including the target's own."""
         return self.committed / self.steps if self.steps else 0.0
 
     @property
     def by_position(self) -> list[float | None]:
-        """P(token i is right | all before it were), i = 1 to the window; None where that never came up."""
+        """P(token i is right | all before it were), i = 1 to the window; None if there was no such case."""
         return [right / reached if reached else None for right, reached in zip(self.right, self.reached, strict=True)]
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """S_1, S_2, ...: share of steps at which the first i draft tokens were there and right. Depths beyond the end
+        """S_1, S_2, ...: share of steps at which the first i draft tokens existed and were right. Depths beyond the end
         of an output are not counted at that step; depths that no step reaches are left out."""
         rates = [right / possible for right, possible in zip(self.right, self.possible, strict=True) if possible]
-        return tuple(itertools.accumulate(rates, min))  # fewer steps reach greater depths, by chance better ones
+        return tuple(itertools.accumulate(rates, min))  # fewer steps reach greater depths, by chance with higher rates
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
+        """The counts as plain data."""
         return {
             "window": self.window,
             "steps": self.steps,
@@ -98,12 +99,12 @@ class AcceptanceCounts:
 
 
 class _Replay:
-    """One record on its way through a proposer."""
+    """One record in replay through a proposer."""
 
     def __init__(self, slot: int, record: Record, states: Any) -> None:
         self.slot, self.record = slot, record
         self._states, self._handed_out = states, 0
-        # A prompt of several tokens is prefilled, and its last position yields the first token, undrafted.
+        # A prompt of several tokens is prefilled, and its last position yields the first token, without a draft.
         self.committed = 1 if len(record.prompt_token_ids) > 1 else 0
 
     @property
@@ -117,7 +118,7 @@ class _Replay:
         self.add_features(proposer)
 
     def verify(self, base: int, tail: Sequence[int], counts: AcceptanceCounts) -> tuple[int, int, Sequence[int]]:
-        """Compare; returns the commit: slot, start and tokens."""
+        """Compare the tail; returns the commit: slot, start and tokens."""
         output, begin = self.record.output_token_ids, self.committed
         room = min(max(self.record.sampling.max_tokens - begin - 1, 0), counts.window)
         usable = tail[:room] if base == begin else ()
@@ -125,7 +126,7 @@ class _Replay:
         return self.slot, begin, output[begin : self.committed]
 
     def add_features(self, proposer: Proposer) -> None:
-        """Those of the positions up to the one that predicted the newest token, as a verifier streams them."""
+        """Add features of the positions up to the one that predicted the newest token, as a verifier streams them."""
         if self._states is None:
             return
         end = len(self.record.prompt_token_ids) + self.committed - 1
@@ -134,7 +135,7 @@ class _Replay:
 
 
 def draft_all(proposer: Proposer, slots: np.ndarray, window: int) -> None:
-    """Extend until all windows are full or there is nothing left to extend."""
+    """Extend drafts until all windows are full or none can be extended."""
     while (proposer.tails(slots).lengths < window).any() and len(proposer.extend()):
         pass
 
@@ -150,13 +151,13 @@ def replay(
     """Replay recorded rollouts through a proposer.
 
     Args:
-        proposer: With room for `batch` requests.
-        records: Of one temperature, or of several if that does not matter.
+        proposer: Proposer with room for `batch` requests.
+        records: Records of one temperature, or of several if that does not matter.
         window: Draft tokens per step.
-        batch: Records under way at once.
+        batch: Number of records in progress at once.
         on_progress: Called with the number of output tokens committed so far.
         features: The target's states of a record, numpy `(tokens - 1, width)`, for proposers that read them. Default:
-            those that the record holds.
+            those in the record.
     """
     counts, waiting, running = AcceptanceCounts(window), deque(records), list[_Replay]()
     free = list(range(batch))

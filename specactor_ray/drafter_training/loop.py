@@ -1,8 +1,7 @@
 """The training loop: batches, schedule, held-out figures, checkpoints, time budget.
 
-Weights after n steps are a function of recipe and corpus, also when training was interrupted: between two steps the
-state is whole, and a checkpoint holds all of it. Only where the time budget sets the learning rate does the clock
-enter.
+Weights after n steps are a function of recipe and corpus, also if training was interrupted: between two steps the state
+is complete, and a checkpoint holds all of it. Only a learning rate that follows the time budget depends on the clock.
 """
 
 from __future__ import annotations
@@ -32,32 +31,32 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_FILE = "checkpoint.pt"
 _BUCKET = 16
-"""Batches' worth of records that are sorted by length together: less padding, and still a new mix every epoch."""
+"""Number of batches whose records are sorted by length together: less padding, and still a new mix every epoch."""
 _HELD_OUT_TOKENS = 2048
-"""Most output tokens that the figures during training are made from."""
+"""Most output tokens of the measurements during training."""
 
 
 @dataclass(slots=True)
 class LoopState:
-    """Where training is, between two steps."""
+    """State of training between two steps."""
 
     step: int = 0
     epoch: int = 0
     position: int = 0
-    """Batches of this epoch that are done."""
+    """Number of finished batches of this epoch."""
     seconds: float = 0.0
-    """Time spent in training so far."""
+    """Seconds of training so far."""
     tokens: int = 0
-    """Output tokens learnt from so far, repetitions included."""
+    """Number of output tokens trained on so far, including repetitions."""
     skipped: int = 0
-    """Steps left out because the gradient was not finite."""
+    """Number of steps left out because the gradient was not finite."""
     history: list[dict[str, float]] = field(default_factory=list)
     """A record per measurement on held-out rollouts: step, seconds, loss, matches, and the training loss since."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopProgress:
-    """What there is to show after a step."""
+    """Figures to show after a step."""
 
     fraction: float
     """Used share of the budget, 0 to 1."""
@@ -72,10 +71,10 @@ class TrainLoop:
     """Trains a student on recorded rollouts.
 
     Args:
-        train: Records to learn from, with the store that holds their states.
-        held_out: Records to measure on, with theirs.
+        train: Records to train on, with the store that holds their states.
+        held_out: Records to measure on, with their store.
         clock: Monotonic seconds.
-        shield: What runs inside is not interrupted by a signal.
+        shield: Context manager in which signals do not interrupt.
         checkpoint_s: Seconds between checkpoints.
         measure_s: Seconds between measurements on held-out rollouts.
         on_progress: Called after every step.
@@ -108,7 +107,8 @@ class TrainLoop:
         self._of_epoch = -1
 
     def resume(self) -> bool:
-        """Go on from the checkpoint in the folder; False if there is none. Raises InputError if it cannot be read."""
+        """Continue from the checkpoint in the folder; False if there is none. Raises InputError if it cannot be
+        read."""
         if not self._path.is_file():
             return False
         try:
@@ -124,10 +124,10 @@ class TrainLoop:
         return True
 
     def run(self) -> LoopState:
-        """Train until the budget is used; an interruption saves a checkpoint and goes on upwards.
+        """Train until the budget is used; an interruption saves a checkpoint and is raised again.
 
         Raises:
-            KeyboardInterrupt: It was interrupted, at the end of a step.
+            KeyboardInterrupt: Training was interrupted, at the end of a step.
             OSError: A checkpoint could not be written.
         """
         begin, state = self._clock() - self.state.seconds, self.state
@@ -155,7 +155,7 @@ class TrainLoop:
 
     @property
     def fraction(self) -> float:
-        """Share of the budget that is used: of the time or of the epochs, whichever is further."""
+        """Used share of the budget: of the time or of the epochs, whichever is larger."""
         recipe, state = self._recipe, self.state
         by_time = 0.0 if recipe.minutes is None else state.seconds / (60.0 * recipe.minutes)
         by_epochs = 0.0
@@ -164,7 +164,7 @@ class TrainLoop:
         return min(max(by_time, by_epochs), 1.0)
 
     def save(self) -> None:
-        """Write the checkpoint; the one before it stays until the new one is whole."""
+        """Write the checkpoint; the previous one stays until the new one is complete."""
         with self._shield():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             state, optimizer = asdict(self.state), self._optimizer.state_dict()
@@ -218,7 +218,8 @@ class TrainLoop:
 
 
 def learning_rate(recipe: TrainRecipe, step: int, fraction: float) -> float:
-    """Of a step (from 0): linear warm-up over `warmup_steps`, times half a cosine to 0 at the end of the budget."""
+    """Learning rate of a step (from 0): linear warm-up over `warmup_steps`, times half a cosine to 0 at the end of the
+    budget."""
     warm_up = min(1.0, (step + 1) / max(recipe.warmup_steps, 1))
     return recipe.learning_rate * warm_up * 0.5 * (1.0 + math.cos(math.pi * min(fraction, 1.0)))
 
@@ -227,7 +228,7 @@ def batches_of_epoch(records: Sequence[Record], max_tokens: int, seed: int, epoc
     """Indices into `records`, each once, in batches of similar lengths; a function of the arguments.
 
     Args:
-        max_tokens: Most positions of a batch, padding included; a longer record has a batch of its own.
+        max_tokens: Most positions of a batch, including padding; a longer record is a batch by itself.
     """
     rng = np.random.default_rng([seed, epoch])
     order = [int(i) for i in rng.permutation(len(records))]

@@ -28,11 +28,11 @@ _REPLAY_BATCH = 16
 
 
 def drafter_of(folder: Path) -> DrafterConfig:
-    """The drafter in a folder: of the method that its `drafter.json` names; without one an EAGLE head or a
-    `draft_model`, as its `config.json` says.
+    """The drafter in a folder, of the method in its `drafter.json`; without one an EAGLE head or a `draft_model`, by
+    its `config.json`.
 
     Raises:
-        InputError: There is no such folder, or its `drafter.json` cannot be read.
+        InputError: The folder does not exist, or its `drafter.json` cannot be read.
         ModelLoadError: It has neither file, or its `config.json` cannot be read.
     """
     if not folder.is_dir():
@@ -44,19 +44,19 @@ def drafter_of(folder: Path) -> DrafterConfig:
 
 
 def method_alone(method: str) -> DrafterConfig:
-    """A method that needs no trained model. Raises InputError if it is unknown, or needs one."""
+    """A method without a trained model. Raises InputError if it is unknown, or needs one."""
     config = DrafterConfig(method=method)
     try:
         for check in DRAFTER_CHECKS:
             check(config, "--method")
     except ConfigError as error:
         raise InputError(f"--method: {method!r} cannot be measured alone: {error.problem} {error.fix}") from None
-    traits(method, "--method")  # a class of the user's own is imported, or refused
+    traits(method, "--method")  # a user's class is imported, or refused
     return config
 
 
 def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
-    """What the drafter reads of the target; None for methods that need no states.
+    """Configuration of the head, with the states that it reads of the target; None for methods that need no states.
 
     Raises:
         ModelLoadError: There is no head, or it was made for another target.
@@ -75,11 +75,11 @@ def measure(
     window: int,
     console: Console,
 ) -> list[dict[str, Any]]:
-    """Replay every held-out part through the drafter: with the target's noise, and with its own where that makes a
+    """Replay every held-out part through the drafter: with the target's noise, and with its own if that makes a
     difference.
 
     Args:
-        corpus: Recorded with the states that the drafter reads, before others.
+        corpus: Corpus whose recorded states begin with those that the drafter reads.
     """
     rows, head = [], head_config(drafter, target.model)
     section = drafter_spec("drafter", replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH), window, _REPLAY_BATCH)

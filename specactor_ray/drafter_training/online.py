@@ -1,8 +1,9 @@
-"""Training an EAGLE head beside the policy: a copy of it that learns, in short steps, from the samples of each RL step.
+"""Training of an EAGLE head beside the policy: a copy of the head is trained in short steps on the samples of each RL
+step.
 
-The head learns the tokens that the target sampled; the target's distributions, which training from a
-corpus uses, would be a hundred times what the hidden states take, and they are not at hand. A sampled token is an
-unbiased estimate of the distribution, so the gradient of the cross entropy is right on average.
+The head learns the sampled tokens of the target; the target's distributions, which training from a corpus uses, would
+take a hundred times the space of the hidden states, and are not available. A sampled token is an unbiased estimate of
+the distribution, so the gradient of the cross entropy is right on average.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _FROZEN = ("embed_tokens.weight", "lm_head.weight")
 class EagleLearner:
     """A trainable head with its optimizer. Not thread-safe; independent of Ray and of clocks.
 
-    A function of the weights it begins with, the examples in their order, and the seed.
+    The result is a function of the initial weights, the examples in their order, and the seed.
 
     Args:
-        head: Float32; owned by the learner from now on. Embedding and output layer, which are the target's, stay as
-            they are.
-        seed: Of the order of the examples.
+        head: Float32; owned by the learner from now on. Embedding and output layer, which are the target's, are not
+            trained.
+        seed: Seed of the order of the examples.
     """
 
     def __init__(self, head: EagleHead, config: OnlineConfig, seed: int = 0) -> None:
@@ -45,22 +46,22 @@ class EagleLearner:
         self._optimizer = torch.optim.AdamW(self._trained, lr=config.learning_rate, weight_decay=0.0)
         self._random = random.Random(seed)
         self.steps = 0
-        """Optimizer steps that were done."""
+        """Number of completed optimizer steps."""
         self.skipped = 0
-        """Steps that were left out because the loss or a gradient was not finite."""
+        """Number of steps left out because the loss or a gradient was not finite."""
 
     @property
     def version(self) -> int:
-        """Version of the weights that drafters should have: one more after every `steps_per_version` steps."""
+        """Version of the weights for drafters: one more after every `steps_per_version` steps."""
         return self.steps // self._config.steps_per_version
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What `EagleRunner.load_weights` takes; the learner's own tensors, which the next step changes."""
+        """Weights for `EagleRunner.load_weights`; the learner's own tensors, which the next step changes."""
         return trained_weights(self._head)
 
     def batches(self, examples: Iterable[EagleExample]) -> Iterator[list[EagleExample]]:
-        """What to learn from these examples step by step: all of their output, in parts, `passes` times over, each time
-        in another order; a batch has at most `batch_tokens` positions, padding included."""
+        """Batches of these examples for the training steps: all of their output, in parts, `passes` times over, each
+        time in another order; a batch has at most `batch_tokens` positions, including padding."""
         most = self._config.batch_tokens
         parts = [part for example in examples for part in _parts(example, most)]
         for _ in range(self._config.passes):
@@ -79,9 +80,9 @@ class EagleLearner:
         """One optimizer step on one batch.
 
         Returns:
-            `loss` (per position, summed over depths), `overlap` (probability that the head gave to the sampled token,
-            one token ahead), `grad_norm` and `tokens`; None, and nothing was changed, when none of the tokens is in the
-            draft vocabulary.
+            `loss` (per position, summed over depths), `overlap` (the head's probability of the sampled token, one token
+            ahead), `grad_norm` and `tokens`; None, without any change, if none of the tokens is in the draft
+            vocabulary.
         """
         batch = make_batch(examples, self._head).to(self._device)
         with torch.enable_grad():
@@ -102,10 +103,10 @@ class EagleLearner:
 
 
 def _parts(example: EagleExample, size: int) -> list[EagleExample]:
-    """The example in parts of at most `size` positions, in their order; those that are all prompt are left out.
+    """The example in parts of at most `size` positions, in their order; parts that are all prompt are left out.
 
-    A part begins without the context before it, as a head does whose drafter joins late. So the last part is a whole
-    one: it is the first that is short of the rest.
+    A part begins without the context before it, like a head whose drafter joins late. So the last part is a whole one,
+    and the first part holds the shorter rest.
     """
     output_begin, parts = max(example.num_prompt - 1 - example.first, 0), list[EagleExample]()
     for end in range(len(example), output_begin, -size):
@@ -115,8 +116,8 @@ def _parts(example: EagleExample, size: int) -> list[EagleExample]:
 
 
 def choose_samples(lengths: Sequence[int], max_tokens: int, seed: int) -> list[int]:
-    """Which of so long samples to learn from where there are too many: any, up to `max_tokens` tokens, and at least
-    one. A function of its arguments, rising."""
+    """Indices of the samples to train on if there are too many: chosen at random, up to `max_tokens` tokens, and at
+    least one. A function of its arguments, ascending."""
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
     chosen, total = list[int](), 0

@@ -14,16 +14,16 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class CorpusRecipe:
-    """What the recorded rollouts depend on."""
+    """Settings that determine the recorded rollouts."""
 
     target: str
     """A local directory, a Hugging Face id or a built-in name."""
     temperature: float = 1.0
     """Temperature of the training rollouts and of the loss; 0 is greedy, with a loss at temperature 1."""
     samples: int = 1
-    """Rollouts of every prompt."""
+    """Number of rollouts of every prompt."""
     max_tokens: int = 192
-    """Most output tokens of one."""
+    """Most output tokens of one rollout."""
     seed: int = 0
     """Seed of the rollouts' noise and of the order of training."""
     chat: bool = True
@@ -33,32 +33,32 @@ class CorpusRecipe:
 
 @dataclass(frozen=True, slots=True)
 class TrainRecipe:
-    """How a head is trained."""
+    """Settings of the training of a head."""
 
     corpus: CorpusRecipe
     tokens: int = 40_000
-    """Output tokens to train on."""
+    """Number of output tokens to train on."""
     draft_vocab: int = 8192
     """Size of the head's vocabulary, the most frequent token ids; at most the target's."""
     depths: int = 4
     """Tokens ahead that the head is trained on its own predictions (training-time test)."""
     minutes: float | None = 15.0
-    """Training ends after this time; collecting rollouts comes on top."""
+    """Time after which training ends, without the collection of rollouts."""
     epochs: float | None = None
-    """Training ends after this many passes over the corpus."""
+    """Number of passes over the corpus after which training ends."""
     learning_rate: float = 3e-3
-    """At its highest."""
+    """Peak learning rate."""
     warmup_steps: int = 10
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     batch_tokens: int = 512
-    """Most positions of one batch, prompts and padding included."""
+    """Most positions of one batch, including prompts and padding."""
     dtype: str = "float32"
     """Arithmetic of training; weights are float32."""
 
 
 def check(recipe: TrainRecipe) -> None:
-    """Raise InputError for the first option that is wrong, with what is allowed."""
+    """Raise InputError for the first invalid option, with its allowed values."""
     if recipe.minutes is None and recipe.epochs is None:
         raise InputError("--minutes or --epochs must say when training ends")
     check_corpus(recipe.corpus)

@@ -1,4 +1,4 @@
-"""Which rollouts are recorded: prompts, their split into training and held-out ones, and the engine that runs them."""
+"""Selection of the recorded rollouts: prompts, their split into training and held-out ones, and the engine for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specactor_ray.sampling.seeds import derive_seed
 
 TokenIds = tuple[int, ...]
 TRAIN, HELD_OUT, GREEDY = "train", "heldout", "heldout-greedy"
-"""Parts of a corpus: rollouts to learn from; held-out ones at the same temperature; held-out ones at temperature 0."""
+"""Parts of a corpus: rollouts to train on; held-out ones at the same temperature; held-out ones at temperature 0."""
 _HELD_OUT_SEED = 1
 _MOST_HELD_OUT = 32
 
@@ -35,14 +35,14 @@ class Prompts:
     held_out: tuple[TokenIds, ...]
 
     def digest(self) -> str:
-        """Tells one set of prompts from another."""
+        """Digest that identifies the set of prompts."""
         text = json.dumps([self.train, self.held_out]).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the engine that rolls out may use. It changes no result."""
+    """Resources of the engine that rolls out. They change no result."""
 
     device: str = "cpu"
     max_batch: int = 64
@@ -53,8 +53,8 @@ def split_prompts(prompts: Sequence[TokenIds], held_out: Sequence[TokenIds] | No
     """Divide prompts; those longer than `max_prompt` tokens and repetitions are left out.
 
     Args:
-        held_out: Held-out prompts, where the user names them; else every tenth is held out, at most 32.
-        max_prompt: So that an output still fits the context.
+        held_out: Held-out prompts, if the user names them; else every tenth is held out, at most 32.
+        max_prompt: Longest prompt in tokens, so that an output still fits the context.
 
     Raises:
         InputError: Nothing is left to train or to measure on.
@@ -77,7 +77,7 @@ def split_prompts(prompts: Sequence[TokenIds], held_out: Sequence[TokenIds] | No
 
 
 def requests_of(part: str, prompts: Prompts, recipe: CorpusRecipe) -> list[RolloutRequest]:
-    """The rollouts of one part in the order in which they are made: a sample of every prompt, then the next of each."""
+    """Rollouts of one part in the order of their making: a sample of every prompt, then the next of each."""
     chosen, samples = (prompts.train, recipe.samples) if part == TRAIN else (prompts.held_out, 1)
     temperature = 0.0 if part == GREEDY else recipe.temperature
     run_seed = recipe.seed if part == TRAIN else derive_seed(recipe.seed, _HELD_OUT_SEED, 0)
@@ -93,14 +93,14 @@ def requests_of(part: str, prompts: Prompts, recipe: CorpusRecipe) -> list[Rollo
 def corpus_facts(
     recipe: CorpusRecipe, target: TargetIdentity, prompts: Prompts, layers: Sequence[int]
 ) -> dict[str, Any]:
-    """What the records of a corpus folder depend on."""
+    """Facts that determine the records of a corpus folder."""
     facts = {**asdict(recipe), "target": asdict(replace(target, name="")), "prompts": prompts.digest()}
     del facts["trust_remote_code"]
     return {**facts, "hidden_layers": list(layers)}
 
 
 def target_config(recipe: CorpusRecipe, limits: EngineLimits, layers: Sequence[int]) -> TargetConfig:
-    """The engine's section."""
+    """Configuration section of the engine."""
     return TargetConfig(
         model=recipe.target,
         dtype="float32",
@@ -123,10 +123,10 @@ class Corpus:
         self.stores = {part: RecordStore(folder, part) for part, is_there in present.items() if is_there}
         self.records: dict[str, list[Record]] = {}
         self.speed: dict[str, float] = {}
-        """Output tokens per second of the parts that were recorded now."""
+        """Part recorded by this object → output tokens per second."""
 
     def collect(self, hidden_layers: Sequence[int], tokens: int | None) -> None:
-        """Record what is missing; only then is the target loaded."""
+        """Record missing rollouts; the target is loaded only if there are any."""
         engine: Any = None
         for part, store in self.stores.items():
             requests = requests_of(part, self._prompts, self._recipe)

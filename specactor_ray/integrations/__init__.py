@@ -1,1 +1,1 @@
-"""Trainers of others that generate here."""
+"""Integrations of other projects' trainers, which generate with this package."""

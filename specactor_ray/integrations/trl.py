@@ -1,9 +1,9 @@
-"""TRL's trainers with our rollouts: `attach(trainer, rollout)`, and an unmodified `GRPOTrainer` generates here.
+"""TRL's trainers with our rollouts: after `attach(trainer, rollout)` an unmodified `GRPOTrainer` generates here.
 
-TRL reaches an engine through its class `VLLMGeneration`, and in that class's server mode through a client with a few
-methods. `RolloutClient` is such a client, and `ServerClient`, for `attach(trainer, "http://host:8000")`.
-Everything above it stays TRL's: gathering over ranks, FSDP, ZeRO and PEFT,
-tools, evaluation, importance correction. vLLM is not needed.
+TRL calls an engine through its class `VLLMGeneration`, and in that class's server mode through a client with a few
+methods. `RolloutClient` is such a client, and `ServerClient`, for `attach(trainer, "http://host:8000")`. Everything
+above it is TRL's code: gathering over ranks, FSDP, ZeRO and PEFT, tools, evaluation, importance correction. vLLM is not
+needed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 SUPPORTED = "1.16"
 _SENT = ("temperature", "top_k", "top_p", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos")
-"""Fields of `SamplingParams` that a server is sent."""
+"""Fields of `SamplingParams` that are sent to a server."""
 _TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "stop")
-"""Keys of `generation_kwargs` that `SamplingParams` has, too."""
+"""Keys of `generation_kwargs` that `SamplingParams` has as well."""
 _SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
 )
-"""Keys of a model's configuration that decide which weights there are."""
+"""Keys of a model's configuration that determine its weights."""
 
 
 class _Output(NamedTuple):
@@ -48,21 +48,21 @@ class _Output(NamedTuple):
 
 
 def attach(trainer: Any, rollout: Rollout | str | None, weights_folder: str | None = None) -> None:
-    """Let a TRL trainer generate with this rollout; call it once, before `trainer.train()`.
+    """Make a TRL trainer generate with this rollout; call it once, before `trainer.train()`.
 
-    The trainer pushes its weights before it generates, when a step has changed them. Seeds are derived from its
-    `args.seed`, its step and a count of the calls in that step, so that a run can be repeated and resumed.
+    The trainer pushes its weights before it generates, if a step has changed them. Seeds are derived from its
+    `args.seed`, its step and the number of calls in that step, so that a run can be repeated and resumed.
 
     Args:
-        trainer: A `GRPOTrainer` or `RLOOTrainer` that was made with `use_vllm=False`.
-        rollout: Serves the model that the trainer trains: a rollout of this process, or the address of a server,
-            `http://host:8000` (`specactor serve`; its token is read from SPECACTOR_API_KEY). Where a trainer has
-            several processes, the main one passes it and the others None.
-        weights_folder: Folder that trainer and server both see, through which a server gets weights. Default: one of
-            this machine's temporary ones.
+        trainer: A `GRPOTrainer` or `RLOOTrainer` that was created with `use_vllm=False`.
+        rollout: Serves the model that is trained: a rollout of this process, or the address of a server,
+            `http://host:8000` (`specactor serve`; its token is read from SPECACTOR_API_KEY). If a trainer has several
+            processes, the main one passes it and the others None.
+        weights_folder: Folder shared by trainer and server, through which a server gets weights. Default: a temporary
+            one of this machine.
 
     Raises:
-        InputError: TRL is of another version, the trainer asks for what keyed sampling does not have, or the rollout
+        InputError: TRL has another version, the trainer uses options that keyed sampling does not have, or the rollout
             serves another model or tokenizer.
     """
     _require_supported(trainer)
@@ -80,31 +80,31 @@ def attach(trainer: Any, rollout: Rollout | str | None, weights_folder: str | No
             _require_rollout(rollout)
             _require_same_model(trainer, rollout)
             client = RolloutClient(trainer, rollout)
-        client.sampling(**_sampling_arguments(trainer))  # what cannot be is refused before a step is made
+        client.sampling(**_sampling_arguments(trainer))  # refuse unsupported arguments before the first step
     trainer.vllm_generation = _generation(trainer, client)
     trainer.use_vllm, trainer.vllm_mode = True, "server"
     trainer._last_loaded_step = -1
 
 
 class _Client(abc.ABC):
-    """What TRL calls in place of its `VLLMClient`."""
+    """Client that TRL calls in place of its `VLLMClient`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._step, self._calls = -1, [0, 0]
-        """Calls of that step while evaluating, and while training."""
+        """Numbers of calls in that step in evaluation, and in training."""
 
     @abc.abstractmethod
     def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> list[_Output]:
         """`n` outputs of each prompt, those of a prompt together.
 
         Raises:
-            SpecActorError: One of them failed.
+            SpecActorError: An output failed.
         """
 
     @abc.abstractmethod
     def push_weights(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Outputs come from these weights from now on."""
+        """Use these weights for all further outputs."""
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, **arguments: Any) -> dict[str, Any]:
         """Outputs in the order of the prompts, the `n` of a prompt together."""
@@ -119,11 +119,11 @@ class _Client(abc.ABC):
 
     def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Push the policy's weights."""
-        del metadata  # every tensor is checked when it comes
+        del metadata  # every tensor is checked on arrival
         self.push_weights(named_params)
 
     def reset_prefix_cache(self) -> None:  # noqa: B027
-        """Nothing: no cache outlives an update of the weights."""
+        """No operation: no cache outlives an update of the weights."""
 
     def sampling(
         self,
@@ -136,10 +136,10 @@ class _Client(abc.ABC):
         seed: int = 0,
         **others: Any,
     ) -> SamplingParams:
-        """TRL's arguments as parameters of a request. Outputs end at the ids that end them for the trainer.
+        """TRL's arguments as parameters of a request. Outputs end at the trainer's end-of-sequence ids.
 
         Raises:
-            InputError: One of them asks for something that keyed sampling does not have; it is named.
+            InputError: An argument needs something that keyed sampling does not have; the message names it.
         """
         more = dict(generation_kwargs or {})
         refuse({**others, **more}, "TRL: ")
@@ -152,7 +152,7 @@ class _Client(abc.ABC):
         if max_tokens is None:
             raise InputError("TRL: max_completion_length is None; give a number of tokens")
         settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, **more}
-        if settings["top_k"] in (None, -1):  # vLLM's values for all tokens
+        if settings["top_k"] in (None, -1):  # both mean all tokens in vLLM
             settings["top_k"] = 0
         chosen = {name: value for name, value in settings.items() if name in _TRANSLATED}
         stops, texts = (chosen.pop(name, None) or () for name in ("stop_token_ids", "stop"))
@@ -164,7 +164,8 @@ class _Client(abc.ABC):
             raise InputError(f"TRL's arguments or generation_kwargs, as keys of specactor_ray: {error}") from None
 
     def _next_seed(self) -> int:
-        """One that no other call has. Calls since the start would not do: a resumed run must go on as the whole one."""
+        """A seed that no other call has. It does not depend on the calls since the start, so that a resumed run is
+        equal to an uninterrupted one."""
         step, training = int(self._trainer.state.global_step), bool(self._trainer.model.training)
         if step != self._step:
             self._step, self._calls = step, [0, 0]
@@ -224,7 +225,7 @@ class ServerClient(_Client):
             self._ask("/update_weights", {"weight_dir": folder})
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The answer to a request; with a body it is a POST."""
+        """Send a request and return its answer; with a body it is a POST."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("SPECACTOR_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
@@ -244,7 +245,7 @@ def _generation(trainer: Any, client: _Client | None) -> Any:
     from trl.generation.vllm_generation import VLLMGeneration
 
     class RolloutGeneration(VLLMGeneration):  # type: ignore[misc]
-        """TRL's own, with another client."""
+        """TRL's own class with another client."""
 
         def _init_vllm(self) -> None:
             self.vllm_client = client

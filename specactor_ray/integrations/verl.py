@@ -1,7 +1,7 @@
 """verl's trainers with our rollouts: `actor_rollout_ref.rollout.name=specactor`.
 
-verl imports this module in each of its processes: by the entry point group `verl.plugins` where this package is
-installed, else by `VERL_USE_EXTERNAL_MODULES=specactor_ray.integrations.verl`.
+verl imports this module in each of its processes: by the entry point group `verl.plugins` if this package is installed,
+else by `VERL_USE_EXTERNAL_MODULES=specactor_ray.integrations.verl`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from specactor_ray.integrations.verl_server import NAME, Server, require_support
 
 SUPPORTED = "0.9"
 _SERVER = f"{NAME}_server_"
-"""Names of the servers' actors begin so."""
+"""Prefix of the names of the servers' actors."""
 
 
 class Replica(RolloutReplica):  # type: ignore[misc]
-    """One rollout of ours. It has verifiers and drafters on resources of its own: verl's pools hold none for it."""
+    """One rollout of this package. Its verifiers and drafters have their own resources, outside of verl's pools."""
 
     def __init__(self, replica_rank: int, config: Any, model_config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(replica_rank, config, model_config, *arguments, **options)
@@ -46,7 +46,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
 
     async def init_standalone(self) -> None:
         self.rollout_mode = RolloutMode.STANDALONE
-        if self.config.checkpoint_engine.backend == NAME:  # verl pushes weights to workers; this one passes none on
+        if self.config.checkpoint_engine.backend == NAME:  # verl pushes weights to workers; this one forwards none
             pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
             made = self.get_ray_class_with_init_args()
             self.workers = RayWorkerGroup(pool, made, bin_pack=False, use_gpu=False, device_name="cpu").workers
@@ -76,7 +76,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]
-    """What a rank of the trainer holds of the servers. Rank 0 alone calls them, all of them."""
+    """The servers, as seen by a rank of the trainer. Only rank 0 calls them, all of them."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -109,7 +109,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
 
 @CheckpointEngineRegistry.register(NAME)  # type: ignore[untyped-decorator]
 class ObjectStore(CheckpointEngine):  # type: ignore[misc]
-    """Weights of a trainer apart from its rollouts, through Ray's object store."""
+    """Transfer of weights from a separate trainer to its rollouts, through Ray's object store."""
 
     wire_format = NAME
 

@@ -1,4 +1,4 @@
-"""A replica of verl on this side: its configuration and requests in our terms, and the actor that serves it."""
+"""A replica of verl in this package: its configuration and requests, converted, and the actor that serves it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 
 NAME = "specactor"
-"""Of the rollout, the section of `engine_kwargs` and the checkpoint engine in verl's configuration."""
+"""Name of the rollout, the section of `engine_kwargs` and the checkpoint engine in verl's configuration."""
 _KEYS = "actor_rollout_ref."
 _SETTINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "rollout.pipeline_model_parallel_size": ((1,), "use tensor_model_parallel_size and data_parallel_size"),
@@ -39,7 +39,7 @@ _SETTINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "rollout.disaggregation.enabled": ((None, False), "set it to false"),
     "rollout.checkpoint_engine.backend": (("naive", NAME), f"use naive (hybrid) or {NAME} (apart)"),
 }
-"""Key → values that can be served, and the fix."""
+"""Key → supported values, and the fix."""
 _TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "ignore_eos", "seed")
 _IGNORED = ("logprobs", "max_new_tokens", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
 """Parameters that change no token; `max_new_tokens` is SGLang's name of `max_tokens`."""
@@ -57,13 +57,13 @@ _ANY_NUMBER = 2**31
 
 
 def require_supported(rollout: Any, model: Any) -> None:
-    """Refuse what cannot be served, by the key of verl's configuration.
+    """Refuse unsupported values, by the key of verl's configuration.
 
     Args:
         rollout, model: Sections `rollout` and `model` of `actor_rollout_ref`.
 
     Raises:
-        ConfigError: A key asks for something that is not available.
+        ConfigError: A key has a value that is not supported.
     """
     for key, (allowed, fix) in _SETTINGS.items():
         value = _value({"rollout": rollout}, key)
@@ -77,13 +77,13 @@ def require_supported(rollout: Any, model: Any) -> None:
 
 
 def configuration(rollout: Any, model_path: str, trust_remote_code: bool, has_gpus: bool) -> Config:
-    """Our configuration of a replica. `engine_kwargs.specactor` holds further keys, which win.
+    """Our configuration of a replica. `engine_kwargs.specactor` holds further keys, which override it.
 
     Args:
         rollout: Section `actor_rollout_ref.rollout`.
         model_path: A local directory or a Hugging Face id.
-        trust_remote_code: As verl's.
-        has_gpus: Verifiers run on GPUs.
+        trust_remote_code: As in verl.
+        has_gpus: Whether verifiers run on GPUs.
 
     Raises:
         ConfigError: A key cannot be used.
@@ -115,7 +115,7 @@ def configuration(rollout: Any, model_path: str, trust_remote_code: bool, has_gp
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings of verl that hold for all requests."""
+    """Settings of verl that apply to all requests."""
 
     prompt_length: int
     response_length: int
@@ -126,13 +126,13 @@ class Limits:
     def sampling(self, parameters: Mapping[str, Any], num_prompt: int, seed: int) -> SamplingParams:
         """Parameters of one request.
 
-        The position in the noise is that in the whole sequence. So a request that comes again with its output so far as
-        part of the prompt goes on with the tokens that would have followed.
+        The position in the noise is that in the whole sequence. So a request that is resent with its output so far as
+        part of the prompt continues with the tokens that would have followed.
 
         Args:
-            parameters: As verl gives them; those that are absent are the model's.
-            num_prompt: Tokens of the prompt.
-            seed: Where `parameters` has none.
+            parameters: Parameters from verl; the model's values replace absent ones.
+            num_prompt: Number of tokens of the prompt.
+            seed: Seed if `parameters` has none.
 
         Raises:
             InputError: A parameter is not available, or the prompt leaves no room.
@@ -154,38 +154,39 @@ class Limits:
         most = given.pop("max_tokens", None) or parameters.get("max_new_tokens")
         if most is None:
             most = min(self.response_length, self.prompt_length + self.response_length - num_prompt)
-        if given.get("top_k") == -1:  # vLLM's value for all tokens
+        if given.get("top_k") == -1:  # means all tokens in vLLM
             given["top_k"] = 0
         settings = {"seed": seed, "ignore_eos": self.ignore_eos, **given, "max_tokens": max(1, min(most, room))}
         return SamplingParams(**settings, first_position=num_prompt)
 
 
 class Seeds:
-    """Seeds of requests that bring none: a function of verl's seed, its step, the prompt, and how often it came.
+    """Seeds of requests without one: a function of verl's seed, its step, the prompt, and the number of its
+    repetitions.
 
-    verl sends a request that was aborted again, with the output so far as part of the prompt and under a new name. Such
-    a request keeps its seed: it is recognised by its tokens.
+    verl resends an aborted request with the output so far as part of the prompt and under a new name. Such a request
+    keeps its seed: it is recognised by its tokens.
 
     Args:
         run_seed: `rollout.seed`.
-        replica: Rank of the replica; two of them never use one seed for one prompt.
+        replica: Rank of the replica; two of them never use the same seed for one prompt.
     """
 
     def __init__(self, run_seed: int, replica: int) -> None:
         self._run_seed, self._replica, self._step = run_seed, replica, 0
         self._counts: dict[int, int] = {}
-        """Requests of a prompt in this step."""
+        """Prompt → number of its requests in this step."""
         self._aborted: OrderedDict[int, list[int]] = OrderedDict()
         """Prompt and output of an aborted request → its seed, or the seeds of several."""
 
     def begin_step(self, step: int) -> None:
-        """Requests from now on are of this step of the trainer."""
+        """Set the trainer's step of all further requests."""
         if step + 1 != self._step:
             self._step, self._counts = step + 1, {}
 
     def take(self, prompt: Sequence[int], name: str | None = None) -> int:
-        """Seed of a request. With a name that does not change from run to run it depends on that, and not on how often
-        the prompt came nor on the replica."""
+        """Seed of a request. With a name that is the same in every run it depends on that, and neither on the
+        repetitions of the prompt nor on the replica."""
         key = _digest(prompt)
         if kept := self._aborted.get(key):
             if not kept[1:]:
@@ -197,20 +198,20 @@ class Seeds:
         return derive_seed(derive_seed(self._run_seed, self._step, 1 + self._replica), key, count)
 
     def keep(self, tokens: Sequence[int], seed: int) -> None:
-        """A request with this seed was aborted; `tokens` are its prompt and its output."""
+        """Record the seed of an aborted request; `tokens` are its prompt and its output."""
         self._aborted.setdefault(_digest(tokens), []).append(seed)
         while len(self._aborted) > _MOST_ABORTED:
             self._aborted.popitem(last=False)
 
 
 class Server:
-    """Serves one replica of verl with a rollout of its own in verl's Ray cluster; an asynchronous actor.
+    """Serves one replica of verl with its own rollout in verl's Ray cluster; an asynchronous actor.
 
     Args:
         rollout: verl's configuration `actor_rollout_ref.rollout`.
-        model_path, use_shm, trust_remote_code: Of the model, as verl's.
+        model_path, use_shm, trust_remote_code: Settings of the model, as in verl.
         replica_rank: Rank of the replica.
-        sleeps: Free caches, and on GPUs the weights, while verl trains.
+        sleeps: Whether to free caches, and on GPUs the weights, while verl trains.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class Server:
         self._running: dict[Handle, str] = {}
         """Requests that have not ended → verl's names."""
         self._open, self._rejects = asyncio.Event(), False
-        """Requests may begin; those that come while they may not are refused."""
+        """Event that is set while requests may begin, and whether others are refused meanwhile."""
         self._open.set()
         self._steps: dict[int, int] = {}
         """Version of the weights → step of the trainer."""
@@ -236,7 +237,7 @@ class Server:
         """Start the rollout; returns the name of its run."""
         self._rollout = await asyncio.to_thread(self._start)
         engine, length = self._rollout.engine, self._rollout.config.target.max_model_len
-        engine.max_waiting = _ANY_NUMBER  # verl bounds its requests itself
+        engine.max_waiting = _ANY_NUMBER  # verl limits its requests
         engine.tokenizer = None  # it exchanges token ids
         settings = self._settings
         self._limits = Limits(settings.prompt_length, settings.response_length, length or 0, settings.ignore_eos)
@@ -250,10 +251,10 @@ class Server:
         priority: int = 0,
         **others: Any,
     ) -> Any:
-        """verl's `TokenOutput`. Log-probabilities are those under softmax(logits / temperature).
+        """Generate verl's `TokenOutput`. Log-probabilities are those under softmax(logits / temperature).
 
         Raises:
-            InputError: The request asks for something that is not available, such as images, or cannot run.
+            InputError: The request needs something that is not supported, such as images, or cannot run.
         """
         for name, value in others.items():
             if value is not None and value not in ([], {}, ()):
@@ -284,7 +285,8 @@ class Server:
     # ---- between requests ----
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """End all requests with what is committed; those that come wait for `resume_generation`, or are refused."""
+        """Abort all requests, which keep their committed tokens; new ones wait for `resume_generation`, or are
+        refused."""
         del reset_prefix_cache  # no cache outlives an update of the weights
         self._open.clear()
         self._rejects = reject_request
@@ -295,7 +297,7 @@ class Server:
         return {"aborted_count": len(running), "request_ids": list(running.values())}
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
-        """End one request with what is committed."""
+        """Abort one request, which keeps its committed tokens."""
         del reset_prefix_cache
         aborted = [handle for handle, name in self._running.items() if name == request_id]
         for handle in aborted:
@@ -303,7 +305,7 @@ class Server:
         return {"aborted": bool(aborted), "request_id": request_id}
 
     async def resume_generation(self) -> None:
-        """Let requests begin again."""
+        """Allow requests to begin again."""
         self._rejects = False
         self._open.set()
 
@@ -314,44 +316,44 @@ class Server:
             await asyncio.to_thread(self._rollout.sleep)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back: all of it, whatever the tags are."""
+        """Allocate all of the memory again, regardless of the tags."""
         del tags
         if self._sleeps:
             await asyncio.to_thread(self._rollout.wake_if_asleep)
 
     async def release_kv_cache(self) -> None:
-        """As `sleep`."""
+        """Same as `sleep`."""
         await self.sleep()
 
     async def resume_kv_cache(self) -> None:
-        """As `wake_up`."""
+        """Same as `wake_up`."""
         await self.wake_up()
 
     async def clear_kv_cache(self) -> None:
-        """Nothing: no cache outlives an update of the weights."""
+        """No operation: no cache outlives an update of the weights."""
 
     async def start_profile(self, **_settings: Any) -> None:
-        """Nothing: verl's profiler does not reach verifiers."""
+        """No operation: verl's profiler does not reach verifiers."""
 
     async def stop_profile(self) -> None:
-        """Nothing."""
+        """No operation."""
 
     # ---- weights ----
 
     async def weight_layout(self) -> Any:
-        """How a trainer packs weights (`WeightLayout`)."""
+        """Layout in which a trainer packs weights (`WeightLayout`)."""
         return await asyncio.to_thread(getattr, self._rollout, "weight_layout")
 
     async def update_weights(self, weights: WeightSet, global_steps: int | None = None) -> int:
-        """Take weights that a trainer has put into the object store. Requests that run go on with them behind what is
-        committed. Returns their version."""
+        """Load weights that a trainer has put into the object store. Running requests continue with them after their
+        committed tokens. Returns their version."""
         version = await asyncio.to_thread(self._update, weights)
         if global_steps is not None:
             await self.set_global_steps(global_steps)
         return version
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """The trainer's step that made the present weights."""
+        """Set the trainer's step that made the present weights."""
         self._steps[self._rollout.weight_version] = global_steps
         self._seeds.begin_step(global_steps)
 
@@ -403,7 +405,7 @@ def _token_output_class() -> Any:
 
 
 def _value(section: Any, path: str) -> Any:
-    """What stands there in mappings and objects; None where there is nothing."""
+    """Value at a path in mappings and objects; None if there is none."""
     for name in path.split("."):
         section = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
     return section

@@ -1,4 +1,4 @@
-"""Where text for people goes: results to standard output, progress and errors to standard error."""
+"""Streams of text for users: results on standard output, progress and errors on standard error."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _WIDTH_OF_A_FILE = 140
 
 
 def make_console(stream: TextIO | None = None) -> Console:
-    """A console on a stream (default: standard output), wide enough for the tables when that is a file or a pipe."""
+    """A console on a stream (default: standard output), wide enough for the tables if that is a file or a pipe."""
     stream = stream or sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_FILE
     return Console(file=stream, width=width, highlight=False, emoji=False, soft_wrap=False)
 
 
 def say(console: Console, text: str) -> None:
-    """One line as it is: brackets are no markup, and nothing is wrapped or cut."""
+    """Print one line verbatim: brackets are not markup, and nothing is wrapped or cut."""
     console.print(Text(text), soft_wrap=True)
 
 
@@ -59,7 +59,7 @@ def figures_table(title: str, figures: Iterable[tuple[str, str]]) -> Table:
 
 
 def make_bar(console: Console, count: ProgressColumn) -> Progress:
-    """A bar of one task: its description, the bar, `count`, its field `figures`, and the time it has taken."""
+    """A progress bar of one task: its description, the bar, `count`, its field `figures`, and the elapsed time."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -71,7 +71,7 @@ def make_bar(console: Console, count: ProgressColumn) -> Progress:
 
 
 def show_error(message: str) -> None:
-    """The one line that a user's mistake is worth, on standard error."""
+    """Print the message of a user's mistake as one line on standard error."""
     say(make_console(sys.stderr), f"error: {message}")
 
 
@@ -88,6 +88,6 @@ def log_by_default() -> None:
 
 
 def log_through(console: Console, level: str) -> None:
-    """Send the log lines of this process through a console, so that they do not tear its progress bar."""
+    """Send the log lines of this process through a console, so that they do not break its progress bar."""
     handler = RichHandler(console=console, show_path=False, markup=False, rich_tracebacks=False)
     logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[handler], force=True)

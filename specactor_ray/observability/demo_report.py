@@ -1,4 +1,4 @@
-"""Table, verdict and plot of `specactor demo`, made from the plain data that `report.json` holds."""
+"""Table, verdict and plot of `specactor demo`, made from the plain data in `report.json`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEMO_COLUMNS: Sequence[Column] = (
 
 
 def demo_table(report: Mapping[str, Any]) -> Table:
-    """The figures, a row each."""
+    """The figures, one per row."""
     return figures_table(f"demo: {report['model']}, {report['seconds']:.0f} s", _rows(report))
 
 
@@ -47,7 +47,7 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def verdict_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """What the figures come to, in words: a difference within two standard errors is none."""
+    """Conclusions from the figures, in words: a difference within two standard errors counts as none."""
     speed, training = report["speed"], report["training"]
     if speed is None:
         yield "nothing was measured"
@@ -69,7 +69,7 @@ def verdict_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_demo_plot(path: Path, report: Mapping[str, Any]) -> bool:
-    """Tokens per second by round, and reward by step. Returns whether it was written: not without matplotlib."""
+    """Plot tokens per second by round, and reward by step. Returns whether it was written: false without matplotlib."""
 
     def draw_speeds(axes: Any) -> None:
         rounds = report["speed"]["rounds"] if report["speed"] else []

@@ -1,4 +1,4 @@
-"""Tables and plots of drafters, made from the plain data that `drafter.json` holds."""
+"""Tables and plots of drafters, made from the plain data in `drafter.json`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def acceptance_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def plot_training(path: Path, history: Sequence[Mapping[str, float]], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the loss over the steps, and acceptance per position, as a PNG, where matplotlib is installed."""
+    """Plot the loss over the steps, and acceptance per position, as a PNG, if matplotlib is installed."""
 
     def draw_losses(axes: Any) -> None:
         steps = [record["step"] for record in history]

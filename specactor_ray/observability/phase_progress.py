@@ -1,4 +1,4 @@
-"""Progress of a phase: a bar with the time left on a terminal, a line now and then elsewhere."""
+"""Progress of a phase: a bar with the remaining time on a terminal, a line at intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _POLL_S = 0.5
 
 
 class PhaseProgress:
-    """Shows how far a phase is; drive it with `update` while the `with` block runs.
+    """Shows the progress of a phase; call `update` while the `with` block runs.
 
     Args:
         console: A bar if it is a terminal, else plain lines, one every `line_interval_s`.
-        title: What runs.
-        total: What `done` counts up to.
-        poll: Called with this object twice a second, from a thread of its own, and once at the end; it calls `update`.
+        title: Name of the phase.
+        total: Final value of `done`.
+        poll: Called with this object twice a second, from a separate thread, and once at the end; it calls `update`.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class PhaseProgress:
 
     @property
     def seconds(self) -> float:
-        """Since the phase began."""
+        """Seconds since the beginning of the phase."""
         return self._clock() - self._begin
 
     @property
     def rate(self) -> float:
-        """`done` per second, what was there at the first update left out: a resumed phase begins in the middle."""
+        """`done` per second, without its value at the first update: a resumed phase begins in the middle."""
         return self.rate_at(self._done)
 
     def rate_at(self, done: float) -> float:
-        """The rate if so much is done now."""
+        """Rate at this value of `done`."""
         return 0.0 if self._first is None else (done - self._first) / max(self.seconds, 1e-9)
 
     def update(self, done: float, figures: str) -> None:
-        """So much of `total` is done; `figures` say how it goes."""
+        """Set the progress to `done` of `total`; `figures` describe its state."""
         if self._first is None:
             self._first = 0.0 if done < self._total / 100 else done
         self._done, self._figures = min(done, self._total), figures
@@ -91,7 +91,7 @@ class PhaseProgress:
             say(self._console, self._line() + left)
 
     def _left(self) -> str:
-        """Estimate of the time left; empty while there is none, and at the very end, where it would stand still."""
+        """Estimate of the remaining time; empty if there is none, and at the very end, where it would not change."""
         if self.rate <= 0.0 or self._done >= 0.99 * self._total:
             return ""
         seconds = round((self._total - self._done) / self.rate)
@@ -102,7 +102,7 @@ class PhaseProgress:
 
 
 def show_tokens(progress: PhaseProgress) -> Callable[[int], None]:
-    """What a phase that makes tokens calls with their number so far."""
+    """Callback for a phase that makes tokens, called with their number so far."""
 
     def show(tokens: int) -> None:
         progress.update(tokens, f"{tokens:,} tokens, {progress.rate_at(tokens):.1f} tokens/s")
@@ -111,7 +111,7 @@ def show_tokens(progress: PhaseProgress) -> Callable[[int], None]:
 
 
 def show_steps(progress: PhaseProgress, total: int) -> Callable[[str], None]:
-    """What a phase of `total` counted steps calls after each, with what it was."""
+    """Callback for a phase of `total` counted steps, called after each with its description."""
     done = 0
 
     def show(what: str) -> None:
@@ -127,10 +127,10 @@ class ProgressState:
     """Progress of a rollout at one moment."""
 
     done: int = 0
-    """Trajectories that ended, the failed ones included."""
+    """Number of ended trajectories, including failed ones."""
     failed: int = 0
     tokens: int = 0
-    """Output tokens so far."""
+    """Number of output tokens so far."""
     acceptance_length: float = 0.0
     supply: float = 0.0
 
@@ -143,7 +143,7 @@ def rollout_progress(
     line_interval_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> PhaseProgress:
-    """Progress of a rollout of `total` trajectories. Another thread calls `read`, so it may only read."""
+    """Progress of a rollout of `total` trajectories. Another thread calls `read`, so it must not change anything."""
 
     def show(progress: PhaseProgress) -> None:
         state = read()
@@ -155,7 +155,7 @@ def rollout_progress(
 
 
 def figures(state: ProgressState, seconds: float) -> str:
-    """`98.2 tokens/s, acceptance length 1.42, supply 2.10`, and the failures if there are any."""
+    """Figures such as `98.2 tokens/s, acceptance length 1.42, supply 2.10`, and the failures if there are any."""
     speed = f"{state.tokens / max(seconds, 1e-9):.1f} tokens/s"
     failures = f", {state.failed} failed" if state.failed else ""
     return f"{speed}, acceptance length {state.acceptance_length:.2f}, supply {state.supply:.2f}{failures}"

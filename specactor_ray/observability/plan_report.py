@@ -12,7 +12,7 @@ from specactor_ray.speculation.plan import Plan
 
 
 def cost_table(profile: Mapping[str, Any]) -> Table:
-    """Milliseconds at the longest context: a row per thing measured, device count and window."""
+    """Milliseconds at the longest context: a row per measured item, device count and window."""
     measured = [("verifying", profile["verify"])]
     measured += [(f"drafting, {method}", entry["points"]) for method, entry in profile["methods"].items()]
     batches = sorted({point["batch"] for _, points in measured for point in points})
@@ -32,7 +32,7 @@ def cost_table(profile: Mapping[str, Any]) -> Table:
 
 
 def acceptance_table(profile: Mapping[str, Any]) -> Table:
-    """How often the first i draft tokens were right, per method."""
+    """Share of steps at which the first i draft tokens were right, per method."""
     depth = max((len(entry["acceptance"]["survival"]) for entry in profile["methods"].values()), default=0)
     depths = [i for i in range(1, depth + 1) if i in (1, 2, 3, 4, 6, 8) or i == depth]
     columns = ("method", "steps", "supply", "acc. rate", *(f"first {i}" for i in depths))

@@ -1,4 +1,4 @@
-"""Matplotlib, where it is installed."""
+"""Plots by matplotlib, if it is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def draw(path: Path, *plots: Callable[[Any], None], size: tuple[float, float] = (7, 3.5)) -> bool:
-    """Write a PNG file of `size` inches; each of the plots draws on axes of its own, side by side. Returns False where
+    """Write a PNG file of `size` inches; each of the plots draws on its own axes, side by side. Returns False if
     matplotlib is not installed."""
     try:
         import matplotlib

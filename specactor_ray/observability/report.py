@@ -1,4 +1,4 @@
-"""Tables for people, made from the plain data that the JSON files hold."""
+"""Tables for users, made from the plain data in the JSON files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPLIT = ("forward", "sampling", "protocol", "waiting")
 
 
 def rollout_table(summary: Mapping[str, Any]) -> Table:
-    """The figures of one rollout, a row each."""
+    """The figures of one rollout, one per row."""
     metrics, counts = summary["metrics"], summary["trajectories"]
     rescues = metrics["arrival_rescues"] + metrics["commit_rescues"]
     figures = [
@@ -50,7 +50,8 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
 
 
 def failed_prompts_line(failures: Mapping[str, int]) -> list[str]:
-    """Which prompts failed and how often, counted from 1 in the order of the file; no line if none did."""
+    """The failed prompts and their numbers of failures, counted from 1 in the order of the file; no line if none
+    failed."""
     if not failures:
         return []
     shown = ", ".join(
@@ -62,7 +63,7 @@ def failed_prompts_line(failures: Mapping[str, int]) -> list[str]:
 
 
 def cut_line(counts: Mapping[str, Any]) -> list[str]:
-    """How many outputs the context ended; no line if none."""
+    """Number of outputs that the context ended; no line if there are none."""
     cut = counts["cut_by_context"]
     return [f"  {cut} outputs were ended by the context before sampling.max_tokens"] if cut else []
 
@@ -92,11 +93,11 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Where the time of a step goes, in milliseconds."""
+    """Parts of the time of a step, in milliseconds."""
     table = _bench_table("ms per step of a verifier", ("steps", *_SPLIT))
     for result in results:
         if result.get("peer"):
-            continue  # its steps are not ours to time
+            continue  # its steps cannot be timed here
         split = result["ms_per_step"]
         table.add_row(
             *_variant_cells(result),
@@ -108,7 +109,7 @@ def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def difference_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where tokens differ from plain decoding: request, position, tokens and how near the tie was."""
+    """Differences of tokens from plain decoding: request, position, tokens and distance of the tie."""
     lines = [
         f"  {result['variant']}, batch {result['batch']}, {result['workload']}: {_difference(difference)}"
         for result in results
@@ -129,7 +130,7 @@ def config_keys_table(keys: Iterable[KeyDoc]) -> Table:
 
 
 def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per actor of a run, as the controller reports them."""
+    """One row per actor of a run, in the state of the controller."""
     columns = ("actor", "phase", "place", "work", "drafts right", "note")
     table = make_table(columns, text=columns, wrap=True)
     for row in rows:
@@ -140,8 +141,8 @@ def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Id, `Health.to_dict`, `failures` and `malformed` messages of each drafter in rows of the status, of those inside
-    verifiers as well."""
+    """Id, `Health.to_dict`, `failures` and `malformed` messages of each drafter in rows of the status, including those
+    inside verifiers."""
     counters = [(row.get("id"), row.get("counters") or {}) for row in rows]
     malformed = Counter[str]()
     for _, mine in counters:
@@ -167,7 +168,8 @@ def alarm_lines(drafters: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
-    """What the verifiers think of each draft method, per range of output positions; None before anything was drafted.
+    """Statistics of the verifiers on each draft method, per range of output positions; None before anything was
+    drafted.
 
     For each method and range, the verifier that tried it most is shown.
     """
@@ -202,7 +204,7 @@ def _place(row: Mapping[str, Any]) -> str:
 
 
 def _work(row: Mapping[str, Any]) -> str:
-    """What an actor is doing and has done, in a few words."""
+    """Present and past work of an actor, in a few words."""
     counters = row.get("counters") or {}
     if row.get("kind") == "verifier":
         rows, tokens = counters.get("row_steps", 0), counters.get("committed_tokens", 0)

@@ -1,4 +1,4 @@
-"""Tables, plots and traces of simulated scenarios, made from the plain data that `report.json` holds."""
+"""Tables, plots and traces of simulated scenarios, made from the plain data in `report.json`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _COLORS = {
     "update": "tab:purple",
     "sync": "tab:brown",
 }
-"""Of the phases, from the bottom to the top."""
+"""Colours of the phases, from the bottom to the top."""
 _ROUNDING_NS = 10
-"""Spans of one actor that follow each other may seem to overlap by so little."""
+"""Largest apparent overlap of two consecutive spans of one actor, in nanoseconds."""
 
 
 def scenario_speed_table(report: Mapping[str, Any]) -> Table:
-    """How fast each variant is, and against which others."""
+    """Speed of each variant, and ratios to others."""
     results, device = report["results"], report["device"]
     has_steps = any(step["update_s"] or step["sync_s"] for result in results for step in result["steps"])
     columns = ["variant", "mode", f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x"]
@@ -70,7 +70,7 @@ def _count(devices: float) -> str:
 
 
 def scenario_work_table(report: Mapping[str, Any]) -> Table:
-    """What drafting brings, where the verifiers' time goes, and what drafters keep in memory."""
+    """Benefit of drafting, parts of the verifiers' time, and memory of drafters."""
     columns = ("variant", "acc. length", "supply", *_SHARES, "draft streams", "cache GB")
     table = _table("drafting, and time of the verifiers", columns, text=("variant",))
     for result in report["results"]:
@@ -91,8 +91,8 @@ def scenario_work_table(report: Mapping[str, Any]) -> Table:
 
 
 def verdict_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """What the figures come to: the fastest variant per device, and why a variant that drafts is slower than the
-    baseline. Nothing without a variant to compare."""
+    """Conclusions from the figures: the fastest variant per device, and the reason if a variant that drafts is slower
+    than the baseline. Empty without a variant to compare."""
     baseline, device, ratios = report["baseline"], report["device"], report["ratios"]
     variants = [r for r in report["results"] if r["variant"] in report["variants"] and ratios.get(r["variant"])]
     if len(variants) < 2 or baseline not in {one["variant"] for one in variants}:
@@ -141,7 +141,7 @@ def sweep_table(report: Mapping[str, Any]) -> Table:
 
 
 def write_sweep_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
-    """Write `sweep.png`: how many times as fast as the first variant each one is. Returns as `write_plots`."""
+    """Write `sweep.png`: the speed of each variant relative to the first one. Returns as `write_plots`."""
     points = report["points"]
     values = [_number(point["value"]) for point in points]
     ticks = list(range(len(points)))
@@ -166,7 +166,7 @@ def _number(text: str) -> float | str:
 
 
 def write_plots(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write `running.png` and `phases.png`. Returns their names; none where matplotlib is not installed."""
+    """Write `running.png` and `phases.png`. Returns their names; empty if matplotlib is not installed."""
     plots = {"running.png": _draw_running, "phases.png": _draw_phases}
     return [name for name, plot in plots.items() if draw(folder / name, partial(plot, results=results), size=(8, 4))]
 
@@ -178,7 +178,7 @@ def _draw_running(axes: Any, results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def running_over_time(steps: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[int]]:
-    """When the number of unfinished requests changes, over all RL steps, and what it is from then on."""
+    """Times at which the number of unfinished requests changes, over all RL steps, and its values from then on."""
     times, counts, begin = list[float](), list[int](), 0.0
     for step in steps:
         ended = sorted(step["ended_s"])
@@ -201,7 +201,7 @@ def _draw_phases(axes: Any, results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def phase_seconds(result: Mapping[str, Any]) -> dict[str, float]:
-    """Phase → seconds: of the rollouts as a verifier spends them on average, of updates and weight syncs."""
+    """Phase → seconds: of the rollouts as the average of the verifiers, of updates and weight syncs."""
     rollout = {name: result["shares"][name] * result["rollout_s"] for name in _SHARES}
     others = {name: sum(step[f"{name}_s"] for step in result["steps"]) for name in ("update", "sync")}
     return {**rollout, **others}
@@ -247,7 +247,7 @@ def _metadata(name: str, process: int, thread: int, arguments: Mapping[str, Any]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts `verifier-2` before `verifier-10`."""
+    """Key that sorts `verifier-2` before `verifier-10`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 

@@ -13,7 +13,7 @@ _COLUMNS = ("backend", "batch", "layout", "measured tokens/s", "simulated", "err
 
 
 def validation_table(points: Sequence[Mapping[str, Any]]) -> Table:
-    """What was measured against what was simulated."""
+    """Measured and simulated figures, side by side."""
     rows = (
         (
             point["backend"],

@@ -1,5 +1,5 @@
-"""Training on the terminal: a live table of the last steps and what is under way; or a line a step, and one now and
-then within a long step, where there is no terminal."""
+"""Training on the terminal: a live table of the last steps and the present work; or, without a terminal, a line per
+step, and lines at intervals within a long step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specactor_ray.observability.console import make_table, say
 from specactor_ray.observability.heartbeat import Heartbeat
 
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
-"""Name, and the cell of a step's record."""
+"""Name of the column, and function from a step's record to its cell."""
 _ROWS = 12
 ALL_COLUMNS: Sequence[Column] = (
     ("step", lambda r: str(r["step"])),
@@ -52,12 +52,12 @@ _LEFT_OUT = (
     "length",
     "acc. length",
 )
-"""Columns left out of a live table that is wider than the terminal, in this order."""
+"""Columns to leave out of a live table that is wider than the terminal, in this order."""
 
 
 class TrainingDisplay:
-    """Shows the steps of a run: `columns` of each, its number first. `line_interval_s`: between lines within a step,
-    where there is no terminal."""
+    """Shows the steps of a run: `columns` of each, its number first. `line_interval_s` is the time between lines within
+    a step, if there is no terminal."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class TrainingDisplay:
         line_interval_s: float = 10.0,
     ) -> None:
         self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Trajectories of the step under way that have ended, and how many it has."""
+        """Number of ended trajectories of the present step, and its total."""
         self._console, self._steps, self._columns = console, steps, columns
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=_ROWS)
         self._step, self._phase, self._since = 0, "starting Ray, verifiers and trainer", 0.0
@@ -87,7 +87,7 @@ class TrainingDisplay:
         self.stop()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """End the display. Idempotent."""
         self._lines.stop()
         if self._live is not None:
             self._phase = "done"
@@ -98,18 +98,18 @@ class TrainingDisplay:
         self._step = step
 
     def phase(self, phase: str) -> None:
-        """A phase of the step begins."""
+        """Begin a phase of the step."""
         self._phase, self._since = phase, time.monotonic()
 
     def end(self, record: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """Show a finished step."""
         self._rows.append(record)
         if self._live is None:
             cells = ", ".join(f"{name} {show(record)}" for name, show in self._columns[1:])
             say(self._console, f"step {record['step']}/{self._steps}: {cells}")
 
     def doing(self) -> str:
-        """`step 2/30: rollout 12/32, 8 s`."""
+        """The present work, such as `step 2/30: rollout 12/32, 8 s`."""
         if self._phase == "done":
             return self._phase
         done, total = self.rollout_progress()
@@ -121,7 +121,7 @@ class TrainingDisplay:
         return Group(self._table(), Text(self.doing()))
 
     def _table(self) -> Table:
-        """The columns that fit the terminal."""
+        """Table of the columns that fit the terminal."""
         rows, columns, unbounded = list(self._rows), self._columns, self._console.options.update(width=1000)
         table = steps_table(rows, columns)
         for name in _LEFT_OUT:
@@ -133,11 +133,11 @@ class TrainingDisplay:
 
 
 def steps_table(records: list[Mapping[str, Any]], columns: Sequence[Column]) -> Table:
-    """A row a step."""
+    """Table with one row per step."""
     return make_table((name for name, _ in columns), ([show(record) for _, show in columns] for record in records))
 
 
 def _drafters(by_method: Mapping[str, Any]) -> str:
-    """`ngram 41%`: the acceptance rate of each method."""
+    """The acceptance rate of each method, such as `ngram 41%`."""
     used = {method: accepted / drafted for method, (drafted, accepted) in by_method.items() if drafted}
     return " ".join(f"{method} {100 * rate:.0f}%" for method, rate in used.items()) or "-"

@@ -1,4 +1,4 @@
-"""The report of a training run: `report.md`, with plots beside it where matplotlib is installed."""
+"""The report of a training run: `report.md`, with plots beside it if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_ROWS = 25
 
 
 def write_report(folder: Path, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
-    """Write the report of what `records` hold."""
+    """Write the report of the steps in `records`."""
     plots = _write_plots(folder, records) if records else []
     config, totals = summary["config"], summary["totals"]
     seconds = totals["seconds"]
@@ -45,7 +45,7 @@ def write_report(folder: Path, summary: Mapping[str, Any], records: Sequence[Map
 
 
 def _steps_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """All steps, or evenly many of them, the last one included."""
+    """All steps, or an evenly spaced selection that includes the last one."""
     stride = -(-len(records) // _MOST_ROWS) or 1
     chosen = [record for index, record in enumerate(records) if index % stride == 0 or index == len(records) - 1]
     lines = [
@@ -74,7 +74,7 @@ def _drafts_table(drafters: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def _write_plots(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the plots; none where matplotlib is not installed."""
+    """Write the plots; returns their names, empty if matplotlib is not installed."""
     steps = [record["step"] for record in records]
     rewards = {"mean reward": ("train", "reward_mean"), "pass rate": ("train", "pass_rate")}
     tokens = {"acceptance length": ("speed", "acceptance_length"), "supply": ("speed", "supply")}
