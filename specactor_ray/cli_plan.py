@@ -73,7 +73,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
-    """Choose mode, layout, draft method and window by a profile, and say what was rejected and why."""
+    """Choose mode, layout, draft method and window by a profile, and list the rejected ones with the reasons."""
     from specactor_ray.observability.plan_report import cost_table, prediction_table
     from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, requests_of, usable_profile
 

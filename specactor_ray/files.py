@@ -70,8 +70,7 @@ def write_json(path: Path, data: Any, indent: int | None = 2, shared: bool = Fal
 
 
 def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
-    """Create a folder and its parents, and check that files can be created in it. Returns the new folders, the deepest
-    first.
+    """Create a folder and its parents, in which files can be created. Returns the new folders, the deepest first.
 
     Args:
         folder: The folder; it may exist.

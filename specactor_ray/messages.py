@@ -248,8 +248,7 @@ class TopTokens:
     counts: np.ndarray
     """int32 `(n,)`: number of tokens per position; 0 for a request without `logprobs`."""
     tokens: np.ndarray
-    """int32, the tokens of all positions one after the other, the most probable first; `logprobs` (float32)
-    likewise."""
+    """int32, tokens of all positions one after the other, the most probable first; `logprobs` (float32) likewise."""
     logprobs: np.ndarray
 
 
@@ -270,8 +269,7 @@ class Progress:
     """Most probable tokens; None if no request needs any."""
 
     def rows(self) -> Iterator[tuple[str, list[int], list[float], list[float]]]:
-        """Yield request, tokens, log-probabilities and margins (empty if there are none), one request after the
-        other."""
+        """Yield request, tokens, log-probabilities and margins (empty without any), one request after the other."""
         end, tokens, logprobs = 0, self.tokens.tolist(), self.logprobs.tolist()
         margins = self.margins.tolist() if self.margins is not None else []
         for (request_id, _), length in zip(self.requests, self.lengths.tolist(), strict=True):

@@ -34,8 +34,7 @@ def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
     """Method → its record, in the order of the configuration; empty in mode `plain`.
 
     Raises:
-        ConfigError: The class of a user's own method cannot be imported or contradicts its section; the message has the
-        key.
+        ConfigError: A user's class cannot be imported or contradicts its section; the message has the key.
     """
     if config.mode is ModeName.plain:
         return {}

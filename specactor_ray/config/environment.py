@@ -1,5 +1,4 @@
-"""Resolution of `${...}`, and record of the values that came from the environment, so that none is written to a
-file."""
+"""Resolution of `${...}`, and a record of values from the environment, so that none is written to a file."""
 
 from __future__ import annotations
 

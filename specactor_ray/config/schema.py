@@ -78,7 +78,7 @@ class RaceName(str, Enum):
     off = "off"
     """Never: a request has one model, the most promising one that has room, besides the lookups."""
     tail = "tail"
-    """In the tail of a rollout, when few requests are left and drafters are idle; before that as `off`."""
+    """In the tail of a rollout, when few requests are left and drafters are idle; before that like `off`."""
     always = "always"
     """From the beginning, if a drafter has room."""
 

@@ -128,8 +128,7 @@ class RewardConfig:
 
 @dataclass
 class EnvironmentConfig:
-    """Environment between the turns of the model. A sample is a conversation then, of sampling.max_tokens own
-    tokens."""
+    """Environment between the model's turns. A sample is a conversation then, of sampling.max_tokens own tokens."""
 
     name: str | None = not_empty()
     """`calculator` (answers calls of a tool), `retry` (wrong answers may be corrected), or a class of your own as

@@ -44,8 +44,7 @@ def validate(config: Config) -> None:
 
 
 def reject_values_that_nothing_holds(config: Config) -> None:
-    """Reject texts that files and terminals cannot represent, and numbers beyond the range of arrays, timers and
-    Ray."""
+    """Reject texts that files and terminals cannot represent, and numbers too large for arrays, timers and Ray."""
     for key, value in _leaves(config, ""):
         if isinstance(value, str) and _UNWRITABLE.search(value):
             problem = f"{clipped(value)} holds a NUL or is not valid UTF-8."

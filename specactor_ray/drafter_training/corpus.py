@@ -242,14 +242,12 @@ def shortest_beginning(
 
 
 def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
-    """Record the facts of a corpus folder, or check that it has the same ones. Raises InputError, see
-    `claim_folder`."""
+    """Record the facts of a corpus folder, or check that they are the same. Raises InputError, see `claim_folder`."""
     claim_folder(folder, folder / "corpus.json", facts, "a corpus", "corpus")
 
 
 def claim_folder(folder: Path, note: Path, facts: dict[str, Any], content: str, kind: str, option: str = "") -> None:
-    """Create a folder and record the facts that determine its content, or check that an existing one has the same
-    facts.
+    """Create a folder and record the facts that determine its content, or check those of an existing one.
 
     Args:
         note: File for the facts, inside the folder.

@@ -24,8 +24,7 @@ from specactor_ray.messages import Features
 
 @dataclass(slots=True)
 class AcceptanceCounts:
-    """Counts of drafts by result. The step that reads the prompt and yields the first token, before any draft, is not
-    counted."""
+    """Counts of drafts by result, without the step that reads the prompt and yields the first token."""
 
     window: int
     steps: int = 0
@@ -35,8 +34,7 @@ class AcceptanceCounts:
     drafted: int = 0
     accepted: int = 0
     possible: list[int] = field(default_factory=list)
-    """Per draft position: number of steps at which a draft token could have been right there, whether or not there was
-    one."""
+    """Per draft position: number of steps at which a draft token could be right there, drafted or not."""
     reached: list[int] = field(default_factory=list)
     """Per draft position: number of steps with a draft token there after only right ones."""
     right: list[int] = field(default_factory=list)

@@ -107,8 +107,7 @@ class TrainLoop:
         self._of_epoch = -1
 
     def resume(self) -> bool:
-        """Continue from the checkpoint in the folder; False if there is none. Raises InputError if it cannot be
-        read."""
+        """Continue from the checkpoint in the folder; False if there is none. Raises InputError if it is unreadable."""
         if not self._path.is_file():
             return False
         try:
@@ -218,8 +217,7 @@ class TrainLoop:
 
 
 def learning_rate(recipe: TrainRecipe, step: int, fraction: float) -> float:
-    """Learning rate of a step (from 0): linear warm-up over `warmup_steps`, times half a cosine to 0 at the end of the
-    budget."""
+    """Learning rate of a step (from 0): linear warm-up over `warmup_steps`, times half a cosine to 0 at the end."""
     warm_up = min(1.0, (step + 1) / max(recipe.warmup_steps, 1))
     return recipe.learning_rate * warm_up * 0.5 * (1.0 + math.cos(math.pi * min(fraction, 1.0)))
 

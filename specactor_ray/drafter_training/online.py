@@ -1,5 +1,4 @@
-"""Training of an EAGLE head beside the policy: a copy of the head is trained in short steps on the samples of each RL
-step.
+"""Training of an EAGLE head beside the policy: short steps of a copy of it on the samples of each RL step.
 
 The head learns the sampled tokens of the target; the target's distributions, which training from a corpus uses, would
 take a hundred times the space of the hidden states, and are not available. A sampled token is an unbiased estimate of

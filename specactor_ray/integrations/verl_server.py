@@ -161,8 +161,7 @@ class Limits:
 
 
 class Seeds:
-    """Seeds of requests without one: a function of verl's seed, its step, the prompt, and the number of its
-    repetitions.
+    """Seeds of requests without one: a function of verl's seed, its step, the prompt, and its repetitions.
 
     verl resends an aborted request with the output so far as part of the prompt and under a new name. Such a request
     keeps its seed: it is recognised by its tokens.
@@ -285,8 +284,7 @@ class Server:
     # ---- between requests ----
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """Abort all requests, which keep their committed tokens; new ones wait for `resume_generation`, or are
-        refused."""
+        """Abort all requests with their committed tokens; new ones wait for `resume_generation`, or are refused."""
         del reset_prefix_cache  # no cache outlives an update of the weights
         self._open.clear()
         self._rejects = reject_request
@@ -297,7 +295,7 @@ class Server:
         return {"aborted_count": len(running), "request_ids": list(running.values())}
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
-        """Abort one request, which keeps its committed tokens."""
+        """Abort one request with its committed tokens."""
         del reset_prefix_cache
         aborted = [handle for handle, name in self._running.items() if name == request_id]
         for handle in aborted:

@@ -199,7 +199,7 @@ def truncated_importance_weights(
 
 
 def token_weights(mask: torch.Tensor, aggregation: str, max_tokens: int) -> torch.Tensor:
-    """How much each token counts in the loss of the whole batch: `loss = Σ weights * loss_per_token`.
+    """Weight of each token in the loss of the whole batch: `loss = Σ weights * loss_per_token`.
 
     Args:
         mask: `(B, T)` of the *whole* (mini-)batch.

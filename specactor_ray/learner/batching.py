@@ -32,8 +32,7 @@ class Sample:
     advantage: float
     """Advantage of every token; ppo computes its own from `reward`."""
     loss_mask: np.ndarray
-    """`(T,)` bool: the policy's own tokens, at least one; the others come from an environment and are not trained
-    on."""
+    """`(T,)` bool: the policy's own tokens, at least one; those of an environment are not trained on."""
 
     @property
     def num_tokens(self) -> int:

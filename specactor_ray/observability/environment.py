@@ -69,8 +69,7 @@ def gpu_memories() -> list[int]:
 
 
 def count_gpus() -> int:
-    """Number of GPUs that a Ray cluster on this machine would have: those of the driver that are in
-    CUDA_VISIBLE_DEVICES."""
+    """Number of GPUs of a Ray cluster on this machine: those of the driver that are in CUDA_VISIBLE_DEVICES."""
     count, visible = len(gpu_memories()), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return count

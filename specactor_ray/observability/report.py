@@ -50,8 +50,7 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
 
 
 def failed_prompts_line(failures: Mapping[str, int]) -> list[str]:
-    """The failed prompts and their numbers of failures, counted from 1 in the order of the file; no line if none
-    failed."""
+    """The failed prompts, counted from 1 in the order of the file, and their failures; no line if none failed."""
     if not failures:
         return []
     shown = ", ".join(
@@ -168,8 +167,7 @@ def alarm_lines(drafters: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Statistics of the verifiers on each draft method, per range of output positions; None before anything was
-    drafted.
+    """Statistics of the verifiers on each draft method, per range of output positions; None before any draft.
 
     For each method and range, the verifier that tried it most is shown.
     """

@@ -43,8 +43,7 @@ def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str)
 
 
 def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | None]) -> bool:
-    """Whether the wanted number of draft actors exists or is on its way, and pending ones have a note with the
-    reason."""
+    """Whether the wanted number of draft actors exists or is starting, and pending ones have a note with the reason."""
     for method, wanted in drafters.items():
         mine = [row for row in rows if row["method"] == method]
         mine = [row for row in mine if row["phase"] not in ("draining", "dead")]

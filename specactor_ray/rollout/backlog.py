@@ -65,8 +65,7 @@ class Backlog:
             self.single += not entry.stream
 
     def put_back(self, request_ids: Sequence[str]) -> None:
-        """Take requests that were taken off their verifier: suspects wait in the quarantine, the others before all
-        others."""
+        """Add requests taken off their verifier: suspects wait in the quarantine, the others before all others."""
         for request_id in reversed(request_ids):
             self.quarantine.put_back(request_id)
             if not self.quarantine.is_suspect(request_id):
@@ -109,8 +108,7 @@ class Backlog:
             self._homes.popitem(last=False)
 
     def _take(self, free: Collection[str]) -> JournalEntry | None:
-        """Remove the next request. Requests whose verifier is in `free` but has no room are passed over until it has
-        room."""
+        """Remove the next request. Requests whose verifier is in `free` but has no room are passed over."""
         entries, load = self._journal.entries, self._journal.load
         if self._again:
             return entries[self._again.popitem(last=False)[0]]

@@ -177,8 +177,7 @@ class Dispatcher:
     # ---- new weights ----
 
     def hold(self, policy: WeightPolicy) -> None:
-        """Hand out no request that has not begun, until `release`; the policy decides whether running ones continue,
-        stop or end."""
+        """Hand out no new requests until `release`; the policy decides whether running ones continue, stop or end."""
         self._backlog.holds += 1
         running = [entry for entry in self.journal.entries.values() if entry.attempt]
         if policy is WeightPolicy.ABORT:

@@ -181,8 +181,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _cuda_facts() -> list[str]:
-    """Version of torch, its CUDA version, and the number of GPUs. Runs in a separate process, since a driver may end
-    it."""
+    """Versions of torch and its CUDA, and the number of GPUs, from a separate process, since a driver may end it."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CUDA_FACTS], capture_output=True, text=True, timeout=_IMPORT_S, check=True

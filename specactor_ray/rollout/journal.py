@@ -153,8 +153,7 @@ class Journal:
         self.begun = 0
         """Number of unfinished requests that have been handed to a verifier at least once."""
         self.stopped: dict[str, str] = {}
-        """Requests to end: id → empty if a stop text ended the output, else the reason why that cannot be
-        determined."""
+        """Requests to end: id → empty if a stop text ended the output, else the error of its search."""
         self._stopping = 0
         """Number of requests with stop texts."""
         self._owned: dict[str, dict[str, JournalEntry]] = {}

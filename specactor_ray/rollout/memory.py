@@ -123,8 +123,7 @@ def check_memory(config: Config, plan: Sequence[MemoryItem], available: float, f
 
 
 def memory_lines(config: Config, plan: Sequence[MemoryItem] | None = None) -> list[str]:
-    """Memory that a run on this machine's CPU will hold (default: a rollout), and free memory; no line for other
-    runs."""
+    """Memory need of a run on this machine's CPU (default: a rollout), and free memory; no line for other runs."""
     if not _judged(config):
         return []
     needed = sum(item.num_bytes for item in plan or plan_rollout_memory(config))

@@ -95,8 +95,7 @@ class TrajectoryWriter:
         self._complete = True
 
     def close(self) -> None:
-        """Keep the written trajectories; a partial file without a line is removed if the run never began.
-        Idempotent."""
+        """Close the file; a partial file without a line is removed if the run never began. Idempotent."""
         if self._descriptor < 0:
             return
         if not self._complete and self.count == 0 and not self.keep_empty:
@@ -206,7 +205,6 @@ def save_run_config(config: Config, folder: Path) -> None:
 
 
 def discard_run_folder(folder: Path) -> None:
-    """Remove the folder of a run that ended before it began: its configuration, and the folders if they are empty
-    then."""
+    """Remove the configuration of a run that ended before it began, and its folders if they are empty then."""
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     remove_if_empty(folder, folder.parent)

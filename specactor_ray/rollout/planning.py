@@ -74,8 +74,7 @@ def settle(config: Config, devices: Devices | None) -> Config:
 
 
 def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[str]]:
-    """Resolve `mode: auto` to coupled or decoupled, with one line for the reason; any other mode is kept, without a
-    line.
+    """Resolve `mode: auto` to coupled or decoupled, with one line for the reason; other modes are kept, without a line.
 
     - Drafters that need draft actors (`hosted: false`, `max_replicas`, GPUs beside a target on CPUs, or all have
       `replicas: 0`, which `specactor scale` may raise): decoupled.
@@ -85,8 +84,7 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
       coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers on theirs: it would be
       slower than the target on a CPU core.
 
-    Plain is never chosen: both modes stop drafting while it does not pay, and decide that at every step
-    (`verify/policy.py`).
+    Plain is never chosen: both modes decide at every step whether drafting pays (`verify/policy.py`).
     If there is no drafter, one of `DEFAULT_METHOD` is added.
 
     Args:
@@ -228,8 +226,7 @@ def requests_of(config: Config) -> int:
 
 
 def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
-    """The configuration to run, in one of these modes, and lines with the choices; with `plan: fixed` it is unchanged,
-    without lines.
+    """The configuration to run, in one of these modes, and lines with the choices; unchanged with `plan: fixed`.
 
     Raises:
         ConfigError, InputError: The profile cannot be used here, or nothing in it fits.

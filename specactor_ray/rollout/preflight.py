@@ -236,8 +236,7 @@ def _reject_cache_below_one_request(config: Config, text: Any) -> None:
 
 
 def export_what_drafters_read(config: Config) -> Config:
-    """The configuration with `target.hidden_layers` set to the layers that its EAGLE head reads; unchanged without a
-    head.
+    """The configuration with `target.hidden_layers` set to the layers that its EAGLE head reads, if there is one.
 
     Raises:
         ConfigError: `target.hidden_layers` is set to other layers, or not set for a user's own reader of features.

@@ -77,8 +77,7 @@ class StopFinder:
         return Stop(at + 1, stop, len(text) - begin - (len(stop) if self._included else 0))
 
     def _tail(self, tokens: np.ndarray, at: int) -> tuple[str, int]:
-        """The end of the text up to token `at`, and the number of its characters that were complete before that
-        token."""
+        """The end of the text up to token `at`, and the number of its characters complete before that token."""
         width, shifts = self._longest, _BYTES - 1
         while True:
             part = tokens[max(0, at + 1 - width) : at + 1].tolist()

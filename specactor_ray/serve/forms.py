@@ -235,8 +235,7 @@ class ChatForm(Form):
 
 
 def with_json(known: dict[str, Any], name: str, value: str) -> str:
-    """JSON of an object plus one field whose value is JSON already. Building objects for every token costs much
-    more."""
+    """JSON of an object plus a field whose value is JSON already. Building objects for every token costs more."""
     return f'{as_json(known)[:-1]},"{name}":{value}}}'
 
 

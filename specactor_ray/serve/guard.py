@@ -1,4 +1,4 @@
-"""Before every endpoint: the bearer token, the number of requests, the sizes of head and body; around it: counts."""
+"""Middleware of all endpoints: checks token, number of requests, and sizes of head and body; counts requests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Bearer token of the server: from the environment or a file, never from the command line, which other users can
-see."""
+"""Bearer token of the server: from the environment or a file, not from the command line, which others can read."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
         config: The run.
         host, port: Address to listen on; port 0 selects a free port.
         model: Name under which the model is served. Default: `target.model`.
-        console: Where progress is shown.
+        console: Shows the progress.
 
     Raises:
         UserError: The name is empty, the server would be open without a token, the port is taken, or the configuration

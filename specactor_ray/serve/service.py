@@ -70,7 +70,7 @@ class Service:
         self.limits = limits or Limits()
         self.context, self.vocabulary = context, vocabulary
         self.created = int(time.time())
-        """When the server started, in Unix seconds."""
+        """Start time of the server, in Unix seconds."""
         self.token_texts = TokenTexts(self.tokenizer)
         self.metrics = ServerMetrics(self)
         self.is_ending = False

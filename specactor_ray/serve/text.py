@@ -73,8 +73,7 @@ class Detokenizer:
 
 
 def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Function that decodes without special tokens as `tokenizer.decode` does; the inner tokenizer needs a tenth of its
-    time."""
+    """Function that decodes without special tokens like `tokenizer.decode`; the inner tokenizer is ten times faster."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return partial(tokenizer.decode, skip_special_tokens=True)

@@ -30,8 +30,7 @@ _SHARE_OF_A_STEP = 0.2
 
 @dataclass(slots=True)
 class TrainState:
-    """State of a training run between two steps. The full state consists of it, the weights and the optimizer's
-    state."""
+    """State of a training run between two steps, besides the weights and the optimizer's state."""
 
     step: int = 0
     """Number of steps done."""
@@ -64,8 +63,7 @@ class CheckpointStore:
         """Write a checkpoint: `write` fills the folder that it receives. Older ones are removed only afterwards.
 
         Raises:
-            OSError: It could not be written (such as with a full disk); nothing of it is left, the older ones are
-            untouched.
+            OSError: It could not be written (a full disk); nothing of it is left, the older ones are untouched.
         """
         name = f"{_PREFIX}{state.step:06d}"
         final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"

@@ -39,8 +39,7 @@ def plan_memory(config: Config) -> list[MemoryItem]:
 
 
 def _held_by_learner(drafter: DrafterConfig, target: TargetConfig) -> float:
-    """Bytes of a head, of gradients and two moments of all but its embedding, and of its training hidden states; all in
-    float32."""
+    """Bytes of a head, of gradients and moments of all but its embedding, and of its hidden states, in float32."""
     head = empty_head(drafter, target)
     size = sum(parameter.numel() for parameter in head.parameters())
     trained = size - head.embed_tokens.weight.numel()

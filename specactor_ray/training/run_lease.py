@@ -144,8 +144,7 @@ class RunLease:
     def _refuse_living(self, descriptor: int) -> None:
         """Raise if the holder that the file names is alive.
 
-        If this process has the lock, a holder on this machine is dead; the beat shows whether one on another machine
-        is.
+        If this process has the lock, a holder on this machine is dead; one on another machine is judged by its beat.
         """
         seen, holder = _read(self._path)
         if self._locks and holder is not None and holder.boot == self._me.boot:
@@ -185,8 +184,7 @@ class RunLease:
 
 
 def _read(path: Path) -> tuple[bytes, Holder | None]:
-    """Content of the lock file, and its holder. Opening the file makes a network file system read it from the
-    server."""
+    """Content of the lock file, and its holder. A network file system reads it from the server when it is opened."""
     try:
         content = path.read_bytes()
         facts: Any = json.loads(content)

@@ -165,8 +165,7 @@ def _step(parts: TrainingParts) -> None:
 
 
 def _hand_over(parts: TrainingParts, experience: Experience) -> int:
-    """Send the new weights to the verifiers, and those of a trained drafter to its actors. Returns the former's
-    bytes."""
+    """Send new weights to the verifiers, and those of a trained drafter to its actors. Returns the former's bytes."""
     rollout, trainer, record, done = parts.rollout, parts.trainer, parts.record, parts.saver.state.step
     taught = None
     if parts.pupil is not None:

@@ -123,8 +123,7 @@ class TrainerRanks:
         return [call.result() for call in calls]
 
     def _cause(self, error: SpecActorError, method: str, calls: Sequence[Call]) -> SpecActorError:
-        """Find the first cause: the loss of a rank makes the others fail in their collective, and their errors may
-        arrive first."""
+        """First cause of an error: a lost rank makes the others fail in their collective, maybe with earlier errors."""
         if not isinstance(error, ActorLostError):
             self._answered(calls, _GRACE_S)
             for rank, call in enumerate(calls):
