@@ -111,7 +111,7 @@ class WorkerPool:
         except _Died as problem:
             if not self.deaths:
                 name = self.work.name
-                logger.warning("a %s process died: %s; a request has up to %d attempts", name, problem, ATTEMPTS)
+                logger.warning("%s process died: %s; a request has up to %d attempts", name, problem, ATTEMPTS)
             self.deaths += 1
             return None
         finally:
