@@ -51,8 +51,8 @@ def measure_engine(stage: Stage) -> None:
 
 
 class OracleProposer(RowProposer):
-    """Drafts the tokens of plain decoding (request id → tokens). Each position is wrong with probability 1 - `accuracy`, in
-    every call the same ones; a wrong token is the right token's successor in the vocabulary."""
+    """Drafts the tokens of plain decoding (request id → tokens). A position is wrong with probability 1 - `accuracy`,
+    the same ones in every call; a wrong token is the right token's successor in the vocabulary."""
 
     method = "oracle"
     traits = Traits(looks_up=True)
