@@ -145,7 +145,7 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
     )
 
     def show(progress: PhaseProgress) -> None:
-        """Loading and compiling take a while in which nothing is reported."""
+        """Show progress also while models load and compile, when nothing is reported."""
         progress.update(min(progress.seconds, 0.99 * work.seconds), demo.doing)  # the last round may end later
 
     with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=_BEAT_S, poll=show):
@@ -153,7 +153,7 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
 
 
 def _train(demo: Demo) -> None:
-    """A short GRPO run on this machine's cores, in a run folder of its own."""
+    """A short GRPO run on this machine's cores, in its own run folder."""
     demo.say(f"training: GRPO on {_TASKS} lines of code to repeat with one name replaced; reward: similarity to them")
     demo.folder.mkdir(parents=True, exist_ok=True)
     tasks = demo.folder / "tasks.jsonl"
@@ -252,7 +252,7 @@ def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
 
 
 def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Rewards of the first and the last step with their standard errors, and where the time went; None without a
+    """Rewards of the first and the last step with their standard errors, and the parts of the time; None without a
     step."""
     if not records:
         return None

@@ -1,7 +1,7 @@
 """One device count's share of a profile, measured in a process bound to that number of cores.
 
-It is a process because torch's thread pools keep the size they started with. The engine and the proposers are called
-directly, without Ray.
+A process is necessary because torch's thread pools keep the size they started with. The engine and the proposers are
+called directly, without Ray.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _counters(llm: Any) -> tuple[int, int, int]:
 
 
 def _repair_expand_kernel() -> None:
-    """vLLM 0.32's CPU build writes what this function computes into a copy (issue 55005 there), so that temperatures
+    """vLLM 0.32's CPU build writes the result of this function into a copy (issue 55005 there), so that temperatures
     and filters of steps with drafts are uninitialised memory. A comparison with that would be unfair to vLLM."""
     import torch
     from vllm.v1.sample import rejection_sampler

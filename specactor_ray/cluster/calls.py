@@ -3,7 +3,7 @@
 The only module that waits for Ray's answers. A `Transport` carries the calls: Ray's in production, that of the
 simulator's network otherwise.
 
-An actor that is out of reach (`ActorUnavailableError`) may or may not have carried out a call. Methods of our actors
+An actor that is out of reach (`ActorUnavailableError`) may or may not have carried out a call. Methods of actors
 are idempotent, so a call is sent again until its deadline, except with `retry=False`.
 """
 
@@ -175,7 +175,7 @@ class Calls:
         """Begin a call; returns at once.
 
         Args:
-            actor, method, arguments: What to call.
+            actor, method, arguments: The actor, its method, and the arguments of the call.
             deadline_s: Seconds after which the call counts as failed (`CallTimeoutError`).
             retry: Send it again while the actor is unavailable; only for methods that are idempotent.
             wake: Called, in any thread, when an answer has arrived; `Call.poll` and `wait` then find it.
@@ -217,7 +217,7 @@ class Calls:
                 self.clock.sleep(max(0.0, until - now))
 
     def sender(self, actor: Any, method: str) -> Callable[[Any], Delivery]:
-        """A `send` for `Link`: the method takes a message; what it returns is ignored."""
+        """A `send` for `Link`: the method takes a message; its result is ignored."""
 
         def send(message: Any) -> Delivery:
             return self.transport.delivery(self.transport.send(actor, method, [message]))

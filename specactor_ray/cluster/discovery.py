@@ -45,10 +45,10 @@ def is_connected() -> bool:
 
 
 def resolve_address(address: str) -> str:
-    """`host:port` of `auto`, or the address as it is.
+    """`host:port` of `auto`, or the unchanged address.
 
     Raises:
-        ClusterError: `auto` stands for no cluster, or the address is not of this form.
+        ClusterError: There is no cluster for `auto`, or the address has another form.
     """
     found = (os.environ.get("RAY_ADDRESS") or cluster_to_join()) if address == "auto" else address
     if problem := why_no_address(found):

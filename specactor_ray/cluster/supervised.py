@@ -132,7 +132,7 @@ class SupervisedActor:
         return self._drain is not None and self._drain.poll()
 
     def _ask(self, now: float, interval_s: float) -> None:
-        # A check that was lost on its way must not silence those after it.
+        # A lost check must not prevent later ones.
         self._ping = self._calls.start(self.handle, "ping", deadline_s=max(2.0 * interval_s, 1.0), retry=False)
         self._pinged_at = now
         if self._unanswered_since is None:

@@ -26,7 +26,7 @@ _NEARLY = 0.99
 _BETTER = 1.05
 """Ratio of another number's worth to that of the present one from which the number changes."""
 _SUPPLIED = 0.95
-"""Share of requests with a usable tail above which more draft actors bring nothing."""
+"""Share of requests with a usable tail above which more draft actors gain nothing."""
 _SUSPENDED = 0.5
 """Share of steps without drafts above which drafts do not pay, whatever the prediction."""
 _FEWER = 0.7

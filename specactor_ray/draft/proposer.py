@@ -57,7 +57,7 @@ class Tails(NamedTuple):
     lengths: np.ndarray
     """int32 `(n,)`: draft tokens after them."""
     tokens: np.ndarray
-    """int32 `(sum of lengths,)`, request by request."""
+    """int32 `(sum of lengths,)`: draft tokens, request by request."""
     branches: Branches = NO_BRANCHES
 
     def rows(self) -> Iterator[tuple[int, list[int]]]:

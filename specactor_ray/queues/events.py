@@ -1,4 +1,4 @@
-"""A thread-safe log of events that may be neither conflated nor lost (what the rollout's journal is made of)."""
+"""A thread-safe log of events that may be neither conflated nor lost (for the rollout's journal)."""
 
 from __future__ import annotations
 

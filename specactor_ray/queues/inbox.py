@@ -44,7 +44,7 @@ _INT32 = np.dtype(np.int32)
 _STATES = (np.float32, np.float16, np.int16)
 """Types of hidden states, see `models/wire.py`."""
 _ANY_TOKEN = 1 << 31
-"""Where the vocabulary is not known."""
+"""Limit of token ids where the vocabulary is unknown."""
 
 
 class Malformed(ValueError):

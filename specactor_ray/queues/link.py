@@ -25,13 +25,13 @@ M = TypeVar("M")
 logger = logging.getLogger(__name__)
 
 _DEADLINE_S = 10.0
-"""After this time a delivery counts as not arrived. Consumers only put what arrives into a queue."""
+"""Seconds after which a delivery counts as not arrived. Consumers only put a message into a queue."""
 _RETRY_S, _RETRY_MAX_S = 0.1, 5.0
 """Pause before the next attempt: doubles from the first to the second."""
 
 
 class Delivery(Protocol):
-    """A message on its way; the part of `concurrent.futures.Future` that is used here."""
+    """A message in flight; the part of `concurrent.futures.Future` that is used here."""
 
     def add_done_callback(self, done: Callable[[Any], None]) -> object:
         """Call `done` with this delivery when it has ended, at once if it has."""
@@ -49,8 +49,8 @@ class Link(Generic[M]):
 
     Args:
         send: Starts a delivery and returns at once; raises like `Delivery.exception`.
-        on_free: Called when a delivery has ended, in whatever thread that happens: the loop may `offer` again.
-        clock: What deadlines and pauses are measured by.
+        on_free: Called when a delivery has ended, in any thread: the loop may `offer` again.
+        clock: Clock of deadlines and pauses.
         deadline_s: Seconds after which a delivery counts as not arrived.
     """
 
@@ -87,7 +87,7 @@ class Link(Generic[M]):
         return self._clock.now() >= (self._again_at if self._pausing else self._sent_at + self._deadline_s)
 
     def offer(self, make: Callable[[], M | None]) -> bool:
-        """Send what `make` returns, unless a delivery is under way. Returns whether something was sent.
+        """Send the result of `make`, unless a delivery is under way. Returns whether a message was sent.
 
         `make` is called only when its message can be sent; it returns None if there is nothing to send.
         """

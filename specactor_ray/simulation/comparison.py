@@ -83,7 +83,7 @@ def compare_along(
 
     Raises:
         UserError: The scenario, a variant or a recorded file is wrong.
-        SimulationError: A variant cannot end, or the product raised.
+        SimulationError: A variant cannot end, or the package raised an error.
     """
     along = [("", tuple(overrides))]
     if sweep is not None:

@@ -84,9 +84,9 @@ class SkillConfig:
     third: float = THIRD
     """Probability that the third candidate is right where the first two are wrong."""
     fourth: float = FOURTH
-    """The same of the fourth, where those before it are wrong."""
+    """Probability that the fourth candidate is right where those before it are wrong."""
     fifth: float = FIFTH
-    """The same of the fifth."""
+    """Probability that the fifth candidate is right where those before it are wrong."""
     forward_ms: float | None = None
     """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
     block: int = 1

@@ -124,9 +124,9 @@ class Skill:
     third: float = THIRD
     """Chance that the third candidate is right where the first two are wrong."""
     fourth: float = FOURTH
-    """The same of the fourth, where those before it are wrong."""
+    """Chance that the fourth candidate is right where those before it are wrong."""
     fifth: float = FIFTH
-    """The same of the fifth."""
+    """Chance that the fifth candidate is right where those before it are wrong."""
 
 
 STRETCH = 32

@@ -37,7 +37,7 @@ class Drafts(NamedTuple):
     """Draft tokens of `n` rows for their output positions from the committed length on."""
 
     rows: np.ndarray
-    """int32 `(n,)`, each once."""
+    """int32 `(n,)`: numbers of the rows, each once."""
     lengths: np.ndarray
     """int32 `(n,)`: draft tokens of each row."""
     tokens: np.ndarray
@@ -75,7 +75,7 @@ class States(NamedTuple):
     """Hidden states of consecutive sequence positions of `n` rows, row by row."""
 
     rows: np.ndarray
-    """int32 `(n,)`, each once."""
+    """int32 `(n,)`: numbers of the rows, each once."""
     starts: np.ndarray
     """int32 `(n,)`: sequence position of each row's first state; 0 is the first token of the prompt."""
     lengths: np.ndarray
@@ -103,7 +103,7 @@ class StepResult:
     """Tokens and costs of one engine step for `n` rows. Rows that were only prefilled are not included."""
 
     rows: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`, each once."""
+    """int32 `(n,)`: numbers of the rows, each once."""
     starts: np.ndarray = field(default_factory=_no_integers)
     """int32 `(n,)`: output position of each row's first token."""
     lengths: np.ndarray = field(default_factory=_no_integers)

@@ -46,7 +46,7 @@ class Log(NamedTuple):
     """Arrays of a log. They are passed as those of `Lines`."""
 
     rows: np.ndarray
-    """int32 `(capacity, LINKS + scopes * levels)`."""
+    """int32 `(capacity, LINKS + scopes * levels)`: rows of the log."""
     heads: np.ndarray
     """int32 `(scopes * levels * buckets,)`: slot + 1 of the newest row, 0 without one; 2**n buckets."""
     levels: np.ndarray
