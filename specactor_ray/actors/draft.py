@@ -52,5 +52,5 @@ class DraftActor(LoopActor[DraftActorSpec, DraftLoop]):
         return Link(self._host.calls.sender(verifier, "deliver"), clock=self._host.clock)
 
     def drain(self) -> None:
-        """Before removal: verifiers have been told to use others, so what is still open may be forgotten."""
+        """Drop all open requests. Called before removal, when verifiers already use other draft actors."""
         self._running().set_verifiers({})

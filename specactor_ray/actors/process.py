@@ -1,4 +1,4 @@
-"""What every actor process has: logging, core binding, calls, models, and a thread for its loop."""
+"""Parts of every actor process: logging, core binding, calls, models, and a thread for its loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def configure_process(actor_id: str, cores: Sequence[int], log_level: str) -> None:
-    """Log lines carry the actor's id; the process runs on its own cores. Call before torch does any work."""
+    """Put the actor's id on log lines and bind the process to its cores. Call before torch does any work."""
     logging.basicConfig(
         level=log_level, format=f"%(asctime)s %(levelname)s {actor_id} %(name)s: %(message)s", force=True
     )
@@ -60,7 +60,7 @@ COMMAND_TIMEOUT_S = 300.0
 
 
 class ActorHost:
-    """What the process of an actor offers it: calls, time, models. The simulator has one of its own."""
+    """Services of an actor's process: calls, time, models. The simulator has its own implementation."""
 
     def __init__(self) -> None:
         self.calls = Calls()
@@ -109,7 +109,7 @@ class ActorHost:
         """All tensors of a version, as views of the object store's memory.
 
         Raises:
-            CallError: They cannot be had.
+            CallError: The tensors cannot be fetched.
         """
         from specactor_ray.models.weight_buckets import unpack
 
@@ -121,14 +121,14 @@ def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Cal
     """Put weights into the object store, bucket by bucket; they live as long as the result is held."""
     references, num_bytes = [], 0
     for bucket in buckets:
-        if bucket is not None:  # of ranks that take part in gathering and export nothing
+        if bucket is not None:  # None: the rank takes part in gathering and exports nothing
             references.append(calls.transport.put(bucket))
             num_bytes += bucket.data.nbytes
     return WeightSet(version, tuple(references), num_bytes)
 
 
 class Loop(Protocol):
-    """What a loop thread runs."""
+    """Interface of a loop that `LoopThread` runs."""
 
     def run(self) -> None: ...
 
@@ -153,7 +153,7 @@ class LoopThread(Generic[L]):
         self._thread = clock.spawn(lambda: self._main(make_loop), name)
 
     def loop(self) -> L:
-        """The loop, once it is made (the controller limits how long that may take). Raises what making it raised."""
+        """Wait for the loop (the controller limits the wait) and return it. Raises the error of its construction."""
         if self._loop is None:
             self._loop = self._clock.result(self._made, float("inf"))
         return self._loop
@@ -163,7 +163,7 @@ class LoopThread(Generic[L]):
         return self._thread.is_alive()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ask the loop to end and wait; False when it did not within `timeout_s` seconds."""
+        """Request the end of the loop and wait for it; False if it still runs after `timeout_s` seconds."""
         if self._made.done() and self._made.exception() is None:
             self._made.result().stop()
         self._thread.join(timeout_s)
@@ -172,7 +172,7 @@ class LoopThread(Generic[L]):
     def _main(self, make_loop: Callable[[], L]) -> None:
         try:
             loop = make_loop()
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the loop gets it
+        except BaseException as error:  # noqa: BLE001 - raised again in `loop`
             self._made.set_exception(error)
             return
         self._made.set_result(loop)
@@ -217,12 +217,12 @@ class LoopActor(Generic[S, M]):
         return {**self._host.facts(), "vocab_size": self._thread.loop().vocab_size}
 
     def load_weights(self, weights: WeightSet) -> None:
-        """Take over a version of the weights it follows: the policy's, or those its method is taught. Requests of older
-        versions end. Idempotent."""
+        """Load a version of the weights that the actor follows: the policy's, or those taught to its method. Requests
+        of older versions end. Idempotent."""
         self._do(self._running().load_weights(weights.version, self._host.fetch_weights(weights)))
 
     def forget_history(self) -> None:
-        """Let the drafters of this process forget earlier outputs."""
+        """Clear the histories of earlier outputs of this process's drafters."""
         self._do(self._running().forget_history())
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The drafter that a trainer rank teaches beside the policy."""
+"""The drafter that a trainer rank trains beside the policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TaughtDrafter:
             self._learner = load_learner(drafter, target, "cuda" if config.trainer.gpus else "cpu")
 
     def learn(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
-        """Learn from as many of the samples as the buffer holds, until all passes are done.
+        """Train on as many of the samples as the buffer holds, until all passes are done.
 
         Returns:
             The newest version, if there is a new one; on ranks other than 0 None.

@@ -39,11 +39,11 @@ class TrainerActor:
 
     @ray.method(concurrency_group=HEARTBEAT)
     def heartbeat(self) -> int:
-        """A number that grows while the rank gets anywhere; answered also while another method runs."""
+        """A number that grows while the rank makes progress; answered also while another method runs."""
         return self._progress.count
 
     def find_port(self) -> tuple[str, int]:
-        """An address of this node and a port that is free on it, for the ranks to meet."""
+        """An address of this node and a free port on it, for the rendezvous of the ranks."""
         import socket
 
         with socket.socket() as probe:
@@ -58,7 +58,7 @@ class TrainerActor:
         if self._trainer is not None:
             return
         if not spec.config.trainer.gpus:
-            os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed, where it is installed, is imported by others and looks
+            os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed, which other packages import where it is installed
         torch.set_num_threads(threads)
         self._trainer = Trainer(spec, self._progress)
         drafter = taught_by_trainer(spec.config)
@@ -70,7 +70,7 @@ class TrainerActor:
         return self._once("update", step, lambda: self._running().update(samples, step, seed))
 
     def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
-        """Let the drafter that the trainer teaches learn from the samples of one step.
+        """Train the drafter that the trainer teaches on the samples of one step.
 
         Returns:
             Its weights, if there is a new version of them; on ranks other than 0 always None.
@@ -82,11 +82,11 @@ class TrainerActor:
 
     def export_weights(self, version: int, number: int) -> WeightSet | None:
         """Put the weights into the object store as this version; they live as long as the result is held. Rank 0's
-        counts. The number is that of the request: the same when it is sent again, another one for the next."""
+        result counts. `number` identifies the request: a repeated request has the same number, the next one another."""
         return self._once("export_weights", number, lambda: self._export(version))
 
     def save(self, folder: str, number: int) -> SavedPart:
-        """Write this rank's part of a checkpoint; what the disk refused is in the result. The number is as above."""
+        """Write this rank's part of a checkpoint; disk errors are in the result. `number`: as in `export_weights`."""
         return self._once("save", number, lambda: self._running().save(Path(folder)))
 
     def offload(self) -> None:
@@ -107,12 +107,12 @@ class TrainerActor:
         return weights if self._running().rank == 0 else None
 
     def _once(self, method: str, key: Hashable, work: Callable[[], T]) -> T:
-        """The result of `work`, or that of the last time if it was done with this key."""
+        """The result of `work`, or the last result if that call had the same key."""
         last = self._last.get(method)
         if last is not None and last[0] == key:
             result: T = last[1]
             return result
-        self._last.pop(method, None)  # lets go of the weights of the version before
+        self._last.pop(method, None)  # releases the weights of the previous version
         result = work()
         self._last[method] = (key, result)
         return result

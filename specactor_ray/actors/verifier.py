@@ -76,11 +76,11 @@ class VerifierActor(LoopActor[VerifierSpec, VerifyLoop]):
         return DrafterLink(endpoint.drafter, Link(send, clock=self._host.clock))
 
     def teach(self, method: str, weights: WeightSet) -> None:
-        """Take over weights that a drafter of this process was taught. Idempotent."""
+        """Load weights that were taught to a drafter of this process. Idempotent."""
         self._do(self._running().teach(method, weights.version, self._host.fetch_weights(weights)))
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
-        """Outputs of other verifiers, for the histories of the lookups of this process."""
+        """Add outputs of other verifiers to the histories of this process's lookups."""
         self._running().learn(outputs)
 
     def sleep(self) -> None:

@@ -1,5 +1,5 @@
-"""Verifiers that run by turns in one process, without Ray: on a machine that others use, too, whatever is compared sees
-the same minutes."""
+"""Verifiers that run by turns in one process, without Ray: on a shared machine all compared variants see the same
+minutes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TurnTaker:
     """A verifier with the drafters it hosts (none: plain decoding), which runs when it is its turn.
 
     Args:
-        speculation: What is drafted and verified. Default: the configuration's default.
+        speculation: Settings of drafting and verifying. Default: the configuration's default.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TurnTaker:
         """Take a turn: run until `tokens` tokens are committed in total. The last step may commit more.
 
         Returns:
-            Whether they are; else all requests have ended.
+            Whether they are committed; else all requests have ended.
         """
         begin = time.perf_counter()
         while self.loop.metrics.committed_tokens < tokens and self.loop.run_once():
@@ -49,7 +49,7 @@ class TurnTaker:
         return self.loop.metrics.committed_tokens >= tokens
 
     def outputs(self) -> dict[str, Output]:
-        """Request → output, of the requests that have ended since the last call; none may be running."""
+        """Request → output for requests that have ended since the last call; none may be running."""
         first, events = self.loop.poll(self._next_event, 0.0)
         self._next_event = first + len(events)
         tokens: dict[str, list[int]] = {}

@@ -9,12 +9,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 Place = tuple[int, int]
-"""Prompt index and sample index: what makes a request the same in two rollouts."""
+"""Prompt index and sample index, which identify a request in two rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What came out of one request."""
+    """Output of one request."""
 
     token_ids: tuple[int, ...]
     finish_reason: str
@@ -67,8 +67,8 @@ def _entry(place: Place, **found: Any) -> dict[str, Any]:
 
 
 def ratio_with_error(plain: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """How many times as fast as `plain` the other is over pairs of turns with the same work, and the standard error of
-    that; infinite for a single pair.
+    """Ratio of the other's speed to that of `plain` over pairs of turns with the same work, and its standard error,
+    infinite for a single pair.
     """
     mean_s = fmean(other)
     ratio = fmean(plain) / mean_s

@@ -31,26 +31,26 @@ from specactor_ray.signals import interruption, sigterm_interrupts
 SEED = 7
 REPORT_FILE, PLOT_FILE = "report.json", "demo.png"
 _MOST_CORES = 8
-"""The built-in model gains nothing from more."""
+"""Most cores of the demo; the built-in model gains nothing from more."""
 _SPEED_SHARE = 0.35
 """Share of the time for the first half."""
 _MOST_ROUNDS, _MOST_STEPS, _LEAST_STEPS = 5, 12, 2
 _END_S = 12.0
-"""For the checkpoint and the end of the cluster."""
+"""Seconds reserved for the checkpoint and the end of the cluster."""
 _TASKS = 4
-"""All of them in each step, so that rewards of steps compare, and drafts find what earlier steps wrote."""
+"""Number of tasks. Each step has all of them, so that rewards of steps compare, and drafts find earlier outputs."""
 _BEAT_S = 5.0
 """Seconds between progress lines where there is no terminal."""
 
 
 @dataclass
 class Demo:
-    """What the demo is given, and what it has measured so far."""
+    """Arguments and measurements of the demo."""
 
     model: str
     minutes: float
     folder: Path
-    """For the report, the plot and the training run."""
+    """Folder of the report, the plot and the training run."""
     console: Console
     began: float = field(default_factory=time.monotonic)
     status: str = "complete"
@@ -59,7 +59,7 @@ class Demo:
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     """Records of the training steps."""
     step_ends: list[float] = field(default_factory=list)
-    """When they ended, in `seconds`."""
+    """Ends of the training steps, on the clock of `seconds`."""
 
     @property
     def seconds(self) -> float:
@@ -69,7 +69,7 @@ class Demo:
         say(self.console, f"{self.seconds:5.1f} s  {text}")
 
     def take(self, report: Any) -> None:
-        """What the measuring process reports."""
+        """Record a report of the measuring process."""
         if isinstance(report, Speed):
             self.doing = f"round {report.round}, now: plain {report.plain:.1f}, auto {report.auto:.1f} tokens/s"
         elif isinstance(report, Round):
@@ -89,7 +89,7 @@ def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
         The report, as in the file; its `plot` is None where matplotlib is not installed or nothing was measured.
 
     Raises:
-        SpecActorError: Something failed before there was a figure; later on the report says `failed`.
+        SpecActorError: Something failed before the first figure; later failures give a report with status `failed`.
     """
     try:
         with sigterm_interrupts():
@@ -145,7 +145,7 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
     )
 
     def show(progress: PhaseProgress) -> None:
-        """Loading and compiling take a while in which nothing is reported."""
+        """Show progress also while models load and compile, when nothing is reported."""
         progress.update(min(progress.seconds, 0.99 * work.seconds), demo.doing)  # the last round may end later
 
     with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=_BEAT_S, poll=show):
@@ -153,7 +153,7 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
 
 
 def _train(demo: Demo) -> None:
-    """A short GRPO run on this machine's cores, in a run folder of its own."""
+    """A short GRPO run on this machine's cores, in its own run folder."""
     demo.say(f"training: GRPO on {_TASKS} lines of code to repeat with one name replaced; reward: similarity to them")
     demo.folder.mkdir(parents=True, exist_ok=True)
     tasks = demo.folder / "tasks.jsonl"
@@ -252,7 +252,7 @@ def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
 
 
 def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Rewards of the first and the last step with their standard errors, and where the time went; None without a
+    """Rewards of the first and the last step with their standard errors, and the parts of the time; None without a
     step."""
     if not records:
         return None

@@ -21,7 +21,7 @@ _LINES = (
 
 
 def edit_prompts(seed: int) -> Iterator[str]:
-    """Edits of code, of a table and of settings by turns. Most of an output repeats its prompt: there drafts pay."""
+    """Edits of code, of a table and of settings by turns. Most of an output repeats its prompt, so drafts pay."""
     rng = random.Random(seed)
     while True:
         yield _function(rng)

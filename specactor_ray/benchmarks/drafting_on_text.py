@@ -1,8 +1,8 @@
-"""A proposer at work on outputs that are known: how long it takes per token, and how much of it is right.
+"""Measurement of a proposer on recorded outputs: seconds per token, and the share of right tokens.
 
-Sampling is keyed, so the next token of the target does not depend on the drafter. Outputs that plain decoding gave once
+Sampling is keyed, so the next token of the target does not depend on the drafter. Recorded outputs of plain decoding
 are therefore the truth for every draft method and window, and no target is needed beside the proposer: draft until
-the window is full, compare, commit what a verifier would have committed, again.
+the window is full, compare, commit the tokens that a verifier would commit, repeat.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TextStream:
         return tuple(self._tokens[position % len(self._tokens)] for position in range(start, end))
 
     def features(self, begin: int, end: int) -> tuple[Features, ...]:
-        """States for the positions `[begin, end)`, or nothing. Real ones, but not those of just these tokens: only
-        their shape matters here."""
+        """States for the positions `[begin, end)`, or nothing. They are real states, but of other tokens: only their
+        shape matters here."""
         if self._states is None or end <= begin:
             return ()
         return (Features(begin, self._states[np.arange(begin, end) % len(self._states)]),)
@@ -51,9 +51,9 @@ def seconds_per_token(
 ) -> list[float]:
     """Seconds to draft one token for each of `batch` requests, once per repeat.
 
-    A repeat is what happens between two verify steps: the commit of what was right and one token more, then drafting
-    until the window is full. Its time is shared out over the window. So the price of taking in a commit is in it, and
-    a method that finds its whole window at once is measured like one that goes token by token.
+    A repeat is the work between two verify steps: the commit of the right tokens and one more, then drafting until the
+    window is full. Its time is divided by the window. So it includes the cost of a commit, and a method that finds its
+    whole window at once is measured like one that drafts token by token.
 
     Raises:
         InputError: A method with a model drafts nothing: its cache or its context is too small.
@@ -93,7 +93,7 @@ def seconds_per_token(
 
 
 def _reject_silent(proposer: Proposer, slots: np.ndarray, context: int) -> None:
-    if proposer.vocab_size is None:  # methods that look up may well find nothing
+    if proposer.vocab_size is None:  # lookups may find nothing
         return
     silent = int((proposer.tails(slots).lengths == 0).sum())
     if silent:
@@ -104,10 +104,10 @@ def _reject_silent(proposer: Proposer, slots: np.ndarray, context: int) -> None:
 
 
 def measure_acceptance(proposer: Proposer, recorded: Sequence[Record], window: int, batch: int) -> AcceptanceCounts:
-    """Draft for the recorded requests, `batch` at a time, in order: a later one may learn from those that ended.
+    """Draft for the recorded requests, `batch` at a time, in order: later ones may use the outputs of those that ended.
 
     Raises:
-        InputError: The outputs are too short to hold any draft against.
+        InputError: The outputs are too short to compare any draft with them.
     """
     counts = replay(proposer, recorded, window, batch)
     if not counts.survival:

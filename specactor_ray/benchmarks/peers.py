@@ -1,4 +1,4 @@
-"""vLLM as its users run it, beside the variants of `bench rollout`: plain, and with its own draft methods.
+"""Measurements of unmodified vLLM beside the variants of `bench rollout`: plain, and with its own draft methods.
 
 Each peer is `vllm.LLM` in a process of its own, bound to its cores. The prompts, lengths and sampling parameters are
 those of the workloads; the sampled tokens are vLLM's own above temperature 0. Plain decoding is measured on all cores
@@ -25,12 +25,12 @@ from specactor_ray.observability.console import say
 
 TokenIds = tuple[int, ...]
 EncodedWorkload = tuple[str, tuple[TokenIds, ...], tuple[SamplingParams, ...]]
-"""Name, encoded prompts, and how each is sampled."""
+"""Name, encoded prompts, and sampling parameters of each prompt."""
 
 
 @dataclass(frozen=True)
 class PeerWork:
-    """One peer and what it has to do."""
+    """One peer and its workloads."""
 
     label: str
     speculative: dict[str, Any] | None
@@ -43,17 +43,17 @@ class PeerWork:
 
 @dataclass(frozen=True)
 class PeerMeasured:
-    """What one workload gave."""
+    """Measurements of one workload."""
 
     workload: str
     seconds: float
     requests: int
     tokens: int
     draft_steps: int
-    """Steps of requests that verified drafts."""
+    """Steps that verified drafts, summed over requests."""
     drafted: int
     row_steps: int
-    """Steps of requests that gave tokens. (vLLM's own count of accepted tokens includes those behind the end.)"""
+    """Steps that gave tokens, summed over requests. (vLLM's count of accepted tokens includes those after the end.)"""
 
 
 def measure_peers(
@@ -64,7 +64,7 @@ def measure_peers(
 ) -> list[dict[str, Any]]:
     """All peers at all batch sizes; rows as those of `Bench`, with the mode `peer` (plain decoding: `plain`).
 
-    A peer that fails (vLLM refuses a drafter, say) is named and left out.
+    A peer that fails (for example because vLLM refuses a drafter) is named and left out.
     """
     from specactor_ray.benchmarks.vllm_peer import measure_peer
 
@@ -98,7 +98,7 @@ def _peers(config: Config, batch: int) -> Iterator[tuple[str, dict[str, Any] | N
 
 
 def _own_methods(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
-    """vLLM's counterparts of the configured methods; its `suffix` needs a package that it does not bring along."""
+    """vLLM's counterparts of the configured methods; its `suffix` needs a package that vLLM does not install."""
     for drafter in config.drafters:
         window = drafter.window or config.speculation.window or WINDOW
         counterparts: dict[str, dict[str, Any]] = {

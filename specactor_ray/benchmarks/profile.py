@@ -1,4 +1,4 @@
-"""Measure what drafting and verifying cost here, and how often drafts are right: what `specactor profile` does."""
+"""Measurement of `specactor profile`: costs of drafting and verifying on this machine, and acceptance of drafts."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def run_profile(
 ) -> dict[str, Any]:
     """Measure everything and write the profile.
 
-    Each device count is measured in its own process, pinned to that many cores; the largest goes first and records the
-    outputs that acceptance is measured on. Nothing else should run on the machine meanwhile.
+    Each device count is measured in its own process, pinned to that many cores; the largest is measured first and
+    records the outputs on which acceptance is measured. Nothing else should run on the machine meanwhile.
 
     Args:
-        config: `target`, `drafters`, `sampling` and `data.path` say what is measured.
+        config: Its `target`, `drafters`, `sampling` and `data.path` are measured.
         devices: Core counts, or `[1]` on a GPU.
         output: The file; never overwritten.
         max_requests: Samples recorded to measure acceptance on.
@@ -49,7 +49,7 @@ def run_profile(
         The profile, as in the file.
 
     Raises:
-        UserError: Something in the configuration, the prompts, the models or the arguments is wrong.
+        UserError: The configuration, the prompts, the models or the arguments are wrong.
         SpecActorError: A process failed or died.
     """
     if config.data.path is None:
@@ -60,7 +60,7 @@ def run_profile(
     _reject_output(output)
     config = copy.deepcopy(as_decoupled(config))
     if config.drafters:
-        config.mode = ModeName.decoupled  # whatever it will be run in, everything is measured
+        config.mode = ModeName.decoupled  # everything is measured, whatever mode it will run in
     require_named(config)
     check_target(config)
     config = export_what_drafters_read(config)
@@ -90,7 +90,7 @@ def run_profile(
 
 
 def _facts(config: Config, device: str) -> dict[str, Any]:
-    """What the figures hold for."""
+    """Device, hardware, versions and models of the figures."""
     from specactor_ray.models.identity import gpu_name, model_identity
 
     target = config.target
@@ -106,7 +106,7 @@ def _facts(config: Config, device: str) -> dict[str, Any]:
 def _measure(
     config: Config, axes: Axes, devices: Sequence[int], prompts: tuple[Any, ...], max_requests: int, console: Console
 ) -> list[Measured]:
-    """One share per device count, the largest first: it records the outputs that the others are measured on too."""
+    """Measure one share per device count, the largest first: it records the outputs for the others, too."""
     counts = sorted(set(devices), reverse=True)
     cores = sorted(os.sched_getaffinity(0))
     total = 1 + len(config.drafters) + len(counts) * (axes.verify_points() + len(config.drafters) * axes.draft_points())
@@ -156,7 +156,7 @@ def default_devices(config: Config) -> list[int]:
 
 
 def _figures(config: Config, shares: Sequence[Measured], identities: dict[str, Any]) -> dict[str, Any]:
-    """All points, and per method what was measured of it."""
+    """All points, and the measurements of each method."""
     verify = [point for share in shares for point in share.verify]
     methods = {}
     for drafter in config.drafters:

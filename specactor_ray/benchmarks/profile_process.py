@@ -1,7 +1,7 @@
 """One device count's share of a profile, measured in a process bound to that number of cores.
 
-A process, because torch's thread pools keep the size they started with. The engine and the proposers are driven
-directly, without Ray.
+A process is necessary because torch's thread pools keep the size they started with. The engine and the proposers are
+called directly, without Ray.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest
 from specactor_ray.target.rows import refuse_impossible
 
 MAX_RECORDED_TOKENS = 128
-"""Longest output recorded for measuring acceptance."""
+"""Tokens of the longest output recorded for measuring acceptance."""
 WRONG_TOKEN = 1
-"""Verifying costs the same whether a draft is right; this one hardly ever is, so that all steps are alike."""
+"""Draft token of timed verify steps. Verifying costs the same whether a draft is right; this one hardly ever is, so all
+steps are alike."""
 
 LEAST_STEP_TOKENS = 512
-"""Prompts are read in chunks of at least half of this."""
+"""Least `max_step_tokens`; prompts are read in chunks of at least half of it."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """What is measured."""
+    """Axes of the measured grid."""
 
     batches: tuple[int, ...]
     windows: tuple[int, ...]
@@ -53,7 +54,7 @@ class Axes:
         return len(self.batches) * (len(self.windows) + 1) * (self.repeats + 1)
 
     def room(self, context: int) -> int:
-        """Tokens a row may grow by: in the measurement, and while rows that were admitted later are read in."""
+        """Tokens by which a row may grow: in the measurement, and while the prompts of later rows are read."""
         reading = max(self.batches) * (context * 2 // LEAST_STEP_TOKENS + 1)
         return self.growth + reading + self.windows[-1] + 8
 
@@ -76,19 +77,19 @@ class Share:
     config: Config
     devices: int
     cores: tuple[int, ...]
-    """Cores to run on; empty leaves them as they are (on a GPU)."""
+    """Core ids to run on; empty: cores stay as they are (on a GPU)."""
     device: str
     axes: Axes
     prompts: tuple[Any, ...] = ()
-    """Prompts to record outputs of; only the first process has them."""
+    """Prompts whose outputs are recorded; only the first process has them."""
     max_requests: int = 16
     recorded: tuple[Record, ...] = ()
-    """What another process recorded."""
+    """Records of another process."""
 
 
 @dataclass
 class Measured:
-    """What a process found."""
+    """Measurements of a process."""
 
     devices: int
     recorded: tuple[Record, ...]
@@ -96,11 +97,12 @@ class Measured:
     drafting: dict[str, list[CostPoint]] = field(default_factory=dict)
     acceptance: dict[str, dict[str, Any]] = field(default_factory=dict)
     cpu_share: float = 1.0
-    """CPU time this process got per core and second; far below 1 on cores that others use too."""
+    """CPU time of this process per core and second; far below 1 on cores that other processes use, too."""
 
 
 def measure_share(share: Share, report: Report) -> Measured:
-    """Record outputs if asked to, then measure verifying, drafting and acceptance; `report` once per figure."""
+    """Record outputs unless the share has records, then measure verifying, drafting and acceptance; `report` once per
+    figure."""
     config = roomy(share.config, share.axes)
     with _started(share, config) as (engine, measured):
         if not share.recorded:
@@ -116,7 +118,7 @@ def measure_share(share: Share, report: Report) -> Measured:
 
 
 class ProfileSession(Child):
-    """A process that keeps an engine, so that its steps can be timed again and again, seconds apart.
+    """A process that keeps an engine, so that its steps can be timed repeatedly, seconds apart.
 
     Raises:
         UserError: The model or the prompts cannot be used.
@@ -129,7 +131,7 @@ class ProfileSession(Child):
         """Draft method → seconds per token, measured once."""
 
     def verify(self, axes: Axes) -> Sequence[CostPoint]:
-        """V over the axes, as it is now. Batches and contexts must not exceed those of the share."""
+        """Measure V over the axes. Batches and contexts must not exceed those of the share."""
         self.channel.send(axes)
         points: list[CostPoint] = self.receive()
         return points
@@ -150,7 +152,7 @@ def _measure_on_demand(share: Share, channel: Connection) -> None:
 
 @contextlib.contextmanager
 def _started(share: Share, config: Config) -> Iterator[tuple[TargetEngine, Measured]]:
-    """An engine on the share's cores, and what was recorded on it or before."""
+    """An engine on the share's cores, and the records made on it or before."""
     from specactor_ray.target.registry import build_engine
 
     if share.cores:
@@ -165,7 +167,7 @@ def _started(share: Share, config: Config) -> Iterator[tuple[TargetEngine, Measu
 
 
 def record_outputs(engine: TargetEngine, config: Config, prompts: Sequence[Any], max_requests: int) -> list[Record]:
-    """Plain decoding of the first `max_requests` samples of the prompts, in their order. Raises InputError if no prompt
+    """Decode the first `max_requests` samples of the prompts plainly, in their order. Raises InputError if no prompt
     could be answered."""
     requests, problem = list[RolloutRequest](), ""
     for request in _requests(config, prompts, max_requests):
@@ -185,7 +187,7 @@ def record_outputs(engine: TargetEngine, config: Config, prompts: Sequence[Any],
 def measure_verify(
     engine: TargetEngine, text: TextStream, sampling: SamplingParams, devices: int, axes: Axes, report: Report
 ) -> list[CostPoint]:
-    """V over the axes, `window` 0 being plain decoding. One prefill per context: rows are dropped for smaller batches.
+    """Measure V over the axes; `window` 0 is plain decoding. One prefill per context: smaller batches drop rows.
 
     The windows take turns, so that a slow spell of the machine falls on all of them alike.
     """
@@ -212,7 +214,7 @@ def measure_verify(
 
 
 def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measured: Measured, report: Report) -> None:
-    """D of a draft method over the axes, and how often it is right on what was recorded; added to `measured`."""
+    """Measure D of a draft method over the axes, and how often it is right on the records; added to `measured`."""
     from specactor_ray.draft.registry import build_proposer
 
     axes, device = share.axes, "cuda" if drafter.gpus else "cpu"
@@ -258,7 +260,7 @@ def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list
 
 
 def _prefill(engine: TargetEngine, text: TextStream, sampling: SamplingParams, context: int, axes: Axes) -> int:
-    """Fill as many rows as the largest batch has, all read in; returns how many."""
+    """Prefill as many rows as the largest batch has; returns their number."""
     count = max(axes.batches)
     room = axes.room(context)
     sampling = replace(sampling, max_tokens=room, ignore_eos=True, stop_token_ids=(), stop=())

@@ -1,7 +1,7 @@
-"""The modes one after the other on the same prompts, seeds and cores: what `specactor bench rollout` does.
+"""Comparison of `specactor bench rollout`: the modes one after the other on the same prompts, seeds and cores.
 
-Every variant has actors of its own, started for it and gone after it, on one Ray cluster. A short warm-up on a
-prompt of its own is not counted, and leaves nothing behind that a drafter could look up.
+Every variant has its own actors, which start and end with it, on one Ray cluster. A short warm-up on its own prompt is
+not counted, and leaves nothing that a drafter could look up.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ TIME_PARTS = ("forward", "sampling", "protocol", "waiting")
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts and how they are sampled."""
+    """Prompts and their sampling parameters."""
 
     name: str
     prompts: tuple[Prompt, ...]
     sampling: tuple[SamplingParams, ...]
-    """One for each prompt."""
+    """Sampling parameters of each prompt."""
 
 
 def plan_workloads(
     config: Config, paths: Sequence[Path], temperatures: Sequence[float], long_tail: bool = False
 ) -> list[Workload]:
-    """Every file of prompts at every temperature.
+    """One workload for every file of prompts at every temperature.
 
     Args:
-        config: Gives the sampling, and the prompts where `paths` is empty.
+        config: Configuration of the sampling, and of the prompts where `paths` is empty.
         paths: Files of prompts; a workload is named after its file.
         temperatures: Default: that of the configuration.
         long_tail: Fixed lengths (`long_tailed`) in place of ends of sequence.
@@ -113,14 +113,14 @@ def run_bench(
         modes: Modes to compare; plain must be among them.
         batches: Values of `target.max_batch`, each measured in every mode.
         output: The JSON file; default `bench.json` in a new folder under `run.dir`. Never overwritten.
-        peers: Measure vLLM as it is, too (`benchmarks/peers.py`).
+        peers: Measure unmodified vLLM, too (`benchmarks/peers.py`).
 
     Returns:
         The report, as in the file. An interruption leaves a report of the variants measured so far
         (`status` is `interrupted`).
 
     Raises:
-        UserError: Something in the configuration, the prompts or the cluster is wrong.
+        UserError: The configuration, the prompts or the cluster are wrong.
     """
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     _reject_existing(output)
@@ -156,7 +156,7 @@ def run_bench(
 def _checked_variants(
     config: Config, modes: Sequence[BenchMode], batches: Sequence[int], peers: bool
 ) -> Sequence[Variant]:
-    """What will be measured, after all that can be checked before Ray starts."""
+    """The variants to measure, after all checks that are possible before Ray starts."""
     require_named(config)
     require_gpus(config)
     variants = plan_variants(config, modes, batches)
@@ -171,7 +171,7 @@ def _checked_variants(
 
 
 def _reject_more_cores_than_there_are(config: Config, variants: Sequence[Variant]) -> None:
-    """Before Ray starts, where this machine is the cluster."""
+    """Refuse more cores than this machine has, before Ray starts, where this machine is the cluster."""
     if config.cluster.address != "local" or not config.cluster.pin_cores:
         return
     cores = config.cluster.num_cpus or len(os.sched_getaffinity(0))
@@ -186,7 +186,7 @@ def _reject_more_cores_than_there_are(config: Config, variants: Sequence[Variant
 
 
 class Bench:
-    """Measures variants, keeps what each gave, and compares it with plain decoding of the same workload and batch."""
+    """Measures variants, keeps their figures, and compares them with plain decoding of the same workload and batch."""
 
     def __init__(self, workloads: Sequence[Workload], console: Console) -> None:
         self._workloads, self._console = list(workloads), console
@@ -212,7 +212,7 @@ class Bench:
         self, rollout: Rollout, variant: Variant, workload: Workload, start_seconds: float, title: str
     ) -> None:
         """Time a workload on a rollout that has started, and compare its tokens."""
-        rollout.forget_history()  # what drafters remember of the same prompts at another temperature
+        rollout.forget_history()  # drops outputs of the same prompts at another temperature
         rollout.reset_metrics()
         begin = time.monotonic()
         outputs, failures = self._roll_out(rollout, workload, title)
@@ -231,7 +231,7 @@ class Bench:
         )
 
     def measure_peers(self, config: Config, batches: Sequence[int]) -> None:
-        """vLLM alone, on the same workloads."""
+        """Measure vLLM alone on the same workloads."""
         from specactor_ray.benchmarks.peers import measure_peers
         from specactor_ray.models.loading import load_tokenizer
 
@@ -248,7 +248,7 @@ class Bench:
         self.measured += measure_peers(config, batches, encoded, self._console)
 
     def reference(self, workload: str, batch: int) -> Mapping[Place, Output]:
-        """What the first variant of this batch gave."""
+        """Outputs of the first variant of this batch."""
         return self._references[workload, batch]
 
     def results(self) -> list[dict[str, Any]]:
@@ -259,7 +259,7 @@ class Bench:
     def _roll_out(self, rollout: Rollout, workload: Workload, title: str) -> tuple[dict[Place, Output], Counter[str]]:
         outputs: dict[Place, Output] = {}
         failures: Counter[str] = Counter()
-        before = rollout.committed_tokens  # of the warm-up
+        before = rollout.committed_tokens  # tokens of the warm-up
 
         def read() -> ProgressState:
             metrics = rollout.metrics()
@@ -276,7 +276,7 @@ class Bench:
 
 
 def describe_variant(variant: Variant) -> dict[str, Any]:
-    """What was measured: mode, layout and cores."""
+    """Description of a variant: mode, layout and cores."""
     target = variant.config.target
     return {
         "variant": variant.label,
@@ -334,7 +334,7 @@ def _group(result: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def all_identical(report: Mapping[str, Any]) -> bool:
-    """Whether every variant of ours gave the tokens of plain decoding for every request."""
+    """Whether every variant of this package gave the tokens of plain decoding for every request."""
     return all(result["identical"] in (None, result["requests"]) for result in report["results"])
 
 

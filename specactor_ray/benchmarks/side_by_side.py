@@ -1,4 +1,4 @@
-"""Plain decoding and drafting by turns on the same prompts, in a process of its own: the first half of the demo."""
+"""Plain decoding and drafting by turns on the same prompts, in its own process: the first half of the demo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specactor_ray.target.base import TargetRequest
 
 PROMPTS_PER_ROUND = 3
-"""One of each kind of `demo_tasks.edit_prompts`, so that rounds are alike."""
+"""Prompts of a round: one of each kind of `demo_tasks.edit_prompts`, so that rounds are alike."""
 LEAST_ROUNDS = 2
 _TURN_TOKENS = 16
 """Tokens of a turn: the two take turns within a round, too."""
@@ -25,7 +25,7 @@ _TURN_TOKENS = 16
 
 @dataclass(frozen=True)
 class SideBySide:
-    """What to measure."""
+    """Arguments of the measurement."""
 
     target: TargetConfig
     drafters: tuple[DrafterConfig, ...]
@@ -34,14 +34,14 @@ class SideBySide:
     max_tokens: int
     seed: int
     rounds: int
-    """At most."""
+    """Most rounds."""
     seconds: float
-    """No round begins later than that, but for the first `LEAST_ROUNDS`."""
+    """Seconds after which no round begins, except the first `LEAST_ROUNDS`."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Where a round is."""
+    """Speeds of a round under way."""
 
     round: int
     plain: float
@@ -51,7 +51,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Round:
-    """The same prompts decoded by both."""
+    """Results of a round: the same prompts decoded by both variants."""
 
     requests: int
     identical: int
@@ -64,7 +64,7 @@ class Round:
 
 
 def measure_side_by_side(work: SideBySide, report: Report) -> None:
-    """Reports steps in words, then a `Speed` after every turn and a `Round` at the end of each."""
+    """Measure; report steps in words, then a `Speed` after every turn and a `Round` at the end of each round."""
     from specactor_ray.cluster.cores import bind_to_cores
 
     begin = time.monotonic()
@@ -94,7 +94,7 @@ def measure_side_by_side(work: SideBySide, report: Report) -> None:
 def play_round(
     plain: TurnTaker, auto: TurnTaker, requests: Sequence[TargetRequest], number: int, report: Report
 ) -> Round:
-    """Decode the requests with both, by turns that change their order from round to round."""
+    """Decode the requests with both variants, by turns whose order changes from round to round."""
     both = (plain, auto) if number % 2 else (auto, plain)
     before = {one: one.loop.metrics.committed_tokens for one in both}
     steps = auto.loop.metrics.row_steps

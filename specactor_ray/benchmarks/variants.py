@@ -1,4 +1,4 @@
-"""Which variants a comparison of modes runs: every one on the same cores, drafters' cores counted."""
+"""Variants of a comparison of modes: every one on the same cores, drafters' cores included."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Variant:
     label: str
     """Mode and layout: `plain 1x2` is one verifier of two cores, `decoupled 1x1 + 1` adds a draft core."""
     batch: int
-    """Requests that run at once for each verifier of the configuration as it was given."""
+    """Requests that run at once for each verifier of the given configuration."""
     config: Config
     method: str = ""
     """The one draft method, where several are compared; empty for plain decoding and for all of them together."""
@@ -32,7 +32,7 @@ class Variant:
 
     @property
     def draft_cores(self) -> int:
-        """Cores of the draft actors' own; hosted drafters take turns with the verifier on its cores."""
+        """Cores of draft actors; hosted drafters take turns with the verifier on its cores."""
         return draft_cores(self.config)
 
     @property
@@ -46,13 +46,13 @@ def draft_cores(config: Config) -> int:
 
 
 class BenchMode(StrEnum):
-    """What is compared."""
+    """Modes of the comparison."""
 
     plain = "plain"
     coupled = "coupled"
     decoupled = "decoupled"
     fon = "fon"
-    """All draft methods together, decoupled and coupled: Fastest-of-N, in races as `speculation.race` says."""
+    """All draft methods together, decoupled and coupled: Fastest-of-N, in races as set by `speculation.race`."""
 
 
 def plan_variants(config: Config, modes: Sequence[BenchMode], batches: Sequence[int]) -> list[Variant]:
@@ -127,7 +127,7 @@ def _decoupled(config: Config, batch: int, name: str) -> Variant:
 
 
 def _method_alone(config: Config, drafter: DrafterConfig) -> Config:
-    """One method with all the draft cores to itself: as many draft actors as there are cores, or as it has."""
+    """One method alone with all the draft cores: as many draft actors as there are cores, or as it has."""
     if len(config.drafters) == 1:
         return config
     chosen = copy.deepcopy(config)
@@ -147,7 +147,7 @@ def _reject_drafters_on_gpus(config: Config) -> None:
 
 
 def _extra_cores(config: Config) -> int:
-    """Cores that each verifier has more when there are no drafters."""
+    """Additional cores of each verifier when there are no drafters."""
     extra, rest = divmod(draft_cores(config), config.target.replicas)
     if rest:
         problem = f"{draft_cores(config)} draft cores cannot be shared out evenly among the verifiers."

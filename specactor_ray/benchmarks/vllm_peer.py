@@ -1,4 +1,4 @@
-"""One peer's measurement: `vllm.LLM` in this process, with nothing of ours in it but two repairs of its CPU build."""
+"""Measurement of one peer: `vllm.LLM` in this process, unmodified except for two repairs of its CPU build."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def _counters(llm: Any) -> tuple[int, int, int]:
 
 
 def _repair_expand_kernel() -> None:
-    """vLLM 0.32's CPU build writes what this function computes into a copy (issue 55005 there), so that temperatures
-    and filters of steps with drafts are uninitialised memory. A comparison with that would be unfair to it."""
+    """vLLM 0.32's CPU build writes the result of this function into a copy (issue 55005 there), so that temperatures
+    and filters of steps with drafts are uninitialised memory. A comparison with that would be unfair to vLLM."""
     import torch
     from vllm.v1.sample import rejection_sampler
 
@@ -116,5 +116,5 @@ def _repair_expand_kernel() -> None:
         replaced = torch.where(values == old, torch.as_tensor(new, dtype=values.dtype), values)
         output[: int(ends[-1])] = torch.repeat_interleave(replaced, counts.long()).to(output.dtype)
 
-    if hasattr(rejection_sampler.expand_kernel, "_impl"):  # only the CPU build has put something in its place
+    if hasattr(rejection_sampler.expand_kernel, "_impl"):  # only the CPU build replaces it
         rejection_sampler.expand_kernel._impl = expand

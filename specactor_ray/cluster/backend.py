@@ -1,4 +1,4 @@
-"""What the controller stands on: rooms for actors, their processes, and calls to them. Ray's, or the simulator's."""
+"""Interface of the controller to its cluster: placement, processes and calls of actors, by Ray or by the simulator."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class Backend(Protocol):
     reaper: Reaper
 
     def suffix(self) -> str:
-        """A random end of a name."""
+        """A random suffix of a name."""
 
     def supply(self) -> Sequence[NodeSupply]:
-        """The live nodes, with what they have in all and what is free now."""
+        """The live nodes, each with its total and its free resources."""
 
     def request(self, name: str, demand: Demand) -> Any:
-        """Ask for a placement group; returns at once, whether or not there is room."""
+        """Request a placement group; returns at once, whether or not there is room."""
 
     def resolve(self, group: Any) -> Placement | None:
-        """Where the group stands; None while it waits for room."""
+        """The placement of the group; None while it waits for room."""
 
     def remove(self, group: Any) -> None:
-        """Give the group's room back; idempotent."""
+        """Release the group's resources. Idempotent."""
 
     def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
-        """`(machine, core ids)` that processes on a node may use; None while the answer is on its way."""
+        """`(machine, core ids)` that processes on a node may use; None until the answer has arrived."""
 
     def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> Any:
         """Make the actor `cls(spec)` in its placement group; returns its handle at once. A crashed actor is never

@@ -1,10 +1,10 @@
 """Calls to actors: every one has a deadline, a retry rule and an error of this package.
 
-The only module that waits for Ray's answers. What carries the calls is a `Transport`: Ray's in production, that of the
+The only module that waits for Ray's answers. A `Transport` carries the calls: Ray's in production, that of the
 simulator's network otherwise.
 
-An actor that is out of reach (`ActorUnavailableError`) may or may not have carried out a call. Methods of our actors
-are idempotent, so a call is sent again until its deadline unless `retry=False` says that its method is not.
+An actor that is out of reach (`ActorUnavailableError`) may or may not have carried out a call. Methods of actors
+are idempotent, so a call is sent again until its deadline, except with `retry=False`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from specactor_ray.observability.metrics import Row
 from specactor_ray.queues.link import Delivery
 
 _RETRY_S, _RETRY_MAX_S = 0.1, 2.0
-"""Wait before an unavailable actor is asked again: doubles from the first to the second."""
+"""Seconds before a call to an unavailable actor is sent again: doubles from the first to the second value."""
 
 
 class Transport(Protocol):
@@ -41,7 +41,7 @@ class Transport(Protocol):
         """Begin a call; returns its reference at once. Failures show when the reference is taken."""
 
     def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
-        """Those that are done; waits up to `timeout_s` seconds for the first. References must be distinct."""
+        """The references that are done; waits up to `timeout_s` seconds for the first. References must be distinct."""
 
     def take(self, reference: Any, what: str = "the call") -> Any:
         """The result of a reference that is done; `what` names it in errors.
@@ -54,13 +54,13 @@ class Transport(Protocol):
         """The call as a delivery of a `Link`; its exception is an error of this package."""
 
     def put(self, value: Any) -> Any:
-        """Store an object; it lives as long as a reference to it does, and its owner."""
+        """Store an object; it lives as long as its owner and a reference to it."""
 
     def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
         """The objects of these references.
 
         Raises:
-            CallError: They cannot be had (any more), or not within `timeout_s` seconds.
+            CallError: The objects are lost, or do not arrive within `timeout_s` seconds.
         """
 
     def export(self, rows: Callable[[], Iterable[Row]], run: str = "") -> None:
@@ -68,7 +68,7 @@ class Transport(Protocol):
 
 
 class Call:
-    """One call on its way. Made by `Calls.start`; used by one thread."""
+    """A call in flight. Made by `Calls.start`; used by one thread."""
 
     def __init__(
         self,
@@ -86,17 +86,17 @@ class Call:
         self._value: Any = None
         self._unavailable: CallError | None = None
         self.error: SpecActorError | None = None
-        """Why it failed; None while it is on its way or when it succeeded."""
+        """Error of the call; None while it is in flight or when it succeeded."""
         self.done = False
-        """There is a result or an error; kept up to date by `poll` and `Calls.wait`."""
+        """Whether there is a result or an error; updated by `poll` and `Calls.wait`."""
         self.reference: Any = None
-        """Of the attempt under way; None between two attempts and at the end."""
+        """Reference of the current attempt; None between two attempts and at the end."""
         self._delivery: Delivery | None = None
-        """Of the same attempt, where there is a `wake`."""
+        """Delivery of the current attempt, with a `wake` only."""
         self._send()
 
     def poll(self) -> bool:
-        """Take an answer that came, try again if it is time. Never blocks. Returns whether it is done."""
+        """Take an answer that has arrived, or send again when due. Never blocks. Returns whether the call is done."""
         if not self.done:
             transport = self._calls.transport
             arrived = self.reference is not None and bool(transport.wait([self.reference], 0.0))
@@ -116,11 +116,11 @@ class Call:
         return self._value
 
     def next_at(self) -> float:
-        """When something has to be done about it even if no answer comes."""
+        """Time of the next action (a repeat, or the deadline) if no answer arrives."""
         return self._end if self.reference is not None else min(self._end, self._again_at)
 
     def advance(self, arrived: bool, now: float) -> None:
-        """Go one step further; `arrived` says whether the attempt under way has an answer."""
+        """Process the current attempt; `arrived`: whether it has an answer."""
         if arrived:
             reference, delivery = self.reference, self._delivery
             self.reference = self._delivery = None
@@ -175,7 +175,7 @@ class Calls:
         """Begin a call; returns at once.
 
         Args:
-            actor, method, arguments: What to call.
+            actor, method, arguments: The actor, its method, and the arguments of the call.
             deadline_s: Seconds after which the call counts as failed (`CallTimeoutError`).
             retry: Send it again while the actor is unavailable; only for methods that are idempotent.
             wake: Called, in any thread, when an answer has arrived; `Call.poll` and `wait` then find it.
@@ -183,7 +183,7 @@ class Calls:
         return Call(self, actor, method, arguments, self.clock.now() + deadline_s, retry, wake)
 
     def ask(self, actor: Any, method: str, *arguments: Any, deadline_s: float, retry: bool = True) -> Any:
-        """Call and wait for the answer; arguments and errors as of `start` and `Call.result`."""
+        """Call and wait for the answer; arguments and errors as in `start` and `Call.result`."""
         return self.start(actor, method, *arguments, deadline_s=deadline_s, retry=retry).result()
 
     def ask_all(self, calls: Iterable[Call]) -> list[Any]:
@@ -217,7 +217,7 @@ class Calls:
                 self.clock.sleep(max(0.0, until - now))
 
     def sender(self, actor: Any, method: str) -> Callable[[Any], Delivery]:
-        """A `send` for `Link`: the method takes a message; what it returns is ignored."""
+        """A `send` for `Link`: the method takes a message; its result is ignored."""
 
         def send(message: Any) -> Delivery:
             return self.transport.delivery(self.transport.send(actor, method, [message]))
@@ -245,7 +245,7 @@ class RayDelivery:
         return self._future.done()
 
     def result(self, what: str) -> Any:
-        """What the call returned, when it is done; as `Transport.take`."""
+        """Result of the call, when it is done; as `Transport.take`."""
         try:
             return self._future.result()
         except ray_errors.RayError as error:
@@ -267,7 +267,7 @@ class RayTransport:
     def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
         limit = None if timeout_s == float("inf") else timeout_s
         done, waiting = ray.wait(list(references), num_returns=1, timeout=limit, fetch_local=False)
-        if done and waiting:  # those that came at the same time
+        if done and waiting:  # others that arrived at the same time
             done += ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)[0]
         return set(done)
 
@@ -295,15 +295,15 @@ class RayTransport:
 
 
 _FETCH_S = 60.0
-"""Longest time for an answer that is there to cross the network."""
+"""Longest time in seconds for the transfer of a finished answer."""
 
 
 def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
-    """The error of this package that stands for one of Ray's: as the actor raised it, a `CallError` apart; else a
-    `CallError` with Ray's message. `what` names the call in it."""
-    if isinstance(error, ray_errors.RayTaskError):  # first: Ray raises a class that is also that of the cause
+    """The error of this package for an error of Ray: the actor's own error, except a `CallError`; else a `CallError`
+    with Ray's message. `what` names the call in it."""
+    if isinstance(error, ray_errors.RayTaskError):  # first: Ray raises a class that also derives from the cause's
         cause = error.cause
-        if isinstance(cause, CallError):  # says nothing about this actor, but about one that it called
+        if isinstance(cause, CallError):  # concerns an actor that this actor called
             return RemoteError(f"{what}: {type(cause).__name__}: {cause}")
         if isinstance(cause, SpecActorError):
             return cause
@@ -325,7 +325,7 @@ def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
 
 
 def _memory_report(error: BaseException) -> str:
-    """One line in place of Ray's page about a process that it ended for want of memory; empty for other errors."""
+    """One line in place of Ray's page about a process that it ended for lack of memory; empty for other errors."""
     text = str(error)
     if "low on memory" not in text:
         return ""
@@ -338,11 +338,11 @@ def _memory_report(error: BaseException) -> str:
 
 
 _MEMORY_USER = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
-"""A line of Ray's list of those that hold the most memory: pid, GB, command."""
+"""Line of Ray's list of processes with the most memory: pid, GB, command."""
 
 
 def _is_node_loss(error: ray_errors.RayActorError) -> bool:
-    """Ray tells the cause of a death in words, and preemption by a flag."""
+    """Whether a node was lost. Ray reports the cause of a death as text, and preemption by a flag."""
     return error.preempted or "its node has died" in str(error)
 
 

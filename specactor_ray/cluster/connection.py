@@ -1,7 +1,7 @@
-"""Joining or starting a Ray cluster, with errors that come within seconds and say what to do.
+"""Joining or starting a Ray cluster, with errors that come within seconds and name the fix.
 
-Left alone, Ray waits two minutes for a cluster that is not there and then ends the process from C++. So the
-address is asked whether it is alive, and whether it takes our token, before Ray is.
+Ray itself waits two minutes for a cluster that does not exist and then ends the process from C++. So the address is
+probed first: whether the cluster is alive, and whether it accepts the token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LONGEST_TEMP_DIR = 40
 
 
 class Connection:
-    """This process's tie to a Ray cluster; a context manager.
+    """Connection of this process to a Ray cluster; a context manager.
 
     Attributes:
         address: `host:port` of the cluster, for `cluster.address` of another process.
@@ -63,10 +63,10 @@ class Connection:
     def close(self) -> None:
         """Leave the cluster; end it and remove its files if it was started here. Idempotent.
 
-        A Ray that was already initialised before `connect` stays as it is.
+        If Ray was initialised before `connect`, it stays initialised.
         """
         if self._held is not None:
-            with signals_deferred():  # half of an end would leave processes, or the token
+            with signals_deferred():  # an interrupted shutdown would leave processes, or the token
                 self._held.close()
 
 
@@ -74,7 +74,7 @@ def connect(config: ClusterConfig) -> Connection:
     """Join or start the cluster that `config` names.
 
     Raises:
-        ClusterError: It is not there, does not answer as a Ray cluster, wants a token that we lack, or could
+        ClusterError: It does not exist, does not answer as a Ray cluster, requires a token that is missing, or could
             not be started; the message names the address and the fix.
     """
     if ray.is_initialized():
@@ -84,10 +84,10 @@ def connect(config: ClusterConfig) -> Connection:
             return _join(config)
     started: list[Connection] = []
     try:
-        # The handler is put back before the signal gets through again; it may raise right then. Processes of the
-        # cluster do not hear SIGTERM, as Ray already arranges for Ctrl-C: schedulers signal a whole process group or
-        # control group, and a cluster that died at once would take away what its owner needs to end in order, such as
-        # the trainer that writes a checkpoint. Ray ends them by SIGKILL then, which costs some four seconds.
+        # The handler is restored before the signal is unblocked; it may raise right then. Processes of the cluster
+        # ignore SIGTERM, as Ray already arranges for Ctrl-C: schedulers signal a whole process group or control group,
+        # and an immediate end of the cluster would also end actors that its owner needs for an orderly end, such as the
+        # trainer that writes a checkpoint. Ray ends the processes by SIGKILL then, which takes some four seconds.
         with blocked(signal.SIGTERM), _own_sigterm_handler():
             started.append(_start_private_cluster(config))
     except BaseException:
@@ -120,7 +120,7 @@ def _own_sigterm_handler() -> Iterator[None]:
         yield
     except SystemExit as end:
         if end.code == signal.SIGTERM and callable(before):
-            before(signal.SIGTERM, None)  # it came while Ray's own handler was in place
+            before(signal.SIGTERM, None)  # arrived while Ray's own handler was in place
         raise
     finally:
         if callable(before) and threading.current_thread() is threading.main_thread():
@@ -147,10 +147,10 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
                 num_cpus=cpus,
                 num_gpus=config.num_gpus,
                 include_dashboard=False,
-                _temp_dir=str(folder / "r"),  # one below: Ray makes its own folder readable for all users
+                _temp_dir=str(folder / "r"),  # a subfolder: Ray makes its own folder readable for all users
                 **_quiet(),
             )
-        except Exception as error:  # noqa: BLE001 - Ray raises bare ones; the message is all there is to them
+        except Exception as error:  # noqa: BLE001 - Ray raises bare exceptions, which differ in their message only
             fix = "Fix: start again when the machine is less busy; Ray gives its processes 30 seconds."
             why = " ".join(str(error).split())
             raise ClusterError(f"a private Ray cluster with {cpus} CPUs could not be started: {why} {fix}") from None
@@ -163,7 +163,7 @@ def _ray_settings() -> dict[str, str]:
     """Workers of normal priority, and no metrics, unless the environment has other values.
 
     Ray runs workers at niceness 15: beside any other process they hardly run at all. It would serve metrics on three
-    ports of all interfaces, and asks for no token there; the two without a switch do not come up on an invalid port.
+    ports of all interfaces without a token; the two ports without a switch are disabled by an invalid port number.
     """
     settings = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0"}
     settings |= {"AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"}
@@ -171,12 +171,12 @@ def _ray_settings() -> dict[str, str]:
 
 
 def _probe(address: str, token: str) -> bool:
-    """Ask the cluster at `host:port` whether it is alive and takes our token; seconds, never minutes.
+    """Check that the cluster at `host:port` is alive and accepts the token; takes seconds, never minutes.
 
-    The token is shown only to what answers as a Ray cluster and asks for one.
+    The token is sent only to a server that answers as a Ray cluster and requires one.
 
     Returns:
-        Whether it wants a token.
+        Whether it requires a token.
     """
     require_listener(address)
     answer = _ask_alive(address, "")
@@ -189,7 +189,7 @@ def _probe(address: str, token: str) -> bool:
 
 
 def _ask_alive(address: str, token: str) -> str:
-    """Why the cluster does not answer, as a gRPC code; empty when it does.
+    """gRPC code with which the cluster refuses to answer; empty when it answers.
 
     Raises:
         ClusterError: It runs another version of Ray.

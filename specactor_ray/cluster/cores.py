@@ -1,7 +1,7 @@
-"""Who may use which CPU core: the decoupling of drafting and verification on CPU machines.
+"""Assignment of CPU cores to actors: the decoupling of drafting and verification on CPU machines.
 
-Ray counts CPUs but does not say which ones. The ledger gives every actor core ids of its own; the actor binds
-itself to them (`bind_to_cores`). Pure bookkeeping, no Ray; not thread-safe.
+Ray counts CPUs but does not assign core ids. The ledger gives every actor its own core ids; the actor's process binds
+to them (`bind_to_cores`). The ledger uses no Ray and is not thread-safe.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ from collections.abc import Iterable, Sequence
 from specactor_ray.errors import ClusterError
 
 _ROUNDING = 1e-6
-"""Ten shares of 0.1 fill a core, whatever floats make of their sum."""
+"""Tolerance of sums of shares: ten shares of 0.1 fill a core despite float rounding."""
 SPINS = 3_000
-"""How often an idle thread of OpenMP's pool looks for work before it sleeps; bridges the gaps between operations. GNU
-OpenMP's default of 300,000 occupies a core for milliseconds: beside a busy process a forward then takes 30 times as
-long (docs/design/engine.md)."""
+"""Number of times that an idle thread of OpenMP's pool looks for work before it sleeps, which bridges the gaps between
+operations. GNU OpenMP's default of 300,000 occupies a core for milliseconds: beside a busy process a forward then takes
+30 times as long (docs/design/engine.md)."""
 
 
 class CoreLedger:
     """The usable core ids of every node, and their owners.
 
-    Nodes on the same `machine` share one pool: two Ray nodes on one host see the same physical cores. Whole cores
-    have one holder each. A share below one core is put on a core together with other shares, never on one that
-    is held as a whole.
+    Nodes on the same `machine` share one pool: two Ray nodes on one host see the same physical cores. A whole core has
+    one owner. A share below one core is placed on a core together with other shares, never on a wholly owned core.
     """
 
     def __init__(self) -> None:
         self._machine_of: dict[str, str] = {}
         self._usable: dict[str, tuple[int, ...]] = {}
         self._held: dict[str, dict[int, dict[str, float]]] = {}
-        """Machine → core → owner → share; an owner of whole cores has a share of 1 of each."""
+        """Machine → core → owner → share; an owner of whole cores has a share of 1 in each."""
 
     def add_node(self, node: str, cores: Iterable[int], machine: str = "") -> None:
-        """Add the cores that processes on `node` may use. Known nodes are left as they are. Without `machine`, the node
-        is a machine of its own."""
+        """Add the cores that processes on `node` may use; a known node is not changed. Without `machine` the node is
+        its own machine."""
         if node in self._machine_of:
             return
         machine = machine or node
@@ -49,14 +48,14 @@ class CoreLedger:
         return node in self._machine_of
 
     def take(self, node: str, count: float, owner: str) -> tuple[int, ...]:
-        """Give cores of `node` to `owner`, which holds none yet.
+        """Assign cores of `node` to `owner`, which holds none yet.
 
         Args:
-            node, owner: The node, and the holder.
-            count: A whole number of cores of its own, or a share below 1 of a core that others may share; 0 is nothing.
+            node, owner: The node, and the new owner.
+            count: A whole number of exclusive cores, or a share below 1 of a shared core; 0: none.
 
         Returns:
-            Core ids, ascending; for a share the one core it is of.
+            Core ids, ascending; for a share the id of its core.
 
         Raises:
             ClusterError: There is no room; the message lists the owners of the cores. Nothing was taken.
@@ -72,7 +71,7 @@ class CoreLedger:
         free = [core for core in self._usable[machine] if core not in held]
         if 0 < count < 1:
             roomy = [core for core, shares in held.items() if sum(shares.values()) + count <= 1 + _ROUNDING]
-            # The fullest that still has room, so that whole cores stay free.
+            # The fullest core with room, so that whole cores stay free.
             core = min(roomy, key=lambda core: (-sum(held[core].values()), core), default=min(free, default=None))
             if core is None:
                 raise ClusterError(self._refusal(node, count, owner, free))
@@ -89,7 +88,7 @@ class CoreLedger:
         return tuple(sorted(core for held in self._held.values() for core, shares in held.items() if owner in shares))
 
     def release(self, owner: str) -> None:
-        """Take back all cores of `owner`; harmless when it holds none."""
+        """Release all cores of `owner`. Idempotent."""
         for held in self._held.values():
             for core in [core for core, shares in held.items() if owner in shares]:
                 del held[core][owner]
@@ -119,7 +118,7 @@ class CoreLedger:
 
 
 def cores_needed(sizes: Iterable[float]) -> int:
-    """Whole cores that actors of these sizes take on one machine, shares put together as the ledger does."""
+    """Whole cores that actors of these sizes take on one machine, with shares combined as in the ledger."""
     ledger, sizes = CoreLedger(), list(sizes)
     ledger.add_node("all", range(sum(math.ceil(size) for size in sizes)))
     return len({core for number, size in enumerate(sizes) for core in ledger.take("all", size, str(number))})
@@ -130,27 +129,27 @@ def usable_cores() -> tuple[str, tuple[int, ...]]:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             machine = file.read().strip()
-    except OSError:  # hidden by the container: the Ray node then stands for itself
+    except OSError:  # hidden by the container: each Ray node is then its own machine
         machine = ""
     return machine, tuple(sorted(os.sched_getaffinity(0)))
 
 
 def limit_spins() -> dict[str, str]:
-    """Environment that limits how often idle threads spin, unless that of this process sets it already.
+    """Environment variables that limit the spins of idle threads, unless this process's environment sets them already.
 
-    Takes effect in a process that has not loaded torch yet.
+    They take effect in a process that has not loaded torch yet.
     """
     return {} if "GOMP_SPINCOUNT" in os.environ else {"GOMP_SPINCOUNT": str(SPINS)}
 
 
 def bind_to_cores(cores: Sequence[int]) -> None:
-    """Run every thread of this process, those to come included, on `cores` only, with one torch thread per core.
+    """Bind all present and future threads of this process to `cores`, with one torch thread per core.
 
-    Call it before torch computes anything: thread pools keep the size they started with. Torch need not be
-    loaded yet; it then takes the number of threads from the environment.
+    Call it before torch computes anything: thread pools keep the size they started with. If torch is not loaded yet,
+    it takes the number of threads from the environment.
 
     Raises:
-        ClusterError: A core does not exist or is outside what this process may use.
+        ClusterError: A core does not exist, or this process may not use it.
     """
     wanted = set(cores)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):

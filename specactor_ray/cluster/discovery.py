@@ -1,4 +1,4 @@
-"""The Ray clusters that run on this machine: those of `ray start`, and the private ones of this user's runs."""
+"""Discovery of Ray clusters on this machine: those of `ray start`, and the private ones of this user's runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specactor_ray.config.validate import why_no_address
 from specactor_ray.errors import ClusterError
 
 _NOTE = "ray_current_cluster"
-"""File in Ray's temporary folder: the address of the newest `ray start` there. Private clusters leave none."""
+"""File in Ray's temporary folder with the address of the newest `ray start` there. Private clusters write none."""
 _LISTENER_TIMEOUT_S = 2.0
 TWO_FIXES = (
     "start one with `ray start --head`, or leave the address out: a run starts a private "
@@ -24,7 +24,7 @@ TWO_FIXES = (
 
 
 def started_clusters() -> list[str]:
-    """Addresses of the clusters that this user or root has joined this machine to by `ray start`. Processes of other
+    """Addresses of the clusters that this user or root has joined on this machine by `ray start`. Processes of other
     users are left out: they may only look the same."""
     found = set()
     for process in psutil.process_iter(["cmdline", "uids"]):
@@ -45,10 +45,10 @@ def is_connected() -> bool:
 
 
 def resolve_address(address: str) -> str:
-    """`host:port` of `auto`, or the address as it is.
+    """`host:port` of `auto`, or the unchanged address.
 
     Raises:
-        ClusterError: `auto` stands for no cluster, or the address is not of this form.
+        ClusterError: There is no cluster for `auto`, or the address has another form.
     """
     found = (os.environ.get("RAY_ADDRESS") or cluster_to_join()) if address == "auto" else address
     if problem := why_no_address(found):
@@ -71,7 +71,7 @@ def require_listener(address: str) -> None:
 
 
 def cluster_to_join() -> str:
-    """The address that `auto` stands for where RAY_ADDRESS is not set: never a private cluster of another run.
+    """The address of `auto` where RAY_ADDRESS is not set: never a private cluster of another run.
 
     Raises:
         ClusterError: There is none, or more than one.
@@ -89,7 +89,7 @@ def cluster_to_join() -> str:
 
 
 def clusters_to_look_into() -> list[str]:
-    """The addresses of the clusters where a run of this user may be.
+    """Addresses of the clusters that may have a run of this user.
 
     Raises:
         ClusterError: There is none, or none that is up yet.

@@ -1,4 +1,4 @@
-"""Finding the runs that are alive, and their controllers."""
+"""Search of live runs and their controllers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specactor_ray.errors import ClusterError, InputError, NoRunError
 
 
 def list_runs() -> list[str]:
-    """Names of the runs that are alive on the cluster this process is connected to, in alphabetical order."""
+    """Names of the live runs on the connected cluster, in alphabetical order."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     runs = (run_of_controller(actor["name"]) for actor in actors if actor["namespace"] == NAMESPACE)
     return sorted(run for run in runs if run is not None)
@@ -26,7 +26,7 @@ def find_controller(run: str) -> Any:
     """Handle of the controller of `run`.
 
     Raises:
-        ClusterError: There is no such run; the message lists those that are alive.
+        ClusterError: There is no such run; the message lists the live ones.
     """
     try:
         return ray.get_actor(controller_name(run), namespace=NAMESPACE)
@@ -50,7 +50,7 @@ def find_actor(run: str, actor_id: str) -> Any:
 
 
 def only_run() -> str:
-    """The name of the only run of the cluster this process is connected to.
+    """The name of the only run on the connected cluster.
 
     Raises:
         InputError: There is none, or more than one.
@@ -64,12 +64,12 @@ def only_run() -> str:
 
 
 def address_of_run(run: str | None) -> str:
-    """Where `status` and `scale` look without an address: in the cluster at hand, else in the only one on this machine
-    with this run (None: with any), private ones included.
+    """The cluster that `status` and `scale` use without an address: the connected one, else the only one on this
+    machine with this run (None: with any run), private ones included.
 
     Raises:
         ClusterError: There is no cluster.
-        InputError: None of several has such a run, or more than one; they are named with their runs.
+        InputError: None or more than one of several clusters has such a run; the message names them with their runs.
     """
     if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
         return "auto"
@@ -90,7 +90,7 @@ def address_of_run(run: str | None) -> str:
 
 
 def resources_of(address: str) -> str:
-    """Nodes, free resources and runs of a cluster, in words.
+    """Description of a cluster's nodes, free resources and runs.
 
     Raises:
         ClusterError: It cannot be joined.

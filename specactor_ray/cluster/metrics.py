@@ -17,7 +17,7 @@ from specactor_ray.observability.metrics import METRICS, Kind, Row
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""Least time between two exports of a process."""
+"""Least seconds between two exports of a process."""
 
 
 class Totals:
@@ -27,7 +27,7 @@ class Totals:
         self._last: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
     def take(self, row: Row) -> float:
-        """The increment since the last value of this name and these labels; the whole value after a reset."""
+        """The increment since the last value with this name and these labels; the whole value after a reset."""
         place = row.name, tuple(sorted(row.labels.items()))
         last, self._last[place] = self._last.get(place, 0.0), row.value
         return row.value - last if row.value >= last else row.value
@@ -46,7 +46,7 @@ class RayMetrics:
 
     def export(self, rows: Callable[[], Iterable[Row]], run: str = "") -> None:
         """Export these values, unless others were exported less than `INTERVAL_S` ago. `run`: a label of every series;
-        default: that of this actor."""
+        default: the run of this actor."""
         with self._lock:
             now = SYSTEM.now()
             if self._failed or now - self._exported_at < INTERVAL_S or not ray.is_initialized():
@@ -56,7 +56,7 @@ class RayMetrics:
                 self._run = self._run or run or run_of_actor(ray.get_runtime_context().get_actor_name() or "")
                 for row in rows():
                     self._record(row)
-            except Exception:  # an actor must not fail its health check by this
+            except Exception:  # a failed export must not fail the actor's health check
                 logger.exception("metrics of this process are not exported any more")
                 self._failed = True
 

@@ -1,4 +1,4 @@
-"""Where Python looks for modules, here and in the workers of Ray."""
+"""Module search path of this process and of Ray's workers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def put_current_folder_last() -> None:
-    """Modules in the current folder can be named as drafters and rewards, but replace no other module.
+    """Put the current folder last on the search path: its modules can be drafters and rewards, but replace no module.
 
-    A checkout that the package itself is run from stays where it is.
+    A checkout from which the package itself runs keeps its place.
     """
     folder = os.getcwd()
     package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -21,10 +21,10 @@ def put_current_folder_last() -> None:
 
 
 def worker_job_config() -> Any:
-    """Ray's settings of a job, such that its workers look for modules in the same order as this process.
+    """Job settings for Ray with which its workers search modules in the same order as this process.
 
-    Left alone, Ray puts the current folder before everything in its workers. Inside a Ray job its working folder is the
-    code that was submitted, and everything stays as Ray has it: the result is None.
+    By default Ray puts the current folder first in its workers. Inside a Ray job the working folder is the submitted
+    code, and Ray's order is kept: the result is None.
     """
     from ray.job_config import JobConfig
 
@@ -35,5 +35,5 @@ def worker_job_config() -> Any:
         def _runtime_env_has_working_dir(self) -> bool:
             return True  # then Ray adds no folders of its own
 
-    # Each one is put before those that came earlier.
+    # Each entry is put before the earlier ones.
     return SamePath(_py_driver_sys_path=[os.path.abspath(entry) for entry in reversed(sys.path)])

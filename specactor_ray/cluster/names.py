@@ -1,7 +1,7 @@
 """Names of runs, actors and placement groups; everything a run owns can be found by its name.
 
-`specactor::<run>::controller` is the one name others look up. Actors that are replaced come back under a new
-incarnation suffix, so that a message to or from the old one can never be taken for one of the new one.
+Other processes look up `specactor::<run>::controller` only. A replaced actor gets a new incarnation suffix, so a
+message to or from the old actor never counts as one of the new actor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def random_suffix() -> str:
 
 
 def new_actor_id(stem: str, taken: Collection[str], suffix: Callable[[], str] = random_suffix) -> str:
-    """A fresh incarnation of `stem`, such as `ngram-1#9c0d`; never one of `taken`."""
+    """A new incarnation id of `stem`, such as `ngram-1#9c0d`; never one of `taken`."""
     while True:
         actor_id = f"{stem}#{suffix()}"
         if actor_id not in taken:
@@ -38,7 +38,7 @@ def new_actor_id(stem: str, taken: Collection[str], suffix: Callable[[], str] = 
 
 
 def actor_name(run: str, actor_id: str) -> str:
-    """Name of an actor or of its placement group in the cluster."""
+    """Cluster-wide name of an actor or of its placement group."""
     return f"{_PREFIX}::{run}::{actor_id}"
 
 
@@ -47,12 +47,12 @@ def controller_name(run: str) -> str:
 
 
 def run_of_controller(name: str) -> str | None:
-    """The run whose controller is called `name`; None when it is not a controller's name."""
+    """The run whose controller has this name; None when it is not a controller's name."""
     found = _ACTOR.fullmatch(name)
     return found["run"] if found and found["actor"] == CONTROLLER else None
 
 
 def run_of_actor(name: str) -> str:
-    """The run of the actor called `name`; empty when it is none of ours."""
+    """The run of the actor with this name; empty when it is not an actor of this package."""
     found = _ACTOR.fullmatch(name)
     return found["run"] if found else ""

@@ -1,7 +1,7 @@
-"""Placement groups: one per verifier and one per draft actor, waited for with a limit and a readable refusal.
+"""Placement groups: one per verifier and one per draft actor, with a time limit and a readable refusal.
 
-A group that cannot be satisfied never becomes ready and Ray says nothing. Here the wait ends, and the message
-sets what was asked for against what each node has.
+A group that cannot be satisfied never becomes ready, and Ray reports nothing. Here the wait ends, and the message
+compares the demand with the resources of each node.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIX = "Fix: fewer replicas, cores or GPUs (target.*, drafters.*), or a bigger c
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one actor needs, all on one node."""
+    """Resources of one actor, all on one node."""
 
     owner: str
     """Actor id; also names the group."""
@@ -32,14 +32,14 @@ class Demand:
     gpus: float = 0.0
 
     def bundle(self) -> dict[str, float]:
-        """The resources as Ray counts them; never empty, which Ray would refuse."""
+        """The resources for Ray; never empty, which Ray would refuse."""
         wanted = {"CPU": float(self.cpus), "GPU": float(self.gpus)}
         return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": 0.001}
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement group that stands, resolved to its node."""
+    """A placement group that is ready, with its node."""
 
     group: Any
     bundle_index: int
@@ -49,7 +49,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class NodeSupply:
-    """What one live node has."""
+    """Resources of one live node."""
 
     node_id: str
     ip: str
@@ -58,12 +58,12 @@ class NodeSupply:
 
 
 def request(name: str, demand: Demand) -> PlacementGroup:
-    """Ask for a group; returns at once, whether or not there is room. It ends with the actor or job that asked."""
+    """Request a group; returns at once, whether or not there is room. It ends with the requesting actor or job."""
     return placement_group([demand.bundle()], strategy="PACK", name=name, lifetime=None)
 
 
 def resolve(group: PlacementGroup) -> Placement | None:
-    """Where the group stands; None while it waits for room or for its node's replacement. Does not block."""
+    """The placement of the group; None while it waits for room or for its node's replacement. Does not block."""
     table = placement_group_table(group)
     if table.get("state") != "CREATED":
         return None
@@ -73,17 +73,17 @@ def resolve(group: PlacementGroup) -> Placement | None:
 
 
 def remove(group: PlacementGroup) -> None:
-    """Give the group's resources back; harmless when it is gone. Actors that run in it are ended by Ray."""
+    """Release the group's resources. Idempotent. Ray ends actors that run in it."""
     try:
         remove_placement_group(group)
-    except Exception as error:  # noqa: BLE001 - teardown goes on, whatever state the cluster is in
+    except Exception as error:  # noqa: BLE001 - teardown continues in any state of the cluster
         logger.debug("removing a placement group failed: %s", error)
 
 
 def cluster_supply() -> list[NodeSupply]:
-    """The live nodes, with what they have in all and what is free now."""
+    """The live nodes, each with its total and its free resources."""
     try:
-        from ray._private.state import available_resources_per_node  # nothing public tells it
+        from ray._private.state import available_resources_per_node  # no public function returns it
 
         free = available_resources_per_node()
     except (ImportError, RuntimeError):
@@ -98,7 +98,7 @@ def cluster_supply() -> list[NodeSupply]:
 
 
 def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> bool:
-    """False when the demands exceed all that these nodes have, other users apart."""
+    """False when the demands exceed the total resources of these nodes, whatever other users hold."""
     for name in ("CPU", "GPU"):
         wanted = [demand.bundle().get(name, 0.0) for demand in demands]
         have = [node.total.get(name, 0.0) for node in supply]
@@ -108,7 +108,7 @@ def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> boo
 
 
 def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> str:
-    """A table for people: what every actor asks for, what every node has, and the fix."""
+    """A readable table: the demand of every actor, the resources of every node, and the fix."""
     lines = ["Demand:"]
     lines += [f"  {demand.owner:<24} {_amounts(demand.bundle())}" for demand in demands]
     total = {name: sum(demand.bundle().get(name, 0.0) for demand in demands) for name in ("CPU", "GPU")}
@@ -121,7 +121,7 @@ def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply
 
 
 def on_node(node_id: str) -> dict[str, Any]:
-    """Options of a small task that must run on this node and takes nothing from anyone."""
+    """Options of a small task that must run on this node and takes no resources."""
     strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     return {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
 

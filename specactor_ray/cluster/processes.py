@@ -1,7 +1,7 @@
-"""The processes behind actors: their identity, and making sure that they are gone.
+"""Processes of actors: their identity, and their verified end.
 
-`ray.kill` asks; a process that is stopped (SIGSTOP) or stuck may not hear. So every actor that is removed is
-followed to its end on its own node.
+`ray.kill` is a request; a process that is stopped (SIGSTOP) or stuck may not act on it. So the process of every
+removed actor is watched on its own node until it has ended.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from specactor_ray.leftovers import start_ticks
 logger = logging.getLogger(__name__)
 
 KILL_GRACE_S = 1.0
-"""Time a process has to end by itself after `ray.kill`, before SIGKILL."""
+"""Seconds from `ray.kill` to SIGKILL, in which a process may end by itself."""
 _KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """Which process an actor is."""
+    """Identity of an actor's process."""
 
     pid: int
     start_ticks: int
-    """Start time in clock ticks since boot: tells a process from a later one of the same pid."""
+    """Start time in clock ticks since boot: distinguishes a process from a later one with the same pid."""
     node_id: str
     gpus: tuple[str, ...] = ()
-    """GPU ids that Ray gave it."""
+    """Ids of the GPUs that Ray assigned to it."""
 
 
 def process_facts(_actor: Any) -> ProcessFacts:
-    """Runs in an actor (`__ray_call__`), also while it still loads: which process it is."""
+    """Identity of the actor's process; runs in the actor (`__ray_call__`), also while it still loads."""
     context = ray.get_runtime_context()
     gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ()))
     return ProcessFacts(os.getpid(), start_ticks(os.getpid()) or 0, context.get_node_id(), gpus)
 
 
 def family(facts: ProcessFacts) -> list[psutil.Process]:
-    """This process of this machine and its descendants, such as the ranks of a split model, parents first; none when it
-    is gone. To be asked for while it lives: afterwards nothing relates them to it."""
+    """This process of this machine and its descendants, such as the ranks of a split model, parents first; empty when
+    it is gone. Call it while the process lives: afterwards nothing relates the descendants to it."""
     with contextlib.suppress(psutil.Error):
         if start_ticks(facts.pid) == facts.start_ticks:
             process = psutil.Process(facts.pid)
@@ -60,7 +60,7 @@ def family(facts: ProcessFacts) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether this very process still exists, and does more than wait to be reaped."""
+    """Whether this very process still exists and is not a zombie."""
     try:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -68,8 +68,8 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def end_process(facts: ProcessFacts, grace_s: float = KILL_GRACE_S, timeout_s: float = _KILL_TIMEOUT_S) -> bool:
-    """Wait for a process of this machine and its children to end, with SIGKILL after `grace_s`. False if any of them
-    outlived `timeout_s`."""
+    """Wait for the end of a process of this machine and its children, with SIGKILL after `grace_s`. False if any of
+    them still runs after `timeout_s`."""
     dying, begin = _Dying(facts, 0.0), SYSTEM.now()
     while not dying.is_over(SYSTEM.now() - begin, grace_s):
         if SYSTEM.now() - begin >= timeout_s:
@@ -79,14 +79,14 @@ def end_process(facts: ProcessFacts, grace_s: float = KILL_GRACE_S, timeout_s: f
 
 
 class _Dying:
-    """A process of this machine that was told to end, and the children it had then (ranks of a split model)."""
+    """A process of this machine that is being ended, and the children it had then (ranks of a split model)."""
 
     def __init__(self, facts: ProcessFacts, since: float) -> None:
         self.since = since
         self._family = family(facts)
 
     def is_over(self, waited_s: float, grace_s: float) -> bool:
-        """Whether all of them are gone; those that had their time are killed."""
+        """Whether all of them are gone; those left after `grace_s` are killed."""
         left = [process for process in self._family if is_alive(process)]
         if waited_s >= grace_s or left[:1] != self._family[:1]:  # or the parent is gone
             for process in left:
@@ -104,7 +104,7 @@ def _kill(process: psutil.Process) -> None:
 
 
 class ActorReaper:
-    """Ends actors and follows their processes until they are gone; never blocks."""
+    """Ends actors and watches their processes until they are gone; never blocks."""
 
     def __init__(self, calls: Calls) -> None:
         self._clock, self._transport = calls.clock, calls.transport
@@ -114,7 +114,7 @@ class ActorReaper:
         self._end_remotely = ray.remote(end_process)
 
     def reap(self, handle: Any, facts: ProcessFacts | None) -> None:
-        """End this actor for good. Without facts (it never answered) Ray's word is all there is."""
+        """End this actor for good. Without facts (it never answered) the end of its process is not verified."""
         if facts is not None and facts.node_id == self._here:
             self._local[facts] = _Dying(facts, self._clock.now())
         try:
@@ -125,7 +125,7 @@ class ActorReaper:
             self._remote[self._end_remotely.options(**on_node(facts.node_id)).remote(facts)] = facts
 
     def poll(self) -> int:
-        """Look after the dying. Returns how many are not known to be gone."""
+        """Check the processes that are being ended. Returns how many may still exist."""
         now = self._clock.now()
         for facts in [name for name, dying in self._local.items() if dying.is_over(now - dying.since, KILL_GRACE_S)]:
             del self._local[facts]
@@ -140,7 +140,7 @@ class ActorReaper:
 
 
 class CoreSurvey:
-    """Learns which cores processes on a node may use: by a tiny task there, once per node; never blocks."""
+    """Finds the cores that processes on a node may use, by a tiny task there, once per node; never blocks."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -150,7 +150,7 @@ class CoreSurvey:
         self._usable_cores = ray.remote(usable_cores)
 
     def look(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
-        """`(machine, core ids)` of a node; None while the answer is on its way."""
+        """`(machine, core ids)` of a node; None until the answer has arrived."""
         if node_id == self._here:
             return usable_cores()
         if node_id in self._known:

@@ -1,4 +1,4 @@
-"""One actor under supervision: started, asked for its health, told news; every call bounded, none of them blocking.
+"""One supervised actor: its start, health checks and updates; every call has a deadline, and none blocks.
 
 A stuck actor costs its supervisor nothing: at most one call of each kind is in flight to it.
 """
@@ -16,31 +16,31 @@ from specactor_ray.errors import ActorLostError, ActorUnavailableError, CallTime
 logger = logging.getLogger(__name__)
 
 _ERRAND_TIMEOUT_S = 300.0
-"""Longest time for an actor to do what it was told (weights of a large model take minutes)."""
+"""Longest time in seconds for an actor to carry out an update (weights of a large model take minutes)."""
 _STOP_POLL_S = 0.1
 
 
 class Errand:
-    """Versions of something on their way to an actor: one call at a time, looked after without waiting for it."""
+    """Updates of an actor by versions: one call at a time, which is polled, not waited for."""
 
     def __init__(self, actor_id: str) -> None:
         self.acked = self.sent = 0
-        """Version that it has, and that of the last call."""
+        """Version that the actor has, and version of the last call."""
         self.failures = 0
         """Calls that failed since the last success."""
         self.retry_at = float("-inf")
-        """When to send again after a failure; for the caller to set."""
+        """Time of the next attempt after a failure; set by the caller."""
         self.error: SpecActorError | None = None
-        """Why the last one failed."""
+        """Error of the last failed call."""
         self._actor_id = actor_id
         self._call: Call | None = None
 
     def is_due(self, version: int, now: float) -> bool:
-        """Whether this version has to be sent now."""
+        """Whether this version must be sent now."""
         return self._call is None and self.acked != version and now >= self.retry_at
 
     def send(self, call: Call, version: int) -> None:
-        """Look after this call, which brings a version."""
+        """Track this call, which carries a version."""
         self._call, self.sent = call, version
 
     def state(self) -> str:
@@ -63,10 +63,10 @@ class SupervisedActor:
     """The supervisor's side of one actor that has `start`, `ping` and `stop`.
 
     Attributes:
-        facts: Which process it is; None until it answered.
-        started: What `start` returned; None until then.
+        facts: Identity of its process; None until it answered.
+        started: Result of `start`; None until then.
         counters: The latest answer to a health check.
-        error: Why it is dead; None while it is not known to be.
+        error: Why it is dead; None while it is not.
     """
 
     def __init__(self, actor_id: str, handle: Any, calls: Calls, start_timeout_s: float) -> None:
@@ -91,7 +91,7 @@ class SupervisedActor:
         return self._calls.start(self.handle, method, *arguments, deadline_s=deadline_s)
 
     def poll(self, now: float, interval_s: float) -> None:
-        """Take the answers that came, and ask for the health every `interval_s` seconds. Never blocks."""
+        """Take the answers that have arrived, and check the health every `interval_s` seconds. Never blocks."""
         if self._facts is not None and self._facts.poll():
             call, self._facts = self._facts, None
             self.facts = self._result(call, "did not come up")
@@ -107,7 +107,7 @@ class SupervisedActor:
             self._ask(now, interval_s)
 
     def hurry(self) -> None:
-        """Somebody suspects it: ask for its health at the next `poll`."""
+        """Check its health at the next `poll`, because it was reported as out of reach."""
         self._pinged_at = float("-inf")
 
     def silent_s(self, now: float) -> float:
@@ -116,23 +116,23 @@ class SupervisedActor:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds that its loop had spent in one step when it last answered."""
+        """Seconds for which its loop had been in one step at its last answer."""
         return float(self.counters.get("busy_s", 0.0))
 
     def forgive(self, now: float) -> None:
-        """The supervisor itself was held up: what is unanswered counts from now."""
+        """Count the unanswered time from now, because the supervisor itself was delayed."""
         if self._unanswered_since is not None:
             self._unanswered_since = now
 
     def drain(self) -> None:
-        """Ask it to stop taking requests; `drained` tells when it has."""
+        """Stop its taking of requests; `drained` returns True when that is done."""
         self._drain = self.call("drain")
 
     def drained(self) -> bool:
         return self._drain is not None and self._drain.poll()
 
     def _ask(self, now: float, interval_s: float) -> None:
-        # A check that was lost on its way must not silence those after it.
+        # A lost check must not prevent later ones.
         self._ping = self._calls.start(self.handle, "ping", deadline_s=max(2.0 * interval_s, 1.0), retry=False)
         self._pinged_at = now
         if self._unanswered_since is None:
@@ -144,18 +144,18 @@ class SupervisedActor:
             self._unanswered_since = None
         elif not isinstance(call.error, ActorUnavailableError | CallTimeoutError):
             self.error = named_error(call.error, self.actor_id, "failed its health check")
-        # Else it is out of reach for now, perhaps the network: stays unanswered until the health timeout decides.
+        # Else it is out of reach for now, perhaps by the network: unanswered until the health timeout decides.
 
     def _result(self, call: Call, what: str) -> Any:
         if call.error is None:
             return call.result()
-        if self.error is None or not isinstance(call.error, ActorLostError):  # the latter says less than the others
+        if self.error is None or not isinstance(call.error, ActorLostError):  # others have more detail
             self.error = named_error(call.error, self.actor_id, what)
         return None
 
 
 def stop_in_order(actors: Iterable[SupervisedActor], calls: Calls, timeout_s: float, interval_s: float) -> None:
-    """Ask all to end their loops and wait until they have, or are dead, or stay silent; at most `timeout_s`."""
+    """Stop the loops of all, and wait until they have ended, are dead, or stay silent; at most `timeout_s` seconds."""
     clock = calls.clock
     deadline = clock.now() + timeout_s
     pending = {actor.call("stop", deadline_s=timeout_s): actor for actor in actors if actor.started is not None}
@@ -168,7 +168,7 @@ def stop_in_order(actors: Iterable[SupervisedActor], calls: Calls, timeout_s: fl
 
 
 def named_error(error: SpecActorError, actor_id: str, what: str) -> SpecActorError:
-    """What to show a person for a failed call to an actor: a `UserError` as it is, others with the actor's id."""
+    """The error to show for a failed call to an actor: a `UserError` unchanged, others with the actor's id."""
     if isinstance(error, UserError):
         return error
     text = f"{actor_id} {what}: {error}"

@@ -1,8 +1,8 @@
-"""Which Ray token this process sends to which cluster.
+"""Choice of the Ray token that this process sends to a cluster.
 
-Whoever holds a cluster's token may run code on it, and Ray sends it in clear. So a cluster that is started here gets a
-token of its own, and the one saved in the user's home goes to clusters on this machine alone, of this user or root.
-Anything else is for the user to say, by RAY_AUTH_MODE, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, which always win.
+The holder of a cluster's token may run code on it, and Ray sends it unencrypted. So a cluster that is started here gets
+its own token, and the token saved in the user's home is sent only to clusters on this machine, of this user or root.
+The user sets anything else by RAY_AUTH_MODE, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, which always take precedence.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import psutil
 from specactor_ray.leftovers import living_folders
 
 PRIVATE_FOLDER = "specactor-"
-"""How the folder of a cluster that was started here begins."""
+"""Prefix of the folder of a cluster that was started here."""
 _MODE, _TOKEN, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _TOKEN_FILE, _ADDRESS_FILE = "auth_token", "address"
 _LISTENING = "0A"
-"""State of a socket in /proc/net/tcp."""
+"""State of a listening socket in /proc/net/tcp."""
 
 
 def chosen_by_user() -> bool:
-    """Whether the environment says something about tokens."""
+    """Whether the environment has settings of tokens."""
     return any(name in os.environ for name in (_MODE, _TOKEN, _PATH))
 
 
@@ -52,15 +52,15 @@ def remove_with_token(folder: Path) -> None:
 
 
 def note_address(folder: Path, address: str) -> None:
-    """Write down which cluster the token in `folder` is for, so that this user's other processes find it."""
+    """Record the address of the cluster of the token in `folder`, so that this user's other processes find it."""
     (folder / _ADDRESS_FILE).write_text(address, encoding="utf-8")
 
 
 def token_for(address: str, found_here: bool = False) -> dict[str, str]:
-    """The variables with which this process may show a token at `host:port`; none when it may not, or has none.
+    """Environment variables with which this process may send a token to `host:port`; empty without one or permission.
 
     Args:
-        address: Of a cluster or a dashboard.
+        address: Address of a cluster or a dashboard.
         found_here: A process of this machine belongs to that cluster, wherever its head is.
     """
     if chosen_by_user():
@@ -77,8 +77,7 @@ def token_for(address: str, found_here: bool = False) -> dict[str, str]:
 
 
 def why_withheld(address: str) -> str:
-    """Why `token_for` does not show the saved token at `host:port`, in words; empty when there is none, or the user
-    decides."""
+    """Why `token_for` does not send the saved token to `host:port`; empty without a token, or if the user decides."""
     if chosen_by_user() or not saved_token().is_file():
         return ""
     host, _, port = address.rpartition(":")
@@ -94,7 +93,7 @@ def why_withheld(address: str) -> str:
 
 
 def private_clusters() -> dict[str, Path]:
-    """Address → folder of the private clusters of this user's runs; one that is being started has no address yet."""
+    """Address → folder of the private clusters of this user's runs; clusters that are starting have no address yet."""
     found = {}
     for base in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
         for folder in living_folders(PRIVATE_FOLDER, base):
@@ -105,13 +104,13 @@ def private_clusters() -> dict[str, Path]:
 
 
 def _is_trusted(port: str) -> bool:
-    """Whether whatever listens on a port of this machine belongs to this user or root."""
+    """Whether the process that listens on a port of this machine belongs to this user or root."""
     uids = _listeners(port)
     return bool(uids) and uids <= {os.getuid(), 0}
 
 
 def _listeners(port: str) -> set[int]:
-    """User ids of the sockets that listen on a port of this machine, whatever their address."""
+    """User ids of the sockets that listen on a port of this machine, at any address."""
     uids = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -123,12 +122,12 @@ def _listeners(port: str) -> set[int]:
 
 
 def saved_token() -> Path:
-    """Where Ray keeps a user's token."""
+    """File in which Ray keeps a user's token."""
     return Path.home() / ".ray" / "auth_token"
 
 
 def read_token(variables: Mapping[str, str]) -> str:
-    """The token that Ray sends with these variables on top of the environment; empty when it sends none."""
+    """The token that Ray sends with these variables in addition to the environment; empty when it sends none."""
     environment = {**os.environ, **variables}
     if environment.get(_MODE, "").lower() != "token":
         return ""
@@ -143,7 +142,7 @@ def read_token(variables: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def shown(variables: Mapping[str, str]) -> Iterator[None]:
-    """While inside, Ray in this process, and processes that it starts, use these variables."""
+    """Context in which Ray in this process, and processes that it starts, use these variables."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     if variables:
@@ -161,7 +160,7 @@ def shown(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a host is this machine for certain: by an address of its own, not by a name that others resolve."""
+    """Whether a host is certainly this machine: by one of its addresses, not by a name that other servers resolve."""
     host = host.strip("[]").lower()
     if host in ("localhost", socket.gethostname().lower()):
         return True
@@ -174,7 +173,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _completed() -> dict[str, str]:
-    """A token without a mode is a wish for it to be used."""
+    """The mode that is missing: a token without a mode is used."""
     return {} if _MODE in os.environ else {_MODE: "token"}
 
 
@@ -183,10 +182,10 @@ def _from_file(path: Path) -> dict[str, str]:
 
 
 def _make_ray_read_again() -> None:
-    """Ray reads its settings once, when it is imported. In this order: threads of it that still run must not look for
-    a token that is gone."""
+    """Make Ray read its settings again, which it reads at its import. The order matters: running threads of Ray must
+    not look for a deleted token."""
     from ray import _raylet
 
-    compiled: Any = _raylet  # says nothing of its contents
+    compiled: Any = _raylet  # untyped
     compiled.Config.initialize("")
     compiled.AuthenticationTokenLoader.instance().reset_cache()

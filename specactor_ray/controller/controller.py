@@ -1,8 +1,8 @@
-"""The controller: the only one that creates, places, watches and removes actors. Never on the token path.
+"""The controller: it alone creates, places, watches and removes actors. It is never on the token path.
 
-It holds a desired state and brings the actors there: `observe → decide → apply`, then send the lists of members.
+It holds a desired state and brings the actors there: `observe → decide → apply`, then it sends the lists of members.
 Only one thread at a time works on the members: that of `start`, then the reconcile thread, then the caller
-of `shutdown`. What others ask for is answered from the last published snapshot.
+of `shutdown`. Queries of other processes are answered from the last published snapshot.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _REMEMBERED_DEPARTURES = 256
 _TICK_S = 0.2
 _START_TICK_S = 0.05
 _SYNC_TICK_S = 0.005
-"""While weights are on their way."""
+"""Seconds between two rounds while weights are in flight."""
 STOP_TIMEOUT_S = 12.0
 GONE_TIMEOUT_S = 15.0
 _SLOW_STEP_S = 1.0
@@ -65,10 +65,10 @@ class Controller:
 
     Args:
         config, run: The whole configuration, and the name of the run.
-        classes: What to run as verifiers and draft actors.
+        classes: Classes of verifiers and draft actors.
         policy: Limits; default: from `config.cluster`.
-        priors: Draft method → chance that a draft token is right, as a profile says; for the verifiers' ladders.
-        backend: Where actors live; default: the Ray cluster this process is connected to.
+        priors: Draft method → chance that a draft token is right, from a profile; for the verifiers' ladders.
+        backend: The cluster; default: the Ray cluster this process is connected to.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class Controller:
         """Guards the weights; notified when every verifier has the policy's current ones."""
         self._version_in_place = 0
         self._lock = threading.Lock()
-        """Guards the wishes of others: the desired state, methods forgiven, suspects; start and end."""
+        """Guards the requests of other threads: the desired state, methods forgiven, suspects; start and end."""
         self._forgiven: list[str] = []
-        """Methods scaled by a person since the last step: what failed before is forgotten."""
+        """Methods scaled by a user since the last step, whose earlier failures are dropped."""
         self._view = ClusterView()
         self._status: list[dict[str, Any]] = []
         self._suspects: list[str] = []
@@ -114,17 +114,17 @@ class Controller:
         self._elastic = Elastic(config, self._priors)
         self._is_shutting, self._was_asked_to_start = False, False
         self._all_gone: Future[bool] = Future()
-        """Answer of the shutdown."""
+        """Result of the shutdown."""
         self._first_view: Future[ClusterView] = Future()
-        """Answer of the start."""
+        """Result of the start."""
         self._thread: Thread | None = None
         self._last_step = self._clock.now()
 
-    # ---- what others call ----
+    # ---- called from other processes ----
 
     def start(self) -> ClusterView:
-        """Bring up what is desired and keep it so. Returns the first view in which the run has started (`FirstStart`).
-        Idempotent, also while it still starts: all callers get the same answer.
+        """Bring up the desired actors and keep them running. Returns the first view in which the run has started
+        (`FirstStart`). Idempotent, also during the start: all callers get the same result.
 
         Raises:
             ClusterError: There is no room; demand and supply are shown. Nothing is left running.
@@ -151,7 +151,7 @@ class Controller:
         return self._view
 
     def view(self, known: int | None = None) -> ClusterView | None:
-        """Who is there now; as old as the last step at most. None if that is the version that is `known`."""
+        """The current members, at most as old as the last step. None if their version is `known`."""
         view = self._view
         return None if view.version == known else view
 
@@ -160,8 +160,8 @@ class Controller:
         return self._status
 
     def scale(self, drafters: Mapping[str, int | None]) -> None:
-        """Set how many draft actors of each method there should be; returns before it is so. A number ends the
-        scaling of a method by its load, None begins it again.
+        """Set the number of draft actors of each method; returns before it is reached. A number ends the scaling of a
+        method by its load, None begins it again.
 
         Raises:
             ConfigError: A method is not configured, a number is negative, or a method has no `max_replicas` for None;
@@ -183,12 +183,12 @@ class Controller:
         self._desired = replace(self._desired, drafters={**self._desired.drafters, **drafters})
 
     def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
-        """Send these weights to all actors that follow the policy, also to later ones. Returns when all ready verifiers
+        """Send these weights to all present and later actors that follow the policy. Returns when all ready verifiers
         have them; an actor that fails to load them is replaced. Idempotent.
 
         Raises:
             InputError: The version is not above all earlier ones.
-            SpecActorError: Not all verifiers had them within `timeout_s` seconds; they will get them all the same.
+            SpecActorError: Not all verifiers had them within `timeout_s` seconds; they still get them later.
         """
         with self._in_place:
             self._weights.set_current(weights)
@@ -198,38 +198,38 @@ class Controller:
                 raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
 
     def suspect(self, actor_id: str, reason: str) -> None:
-        """An actor could not be reached: check its health at once. Only the controller decides that it is gone."""
+        """Check the health of an unreachable actor at once. Only the controller decides that it is gone."""
         logger.info("%s is suspected: %s", actor_id, reason)
         with self._lock:
             self._suspects.append(actor_id)
         self._wake.set()
 
     def offer_weights(self, method: str, weights: WeightSet) -> None:
-        """New weights that a draft method was taught, of a version above all earlier ones; those that draft by it get
-        them, now and when they join later."""
+        """Take new weights that a draft method was taught, of a version above all earlier ones. Present and later
+        actors of the method get them."""
         with self._in_place:
             self._weights.offer(method, weights)
         self._wake.set()
 
     def shutdown(self) -> bool:
-        """Stop the loops in order, end all processes, give the room back. Bounded; idempotent.
+        """Stop the loops in order, end all processes, release all placement groups. Bounded in time. Idempotent.
 
         Returns:
-            Whether every process is known to be gone.
+            Whether every process is verified to be gone.
         """
         self._stopping.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)
         elif self._was_asked_to_start:
-            with contextlib.suppress(Exception):  # all that counts is that the start is over
+            with contextlib.suppress(Exception):  # only the end of the start counts
                 self._clock.result(self._first_view, STOP_TIMEOUT_S)
         return self._teardown()
 
     # ---- the start ----
 
     def _converge_first(self) -> None:
-        """The same rounds as later on, until the run has started. Whatever a step raises ends the start."""
+        """Run rounds until the run has started. Any error of a step ends the start."""
         supply = self._backend.supply()
         while True:
             self._round(lambda _name, step: step())
@@ -252,7 +252,7 @@ class Controller:
             raise ClusterError(f"{problem}.\n{placing.demand_against_supply(demands, supply)}")
 
     def _wanted(self) -> DesiredState:
-        """What to work towards now."""
+        """The desired state of this round."""
         with self._lock:
             return self._first.limited(self._desired)
 
@@ -266,7 +266,7 @@ class Controller:
             self._wake.clear()
 
     def _round(self, run: Callable[[str, Callable[[], Any]], Any]) -> None:
-        """One step nearer to what is desired."""
+        """Bring the actors one step nearer to the desired state."""
         run("forget failures", self._forget_failures)
         run("settle", self._settle_pending)
         run("decide and apply", self._decide_and_apply)
@@ -282,13 +282,13 @@ class Controller:
             self._want({method: number for method, number in numbers.items() if not self._elastic.holds(method)})
 
     def _guarded(self, name: str, step: Callable[[], Any]) -> Any:
-        """A step that fails must not end the loop: the next round finds the same difference again."""
+        """Run a step whose failure must not end the loop: the next round finds the same difference again."""
         begin, result = self._clock.now(), None
         try:
             result = step()
         except Exception:
             logger.exception("step %r of the controller failed", name)
-            self._stopping.wait(1.0)  # whatever it is, do not repeat it in a hot loop
+            self._stopping.wait(1.0)  # no hot loop of a repeated failure
         took = self._clock.now() - begin
         if took > _SLOW_STEP_S:
             logger.warning("step %r of the controller took %.1f s", name, took)
@@ -313,7 +313,7 @@ class Controller:
             suspect = self._members.get(actor_id)
             if suspect is not None and suspect.actor is not None:
                 suspect.actor.hurry()
-        if now - self._last_step > self._policy.health_timeout_s / 2:  # we were held up, not they
+        if now - self._last_step > self._policy.health_timeout_s / 2:  # the controller was delayed, not the actors
             for member in self._members.values():
                 if member.actor is not None:
                     member.actor.forgive(now)
@@ -381,8 +381,8 @@ class Controller:
 
     def _launch(self, member: Member, now: float) -> None:
         seat = member.seat
-        assert seat.placement is not None  # callers settle the seat first
-        self._classes = self._classes.resolved()  # may take seconds: after the first status
+        assert seat.placement is not None  # callers have settled the seat
+        self._classes = self._classes.resolved()  # may take seconds, so it is after the first status
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
         spec = build_spec(self._config, self._drafters, member, self._priors)
         name = actor_name(self._run, member.actor_id)
@@ -413,7 +413,7 @@ class Controller:
             self._reaper.reap(member.actor.handle, member.actor.facts)
         member.seat.occupant = None
 
-    # ---- tell the others ----
+    # ---- send updates ----
 
     def _tell_weights(self) -> None:
         with self._in_place:
@@ -464,7 +464,7 @@ class Controller:
     def _end_all(self, actors: Sequence[SupervisedActor]) -> bool:
         stop_in_order(actors, self._calls, STOP_TIMEOUT_S, self._config.cluster.health_interval_s)
         for actor in actors:
-            actor.poll(self._clock.now(), float("inf"))  # the facts may have come meanwhile
+            actor.poll(self._clock.now(), float("inf"))  # the facts may have arrived meanwhile
             self._reaper.reap(actor.handle, actor.facts)
         deadline = self._clock.now() + GONE_TIMEOUT_S
         while self._reaper.poll():
@@ -476,7 +476,7 @@ class Controller:
 
 
 def _departure(action: Remove, member: Member) -> Departure:
-    """What the rollout may conclude from the end of this verifier."""
+    """Reason for the end of this verifier, for the rollout."""
     if not action.failed:
         return Departure.RELEASED
     lost = isinstance(member.error, ActorLostError) and member.error.node_lost

@@ -1,7 +1,7 @@
-"""What to do next, from what is wanted and what is there. Pure: no Ray, no clock, no memory of its own.
+"""Next actions of the controller, from the desired and the observed state. Pure: no Ray, no clock, no own state.
 
-Applied again and again (with time passing in between) the actions lead from any observed state to the desired
-one, and then there are none.
+Applied repeatedly, with time in between, the actions lead from any observed state to the desired one, and then there
+are none.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _EASIEST_TO_SPARE = (Phase.PENDING, Phase.STARTING, Phase.READY)
 
 
 def decide(desired: DesiredState, observed: ObservedState, now: float, policy: Policy) -> list[Action]:
-    """The actions that bring the observed state one step nearer to the desired one. `now` is of the clock of
+    """The actions that bring the observed state one step nearer to the desired one. `now` is on the clock of
     `FailureRecord.last_at` and `ObservedActor.created_at`.
 
     Returns:
-        Removals of the dead first, then per key what is surplus or missing. Verifiers that are healthy are
-        never removed, even if fewer are wanted.
+        Removals of dead actors first, then per key the surplus or missing actors. Healthy verifiers are never removed,
+        even if fewer are wanted.
     """
     actions: list[Action] = []
     kept: list[ObservedActor] = []
@@ -44,7 +44,7 @@ def decide(desired: DesiredState, observed: ObservedState, now: float, policy: P
             kept.append(actor)
             continue
         actions.append(removal)
-        if removal.failed:  # counts for what is created in this very step
+        if removal.failed:  # counts for actors created in this very step
             failures[actor.key] = record_failure(
                 failures.get(actor.key), now, removal.reason, actor.was_ready, actor.created_at
             )
@@ -69,12 +69,12 @@ def backoff_s(record: FailureRecord | None, policy: Policy) -> float:
     """Seconds to wait after the last failure before the next start; 0 for the first failure."""
     if record is None or record.quick <= 1:
         return 0.0
-    doublings = min(record.quick - 2, 30)  # beyond that only the limit counts, and floats would overflow
+    doublings = min(record.quick - 2, 30)  # more doublings exceed the limit anyway, and floats would overflow
     return min(policy.backoff_s * float(2**doublings), policy.backoff_max_s)
 
 
 def has_lasted(actor: ObservedActor, policy: Policy) -> bool:
-    """Whether this actor proves that its key works: earlier failures may be forgotten."""
+    """Whether this actor proves that its key works, so that earlier failures are dropped."""
     return actor.phase is Phase.READY and actor.phase_age_s >= policy.stable_s
 
 
@@ -111,7 +111,7 @@ def _balance(
     if record is not None and key != VERIFIER and record.never_started >= policy.max_start_failures:
         return [] if record.given_up else [GiveUp(key, record.error)]
     if record is not None and key == VERIFIER:
-        # One that served and died is replaced at once: the rollout stands still without, and finds out what killed it.
+        # A verifier that served and died is replaced at once: the rollout stops without it, and finds the cause.
         record = replace(record, quick=record.never_started)
     if record is not None and now - record.last_at < backoff_s(record, policy):
         return []
@@ -120,11 +120,11 @@ def _balance(
 
 
 def _newest_first(actors: Sequence[ObservedActor]) -> list[ObservedActor]:
-    """Those that never served first, then the newest: the oldest know the most."""
+    """Order of removal: actors that never served first, then the newest; the oldest have learned the most."""
     rank = _EASIEST_TO_SPARE.index
     return sorted(actors, key=lambda actor: (rank(actor.phase), -actor.created_at, actor.actor_id))
 
 
 def _spare(actor: ObservedActor) -> Action:
-    """How to end a draft actor that is wanted no more: in order if it serves, at once if it does not yet."""
+    """The end of a surplus draft actor: in order if it serves, at once if it does not serve yet."""
     return Drain(actor.actor_id) if actor.phase is Phase.READY else Remove(actor.actor_id, "wanted no more")

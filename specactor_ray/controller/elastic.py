@@ -1,4 +1,4 @@
-"""How many draft actors of a method pay, by what verifiers and draft actors report. See docs/design/controller.md."""
+"""Best number of draft actors of a method, by reports of verifiers and draft actors: docs/design/controller.md."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from specactor_ray.verify.tgs import geometric
 logger = logging.getLogger(__name__)
 
 _NEARLY = 0.99
-"""Numbers of draft actors that are worth so much of the best are as good; the smallest is taken."""
+"""Share of the best number's worth from which other numbers of draft actors count as equal; the smallest is taken."""
 _BETTER = 1.05
-"""How many times as much another number must be worth as the present one."""
+"""Ratio of another number's worth to that of the present one from which the number changes."""
 _SUPPLIED = 0.95
-"""Share of requests with a usable tail above which more draft actors bring nothing."""
+"""Share of requests with a usable tail above which more draft actors gain nothing."""
 _SUSPENDED = 0.5
-"""Share of steps without drafts above which drafts do not pay, whatever is predicted."""
+"""Share of steps without drafts above which drafts do not pay, whatever the prediction."""
 _FEWER = 0.7
-"""Part of the requests with which drafts did not pay at which draft actors are tried again."""
+"""Ratio to the number of requests at which drafts did not pay; at fewer requests draft actors are tried again."""
 _LOOKS = 4
-"""Looks until a change, at least, unless health checks are rarer. A look takes 0.1 s."""
+"""Least number of looks until a change, unless health checks are rarer. A look takes 0.1 s."""
 _FEW = 8
-"""Up to so many draft actors each number is tried, above it powers of two and the neighbours of the present one."""
+"""Number of draft actors up to which each number is tried; above it powers of two and the neighbours of the present
+number."""
 
 
 class LearnedCost:
-    """Seconds of a step by its positions: of each range what was reported last, constant beyond the ranges. Without a
-    report steps take no time: the unknown is tried."""
+    """Seconds of a step by its positions: the last report of each range, constant beyond the ranges. Without a report
+    steps take no time, so the unknown is tried."""
 
     def __init__(self) -> None:
         self._points: dict[int, tuple[float, float]] = {}
@@ -58,28 +59,28 @@ class LearnedCost:
 
 @dataclass(frozen=True)
 class Load:
-    """What verifiers did since the last look."""
+    """Load of verifiers since the last look."""
 
     verifiers: int = 0
-    """Those that took steps."""
+    """Verifiers that took steps."""
     rows: float = 0.0
-    """Requests in a step of one of them."""
+    """Requests in a step of one verifier."""
     supply: float = 0.0
-    """Share of these with a usable tail."""
+    """Share of these requests with a usable tail."""
     suspended: float = 0.0
     """Share of steps without drafts, because drafts did not pay."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a method may have, and what it takes."""
+    """Limits and devices of a method."""
 
     least: int
     most: int
     devices: float
-    """GPUs (or cores) of a draft actor."""
+    """GPUs (or cores) of one draft actor."""
     verifying: float
-    """The same of all verifiers."""
+    """GPUs (or cores) of all verifiers."""
     weight: float
     """See `ElasticConfig.devices_weight`."""
     window: int
@@ -88,30 +89,30 @@ class Bounds:
 
 @dataclass
 class Figures:
-    """What was measured of verifiers with a draft method."""
+    """Measurements of verifiers with a draft method."""
 
     verify: LearnedCost
-    """V."""
+    """V: seconds of a verify step."""
     draft: LearnedCost = field(default_factory=LearnedCost)
-    """D by rows and branches."""
+    """D: seconds of a draft step, by rows and branches."""
     probability: float = DEFAULT_PRIOR
-    """That a draft token is right, where those before it are."""
+    """Chance that a draft token is right, where those before it are."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What is under way for a method."""
+    """Pending change of a method."""
 
     aim: int = 0
-    """The number that is better than the present one, if there is one."""
+    """The number of draft actors that is better than the present one, if there is one."""
     since: float = 0.0
-    """Since when."""
+    """Time since which the direction of the change is better, in seconds."""
     refused_rows: float = float("inf")
-    """Requests in a step with which drafts did not pay, at last."""
+    """Requests in a step at which drafts last did not pay."""
 
 
 def tokens_per_s(number: int, load: Load, figures: Figures, bounds: Bounds) -> float:
-    """Predicted speed of a verifier with so many draft actors: that of the plan (`speculation/plan.py`)."""
+    """Predicted tokens per second of a verifier with `number` draft actors, as in the plan (`speculation/plan.py`)."""
     plain = load.rows / max(figures.verify.seconds(load.rows, load.rows, 0.0), 1e-9)
     if not number:
         return plain
@@ -122,7 +123,7 @@ def tokens_per_s(number: int, load: Load, figures: Figures, bounds: Bounds) -> f
 
 
 def best_number(present: int, load: Load, figures: Figures, bounds: Bounds, refused_rows: float) -> int:
-    """The number of draft actors that is worth most, `present` where no other is much better."""
+    """The best number of draft actors; `present` where no other is much better."""
     if not load.rows or load.suspended > _SUSPENDED:
         return bounds.least
     most = bounds.most
@@ -142,8 +143,8 @@ def best_number(present: int, load: Load, figures: Figures, bounds: Bounds, refu
 def revise(
     standing: Standing, present: int, best: int, load: Load, now: float, up_s: float, down_s: float
 ) -> tuple[Standing, int]:
-    """What is under way after a look, and the number of draft actors from now on: another one once the same direction
-    was better for `up_s` or `down_s` seconds. `now`: seconds."""
+    """The pending change after a look, and the number of draft actors from now on, which changes once the same
+    direction was better for `up_s` or `down_s` seconds. `now`: seconds."""
     if present and load.suspended > _SUSPENDED:
         standing = replace(standing, refused_rows=load.rows)
     elif load.rows and load.rows <= _FEWER * standing.refused_rows:
@@ -164,10 +165,10 @@ def _candidates(present: int, least: int, most: int) -> list[int]:
 
 
 class Elastic:
-    """Keeps what was measured, and changes the numbers of draft actors of methods with `max_replicas`.
+    """Keeps measurements, and changes the numbers of draft actors of methods with `max_replicas`.
 
     Args:
-        priors: Draft method → chance that a draft token is right, as a profile says.
+        priors: Draft method → chance that a draft token is right, from a profile.
     """
 
     def __init__(self, config: Config, priors: Mapping[str, float]) -> None:
@@ -196,7 +197,7 @@ class Elastic:
         self._looked_at = float("-inf")
 
     def hold(self, method: str, held: bool) -> None:
-        """Leave the number of a method as it is, or change it by the load again."""
+        """Keep the number of a method fixed, or change it by the load again."""
         (self._held.add if held else self._held.discard)(method)
 
     def holds(self, method: str) -> bool:
@@ -205,7 +206,7 @@ class Elastic:
     def revise(
         self, members: Iterable[Member], wanted: Mapping[str, int], given_up: Iterable[str], now: float
     ) -> dict[str, int]:
-        """Methods whose number changes, with the new one. `now`: seconds; `wanted`: the present numbers."""
+        """Method → new number of draft actors, where it changes. `now`: seconds; `wanted`: the present numbers."""
         if not self._bounds or now - self._looked_at < self._interval_s:
             return {}
         members = [member for member in members if member.actor is not None or member.phase is Phase.PENDING]
@@ -231,7 +232,7 @@ class Elastic:
         return changed
 
     def _look(self, members: list[Member]) -> Load | None:
-        """Take what was reported since the last look; None: nothing was."""
+        """Take the reports since the last look; None: there were none."""
         reports = {m.actor_id: m.actor.counters for m in members if m.actor is not None and m.phase is Phase.READY}
         verifiers = [m.actor_id for m in members if m.key == VERIFIER and "steps" in reports.get(m.actor_id, {})]
         fresh = [name for name in verifiers if reports[name] is not self._seen.get(name)]
@@ -266,7 +267,7 @@ class Elastic:
 
 
 def _tried(counters: Mapping[str, Any], method: str) -> Iterator[tuple[float, float]]:
-    """Draft tokens that were tried, and the share that was right, by ranges of output positions."""
+    """Tried draft tokens and the share of right ones, by ranges of output positions."""
     for standing in counters["ladder"]:
         if standing["method"] == method:
             yield standing["drafted"], standing["acceptance"]

@@ -1,7 +1,7 @@
-"""When a run has started, and what ends its start.
+"""Conditions for the success and the failure of a run's start.
 
-A run has started when as many verifiers and draft actors are ready as are configured and still desired. What `scale`
-adds is asked for once those have their room, and may still be pending when the run has started.
+A run has started when as many verifiers and draft actors are ready as are configured and still desired. Actors that
+`scale` adds are requested once those have their room, and may still be pending when the run has started.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class FirstStart:
         error: Why the start cannot succeed; None while it can.
 
     Args:
-        configured: The actors that the configuration asks for.
-        placement_timeout_s: Longest wait of a configured actor for room.
+        configured: The configured actors.
+        placement_timeout_s: Longest wait of a configured actor for room, in seconds.
         max_failures: Losses in a row, of verifiers or of one draft method, that end the start.
     """
 
@@ -36,7 +36,7 @@ class FirstStart:
     error: SpecActorError | None = None
 
     def limited(self, desired: DesiredState) -> DesiredState:
-        """What to work towards now: what `scale` added must not take the room of what is configured."""
+        """The desired state for now: actors that `scale` added must not take the room of configured ones."""
         return desired if self.is_placed else desired.at_most(self.configured)
 
     def is_over(self, view: ClusterView, desired: DesiredState) -> bool:
@@ -47,7 +47,7 @@ class FirstStart:
         return all(ready[key] >= required.wanted(key) for key in required.all_keys())
 
     def check_room(self, members: Iterable[Member], desired: DesiredState, now: float) -> str:
-        """Note whether all required actors have room. Returns which have waited too long, in words; else nothing."""
+        """Record whether all required actors have room. Returns a message on actors that waited too long, else ''."""
         members = list(members)
         required = desired.at_most(self.configured)
         waiting: list[Member] = []

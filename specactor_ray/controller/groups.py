@@ -1,4 +1,4 @@
-"""Which draft actors serve which verifiers. Pure.
+"""Assignment of draft actors to verifiers. Pure.
 
 Verifiers of neighbouring seats form a group, and a draft actor serves whole groups, so that the messages between
 verifiers and draft actors grow with the verifiers instead of with their square.
@@ -26,14 +26,14 @@ def group_of(seat: int, replicas: int, most: int = 0) -> int:
 
 
 def assign_drafters(drafters: Iterable[str], groups: Collection[int], before: Service = frozenset()) -> Service:
-    """Which draft actors of one method serve which groups.
+    """Assign the draft actors of one method to groups.
 
-    Each draft actor serves one group; with more groups than draft actors, each group is served by one. They are spread
-    evenly, and as few as possible change. No group goes without as long as there is a draft actor.
+    Each draft actor serves one group; with more groups than draft actors, one draft actor serves each group. They are
+    spread evenly with as few changes as possible. Every group is served as long as there is a draft actor.
 
     Args:
-        drafters, groups: Draft actors that are ready, groups that have verifiers.
-        before: The last answer.
+        drafters, groups: Ready draft actors, and groups with verifiers.
+        before: The last result.
     """
     drafters, groups = sorted(drafters), sorted(groups)
     if len(drafters) >= len(groups):
@@ -43,7 +43,7 @@ def assign_drafters(drafters: Iterable[str], groups: Collection[int], before: Se
 
 
 def _spread(items: Collection[I], places: Collection[P], before: Mapping[I, P]) -> dict[I, P]:
-    """Item → place, evenly: where it was before, unless that place would have two items more than another."""
+    """Item → place, evenly: its former place, unless that would have two items more than another."""
     if not places:
         return {}
     at = {item: before[item] for item in items if before.get(item) in places}

@@ -1,4 +1,4 @@
-"""One incarnation of an actor as the controller keeps it, and telling the members of each other."""
+"""The controller's record of an actor's incarnation, and the lists of peers that it sends to the members."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from specactor_ray.messages import Mode
 
 @dataclass(frozen=True)
 class ActorClasses:
-    """The plain classes that become actors; `None` stands for those of `specactor_ray.actors`."""
+    """The plain classes of the actors; `None` stands for those of `specactor_ray.actors`."""
 
     verifier: type | None = None
     draft: type | None = None
 
     def resolved(self) -> ActorClasses:
-        """With the defaults imported: they load torch, so only where they are needed."""
+        """The classes with the defaults imported. They load torch, so they are imported only where they are needed."""
         if self.verifier and self.draft:
             return self
         from specactor_ray.actors.draft import DraftActor
@@ -46,7 +46,7 @@ class ActorClasses:
 
 @dataclass(eq=False)
 class Member:
-    """One incarnation of an actor, from its wish to its removal."""
+    """One incarnation of an actor, from its request to its removal."""
 
     actor_id: str
     key: str
@@ -54,14 +54,14 @@ class Member:
     seat: Seat
     created_at: float
     since: float
-    """When the phase began."""
+    """Time at which the phase began."""
     phase: Phase = Phase.PENDING
     actor: SupervisedActor | None = None
     was_ready: bool = False
     note: str = ""
-    """Why it is not ready, for people."""
+    """Readable reason why it is not ready."""
     serves: bool = False
-    """Others may use it: a verifier that has the current weights, a draft actor that has had current ones."""
+    """Whether other processes may use it: a verifier has the current weights, a draft actor has had current ones."""
 
     @property
     def error(self) -> SpecActorError | None:
@@ -69,14 +69,14 @@ class Member:
 
     @property
     def weight_version(self) -> int:
-        """Version that it has of the weights it follows: the policy's, or those its method is taught."""
+        """Version of the weights that it has loaded: the policy's, or those taught to its method."""
         return self.actor.weights.acked if self.actor is not None else 0
 
     def enter(self, phase: Phase, now: float) -> None:
         self.phase, self.since = phase, now
 
     def look(self, now: float, health_interval_s: float) -> bool:
-        """Take what its actor has answered. Returns True when it became ready just now."""
+        """Take its actor's answers. Returns True when it became ready just now."""
         if self.actor is None:
             return False
         self.actor.poll(now, health_interval_s)
@@ -91,7 +91,7 @@ class Member:
         return True
 
     def observed(self, now: float) -> ObservedActor:
-        """What `decide` is told about it."""
+        """Its state as an argument of `decide`."""
         actor = self.actor
         return ObservedActor(
             self.actor_id,
@@ -107,7 +107,7 @@ class Member:
         )
 
     def endpoint(self, drafter: DrafterSpec) -> DraftEndpoint:
-        """A draft actor as others see it."""
+        """A draft actor as verifiers and the rollout see it."""
         handle = self.actor.handle if self.actor is not None else None
         phase = Phase.STARTING if self.phase is Phase.READY and not self.serves else self.phase
         return DraftEndpoint(self.actor_id, drafter, handle, phase, self.note)
@@ -142,7 +142,7 @@ class Member:
 def build_spec(
     config: Config, drafters: Mapping[str, DrafterSpec], member: Member, priors: Mapping[str, float]
 ) -> VerifierSpec | DraftActorSpec:
-    """What the actor of this member has to be."""
+    """The specification of this member's actor."""
     level, cores, target = config.run.log_level, member.seat.cores, config.target
     if member.key != VERIFIER:
         return DraftActorSpec(member.actor_id, drafters[member.key], target, cores, level)
@@ -167,7 +167,7 @@ def next_view(
     failures: Mapping[str, FailureRecord],
     departed: Mapping[str, Departure],
 ) -> ClusterView:
-    """The view of these members: `last` itself if nothing changed, else a new one of the next version."""
+    """The view of these members: `last` if nothing changed, else a new view with the next version."""
     handles = {
         member.actor_id: member.actor.handle
         for member in members
@@ -180,7 +180,7 @@ def next_view(
 
 
 def _shown(view: ClusterView) -> tuple[Any, ...]:
-    """What makes two views differ; actors are identified by their ids."""
+    """The compared parts of a view; actors are identified by their ids."""
     drafters = tuple((e.actor_id, e.phase, e.note, e.handle is None) for e in view.drafters)
     return tuple(view.verifiers), drafters, view.errors, tuple(view.departed)
 
@@ -189,9 +189,9 @@ _NEWS_TIMEOUT_S = 30.0
 
 
 class PeerNews:
-    """Sends every ready member its peers: to verifiers the draft actors of their group, and to those the verifiers.
+    """Sends every ready member its peers: draft actors of the group to verifiers, and verifiers to draft actors.
 
-    One call per member in flight; a stuck member does not hold up others, and a failed call is repeated.
+    One call per member is in flight; a stuck member does not delay others, and a failed call is repeated.
     """
 
     def __init__(self, config: Config) -> None:

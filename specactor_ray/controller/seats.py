@@ -1,7 +1,6 @@
-"""Seats: a placement group and its cores, which outlive the actors that sit in them.
+"""Seats: a placement group and its cores, which outlive their actors.
 
-An actor that is replaced leaves its seat to the next incarnation, so a replacement needs no new room. Surplus
-seats are removed.
+A replaced actor leaves its seat to the next incarnation, so a replacement needs no new room. Surplus seats are removed.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Seat:
-    """Room for one actor at a time."""
+    """Resources for one actor at a time."""
 
     stem: str
-    """Such as `ngram-1`; the incarnations that sit here are called `ngram-1#9c0d`."""
+    """Name such as `ngram-1`; the incarnations in this seat have ids such as `ngram-1#9c0d`."""
     key: str
     index: int
     demand: Demand
@@ -36,7 +35,7 @@ class Seat:
     placement: Placement | None = None
     cores: tuple[int, ...] = ()
     occupant: str | None = None
-    """Actor id; None once it has left: the seat then stays for the next one until `Seating.trim`."""
+    """Actor id; None once the actor has left: the seat then stays for the next one until `Seating.trim`."""
 
 
 class Seating:
@@ -49,20 +48,20 @@ class Seating:
         self.seats: list[Seat] = []
 
     def claim(self, key: str) -> Seat:
-        """A vacant seat for an actor of `key`, else a new one whose placement group is asked for now."""
+        """A vacant seat for an actor of `key`, else a new one whose placement group is requested now."""
         for seat in self.seats:
             if seat.key == key and seat.occupant is None:
-                seat.placement = None  # the group may have moved: look again
+                seat.placement = None  # the group may have moved, so it is resolved again
                 return seat
         seat = self._new_seat(key)
         self.seats.append(seat)
         return seat
 
     def settle(self, seat: Seat) -> bool:
-        """Find out where the seat's group stands, and take its cores.
+        """Resolve the placement of the seat's group, and take its cores.
 
         Returns:
-            False while the group waits for room, or the answer of its node is awaited.
+            False while the group waits for room, or its node has not answered.
 
         Raises:
             ClusterError: The node has too few free cores.
@@ -76,18 +75,18 @@ class Seating:
         return True
 
     def trim(self, wanted: Mapping[str, int]) -> None:
-        """Take away the vacant seats beyond the wanted number of each key."""
+        """Remove the vacant seats beyond the wanted number of each key."""
         for seat in [seat for seat in self.seats if seat.occupant is None]:
             if sum(other.key == seat.key for other in self.seats) > wanted.get(seat.key, 0):
                 self._discard(seat)
 
     def close(self) -> None:
-        """Take away all seats."""
+        """Remove all seats."""
         for seat in list(self.seats):
             self._discard(seat)
 
     def demands(self) -> list[Demand]:
-        """What all seats ask for."""
+        """Resource demands of all seats."""
         return [seat.demand for seat in self.seats]
 
     def _new_seat(self, key: str) -> Seat:
@@ -107,7 +106,7 @@ class Seating:
             machine, cores = answer
             self._ledger.add_node(node_id, cores, machine)
         if seat.cores and self._ledger.holders(node_id).get(seat.stem) == seat.cores:
-            return True  # a replacement on the same machine goes on with the same cores
+            return True  # a replacement on the same machine keeps the cores
         self._ledger.release(seat.stem)
         seat.cores = self._ledger.take(node_id, seat.demand.cpus, seat.stem)
         return True
@@ -119,7 +118,7 @@ class Seating:
 
 
 def scale_refusal(config: Config, method: str, number: int | None) -> ConfigError | ClusterError | None:
-    """Why there cannot be `number` draft actors of `method` (None: as many as pay); None when there can."""
+    """Why there cannot be `number` draft actors of `method` (None: as many as pay); None when it is possible."""
     known = [drafter.method for drafter in config.drafters]
     if config.mode is ModeName.plain:
         return ConfigError("mode", "'plain' uses no drafters.", "start the run with mode=decoupled.")

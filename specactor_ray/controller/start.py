@@ -20,11 +20,11 @@ from specactor_ray.controller.state import Policy
 from specactor_ray.errors import CallError, ConfigError, SpecActorError
 
 _MOST_CALLS = 1000
-"""Calls that an asynchronous actor serves at a time."""
+"""Most calls that an asynchronous actor serves at a time."""
 
 
 def start_actor(run: str, actor_id: str, cls: type, *arguments: Any) -> Any:
-    """Make a named actor of a run, on this node and for as long as this process lives. Returns its handle."""
+    """Make a named actor of a run, on this node and with this process's lifetime. Returns its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
         **ACTOR_OPTIONS,
@@ -44,8 +44,8 @@ def start_controller(
     policy: Policy | None = None,
     priors: Mapping[str, float] | None = None,
 ) -> tuple[Any, str]:
-    """Make the controller of a new run, as a named actor that ends with this process, and start the run. The arguments
-    are those of `Controller`.
+    """Make the controller of a new run, a named actor that ends with this process, and start the run. The arguments are
+    those of `Controller`.
 
     Returns:
         `(handle, run)`: the controller and the name of the run.
@@ -57,14 +57,14 @@ def start_controller(
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
     handle = start_actor(run, CONTROLLER, Controller, config, run, classes, policy, priors)
-    attempts = (policy or Policy()).max_start_failures  # the controller ends a start long before this, unless it hangs
+    attempts = (policy or Policy()).max_start_failures  # the controller ends a start long before, unless it hangs
     limit_s = attempts * (config.cluster.placement_timeout_s + config.cluster.start_timeout_s)
     try:
         Calls().ask(handle, "start", deadline_s=limit_s + STOP_TIMEOUT_S + GONE_TIMEOUT_S + 30.0)
     except CallError as error:
         ray.kill(handle)
         raise SpecActorError(f"run {run} did not start: {error}") from None
-    except BaseException:  # also when interrupted: the controller's actors and placement groups end with it
+    except BaseException:  # also on an interruption: the controller's actors and placement groups end with it
         ray.kill(handle)
         raise
     return handle, run

@@ -1,6 +1,6 @@
-"""What the controller wants, what it sees and what it does about the difference; plain data, no Ray.
+"""Desired state, observed state and actions of the controller; plain data, no Ray.
 
-A spec defines an actor, the view lists the actors for the rollout. `decide.py` works on the rest.
+A spec defines an actor, and the view lists the actors for the rollout. `decide.py` works on the rest.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ VERIFIER = "verifier"
 
 
 class Departure(StrEnum):
-    """Why a verifier left the view."""
+    """Reason why a verifier left the view."""
 
     FAILED = "failed"
-    """Its process died, stalled or fell silent; what it ran may have been the cause."""
+    """Its process died, stalled or fell silent; its requests may have been the cause."""
     NODE_LOST = "node lost"
-    """Its node went, whatever it ran."""
+    """Its node was lost; its requests are not the cause."""
     RELEASED = "released"
-    """In order."""
+    """It was ended in order."""
 
 
 class Phase(StrEnum):
-    """Where an actor is in its life."""
+    """Phase of an actor's life."""
 
     PENDING = "pending"
     """Its placement group waits for room, or its cores are not free yet."""
@@ -38,17 +38,17 @@ class Phase(StrEnum):
     """Its process exists or is being made; the model loads."""
     READY = "ready"
     DRAINING = "draining"
-    """On its way out: verifiers were told to use others."""
+    """It is being removed: verifiers already use other draft actors."""
     DEAD = "dead"
-    """Gone, or not to be trusted any more."""
+    """It is gone, or not used any more."""
 
 
-# ---- what actors are told to be ----
+# ---- specifications of actors ----
 
 
 @dataclass(frozen=True)
 class VerifierSpec:
-    """What a verifier actor needs to know."""
+    """Specification of a verifier actor."""
 
     actor_id: str
     """Unique for each incarnation, such as `verifier-0#3f2a`."""
@@ -59,35 +59,35 @@ class VerifierSpec:
     """CPU core ids it may use; empty: do not bind."""
     log_level: str = "WARNING"
     priors: Mapping[str, float] = field(default_factory=dict)
-    """Draft method → what a profile says about it."""
+    """Draft method → chance that a draft token is right, from a profile."""
     max_drafts: int = 0
     """Most draft tokens of a request in one step."""
     max_branches: int = 0
-    """Most branches of a tail."""
+    """Most branches per tail."""
     inline: tuple[DrafterSpec, ...] = ()
-    """Draft methods it hosts itself."""
+    """Draft methods that run in its process."""
 
 
 @dataclass(frozen=True)
 class DraftActorSpec:
-    """What a draft actor needs to know."""
+    """Specification of a draft actor."""
 
     actor_id: str
     """Unique for each incarnation, such as `ngram-1#9c0d`."""
     drafter: DrafterSpec
     target: TargetConfig
-    """What it drafts for."""
+    """The target that it drafts for."""
     cores: tuple[int, ...] = ()
     """CPU core ids it may use; empty: do not bind."""
     log_level: str = "WARNING"
 
 
-# ---- what others are told about them ----
+# ---- views of actors for other processes ----
 
 
 @dataclass(frozen=True)
 class DraftEndpoint:
-    """One draft actor, as verifiers and the rollout see it."""
+    """A draft actor as verifiers and the rollout see it."""
 
     actor_id: str
     drafter: DrafterSpec
@@ -95,12 +95,12 @@ class DraftEndpoint:
     """Ray actor handle; None while the actor is pending."""
     phase: Phase = Phase.READY
     note: str = ""
-    """Why it is not ready, for people."""
+    """Readable reason why it is not ready."""
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """Who is there now. `version` grows with every change of anything else in it."""
+    """The current actors. `version` grows with every change of another field."""
 
     version: int = 0
     verifiers: Mapping[str, Any] = field(default_factory=dict)
@@ -108,24 +108,24 @@ class ClusterView:
     drafters: tuple[DraftEndpoint, ...] = ()
     """Every draft actor, whatever its phase."""
     errors: tuple[str, ...] = ()
-    """What went wrong and stays wrong, such as a method that was given up."""
+    """Lasting errors, such as a method that was given up."""
     departed: Mapping[str, Departure] = field(default_factory=dict)
-    """Verifiers that were removed lately."""
+    """Verifier id → reason of its recent removal."""
 
 
-# ---- what decide() works on ----
+# ---- arguments of decide() ----
 
 
 @dataclass(frozen=True)
 class DesiredState:
-    """How many actors of each kind there should be."""
+    """Desired number of actors of each kind."""
 
     verifiers: int
     drafters: Mapping[str, int] = field(default_factory=dict)
     """Method → number of draft actors."""
 
     def wanted(self, key: str) -> int:
-        """Number wanted for `VERIFIER` or a method; 0 for methods that are not named."""
+        """Desired number for `VERIFIER` or a method; 0 for methods without an entry."""
         return self.verifiers if key == VERIFIER else self.drafters.get(key, 0)
 
     def all_keys(self) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ class DesiredState:
 
 @dataclass(frozen=True)
 class ObservedActor:
-    """One incarnation of an actor, as last seen."""
+    """One incarnation of an actor, as last observed."""
 
     actor_id: str
     key: str
@@ -149,13 +149,13 @@ class ObservedActor:
     """Seconds in this phase."""
     created_at: float = 0.0
     was_ready: bool = False
-    """It has been ready, whatever it is now."""
+    """Whether it has been ready at any time."""
     silent_s: float = 0.0
-    """Seconds that its oldest unanswered health check has waited; 0 when none does."""
+    """Seconds that its oldest unanswered health check has waited; 0 when there is none."""
     stalled_s: float = 0.0
-    """Seconds that its loop had spent in one step when it answered last."""
+    """Seconds for which its loop had been in one step at its last answer."""
     drained: bool = False
-    """While draining: it has said that it holds nothing any more."""
+    """While draining: whether it has reported that it holds no requests any more."""
     error: str = ""
     """Why it is dead."""
 
@@ -175,7 +175,7 @@ class FailureRecord:
 
 @dataclass(frozen=True)
 class ObservedState:
-    """All actors there are, and the failures on record."""
+    """All actors, and the recorded failures."""
 
     actors: tuple[ObservedActor, ...] = ()
     failures: Mapping[str, FailureRecord] = field(default_factory=dict)
@@ -183,25 +183,25 @@ class ObservedState:
 
 @dataclass(frozen=True)
 class Policy:
-    """The limits that `decide` works with; times in seconds."""
+    """Limits of `decide`; times in seconds."""
 
     health_timeout_s: float = 15.0
-    """A ready or draining actor that is silent for longer is replaced."""
+    """Longest silence of a ready or draining actor before it is replaced."""
     stall_timeout_s: float = 300.0
-    """An actor that answers but has been in one step for longer is replaced."""
+    """Longest step of an actor that answers before it is replaced."""
     start_timeout_s: float = 300.0
-    """A starting actor that takes longer has failed."""
+    """Longest start of an actor before it counts as failed."""
     drain_timeout_s: float = 10.0
-    """A draining actor is removed after this at the latest."""
+    """Longest draining of an actor before it is removed."""
     stable_s: float = 30.0
-    """An actor that was ready for this long clears the failures of its key."""
+    """Time for which an actor must be ready to clear the failures of its key."""
     backoff_s: float = 1.0
-    """Wait before the second replacement in a row; doubles with every further one. The first comes at once."""
+    """Wait before the second replacement in a row; doubles with every further one. The first has no wait."""
     backoff_max_s: float = 60.0
     max_start_failures: int = 4
-    """A draft method is given up after this many failed starts in a row; verifiers never are."""
+    """Failed starts in a row after which a draft method is given up; verifiers are never given up."""
     surge: int = 1
-    """How many draining actors of a key may exist beyond its wanted number while new ones are created."""
+    """Draining actors of a key that may exist beyond its desired number while new ones are created."""
 
     @classmethod
     def from_config(cls, cluster: ClusterConfig) -> Policy:
@@ -212,19 +212,19 @@ class Policy:
         )
 
 
-# ---- what it decides ----
+# ---- actions ----
 
 
 @dataclass(frozen=True)
 class Create:
-    """Make one more actor of this key (a fresh incarnation, in a vacant seat if there is one)."""
+    """Make one more actor of this key (a new incarnation, in a vacant seat if there is one)."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Drain:
-    """Remove this draft actor from all lists, and have it take no more requests."""
+    """Remove this draft actor from all lists, and stop its taking of requests."""
 
     actor_id: str
 
@@ -236,12 +236,12 @@ class Remove:
     actor_id: str
     reason: str
     failed: bool = False
-    """It failed, rather than being wanted no more: goes on record."""
+    """Whether it failed, which is recorded, rather than being surplus."""
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Start no more actors of this method until someone scales it again."""
+    """Start no more actors of this method until a user scales it again."""
 
     key: str
     error: str

@@ -1,4 +1,4 @@
-"""Bringing all actors to the current version of their weights: the policy's, or those of a drafter that is taught."""
+"""Distribution of the current weights to all actors: the policy's, or those of a drafter that is taught."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from specactor_ray.messages import WeightSet
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES, _RETRY_S = 3, 2.0
-"""Attempts to give a member its weights, and the pause between two."""
+"""Attempts to send a member its weights, and seconds between two attempts."""
 
 
 class WeightNews:
-    """Sends the current weights to members that lack them; one call per member in flight.
+    """Sends the current weights to members that lack them; one call per member is in flight.
 
-    A verifier without the current weights is not shown to others (`Member.serves`), and a draft actor not before it has
-    had current ones. One that fails to take them again and again is marked dead, and so replaced.
+    A verifier is in the view only with the current weights (`Member.serves`), and a draft actor only once it has had
+    current ones. A member that repeatedly fails to load them is marked dead, and so replaced.
 
-    A method that the trainer teaches has weights and versions of its own; no call waits for them.
+    A method that the trainer teaches has its own weights and versions; no call waits for them.
     """
 
     def __init__(self, config: Config) -> None:
         self._followers = {VERIFIER, *(drafter.method for drafter in config.drafters if drafter.follow_policy)}
         self.current: WeightSet | None = None
-        """None until the first update: all have what the configuration names."""
+        """Current weights of the policy; None until the first update: all actors have those of the configuration."""
         pupil = taught_by_trainer(config)
         self._pupil = pupil.method if pupil is not None else ""
-        """The method that is taught."""
+        """The method that is taught; empty without one."""
         self._is_hosted = pupil in inline_drafters(config)
-        """Verifiers draft by it themselves."""
+        """Whether verifiers host this method."""
         self._learnt: WeightSet | None = None
-        """Its newest weights; None: it has what the configuration names."""
+        """Newest weights of this method; None: it has those of the configuration."""
 
     def offer(self, method: str, weights: WeightSet) -> None:
-        """New weights of a method. They count if it is taught and the version is newer."""
+        """Take new weights of a method. They count if it is taught and the version is newer."""
         if method == self._pupil and (self._learnt is None or weights.version > self._learnt.version):
             self._learnt = weights
         else:
             logger.info("weights %d of %s are not wanted", weights.version, method)
 
     def tell(self, members: Iterable[Member], now: float) -> None:
-        """Send what is missing and take the answers that came; `now` in monotonic seconds. Never blocks."""
+        """Send missing weights and take the answers that have arrived; `now` in monotonic seconds. Never blocks."""
         members = list(members)
         for member in members:
             if member.phase is not Phase.READY or member.actor is None:
@@ -70,10 +70,10 @@ class WeightNews:
             self._teach([member for member in members if member.key == VERIFIER])
 
     def set_current(self, weights: WeightSet) -> None:
-        """New weights of the policy.
+        """Set new weights of the policy.
 
         Raises:
-            InputError: They are not newer than the current ones: a version is one set of weights, for ever.
+            InputError: They are not newer than the current ones: a version is never used for two sets of weights.
         """
         if self.current is None or weights.version > self.current.version:
             self.current = weights
@@ -81,7 +81,7 @@ class WeightNews:
             raise InputError(f"weights of version {weights.version} come after version {self.current.version}")
 
     def in_place(self, members: Iterable[Member]) -> bool:
-        """Whether no verifier that is ready lacks the current version. Draft actors may lag: it costs speed at most."""
+        """Whether all ready verifiers have the current version. Draft actors may lag, which costs speed only."""
         verifiers = (member for member in members if member.key == VERIFIER and member.phase is Phase.READY)
         return all(self._is_current(member) for member in verifiers)
 
@@ -95,8 +95,8 @@ class WeightNews:
         return wanted is None or member.weight_version == wanted.version
 
     def _teach(self, verifiers: Iterable[Member]) -> None:
-        """Send verifiers that draft by the pupil's method its newest weights; what fails is made up for by the next
-        version."""
+        """Send the taught method's newest weights to verifiers that host it. A failed call is not repeated: the next
+        version replaces it."""
         newest = self._learnt
         for member in verifiers:
             if newest is None or member.phase is not Phase.READY or member.actor is None:

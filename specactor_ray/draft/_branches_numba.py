@@ -1,4 +1,4 @@
-"""The kernels behind `branches.py`, compiled by numba. In one file for the reason that `verify/_kernels.py` gives."""
+"""Kernels of `branches.py`, compiled by numba. They are in one file for the reason given in `verify/_kernels.py`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from specactor_ray.sampling import candidates
 _jit: Any = kernel(sources=(candidates, _mirror_numba))
 
 MAIN = -1
-"""Number of the main chain of a slot, and its place, the last one; branches have numbers from 0."""
+"""Number and place (the last one) of a slot's main chain; branches have numbers from 0."""
 FREE = -1
 RANKS = candidates.MOST - 1
-"""Alternatives kept per position: the candidates from the second on."""
+"""Number of alternatives kept per position: the candidates from the second on."""
 GAPS = 8
-"""Ranges of the gap between the first and the second score."""
+"""Number of ranges of the gap between the first and the second score."""
 _LEAST = 1e-4
-"""Chance below which a chain is not drafted on."""
+"""Chance below which a chain is not extended."""
 _PRIOR = np.array(
     [
         [0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95],
@@ -36,7 +36,7 @@ _FADE = 0.999
 
 
 class Planes(NamedTuple):
-    """Arrays of `BranchTable`, which documents them. They are handed over as those of `Lines`."""
+    """Arrays of `BranchTable`, which documents them. They are passed as those of `Lines`."""
 
     ats: np.ndarray
     lengths: np.ndarray
@@ -59,7 +59,7 @@ def chance(evidence: Any, gap: int, rank: int) -> float:
 def settle(
     table: Any, mirror: Any, main_rows: Any, slots: Any, starts: Any, lengths: Any, tokens: Any, outcomes: Any
 ) -> Any:
-    """See `BranchTable.settle`. Branches that are refuted, or left behind, are freed. Candidates are judged."""
+    """See `BranchTable.settle`. Refuted or outdated branches are freed. Candidates are counted as right or wrong."""
     table, mirror = Planes(*table), Lines(*mirror)
     freed, count = np.empty(table.ats.size, np.int64), 0
     table.evidence[:] = table.evidence * _FADE
@@ -116,8 +116,8 @@ def settle(
 
 @_jit
 def _judge(evidence: Any, gap: int, right: int) -> None:
-    """Candidate number `right` of a position was right; `RANKS + 1`: none was. Positions without candidates are left
-    out."""
+    """Count candidate number `right` of a position as right; `RANKS + 1`: none was right. Positions without candidates
+    are skipped."""
     if gap < 0:
         return
     for rank in range(min(right, RANKS) + 1):
@@ -160,12 +160,12 @@ def plan(
 
 @_jit
 def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budget: int, seconds: Any) -> Any:
-    """The `budget` most likely chains of `slots`, and in any case as many as there are main chains with room. With
-    `seconds`, of a forward with 0, 1, ... chains, only as many of them as bring most needed tokens per second.
+    """The `budget` most likely chains of `slots`, but at least as many as there are main chains with room. With
+    `seconds` of a forward with 0, 1, ... chains, only as many as give the most needed tokens per second.
 
-    A main chain of `n` tokens needs its next one with the product of their chances. A branch of candidate `f` at the
-    main chain's token `i` needs its next one with (chance of the tokens before `i`) times (chance that `f` is the right
-    one there) times (chance of the branch's further tokens).
+    The next token of a main chain of `n` tokens is needed with the product of their chances. That of a branch of
+    candidate `f` at the main chain's token `i` is needed with (chance of the tokens before `i`) times (chance that `f`
+    is the right one there) times (chance of the branch's further tokens).
 
     Returns:
         int32 `(4, m)`, the most likely first: slots; numbers of chains, `MAIN` for a branch to be opened, too; its
@@ -218,7 +218,7 @@ def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budge
 
 @_jit
 def _most_per_second(worth: Any, least: int, seconds: Any) -> int:
-    """How many chains, `least` or more and the first ones of `worth`, bring most needed tokens per second."""
+    """Number of chains, at least `least` and the first ones of `worth`, with the most needed tokens per second."""
     needed, rate, most = 0.0, 0.0, 0
     for i in range(len(worth)):
         needed += worth[i]
@@ -230,7 +230,7 @@ def _most_per_second(worth: Any, least: int, seconds: Any) -> int:
 
 @_jit
 def _open(table: Any, slot: int, at: int, rank: int) -> int:
-    """Open a branch. Returns its number, or `MAIN` where there is no place."""
+    """Open a branch. Returns its number, or `MAIN` where no place is free."""
     spot = at % table.gaps.shape[2]
     for b in range(table.ats.shape[1]):
         if table.ats[slot, b] == FREE:

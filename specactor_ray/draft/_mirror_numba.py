@@ -1,4 +1,4 @@
-"""The kernels behind `mirror.py`: commits of many slots in one call, compiled by numba."""
+"""Kernels of `mirror.py`, compiled by numba: commits of many slots in one call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _jit: Any = kernel()
 
 
 class Lines(NamedTuple):
-    """Arrays of `MirrorTable`, which documents them. They are handed over as a plain tuple: numba takes it in half the
+    """Arrays of `MirrorTable`, which documents them. They are passed as a plain tuple: numba takes it in half the
     time."""
 
     lines: np.ndarray
@@ -59,9 +59,9 @@ def commit(mirror: Any, slots: Any, starts: Any, lengths: Any, tokens: Any) -> A
 
 @_jit
 def _settle(line: Any, known: Any, end: Any, start: Any, tokens: Any) -> Any:
-    """Returns (end of the unchanged part, tokens known, end of the tail) after `tokens` are final from `start` on.
+    """Returns (end of the unchanged part, known tokens, end of the tail) after `tokens` are final from `start` on.
 
-    A contradiction to committed tokens (a request that moved, a garbled message) is a gap: the request is opened again.
+    A contradiction to committed tokens (a moved request, a garbled message) is a gap: the request is opened again.
     """
     stop = start + len(tokens)
     if agreed(line, tokens, start, start, min(known, stop)) < min(known, stop):

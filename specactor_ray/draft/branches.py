@@ -1,9 +1,9 @@
-"""Branches of a drafter's tails: outcomes of the verification under way that are drafted before it ends.
+"""Branches of a drafter's tails: continuations for other outcomes of the verification under way.
 
-A main chain is what `MirrorTable` holds. A drafter that samples with the target's noise has the next best candidates of
-each position for this very draw; a branch is the main chain up to a position, then such a candidate and what follows.
-Where a commit refutes the main chain, the branch that agrees takes its place. SSD (arXiv 2603.03251) drafts outcomes by
-their distribution; here they are those of the draw.
+The main chains are the lines of `MirrorTable`. A drafter that samples with the target's noise has the next best
+candidates of each position for this very draw; a branch is the main chain up to a position, then such a candidate and
+its continuation. Where a commit refutes the main chain, the branch that agrees takes its place. SSD (arXiv 2603.03251)
+drafts outcomes by their distribution; here they are those of the draw.
 
 The worth of a branch is learned: how often each candidate is right, by the gap between the first and the second score.
 """
@@ -28,33 +28,33 @@ from specactor_ray.ragged import enlarged
 GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])
 """Ends of the ranges of gaps between scores (logits over temperature, plus noise)."""
 UNKNOWN = np.zeros(0)
-"""Seconds of forwards that were not measured."""
+"""Seconds of forwards without a measurement."""
 
 
 class Chains(NamedTuple):
-    """What a forward drafts for: `n` chains."""
+    """Chains of a forward."""
 
     slots: np.ndarray
-    """int32 `(n,)`."""
+    """int32 `(n,)`: slot of each chain."""
     numbers: np.ndarray
     """int32 `(n,)`: `MAIN`, or the number of the branch."""
     begins: np.ndarray
     """int32 `(n,)`: for a branch that begins with this forward, the index in the line at which it leaves the main
     chain; else `FREE`."""
     counts: np.ndarray
-    """int32 `(n,)`: tokens that it reads, at least 1; a branch reads one."""
+    """int32 `(n,)`: tokens that each chain reads, at least 1; a branch reads one."""
 
     def at(self, chosen: np.ndarray) -> Chains:
-        """Those that bool `(n,)` chooses."""
+        """The chains chosen by bool `(n,)`."""
         return Chains(*(column[chosen] for column in self))
 
 
 class BranchTable:
     """Candidates of main chains and up to `most` branches of each slot, beside a `MirrorTable`.
 
-    Rows of the drafter's cache are kept with the branches; what they are is up to the caller. `gaps` and `others` have
-    one more place than branches: that of the main chain, the last one. Both lie at their index in the line modulo
-    `width`.
+    Rows of the drafter's cache are kept with the branches; the caller defines their meaning. `gaps` and `others` have
+    one more place than branches: that of the main chain, the last one. Both are stored at their index in the line
+    modulo `width`.
     """
 
     def __init__(self, most: int) -> None:
@@ -65,7 +65,7 @@ class BranchTable:
         self.rows = np.zeros((0, most), np.int64)
         """int64 `(slots, most)`: rows of the cache."""
         self.tokens = np.zeros((0, most, 1), np.int32)
-        """int32 `(slots, most, width)`."""
+        """int32 `(slots, most, width)`: tokens of the branches."""
         self.others = np.zeros((0, most + 1, 1, RANKS), np.int32)
         """int32 `(slots, most + 1, width, RANKS)`: candidates from the second on of each token."""
         self.gaps = np.zeros((0, most + 1, 1), np.int32)
@@ -75,13 +75,13 @@ class BranchTable:
         self.evidence = np.zeros((2, RANKS + 1, GAPS))
         """Hits and tries of each candidate where those before it were wrong, by range of the gap."""
         self.outcomes = np.zeros(2, np.int64)
-        """Main chains that were refuted, and branches that took their place with tokens past the commit."""
+        """int64 `(2,)`: refuted main chains, and branches that took their place with tokens past the commit."""
         self.arrays = _PLANES(self)
-        """Most of these, for kernels."""
+        """Most of these arrays, for kernels."""
 
     def fit(self, slots: int, window: int) -> np.ndarray:
-        """Make room for `slots` slots with tails of `window` tokens. Where the width grows, all branches are dropped:
-        returns their rows, int64."""
+        """Make room for `slots` slots with tails of `window` tokens. If the width grows, all branches are dropped.
+        Returns their rows, int64."""
         (have, width), freed = self.opened.shape, np.zeros(0, np.int64)
         if window + 1 > width:
             width, freed = 1 << window.bit_length(), self.close_all()
@@ -97,14 +97,14 @@ class BranchTable:
         return freed
 
     def settle(self, mirrors: MirrorTable, main_rows: np.ndarray, *commits: np.ndarray) -> np.ndarray:
-        """Compare the branches with commits, right before `MirrorTable.commit` of the same ones.
+        """Compare the branches with commits, right before `MirrorTable.commit` of the same commits.
 
         Args:
             main_rows: int64 `(slots,)`: rows of the main chains, updated where a branch takes the place of one.
             commits: As in `Proposer.commit`.
 
         Returns:
-            Rows that are free now, int64.
+            Rows freed by this, int64.
         """
         arrays = [np.array(array, np.int32) for array in commits]
         freed: np.ndarray = kernels.settle(self.arrays, mirrors.arrays, main_rows, *arrays, self.outcomes)
@@ -134,12 +134,12 @@ class BranchTable:
 
         Args:
             tips: As in `append`.
-            reading, ahead: bool `(slots,)`: slots that read first, and slots that are drafted on.
+            reading, ahead: bool `(slots,)`: slots that read first, and slots whose chains are extended.
             backlogs: int64 `(slots,)`: tokens that a main chain reads, at least 1.
-            budget: Most chains; as many as there are main chains with room are taken in any case.
+            budget: Most chains, but at least as many as there are main chains with room.
             longest: Most tokens of a line.
-            forward_s: float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... chains; where known, only as many
-                chains are taken as bring most needed tokens per second.
+            forward_s: float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... chains; if given, only as many
+                chains are taken as give the most needed tokens per second.
         """
         slots = reading, ahead, backlogs
         return Chains(*kernels.plan(self.arrays, mirrors.arrays, tips, longest, forward_s, *slots, budget))
@@ -153,7 +153,7 @@ class BranchTable:
         chains: Chains,
         rows: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens that chains read, and where they are drafted on.
+        """The tokens that chains read, and the positions of their next tokens.
 
         Args:
             tips: As in `append`.
@@ -163,7 +163,7 @@ class BranchTable:
 
         Returns:
             int32 `(sum of counts,)`, chain by chain; int64 `(n,)`: index in the line of the next token of each chain;
-            bool `(n,)`: whether it has read all tokens before that one then.
+            bool `(n,)`: whether the chain has then read all tokens before that one.
         """
         slots, numbers, _, counts = chains
         found: tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -186,21 +186,21 @@ class BranchTable:
         """Append the token that each chain drafted; chains that were given up are left out.
 
         Args:
-            tips: int32 `(slots,)`, updated: where main chains are drafted on. From there to the ends of the tails they
-                are drafted again: another token replaces the rest.
+            tips: int32 `(slots,)`, updated: index in the line at which each main chain is extended. From there to the
+                end of the tail it is drafted again: another token replaces the rest.
             tokens: int32 `(n, 1 + RANKS)`, or `(n, 1)` without branches: that token and the other candidates, -1 where
                 there is none.
             gaps: int32 `(n,)`: see `ranges_of`.
 
         Returns:
-            bool `(n,)`: False where a tail is what it was.
+            bool `(n,)`: False where a tail did not change.
         """
         changed: np.ndarray
         changed = kernels.append(self.arrays, mirrors.arrays, tips, chains.slots, chains.numbers, tokens, gaps)
         return changed
 
     def published(self, mirrors: MirrorTable, slots: np.ndarray) -> Branches:
-        """Branches of the tails of these slots that have two tokens or more: the target finds the first one itself."""
+        """Branches with two tokens or more of these slots' tails: the target finds the first token itself."""
         if not len(slots):
             return NO_BRANCHES
         return Branches(*kernels.published(self.arrays, mirrors.arrays, np.asarray(slots, np.int32)))

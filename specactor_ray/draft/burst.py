@@ -1,9 +1,9 @@
-"""Several tokens of the same chains in one go: forwards over static tensors, which a CUDA graph holds.
+"""Bursts: several tokens of the same chains by forwards over static tensors, which a CUDA graph holds.
 
-One step reads a token of each row, draws the next one with the keyed sampler and writes it where the next step reads
-it, with positions, lengths and cache slots. The host copies rows and page tables in, launches a step a token, and waits
-once at the end. Rows are padded up to a bucket, and each bucket is captured once. Padding, and rows that have drafted
-their share, write to a page that no chain holds.
+One step reads a token of each row, draws the next one with the keyed sampler and writes it, with positions, lengths
+and cache slots, to the inputs of the next step. The host copies rows and page tables in, launches one step per token,
+and waits once at the end. Rows are padded to a bucket, and each bucket is captured once. Padding, and rows that have
+drafted their share, write to a page that no chain holds.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ logger = logging.getLogger(__name__)
 LONGEST = 8
 """Most tokens of a burst."""
 _BUCKETS = (8, 16, 32, 64, 128, 256, 512)
-"""Rows of a step. One less than 8 saves nothing on a GPU."""
+"""Row counts of captured steps. Fewer than 8 rows save nothing on a GPU."""
 _WARM_UPS = 2
 
 
 class Capturer(Protocol):
-    """What a device does for bursts."""
+    """Operations of a device for bursts."""
 
     def capture(self, step: Callable[[], None]) -> Callable[[], object]:
-        """Run a step, which uses the same tensors every time, and return what repeats it.
+        """Run a step, which uses the same tensors every time, and return a function that repeats it.
 
         Raises:
-            RuntimeError: Something in it cannot be captured.
+            RuntimeError: An operation of the step cannot be captured.
         """
 
     def fetch(self, tensor: torch.Tensor) -> np.ndarray:
@@ -46,8 +46,8 @@ class Capturer(Protocol):
 
 
 class CudaCapturer:
-    """One `torch.cuda.CUDAGraph` for each step, in one memory pool: none runs beside another, and what a step leaves is
-    in tensors outside of the pool."""
+    """One `torch.cuda.CUDAGraph` per step, in one memory pool: no two run at the same time, and the results of a step
+    are in tensors outside of the pool."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -56,7 +56,7 @@ class CudaCapturer:
     def capture(self, step: Callable[[], None]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):  # kernels are compiled and workspaces made outside of the capture
+        with torch.cuda.stream(self._stream):  # compiles kernels and makes workspaces outside of the capture
             for _ in range(_WARM_UPS):
                 step()
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -81,42 +81,42 @@ class Runner(Protocol):
     ids: np.ndarray | None
     """See `candidates`."""
     feature_size: int
-    """Numbers that a position takes beside its token, and puts out for the next one; 0 but for EAGLE heads."""
+    """Input numbers of a position beside its token, and output numbers for the next position; 0 except for EAGLE."""
 
     def step(
         self, batch: RaggedBatch, tokens: torch.Tensor, positions: torch.Tensor, features: torch.Tensor, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `(n, V)` and features of the next tokens, of rows with one new token each: tokens `(n,)`, sequence
+        """Logits `(n, V)` and features of the next tokens, for rows with one new token each: tokens `(n,)`, sequence
         positions `(n,)`, features `(n, feature_size)`. Nothing waits for the device."""
 
 
 class Burst(NamedTuple):
-    """What a burst drafts for: `n` rows."""
+    """Rows of a burst."""
 
     rows: np.ndarray
     """int64 `(n,)`: rows of the cache, with room for their shares."""
     tokens: np.ndarray
     """`(n,)`: the token that each row reads first."""
     ends: np.ndarray
-    """int64 `(n,)`: index in the line of the token that it draws first."""
+    """int64 `(n,)`: index in the line of the token that each row draws first."""
     shares: np.ndarray
-    """int64 `(n,)`: tokens to draft for it, at least 1, at most `LONGEST`."""
+    """int64 `(n,)`: tokens to draft for each row, at least 1, at most `LONGEST`."""
     places: np.ndarray
-    """int64 `(n,)`: sequence position of the token that it reads first."""
+    """int64 `(n,)`: sequence position of the token that each row reads first."""
     rules: np.ndarray
-    """`(n,)`: lines of `Rules.table`."""
+    """`(n,)`: entries of `Rules.table`."""
     features: torch.Tensor
-    """`(n, feature_size)`."""
+    """`(n, feature_size)`: features of the tokens that the rows read first."""
 
 
 class Bursts:
     """Runs bursts over one cache. Not thread-safe.
 
     Args:
-        runner: Of the drafter; one page of its cache is taken.
+        runner: The drafter's model; one page of its cache is taken.
         longest: Most tokens of a row.
         most: Candidates of a draw.
-        capturer: Of the cache's device.
+        capturer: Capturer for the cache's device.
     """
 
     def __init__(self, runner: Runner, longest: int, most: int, capturer: Capturer) -> None:
@@ -125,25 +125,25 @@ class Bursts:
         self._columns = -(-longest // cache.page_size)
         row = cache.open(1) if cache.pages > 1 else None
         self._scratch = None if row is None else int(cache.page_table(np.array([row]), np.ones(1))[0, 0])
-        """Page that takes what is never read; None: there are no bursts."""
+        """Page for writes that are never read; None: there are no bursts."""
         self._steps: dict[tuple[int, bool], _Step] = {}
-        """By rows, and whether some of them filter tokens."""
+        """(rows, whether some of them filter tokens) → step."""
 
     def takes(self, rows: np.ndarray, rules: np.ndarray) -> bool:
         """Whether a burst serves these rows of the cache, and the device can capture it.
 
         Args:
             rows: int64 `(n,)`.
-            rules: `(n,)`: their lines of `Rules.table`.
+            rules: `(n,)`: their entries of `Rules.table`.
         """
         return self._scratch is not None and len(rows) <= _BUCKETS[-1] and self._step(len(rows), rules) is not None
 
     @torch.inference_mode()
     def run(self, burst: Burst) -> tuple[list[Candidates], torch.Tensor]:
-        """Draft the shares of all rows, which `takes` took; their lengths in the cache grow by them.
+        """Draft the shares of all rows, which `takes` has accepted; their lengths in the cache grow by the shares.
 
         Returns:
-            Of each step the draws of all rows, undefined behind their shares; and the features of the next tokens,
+            For each step the draws of all rows, undefined past their shares; and the features of the next tokens,
             `(steps, n, feature_size)`.
         """
         n, steps, step = len(burst.rows), int(burst.shares.max()), self._step(len(burst.rows), burst.rules)
@@ -157,7 +157,7 @@ class Bursts:
 
     @torch.inference_mode()
     def _step(self, rows: int, rules: np.ndarray) -> _Step | None:
-        """The step of a bucket, captured at its first use; None where that fails, and from then on."""
+        """The step of a bucket, captured at its first use; None if the capture has failed."""
         key = _BUCKETS[bisect.bisect_left(_BUCKETS, rows)], bool(filtered(rules).any())
         if key not in self._steps:
             try:
@@ -172,7 +172,7 @@ class Bursts:
 
 
 class _Step(RaggedBatch):
-    """One token of each row, in tensors that stay where they are. It begins with padding alone.
+    """One token of each row, in static tensors. It begins with padding alone.
 
     Args:
         bursts: Owner.
@@ -186,8 +186,8 @@ class _Step(RaggedBatch):
         self._bursts, self._filled, device = bursts, scratch, cache.device
         self.replay: Callable[[], object] = self
         self._state = torch.zeros(6, rows, dtype=torch.int64, device=device)
-        """Tokens to read; tokens of each row in the cache; how many there are after its share; what has to be added to
-        the place of a token in the cache for its sequence position, and for the index in the line of the token that is
+        """int64 `(6, rows)`: token to read; tokens of the row in the cache; their number after its share; offset from
+        the place of a token in the cache to its sequence position, and to the index in the line of the token that is
         drawn from it; number of the step."""
         self._pages = torch.full((rows, columns), scratch, dtype=torch.int32, device=device)
         self._keys = torch.ones(rows, dtype=torch.int64, device=device)
@@ -197,7 +197,7 @@ class _Step(RaggedBatch):
         self.drawn = torch.zeros(LONGEST, rows, width, dtype=torch.int64, device=device)
         self.outputs = torch.zeros(LONGEST, rows, runner.feature_size, dtype=runner.dtype, device=device)
         self._features = torch.zeros_like(self.outputs[0])
-        # A `RaggedBatch` of these.
+        # A `RaggedBatch` of these tensors.
         self.cache, self.shared, self.num_tokens, self.most_queries = cache, None, rows, 1
         self.most_keys = columns * cache.page_size
         self.counts, self.starts = np.ones(rows, np.int64), np.arange(rows + 1)

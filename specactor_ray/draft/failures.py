@@ -16,11 +16,11 @@ class Failures:
         self._counts = Counter[str]()
 
     def __len__(self) -> int:
-        """All failures."""
+        """Number of failures."""
         return self._counts.total()
 
     def add(self, what: str, error: BaseException) -> None:
-        """Count a failure; `what` failed, as the log has it."""
+        """Count a failure; `what`: name of the failed work in the log."""
         kind = type(error).__name__
         self._counts[kind] += 1
         count = self._counts[kind]

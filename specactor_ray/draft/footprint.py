@@ -1,4 +1,4 @@
-"""What a drafter holds in memory beside its process: weights and cache."""
+"""Memory of a drafter beside its process: weights and cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def footprint(drafter: DrafterConfig, target: TargetConfig, total: float | None)
 
     Args:
         drafter: Its record; its data type is resolved.
-        target: What it drafts for.
+        target: The target that it drafts for.
         total: Bytes of its GPU; None on the CPU.
     """
     if not drafter.model:
@@ -31,7 +31,7 @@ def footprint(drafter: DrafterConfig, target: TargetConfig, total: float | None)
 
 
 def head_text(head: Any) -> Any:
-    """The configuration of an EAGLE head's layers, as that of a model."""
+    """The configuration of an EAGLE head's layers in the form of a model's."""
     return SimpleNamespace(**{**head.config.layer, "num_hidden_layers": len(head.layers)})
 
 

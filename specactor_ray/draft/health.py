@@ -1,4 +1,4 @@
-"""Health of a drafter: its weights, and how many of its draft tokens were right with them."""
+"""Health of a drafter: its weights, and the number of its draft tokens that were right with them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from zlib import crc32
 from specactor_ray.draft.proposer import Checkpoint, Traits
 
 ENOUGH = 200
-"""Wrong draft tokens in a row that raise the alarm. Of a drafter that is right in 3% of cases, one such row in 400 is
-so long."""
+"""Wrong draft tokens in a row that raise the alarm. With 3% right tokens, one row of wrong tokens in 400 is as long."""
 _SAMPLED = 1024
-"""Most values of a tensor that a checksum covers, evenly spread."""
+"""Most values of a tensor in a checksum, evenly spread."""
 
 
 def is_alarmed(traits: Traits, was: bool, missed: int) -> bool:
     """Whether `missed` draft tokens since the last right one raise the alarm, or keep it (`was`).
 
-    Methods without weights have none: a lookup finds nothing right where outputs do not repeat.
+    Methods without weights have no alarm: a lookup finds nothing right where outputs do not repeat.
     """
     has_weights = traits.checkpoint is not Checkpoint.NONE or (traits.draws_noise and not traits.looks_up)
     return has_weights and missed >= (1 if was else ENOUGH)
 
 
 def checksum(state_dict: Mapping[str, Any]) -> str:
-    """Eight hexadecimal digits for names and sampled values of tensors, on any device; empty without tensors."""
+    """Checksum of names and sampled values of tensors, on any device: eight hex digits, or empty without tensors."""
     total = 0
     for name in sorted(state_dict):
         values = state_dict[name].detach().reshape(-1)
@@ -43,16 +42,16 @@ class Health:
         self._tried = self._right = self._missed = 0
         self._seen = (0, 0)
         self._alarm = self._is_warned = self._is_open = False
-        """The alarm is on; this version had its warning; the end of an alarm is yet to be logged."""
+        """Whether the alarm is on; this version had its warning; the end of an alarm is still to be logged."""
 
     def renew(self, version: int, weights: str) -> None:
-        """The drafter has new weights, with this checksum. An alarm stays until a token is right."""
+        """Begin the counts of new weights with this checksum. An alarm stays until a token is right."""
         self._version, self._checksum, self._is_warned = version, weights, False
         self._tried = self._right = self._missed = 0
 
     def observe(self, tried: int, right: int) -> str:
-        """Take the totals of `Proposer.judged`. Returns what has to be logged, if anything: the alarm once per version,
-        its end once."""
+        """Take the totals of `Proposer.judged`. Returns a message for the log, if any: the alarm once per version, its
+        end once."""
         tries, hits = tried - self._seen[0], right - self._seen[1]
         if not tries:
             return ""
@@ -75,7 +74,7 @@ class Health:
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Method, version and checksum of the weights, draft tokens `tried` and `right` since, `missed` since the
+        """Method, version and checksum of the weights, draft tokens `tried` and `right` since then, `missed` since the
         last right one, and `alarm`."""
         names = ("method", "version", "checksum", "tried", "right", "missed", "alarm")
         return {name: getattr(self, f"_{name}") for name in names}

@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 8
 _MOST_COSTS = 31
-"""Measured seconds per draft token that are kept."""
+"""Most measurements of the seconds per draft token that are kept."""
 
 
 class DraftLoop(Loop):
-    """Drives one proposer, in a thread of its own (`run`) or in that of a verifier (`run_guarded`).
+    """Drives one proposer, in its own thread (`run`) or in that of a verifier (`run_guarded`).
 
     Args:
         drafter_id: Incarnation id of this draft actor, part of every message.
         proposer: The draft method.
-        clock: Clock of waits and of the cost of a draft token.
+        clock: Clock for waits and for the cost of a draft token.
     """
 
     def __init__(self, drafter_id: str, proposer: Proposer, clock: Clock = SYSTEM) -> None:
@@ -54,7 +54,7 @@ class DraftLoop(Loop):
         self._health = Health(drafter_id, proposer.method, proposer.traits)
         self._costs = deque[float](maxlen=_MOST_COSTS)
         self._token_s = 0.0
-        """Lower quartile of `_costs`, seconds: leaves out delayed forwards and those that read prompts."""
+        """Lower quartile of `_costs` in seconds, which leaves out delayed forwards and those that read prompts."""
         self._cost = StepCost()
         """Seconds of a forward by its rows, each with one token."""
         self._failures_in_a_row = 0
@@ -67,7 +67,7 @@ class DraftLoop(Loop):
         self._wake.set()
 
     def set_verifiers(self, links: Mapping[str, Link[TailBatch]]) -> None:
-        """Replace the list of verifiers, id → link for tails. Requests of verifiers that left are dropped."""
+        """Replace the list of verifiers, id → link for tails. Requests of removed verifiers are dropped."""
         for link in links.values():
             link.on_free = self._wake.set
         self._links = dict(links)
@@ -127,8 +127,7 @@ class DraftLoop(Loop):
             return False
 
     def take_turn(self, most: int) -> int:
-        """`run_guarded` with at most `most` tokens a request. Returns how many there were, at least 1; 0: nothing to
-        do."""
+        """`run_guarded` with at most `most` tokens per request. Returns their number, at least 1; 0: nothing to do."""
         self.proposer.burst = most
         return max(self.proposer.drafted, 1) if self.run_guarded() else 0
 

@@ -1,4 +1,4 @@
-"""Mirrors of a proposer's requests by slot: committed tokens and the tail after them.
+"""Mirrors of requests by slot of a proposer: committed tokens and the tail after them.
 
 Commits may be repeated, late or overlapping.
 """
@@ -26,41 +26,42 @@ class MirrorTable:
         self.lines = np.zeros((0, 0), np.int32)
         """int32 `(slots, width)` tokens; an open line has room for its committed tokens and a whole tail."""
         self.prompts = np.zeros(0, np.int32)
-        """int32 `(slots,)` tokens of the prompt; so are `known`, `ends`, `windows` and `lasts`."""
+        """int32 `(slots,)`: tokens of the prompt. `known`, `ends`, `windows` and `lasts` have this type and shape."""
         self.known = np.zeros(0, np.int32)
         """Tokens of prompt and committed output; -1: the slot is not open."""
         self.ends = np.zeros(0, np.int32)
         """Tokens of prompt, committed output and tail."""
         self.windows = np.zeros(0, np.int32)
-        """Most tokens of the tail."""
+        """Most tokens per tail."""
         self.lasts = np.zeros(0, np.int32)
         """Tokens of prompt and output at which `max_tokens` ends the output."""
         self.judged = np.zeros(2, np.int64)
         """See `Proposer.judged`."""
         self.arrays = _LINES(self)
-        """All of these, for kernels."""
+        """All of these arrays, for kernels."""
 
     def is_open(self, slot: int) -> bool:
         return slot < len(self.known) and bool(self.known[slot] >= 0)
 
     @property
     def limits(self) -> np.ndarray:
-        """int32 `(slots,)`: where tails end, by window and `max_tokens`; -1 where nothing is open."""
+        """int32 `(slots,)`: index in the line at which each tail ends at the latest, by window and `max_tokens`; -1
+        where nothing is open."""
         limits: np.ndarray = np.minimum(self.known + self.windows, self.lasts)
         return limits
 
     def prompt(self, slot: int) -> np.ndarray:
-        """int32, a view."""
+        """The prompt, int32, a view."""
         return self.lines[slot, : self.prompts[slot]]
 
     def committed(self, slot: int) -> np.ndarray:
-        """int32, a view of the final output tokens."""
+        """The final output tokens, int32, a view."""
         return self.lines[slot, self.prompts[slot] : self.known[slot]]
 
     def open(
         self, slot: int, prompt: Sequence[int], committed: Sequence[int], sampling: SamplingParams, window: int
     ) -> None:
-        tokens = np.array([*prompt, *committed], np.int32)  # raises before anything is changed
+        tokens = np.array([*prompt, *committed], np.int32)  # raises before any change
         begin, known = len(prompt), len(tokens)
         self._fit(slot + 1, known + window)
         self.lines[slot, :known] = tokens
@@ -81,7 +82,7 @@ class MirrorTable:
             int32 `(n,)` each: the token up to which the line, tail included, is unchanged (-1: the commit does not fit
             and changed nothing); new output tokens.
         """
-        # Copies: kernels are compiled for arrays of their own, not for those of a message, which may be read-only.
+        # Copies: kernels are compiled for writable arrays, and those of a message may be read-only.
         slots, starts, lengths, tokens = (np.array(array, np.int32) for array in (slots, starts, lengths, tokens))
         self._fit(0, kernels.reach(self.arrays, slots, starts, lengths, len(tokens)))
         same: np.ndarray
@@ -92,8 +93,8 @@ class MirrorTable:
         """Append tokens to a tail, up to its limit.
 
         Raises:
-            TypeError: They are no integers.
-            ValueError: One of them does not fit into an int32.
+            TypeError: The tokens are not integers.
+            ValueError: A token does not fit into an int32.
         """
         tokens = np.asarray(tokens)
         if len(tokens) and tokens.dtype.kind not in "iu":
@@ -109,7 +110,7 @@ class MirrorTable:
         return Tails(*kernels.tails(self.arrays, np.asarray(slots, np.int32)))
 
     def _fit(self, slots: int, width: int) -> None:
-        """Grow to at least `slots` lines of `width` tokens, by doubling."""
+        """Grow to at least `slots` lines of `width` tokens by doubling."""
         have, wide = self.lines.shape
         if slots <= have and width <= wide:
             return

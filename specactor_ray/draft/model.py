@@ -1,4 +1,4 @@
-"""`draft_model`: a smaller transformers model with the target's vocabulary drafts token by token, batched.
+"""`draft_model`: a smaller transformers model with the target's vocabulary drafts token by token, in batches.
 
 It samples with the target's keyed noise (same seed, same position): P[match] >= (1 - TV) / (1 + TV) for total variation
 TV between the two distributions (Daliri, Musco, Suresh, arXiv 2408.07978); independent draws match with sum p(v) q(v).

@@ -1,4 +1,4 @@
-"""What proposers with a model share: cache rows of the requests they draft for, the loop over forwards, sampling."""
+"""Base of proposers with a model: cache rows of the requests they draft for, the loop over forwards, sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specactor_ray.sampling.rules import Rules
 from specactor_ray.sampling.seeds import own_noise
 
 _MAX_STEP_TOKENS = 512
-"""Most positions in one forward; a long prompt is read in chunks of this size."""
+"""Most positions of one forward; a long prompt is read in chunks of this size."""
 _FIRST_RESERVATION = 128
 
 
@@ -26,7 +26,7 @@ class ModelProposer(SlotProposer):
 
     Args:
         runner: Owned by the proposer.
-        max_batch: Most requests drafted for at once; others are answered with empty tails until one ends.
+        max_batch: Most requests drafted for at once; others get empty tails until one ends.
         shared_noise: Sample with the target's noise, else with independent noise.
         branches: Most branches of a request.
         capturer: Captures bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
@@ -51,10 +51,10 @@ class ModelProposer(SlotProposer):
         self._rules = Rules(0, cache.device)
         """Sampling rules by slot; positions are those of the lines."""
         self._rows, self._origins = np.zeros((2, 0), np.int64)
-        """int64 `(slots,)`, of the requests that have a place: rows in the cache; index in the line of the token that
-        the first entry of the row has read."""
+        """int64 `(slots,)`, for requests that have a place: row in the cache; index in the line of the token that the
+        first entry of the row has read."""
         self._most = MOST if branches else 1
-        """Candidates of a draw."""
+        """Number of candidates per draw."""
         warm_up(cache.device, runner.dtype, self._most)
         branching.warm_up()
         if capturer is None and cache.device.type == "cuda":
@@ -72,18 +72,18 @@ class ModelProposer(SlotProposer):
 
     @property
     def _tips(self) -> np.ndarray:
-        """int32 `(slots,)`: where main chains are drafted on, see `BranchTable.append`."""
+        """int32 `(slots,)`: index in the line at which main chains are extended, see `BranchTable.append`."""
         return self.mirrors.ends
 
     @abc.abstractmethod
     def _ready(self) -> Chains:
-        """Chains that a forward can draft for, main chains first, the most urgent ones first."""
+        """Chains for which a forward can draft: main chains before branches, the most urgent ones first."""
 
     @abc.abstractmethod
     def _run(
         self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
     ) -> torch.Tensor:
-        """Read `counts` tokens of each chain into its row of the cache. Returns the logits of the next tokens of those
+        """Read `counts` tokens of each chain into its row of the cache. Returns the logits of the next tokens for
         chains that are complete then, bool `(n,)`."""
 
     @abc.abstractmethod
@@ -98,7 +98,7 @@ class ModelProposer(SlotProposer):
         while not changed.any() or (alike and self.drafted < self.burst):
             chains = self._ready()
             silent = self._unanswered.copy()
-            silent[chains.slots] = False  # the others have no more guesses
+            silent[chains.slots] = False  # other slots have no more guesses
             changed |= silent
             if not len(chains.slots):
                 break
@@ -121,8 +121,8 @@ class ModelProposer(SlotProposer):
         """Draft a token for each of the chains that fit, or up to `most` of them in a burst.
 
         Returns:
-            Rows, where each of them reads one token, else 0; of each forward the slots with changed tails, and slots
-            that cannot go on, int32.
+            Number of rows if each of them reads one token, else 0; for each forward the slots with changed tails, and
+            slots that cannot continue, int32.
         """
         chains, rows = self._reserve(chains, self._rows_of(chains))
         if not len(rows):
@@ -169,7 +169,7 @@ class ModelProposer(SlotProposer):
         self._cache.free_rows(np.append(self.branches.release(slot), self._rows[slot]))
 
     def _drop_branches(self) -> None:
-        """Free the pages of all branches, which main chains need more."""
+        """Free the pages of all branches for main chains."""
         self._cache.free_rows(self.branches.close_all())
 
     def _fit(self, slots: int) -> None:
@@ -177,7 +177,7 @@ class ModelProposer(SlotProposer):
         self._cache.free_rows(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
 
     def _rows_of(self, chains: Chains) -> np.ndarray:
-        """int64 `(n,)`: rows of the cache; that of a branch that begins is forked from its main chain's."""
+        """int64 `(n,)`: rows of the cache; the row of a new branch is forked from its main chain's."""
         slots, numbers, begins, _ = chains
         rows: np.ndarray = self._rows[slots]
         if not len(rows) or numbers[-1] == MAIN:  # branches come last
@@ -187,11 +187,11 @@ class ModelProposer(SlotProposer):
         return np.where(numbers == MAIN, rows, held[slots, numbers])
 
     def _reserve(self, chains: Chains, rows: np.ndarray) -> tuple[Chains, np.ndarray]:
-        """Make room in the cache for the tokens that each chain reads. Where a main chain finds none, all branches are
-        given up; chains without room are, too.
+        """Make room in the cache for the tokens that each chain reads. If a main chain has no room, all branches are
+        given up; chains without room are given up, too.
 
         Returns:
-            The chains that fit in one forward, with the tokens that do, and their cache rows.
+            The chains and their tokens that fit into one forward, and the chains' cache rows.
         """
         counts = chains.counts
         if counts.sum() > _MAX_STEP_TOKENS:
@@ -211,19 +211,19 @@ class ModelProposer(SlotProposer):
         return chains.at(left), rows[left]
 
     def _give_up_chain(self, slot: int, number: int) -> None:
-        """Give up a branch, or with its main chain the request."""
+        """Give up a branch, or a main chain together with its request."""
         if number == MAIN:
             self._give_up(slot)
-        elif self.branches.ats[slot, number] != FREE:  # else it went with its main chain
+        elif self.branches.ats[slot, number] != FREE:  # else it was dropped with its main chain
             self._cache.free_rows(self.branches.rows[slot, [number]])
             self.branches.close(slot, number)
 
     def _append(self, chains: Chains, tokens: np.ndarray, gaps: np.ndarray) -> np.ndarray:
-        """Append what each chain drew, see `Candidates`; a chain without a token is given up. Returns int32: slots with
-        changed tails, and slots that were given up."""
+        """Append the draws of each chain, see `Candidates`; a chain without a token is given up. Returns int32: slots
+        with changed tails, and slots that were given up."""
         slots, numbers = chains.slots, chains.numbers
         for i in (tokens[:, 0] < 0).nonzero()[0].tolist():
-            if numbers[i] == MAIN:  # no numbers: a whole window is wrong
+            if numbers[i] == MAIN:  # NaN: a whole window is wrong
                 self.judged[0] += self.mirrors.windows[slots[i]]
             self._give_up_chain(int(slots[i]), int(numbers[i]))
         return slots[self.branches.append(self.mirrors, self._tips, chains, tokens, ranges_of(gaps))]

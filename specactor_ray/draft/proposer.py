@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Enum):
-    """What `drafters.N.model` names."""
+    """Kinds of checkpoints for `drafters.N.model`."""
 
     NONE = "nothing"
     MODEL = "a local directory or a Hugging Face id of the same vocabulary"
     HEAD = "the directory of a head that was trained for this target"
-    """EAGLE; it can be taught online."""
+    """An EAGLE head, which can be taught online."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Properties of a proposer that its drivers act on."""
+    """Properties of a proposer that its callers use."""
 
     looks_up: bool = False
-    """Fills whole windows in microseconds: it follows every request it has room for, and its seconds per token are not
-    measured."""
+    """Whether it fills whole windows in microseconds: it follows every request for which it has room, and its seconds
+    per token are not measured."""
     keeps_history: bool = False
-    """Learns from finished outputs, receives their last tokens, and implements `forget_history`."""
+    """Whether it learns from finished outputs, receives their last tokens, and implements `forget_history`."""
     reads_features: bool = False
-    """Receives the target's hidden states of committed positions and implements `add_features`."""
+    """Whether it receives the target's hidden states of committed positions and implements `add_features`."""
     draws_noise: bool = False
-    """Samples, so `drafters.N.shared_noise` changes its drafts."""
+    """Whether it samples, so that `drafters.N.shared_noise` changes its drafts."""
     branches: bool = False
-    """Drafts branches beside its tails, up to `speculation.branches` per request."""
+    """Whether it drafts branches beside its tails, up to `speculation.branches` per request."""
     checkpoint: Checkpoint = Checkpoint.NONE
 
 
@@ -57,11 +57,11 @@ class Tails(NamedTuple):
     lengths: np.ndarray
     """int32 `(n,)`: draft tokens after them."""
     tokens: np.ndarray
-    """int32 `(sum of lengths,)`, request by request."""
+    """int32 `(sum of lengths,)`: draft tokens, request by request."""
     branches: Branches = NO_BRANCHES
 
     def rows(self) -> Iterator[tuple[int, list[int]]]:
-        """Yields base and tokens of each request."""
+        """Yield base and tokens of each request."""
         end, tokens = 0, self.tokens.tolist()
         for base, length in zip(self.bases.tolist(), self.lengths.tolist(), strict=True):
             begin, end = end, end + length
@@ -84,25 +84,25 @@ class Proposer(abc.ABC):
     method: str
     """Name of the method: `ngram`, `draft_model`, ..."""
     vocab_size: int | None
-    """Size of the drafter's vocabulary; None: any vocabulary."""
+    """Number of tokens of the drafter's vocabulary; None: any vocabulary."""
     traits = Traits()
     budget: int = 0
-    """Most rows of a forward, set before `extend`; 0: unknown, and there are no branches."""
+    """Most rows of a forward, set before `extend`; 0: unknown, without branches."""
     forward_s: np.ndarray = np.zeros(0)
     """float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... rows, set before `extend`; empty: unknown."""
     burst: int = 1
-    """Most tokens that models draft for each chain in one `extend`, set before it: 1 where the first ones may be needed
-    before the last ones are there."""
+    """Most tokens that models draft for each chain in one `extend`, set before it: 1 where the first tokens may be
+    needed before the last ones are drafted."""
     drafted: int = 1
     """Tokens that the newest `extend` drafted for each chain."""
     rows_drafted: int = 0
-    """Rows of a forward of the newest `extend`, each of which read one token, on average; 0 where one read more, or a
-    forward changed no tail."""
+    """Mean rows of a forward of the newest `extend`, if each row read one token; 0 if a row read more, or a forward
+    changed no tail."""
     judged: np.ndarray = np.zeros(2, np.int64)
-    """int64 `(2,)`: draft tokens of main chains that commits decided on, each after right ones, and how many of them
-    were right."""
+    """int64 `(2,)`: draft tokens of main chains that commits confirmed or refuted, each after right ones, and how many
+    of them were right."""
     required: tuple[str, ...] = ("method", "vocab_size")
-    """Attributes that a proposer has once it is made."""
+    """Attributes that a proposer must have."""
 
     @abc.abstractmethod
     def open(
@@ -127,7 +127,7 @@ class Proposer(abc.ABC):
 
     @abc.abstractmethod
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Final output tokens of `n` requests: keeps the parts of the tails that agree, drops the rest. Idempotent.
+        """Take final output tokens of `n` requests: keep the parts of the tails that agree, drop the rest. Idempotent.
 
         Args:
             slots: int32 `(n,)`.
@@ -137,7 +137,7 @@ class Proposer(abc.ABC):
 
         Returns:
             bool `(n,)`: False where the slot is not open, tokens before `start` are missing (a gap), or the tokens
-            contradict committed ones; the request is then opened again.
+            contradict committed tokens; the request is then opened again.
         """
 
     @abc.abstractmethod
@@ -145,8 +145,8 @@ class Proposer(abc.ABC):
         """Extend tails that have room in their windows: models by up to `burst` tokens each, lookups to the end.
 
         Returns:
-            int32: slots whose tail changed, or whose newest commit has no guess. Empty: nothing to do until the next
-            message.
+            int32: slots whose tail changed, or whose newest commit has no guess. Empty: there is nothing to do until
+            the next message.
         """
 
     @abc.abstractmethod
@@ -155,17 +155,17 @@ class Proposer(abc.ABC):
 
     @abc.abstractmethod
     def close(self, slot: int, finished: bool) -> None:
-        """Close the request; a slot that is not open is ignored. `finished`: its output is complete."""
+        """Close the request; a slot that is not open is ignored. `finished`: whether its output is complete."""
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
         """Replace the weights (name → tensor). Default: nothing."""
 
     def add_features(self, slot: int, features: Sequence[Features]) -> None:  # noqa: B027
-        """Hidden states of consecutive sequence positions, after an `open` or `commit`. They may overlap or leave gaps;
-        a slot that is not open is ignored. Called with the trait `reads_features`."""
+        """Take hidden states of consecutive sequence positions, after an `open` or `commit`. They may overlap or leave
+        gaps; a slot that is not open is ignored. Called with the trait `reads_features`."""
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:  # noqa: B027
-        """Outputs that other verifiers finished. Default: nothing."""
+        """Take outputs that other verifiers finished. Default: nothing."""
 
     def forget_history(self) -> None:  # noqa: B027
         """Clear the history; open requests stay. Overridden with the trait `keeps_history`."""
@@ -177,4 +177,4 @@ class Proposer(abc.ABC):
         Raises:
             ModelLoadError: Its model cannot be loaded or served.
         """
-        return cls(config)  # type: ignore[call-arg]  # the contract of a class that does not override this
+        return cls(config)  # type: ignore[call-arg]  # the constructor of a class that does not override this

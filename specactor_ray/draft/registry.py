@@ -1,4 +1,4 @@
-"""Draft methods by name and their traits. Imports the class of a method on use."""
+"""Draft methods by name and their traits. The class of a method is imported on use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BuiltIn(NamedTuple):
     """A method of the package, described without importing torch or numba."""
 
     place: str
-    """`module:Class` below `specactor_ray.draft`."""
+    """`module:Class` in `specactor_ray.draft`."""
     traits: Traits
     keys: tuple[str, ...] = ()
     """Keys of its section that no other built-in method uses."""
@@ -44,14 +44,14 @@ def traits(method: str, key: str = "drafters.N.method") -> Traits:
     """Traits of a method; a user's own class is imported.
 
     Raises:
-        ConfigError: There is no such method; `key` is named.
+        ConfigError: There is no such method; the error names `key`.
     """
     built_in = BUILT_IN.get(method)
     return built_in.traits if built_in is not None else _class_of(method, key).traits
 
 
 def reads_head(method: str) -> bool:
-    """Whether `drafters.N.model` of the method names an EAGLE head, not a model."""
+    """Whether `drafters.N.model` of the method is an EAGLE head, not a model."""
     return traits(method).checkpoint is Checkpoint.HEAD
 
 

@@ -1,4 +1,4 @@
-"""Open requests of a draft actor: applies messages of verifiers to the proposer, sends its tails to the verifiers."""
+"""Open requests of a draft actor: messages of verifiers to the proposer, and its tails to the verifiers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class _Verifier:
     """A verifier with open requests."""
 
     number: int
-    """Identifies it in `DraftRequests`; never reused."""
+    """Number of the verifier in `DraftRequests`; never reused."""
     session: int
-    """Its newest session; see `CommitBatch`."""
+    """The verifier's newest session; see `CommitBatch`."""
     slots: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
     """Row → slot; the last entry has none."""
     lost: dict[int, int] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class _Verifier:
 
 
 class DraftRequests:
-    """Applies messages of verifiers to the proposer and hands out its slots. Not thread-safe.
+    """Applies messages of verifiers to the proposer and assigns its slots. Not thread-safe.
 
     Args:
         drafter_id: Incarnation id of the draft actor, part of every message.
@@ -41,9 +41,9 @@ class DraftRequests:
 
     def __init__(self, drafter_id: str, proposer: Proposer) -> None:
         self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "branches"), 0)
-        """Totals, of the loop too."""
+        """Totals, those of the loop included."""
         self.failures = Failures()
-        """Requests and steps that failed."""
+        """Failed requests and steps."""
         self._drafter_id, self._proposer = drafter_id, proposer
         self._verifiers: dict[str, _Verifier] = {}
         self._next_number = 0
@@ -55,12 +55,12 @@ class DraftRequests:
         self._owners, self._rows, self._generations = np.full((3, 1), _NONE, np.int32)
         """int32 `(slots,)`: number of the verifier, row and generation; the last slot stays free."""
         self.began = False
-        """A commit was followed; before, branches would only delay first tails."""
+        """Whether a commit was applied; before, branches would only delay first tails."""
         self._changed = np.zeros(1, np.bool_)
-        """bool `(slots,)`: tails to send."""
+        """bool `(slots,)`: whether the tail must be sent."""
 
     def __len__(self) -> int:
-        """Open requests."""
+        """Number of open requests."""
         return len(self._open)
 
     # ---- messages ----
@@ -94,7 +94,7 @@ class DraftRequests:
         row, request_id = opened.row, opened.request_id
         if row >= len(verifier.slots) - 1:
             verifier.slots = _longer(verifier.slots, 2 * row + 2)
-        # The row's last request has ended, finished or not; this one may have moved here from another row.
+        # The row's last request has ended, finished or not; the new one may have moved here from another row.
         self._close(int(verifier.slots[row]))
         self._close(self._slots.get(request_id, _NONE))
         verifier.lost.pop(row, None)
@@ -133,7 +133,7 @@ class DraftRequests:
                     self._attempt(self._name(taken[row]), self._proposer.add_features, taken[row], states)
 
     def _follow(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """`Proposer.commit`; after a failure once more for each request alone, and those that fail are dropped."""
+        """`Proposer.commit`; after a failure once more for each request alone, and failing requests are dropped."""
         try:
             taken = np.asarray(self._proposer.commit(slots, starts, lengths, tokens), np.bool_)
             if taken.shape != slots.shape:
@@ -150,7 +150,7 @@ class DraftRequests:
     # ---- closing ----
 
     def _close(self, slot: int, finished: bool = False) -> None:
-        """Close a slot, if it is open. `finished`: its output is complete."""
+        """Close a slot, if it is open. `finished`: whether its output is complete."""
         if slot not in self._open:
             return
         request_id, verifier = self._open.pop(slot)
@@ -182,7 +182,7 @@ class DraftRequests:
         self._lose(self._slots.get(request_id, _NONE))
 
     def lose_all(self) -> None:
-        """Drop all requests; their verifiers open them again."""
+        """Drop all requests, which their verifiers open again."""
         for slot in list(self._open):
             self._lose(slot)
 
@@ -197,10 +197,10 @@ class DraftRequests:
     def publish(
         self, changed: np.ndarray, links: Mapping[str, Link[TailBatch]], cut_off: Container[str], token_s: float
     ) -> None:
-        """Offer changed tails to their verifiers; a busy link takes them later.
+        """Offer changed tails to their verifiers; a busy link sends them later.
 
-        Requests of verifiers that are cut off or not in `links` are dropped. If the list that names a verifier arrives
-        after its messages, its next commits are of unknown requests, which it opens again.
+        Requests of verifiers that are cut off or not in `links` are dropped. If the list with a verifier arrives after
+        the verifier's messages, its next commits are of unknown requests, which it opens again.
 
         Args:
             changed: int32, slots whose tails changed; slots that are not open are ignored.
@@ -222,7 +222,7 @@ class DraftRequests:
                 link.offer(functools.partial(self._tails, verifier, mine, token_s))
 
     def _tails(self, verifier: _Verifier, slots: np.ndarray, token_s: float) -> TailBatch:
-        """Whole tails and branches of changed slots of a verifier."""
+        """Whole tails and branches of a verifier's changed slots."""
         self._changed[slots] = False
         lost, verifier.lost = verifier.lost, {}
         tails = self._proposer.tails(slots)

@@ -1,7 +1,7 @@
 """Base classes of proposers: requests in a `MirrorTable`, up to `max_batch` of which are drafted for.
 
-The others are mirrored, too, and their commits are answered with empty tails. Each is drafted for from its first commit
-on at which a place is free.
+Other requests are mirrored, too, and get empty tails on their commits. Drafting for them begins at their first commit
+at which a place is free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specactor_ray.ragged import enlarged
 
 
 class SlotProposer(Proposer):
-    """Implements `Proposer` but for `extend`.
+    """Implements `Proposer` except `extend`.
 
     Args:
         max_batch: Most requests drafted for at once, at least 1.
@@ -38,17 +38,17 @@ class SlotProposer(Proposer):
         self.mirrors = MirrorTable()
         self.judged = self.mirrors.judged
         self.request_ids, self.samplings = dict[int, str](), dict[int, SamplingParams]()
-        """By open slot."""
+        """Request id and sampling parameters of each open slot."""
         self.failures = Failures()
-        """Guesses that failed."""
+        """Failed guesses."""
         self._places = max_batch
-        """Free places."""
+        """Number of free places."""
         self._placed, self._waiting, self._unanswered = np.zeros((3, 0), np.bool_)
-        """bool `(slots,)`: drafted for; open without a place; with a commit that `extend` has not answered."""
+        """bool `(slots,)`: has a place; open without a place; has a commit that `extend` has not processed."""
         warm_up()
 
     def _enter(self, slot: int, late: bool) -> bool:
-        """Take resources for a request, at its `open` or `late`, at a commit. False: there are none now."""
+        """Take resources for a request, at its `open` or, if `late`, at a commit. False: there are none now."""
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
@@ -117,10 +117,10 @@ class SlotProposer(Proposer):
 
 
 class RowProposer(SlotProposer):
-    """Base class of a user's own proposer, which implements `guess` for one request.
+    """Base class of a user's own proposer that implements `guess` for one request.
 
-    With the trait `looks_up` a commit is answered by one call of `guess`, else by calls until the window is full or the
-    guess is empty.
+    With the trait `looks_up` a commit leads to one call of `guess`, else to calls until the window is full or the guess
+    is empty.
     """
 
     @abc.abstractmethod
@@ -130,7 +130,7 @@ class RowProposer(SlotProposer):
         Args:
             slot: Slot of the request.
             prompt: int32, its prompt.
-            output: int32, its committed tokens and its tail so far.
+            output: int32, its committed tokens and its present tail.
             room: Most tokens used, at least 1.
 
         Returns:
@@ -148,7 +148,7 @@ class RowProposer(SlotProposer):
             try:
                 found = self.guess(slot, mirrors.prompt(slot), mirrors.lines[slot, begin:end], room)
                 mirrors.lengthen(slot, found)
-            except Exception as error:  # noqa: BLE001 - of a user's class; drafts are only a matter of speed
+            except Exception as error:  # noqa: BLE001 - a user's class failed; drafts affect speed only
                 self.failures.add(f"{self.method}: no draft for request {self.request_ids[slot]}", error)
                 mirrors.ends[slot] = mirrors.known[slot]
             else:

@@ -1,4 +1,4 @@
-"""What the verifier's and the drafter's loop have in common: a thread that works in steps and sleeps in between."""
+"""Base of the verifier's and the drafter's loop: a thread that works in steps and sleeps in between."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ IDLE_WAIT_S = 0.5
 
 
 class Loop(abc.ABC):
-    """Wakes for messages, runs the commands of other threads between two steps, and gives a sign of life: not that its
-    process answers, but since when it has been at the step under way."""
+    """Wakes for messages, runs the commands of other threads between two steps, and reports since when the step under
+    way runs."""
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self._clock = clock
@@ -32,18 +32,18 @@ class Loop(abc.ABC):
         self._wake.set()
 
     def put(self, command: Callable[[], Any]) -> None:
-        """Have this run in the loop's thread, in the order in which commands were put; it must not raise."""
+        """Run `command` in the loop's thread, in the order in which commands were put; it must not raise."""
         self._commands.put(command)
         self._wake.set()
 
     def call(self, command: Callable[[], object]) -> Future[None]:
-        """Have this run; the future has its outcome."""
+        """Run `command` in the loop's thread; the future has its outcome."""
         future: Future[None] = Future()
 
         def run() -> None:
             try:
                 command()
-            except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+            except Exception as error:  # noqa: BLE001 - passed on by the future
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -60,8 +60,8 @@ class Loop(abc.ABC):
     # ---- for the loop's thread ----
 
     def run_once(self) -> bool:
-        """Run what other threads put, each as a step of its own, and then a step. Returns False when that had nothing
-        to do."""
+        """Run the commands of other threads, each as a step of its own, and then a step. Returns False when the step
+        had nothing to do."""
         self._wake.clear()
         self._began = self._clock.now()
         try:
@@ -74,4 +74,4 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def _step(self, begin: float) -> bool:
-        """What the loop is for; `begin` is now. Returns False when there was nothing to do."""
+        """Do the work of a step; `begin` is the current time. Returns False when there was nothing to do."""

@@ -1,7 +1,7 @@
 """Models: loading, packed layers, paged cache, forwards.
 
-MKL picks its kernels by the alignment of memory unless `MKL_CBWR` is set, and buffers are aligned by thread: without it
-products differ in their last bits between one thread and two. Set before the first product of matrices.
+MKL chooses its kernels by the alignment of memory unless `MKL_CBWR` is set, and buffers are aligned by thread: without
+it products differ in their last bits between one thread and two. It is set before the first product of matrices.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The compiled half of `cpu_attention`: attention of queries that share their keys, block by block.
+"""Compiled part of `cpu_attention`: attention of queries that share their keys, block by block.
 
 The order of operations below is the order of the bits (see `lanes`). All addresses and strides are in bytes.
 """
@@ -19,9 +19,9 @@ from specactor_ray.models.openmp import padded
 BLOCK = 64
 """Keys between two rescalings of a query's sums."""
 TILE = 32
-"""Rows (queries times heads that have the same keys) that share what is loaded of a block."""
+"""Rows (queries times heads with the same keys) that share the loaded data of a block."""
 _FEW = 8
-"""Rows up to which values are read from their pages by each strip of rows, instead of once to float32."""
+"""Number of rows up to which each strip of rows reads values from their pages, instead of once into float32."""
 
 _jit: Any = kernel(sources=[lanes])
 
@@ -34,19 +34,19 @@ _FIELDS = (
     "angle_kind", "angles",
 )  # fmt: skip
 CALL = np.dtype([*((name, np.int64) for name in _FIELDS), ("scaling", np.float32), ("softcap", np.float32)])
-"""What a call is given: addresses, strides in bytes and sizes; `sinks` and `softcap` are 0 without any.
+"""Arguments of a call: addresses, strides in bytes and sizes; `sinks` and `softcap` are 0 where there are none.
 
 `order`, `group_starts` and `common_pages` are the arrays of `paged_cache.Groups`; at 0 each row is a group.
 
-Threads take the next task and part of the scratch from the call itself. `output` is contiguous. `width` and
-`value_width`: `padded` dims. `cos` and `sin`: `angles` numbers for each token that rotate its queries; none at 0.
+Threads take the next task and a part of the scratch from the call itself. `output` is contiguous. `width` and
+`value_width`: `padded` dims. `cos` and `sin`: `angles` numbers per token that rotate its queries; 0: no rotation.
 """
 PACKED = struct.Struct(f"={len(_FIELDS)}q2f")
 """`CALL` as bytes."""
 
 
 def scratch_bytes(dim: int, value_dim: int, group: int) -> int:
-    """Bytes that a thread works in."""
+    """Bytes of a thread's scratch."""
     rows = max(TILE, group)
     floats = rows * padded(dim) + padded(dim) * (LANES + BLOCK)
     floats += BLOCK * padded(value_dim) + rows * BLOCK + rows * padded(value_dim) + 2 * rows + 2 * padded(dim)
@@ -160,7 +160,7 @@ def _add_all_values(call: Any, row: Any, head: Any, begin: Any, values: Any, sco
 
 @_jit
 def _seen(call: Any, begin: Any, positions: Any, i: Any) -> Any:
-    """[low, high): keys of the block at `begin` that query i sees; nothing where high <= low."""
+    """[low, high): keys of the block at `begin` that query i sees; empty where high <= low."""
     last = lanes.int64_at(positions, i) - begin
     return max(last - call.window + 1, 0), min(last + 1, BLOCK)
 
@@ -187,8 +187,7 @@ def _parts(call: Any, scratch: Any) -> Any:
 
 @_jit
 def _read(call: Any, scratch: Any, head: Any, at: Any, count: Any, first: Any, end: Any) -> None:
-    """Add the keys [first, end), which the queries [at, at + count) have in common, to their sums. A block begins at
-    `first`."""
+    """Add the common keys [first, end) of the queries [at, at + count) to their sums. A block begins at `first`."""
     query, key_rows, keys, values, scores, sums, tops, totals, _, _, _, positions, owners = _parts(call, scratch)
     group, width, value_width = call.heads // call.kv_heads, call.width, call.value_width
     row, positions, rows = lanes.int64_at(owners, at), positions + 8 * at, count * group
@@ -240,8 +239,8 @@ def _queries_of(call: Any, row: Any) -> Any:
 def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first: Any, count: Any) -> None:
     """Queries [first, first + count) of a group for all heads that share one head of the keys.
 
-    `member`: place of the group's first row in `order`. `common`: keys of whole blocks that its rows have in common;
-    they are read once, then each row's own ones.
+    `member`: place of the group's first row in `order`. `common`: number of keys of whole blocks that its rows have in
+    common; these are read once, then the keys of each row alone.
     """
     query, _, _, _, _, sums, tops, totals, cos, sin, tokens, positions, owners = _parts(call, scratch)
     group, width, value_width, taken = call.heads // call.kv_heads, call.width, call.value_width, np.int64(0)
@@ -289,7 +288,7 @@ def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first:
 
 @c_function(numba.from_dtype(CALL), sources=[lanes])
 def attend(address: Any) -> None:
-    """Work on a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
+    """Run a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
     call, tickets = numba.carray(address, 1)[0], lanes.address_of(address)
     scratch = call.scratch + lanes.take_ticket(tickets + 8) * call.scratch_bytes
     tile = max(TILE * call.kv_heads // call.heads, 1)

@@ -1,7 +1,7 @@
-"""The compiled half of `cpu_layers`: norms, gates, and keys and values on their way into pages.
+"""Compiled part of `cpu_layers`: norms, gates, and the storing of keys and values in pages.
 
 A call's sizes, addresses and strides (in bytes) are int64 numbers, in the order of the first line of each function.
-Threads take blocks of rows by a counter, the first of these numbers; a number depends on its own row alone.
+Threads take blocks of rows by a counter, the first of these numbers; a result depends on its own row alone.
 """
 
 from __future__ import annotations

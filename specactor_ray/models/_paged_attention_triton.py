@@ -5,8 +5,8 @@ row: either all of them, or some splits, whose results `merge` adds. Keys are re
 fixed positions of the row. The tile's shape depends on the data type and the heads alone. A tile that reads all keys
 adds its splits as `merge` does, every operation rounded by itself (`enable_fp_fusion=False`).
 
-So the bits of an output depend on the query and the keys that it sees. They do not depend on other rows, on the number
-of queries of the row in the forward, on pages, or on how the work is divided into programs.
+So the bits of an output depend on the query and the keys that it sees only: not on other rows, the number of queries of
+the row in the forward, pages, or the division of the work into programs.
 
 Importing this module imports triton. With TRITON_INTERPRET=1 the kernels run on tensors of the CPU.
 """
@@ -26,22 +26,22 @@ from specactor_ray.errors import ModelLoadError
 SPLIT = 512
 """Keys of a split."""
 _MOST_PARTIAL_BYTES = 64 << 20
-"""Results of splits in a layer. Where they take more, each program reads all keys of its queries."""
+"""Most bytes of the results of splits in a layer. Above it each program reads all keys of its queries."""
 _LEAST_SHARED = 99 << 10
-"""Bytes of shared memory that a program can have on compute capability 8.6."""
+"""Bytes of shared memory per program on compute capability 8.6."""
 _ROWS_OF_SEARCH = tl.constexpr(128)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _warm: set[tuple[Any, ...]] = set()
-"""Constants of kernels that are compiled."""
+"""Constants of compiled kernels."""
 
 
 class Shape(NamedTuple):
-    """What the kernels of a layer are compiled for; the first two decide the order of operations."""
+    """Constants for which a layer's kernels are compiled; the first two determine the order of operations."""
 
     rows: int
-    """Of a tile: queries times the heads that read the same keys."""
+    """Rows of a tile: queries times the heads that read the same keys."""
     block: int
-    """Keys that are read at once."""
+    """Number of keys that are read at once."""
     num_warps: int
     num_stages: int
 
@@ -55,10 +55,10 @@ def shape_of(itemsize: int, key_dim: int, value_dim: int, group: int, page_size:
         key_dim, value_dim: Numbers of a head.
         group: Query heads that read the same keys.
         page_size: Tokens of a page.
-        shared_memory: Bytes that a program can have.
+        shared_memory: Most bytes per program.
 
     Raises:
-        ModelLoadError: The kernels serve no such layer.
+        ModelLoadError: The kernels do not support such a layer.
     """
     columns = _padded(key_dim), _padded(value_dim)
     widest = max(columns)
@@ -90,7 +90,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
-    """Attention of packed rows, causal within each. Nothing waits for the device, and a CUDA graph can hold the call.
+    """Attention of packed rows, causal within each row. Nothing waits for the device; a CUDA graph can hold the call.
 
     Args:
         query: `(N, heads, key_dim)`.
@@ -98,16 +98,16 @@ def paged_attention(
         starts: int32 `(rows + 1,)`: where the queries of each row begin.
         lengths: int32 `(rows,)`: keys of each row; its queries are at the last ones.
         pages: int32 `(rows, most pages)`: pages of each row.
-        most_queries, most_keys: No row has more.
+        most_queries, most_keys: Most queries and most keys of a row, or more.
         scaling: Factor of the products of queries and keys.
-        window: Newest positions that are seen, the own one included; None: all.
+        window: Number of newest positions that are seen, the query's own included; None: all.
         softcap: Bound of the scores, by a hyperbolic tangent.
-        sinks: `(heads,)`: scores of a key without a value.
-        programs: Programs that share the splits of a tile, at most; None: as many as keep the device busy. The bits
-            are the same.
+        sinks: `(heads,)`: scores of one more key, which has no value.
+        programs: Most programs that share the splits of a tile; None: as many as keep the device busy. The bits do
+            not depend on it.
 
     Returns:
-        `(N, heads, value_dim)`; undefined behind the last row.
+        `(N, heads, value_dim)`; undefined after the last row.
 
     Raises:
         ModelLoadError: See `shape_of`.
@@ -147,7 +147,7 @@ def paged_attention(
             merge[tiles,](partial, sums, starts, lengths, sinks, output, searched, tokens, splits, **tile_of)
 
     kernels = (query.device, query.dtype, None if sinks is None else sinks.dtype, *layer.values(), *tile_of.values())
-    if kernels not in _warm:  # compile both ways now, not in a later step
+    if kernels not in _warm:  # compiles both variants now, not in a later step
         run(1)
         run(2)
         _warm.add(kernels)
@@ -157,8 +157,7 @@ def paged_attention(
 
 @functools.cache
 def _limits(device: torch.device) -> tuple[int, int]:
-    """Programs that keep a device busy, where two run on a multiprocessor at a time; bytes of shared memory that one
-    can have."""
+    """Number of programs that keep a device busy, two per multiprocessor; most bytes of shared memory per program."""
     if device.type != "cuda":
         return 1, _LEAST_SHARED
     properties = torch.cuda.get_device_properties(device)
@@ -166,7 +165,7 @@ def _limits(device: torch.device) -> tuple[int, int]:
 
 
 def _padded(dim: int) -> int:
-    """A number of columns that a tile can have."""
+    """The next number of columns that a tile can have."""
     return max(16, triton.next_power_of_2(dim))
 
 
@@ -175,13 +174,13 @@ def _tile(
     starts, lengths, searched,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """What a program serves.
+    """The tile of a program.
 
     Args:
-        searched: Rows of the batch; 0 where each has one tile.
+        searched: Rows of the batch; 0 if each has one tile.
 
     Returns:
-        Row; head of its keys; whether there is a tile; where its keys begin, at a block, and end; per row of the tile
+        Row; head of its keys; whether there is a tile; begin (of a block) and end of its keys; per row of the tile
         the position of its query, and its place in `(N, heads)`, -1 for none.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -211,7 +210,7 @@ def _tile(
 
 @triton.jit
 def _add(total, top, mass, more, more_top, more_mass):
-    """Sums of weighted values, largest scores and sums of weights over two sets of keys become those over both."""
+    """Merge sums of weighted values, largest scores and sums of weights over two sets of keys."""
     highest = tl.maximum(top, more_top)
     base = tl.where(highest == -float("inf"), 0.0, highest)
     kept, new = tl.exp2(top - base), tl.exp2(more_top - base)
@@ -220,7 +219,7 @@ def _add(total, top, mass, more, more_top, more_mass):
 
 @triton.jit
 def _nothing(sinks, at, HEADS: tl.constexpr, VALUE_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Sums before the first key: of the sinks, where there are."""
+    """Sums before the first key: those of the sinks, if there are any."""
     top, mass = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     if sinks is not None:
         top = tl.load(sinks + at % HEADS, mask=at >= 0, other=0.0).to(tl.float32) * _LOG2E
@@ -334,7 +333,7 @@ def merge(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles,): the splits of each query, in order."""
+    """Grid (tiles,). Add the splits of each query, in order."""
     _, _, exists, begin, end, _, at = _tile(starts, lengths, searched, HEADS, KV_HEADS, ROWS, BLOCK, WINDOW)
     if exists:
         total, top, mass = _nothing(sinks, at, HEADS, VALUE_PAD, ROWS)

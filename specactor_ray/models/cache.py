@@ -1,6 +1,6 @@
-"""Folders that are made once and kept: whoever sees the folder sees all of it.
+"""Folders that are built once and kept. A visible folder is complete.
 
-A folder is built beside its place, flushed to disk and renamed into it, under a lock that dies with its process.
+A folder is built beside its place, flushed to disk and renamed, under a lock that ends with its process.
 A build that was killed leaves only a hidden temporary folder, which the next build removes.
 """
 
@@ -21,18 +21,18 @@ def cached_dir(final: Path, build: Callable[[Path], None]) -> Path:
     """The folder `final`, built on the first call.
 
     Args:
-        final: Where the folder belongs; its name should change with what it holds.
+        final: Path of the folder; its name should change with its contents.
         build: Fills an empty folder. Called in at most one process at a time per `final`.
 
     Raises:
-        OSError: The place cannot be written to or is full.
-        Exception: Whatever `build` raises; nothing is left behind then.
+        OSError: The disk cannot be written to or is full.
+        Exception: Any error of `build`; nothing is left behind then.
     """
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
     with locked(final.parent / f".{final.name}.lock"):
-        if final.is_dir():  # another process made it while this one waited
+        if final.is_dir():  # another process built it while this one waited
             return final
         _remove_leftovers(final)
         temporary = Path(tempfile.mkdtemp(prefix=_temporary_prefix(final), dir=final.parent))
@@ -52,14 +52,14 @@ def _temporary_prefix(final: Path) -> str:
 
 
 def _remove_leftovers(final: Path) -> None:
-    """Remove what killed builds left; safe under the lock, since no build of this folder can be running."""
+    """Remove folders of killed builds; safe under the lock, since no build of this folder can be running."""
     for leftover in final.parent.glob(f"{_temporary_prefix(final)}*"):
         logger.info("removing %s, left by a build that was killed", leftover)
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:
-    """To disk, and readable for whoever shares the cache: temporary folders and safetensors files are private."""
+    """Flush to disk, and make readable for all users: temporary folders and safetensors files are private."""
     for path in [*folder.rglob("*"), folder]:
         path.chmod(0o755 if path.is_dir() else 0o644)
         flush_entry(path)

@@ -1,6 +1,6 @@
-"""How large a key/value cache is that no key sets, and what of a GPU is left for it. All sizes in bytes.
+"""Default size of a key/value cache, and the memory of a GPU that is left for it. All sizes are in bytes.
 
-The figures of GPUs are estimates on the safe side: none has been measured on one.
+The figures of GPUs are conservative estimates: none has been measured.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from specactor_ray.models.loading import load_empty_model, load_model_config, pa
 
 GIB = 2**30
 BLOCK_TOKENS = {"hf": {"cpu": 16, "gpu": 256}, "vllm": {"cpu": 128, "gpu": 16}}
-"""Tokens of a block of an engine's cache; attention kernels of vLLM may choose other sizes."""
+"""Engine → device → tokens of a block of its cache; attention kernels of vLLM may choose other sizes."""
 _BLOCK = 256
-"""The largest block of any engine's cache."""
+"""Tokens of the largest block of any engine's cache."""
 _SHARE_OF_GPU = 0.92
-"""As vLLM: the rest is for what the driver and other processes take."""
+"""Usable share of a GPU's memory, as in vLLM: the rest is for the driver and other processes."""
 _GPU_FIXED = 2 * GIB
-"""Context, kernels, captured graphs and the workspaces of attention and collectives."""
+"""Bytes of context, kernels, captured graphs and the workspaces of attention and collectives."""
 _MOST_ON_CPU, _MOST_OF_A_DRAFTER = 1 * GIB, GIB // 2
 _DRAFTERS_SHARE_OF_GPU = 0.1
 _UNKNOWN_CONTEXT = 4096
@@ -27,13 +27,13 @@ _UNKNOWN_CONTEXT = 4096
 
 @functools.cache
 def count_parameters(name: str, trust_remote_code: bool = False) -> tuple[int, Any]:
-    """Number of parameters of a model and its text configuration; no weight is read. Counted once per process."""
+    """Number of parameters of a model, and its text configuration; no weight is read. Computed once per process."""
     model = load_empty_model(name, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters()), model.config.get_text_config()
 
 
 def context_of(text: Any) -> int:
-    """Most tokens of a sequence that a model was made for, by its text configuration; 0 where it does not say."""
+    """Most tokens of a sequence of a model, by its text configuration; 0 where it has no such entry."""
     tokens = getattr(text, "max_position_embeddings", 0)
     return tokens if isinstance(tokens, int) else 0
 
@@ -43,23 +43,23 @@ def key_value_heads(text: Any) -> int:
 
 
 def itemsize_of(target: TargetConfig) -> int:
-    """Bytes of a number of the target's."""
+    """Bytes per number of the target."""
     return parse_dtype(target.dtype, target.gpus > 0).itemsize
 
 
 def token_bytes(text: Any, itemsize: int, ranks: int = 1) -> int:
-    """Keys and values of one token in all layers, on one rank; `itemsize`: bytes of a number. More than it is where
-    layers keep less."""
+    """Bytes of keys and values of one token in all layers, on one rank; `itemsize`: bytes of a number. An upper bound
+    where layers keep less."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = -(-key_value_heads(text) // ranks)
     return 2 * int(text.num_hidden_layers) * heads * int(head_dim) * itemsize
 
 
 def cache_bytes(target: TargetConfig, room: float) -> float:
-    """Cache of one rank: `target.kv_cache_gb`, or what `max_batch` requests of whole length take, within `room`.
+    """Cache of one rank: `target.kv_cache_gb`, or the size for `max_batch` requests of full length, within `room`.
 
     Args:
-        target: Its section.
+        target: The section `target`.
         room: See `room_on_cpu` and `room_on_gpu`.
     """
     if target.kv_cache_gb is not None:
@@ -73,18 +73,18 @@ def cache_bytes(target: TargetConfig, room: float) -> float:
 
 
 def room_on_cpu(available: float, target: TargetConfig) -> float:
-    """Of `available` free memory: a quarter, shared out among verifiers and their ranks."""
+    """A quarter of the `available` memory, divided among verifiers and their ranks."""
     return available / 4 / target.replicas / target.tensor_parallel
 
 
 def room_on_gpu(target: TargetConfig, total: float, hosted: float = 0.0) -> float:
-    """What a GPU of `total` bytes has left beside `hosted` bytes of drafters; below 0 where the model does not fit."""
+    """Bytes left on a GPU of `total` bytes beside `hosted` bytes of drafters; below 0 if the model does not fit."""
     return _SHARE_OF_GPU * total - hosted - beside_the_cache(target)
 
 
 def beside_the_cache(target: TargetConfig) -> float:
-    """What a rank on a GPU holds beside its cache: weights, logits (as computed and in float32) and activations of the
-    largest step, and what does not depend on the model."""
+    """Bytes of a rank on a GPU beside its cache: weights, logits (as computed and in float32) and activations of the
+    largest step, and a part that does not depend on the model."""
     size, text = count_parameters(target.model, target.trust_remote_code)
     itemsize, hidden = itemsize_of(target), int(text.hidden_size)
     inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
@@ -100,8 +100,8 @@ def room_here(target: TargetConfig, hosted: float = 0.0) -> float:
 
 
 def drafter_cache_bytes(drafter: DrafterConfig, text: Any, itemsize: int, total: float | None) -> int:
-    """Cache of a model drafter: `kv_cache_gb`, or what `max_batch` requests of whole length take, at most a tenth of a
-    GPU of `total` bytes (None: on the CPU, where it is at most 0.5 GiB)."""
+    """Cache of a model drafter: `kv_cache_gb`, or the size for `max_batch` requests of full length, at most a tenth of
+    a GPU of `total` bytes (None: on the CPU, where it is at most 0.5 GiB)."""
     if drafter.kv_cache_gb is not None:
         return int(drafter.kv_cache_gb * GIB)
     tokens = _in_blocks(context_of(text) or _UNKNOWN_CONTEXT, drafter.max_batch)
@@ -110,14 +110,14 @@ def drafter_cache_bytes(drafter: DrafterConfig, text: Any, itemsize: int, total:
 
 
 def device_bytes(device: str = "cuda") -> float:
-    """Memory of the first GPU that this process sees."""
+    """Memory of the first visible GPU."""
     import torch
 
     return float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def available_bytes() -> float:
-    """Memory of this machine that is free for use, within the limit of its container."""
+    """Available memory of this machine, within the limit of its container."""
     import psutil
 
     free = float(psutil.virtual_memory().available)
@@ -133,5 +133,5 @@ def available_bytes() -> float:
 
 
 def _in_blocks(length: int, rows: int) -> int:
-    """Tokens of a cache for so many rows; one block stays empty in vLLM."""
+    """Tokens of a cache for this many rows; one block stays empty in vLLM."""
     return (rows * -(-length // _BLOCK) + 1) * _BLOCK

@@ -2,7 +2,7 @@
 
 A query reads its keys in blocks of 64 that begin at fixed positions of its row, and every sum has one order. So the
 bits of an output depend on the query and its own keys alone: not on other rows, the number of queries, the place of
-pages or the threads. Threads are those of PyTorch's OpenMP pool: a pool of our own would spin against it.
+pages or the threads. Threads are those of PyTorch's OpenMP pool: a second pool would compete with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specactor_ray.models.openmp import KINDS, padded, run, workspace
 from specactor_ray.models.paged_cache import Groups
 
 _WORK_PER_THREAD = 200_000
-"""Multiplications (queries x heads x keys x dim) from which another thread pays: some 10 us."""
+"""Multiplications (queries x heads x keys x dim) per thread from which another thread pays: some 10 us."""
 _UNBOUNDED = 1 << 40
 _STORE = struct.Struct("=28q")
 
@@ -34,7 +34,7 @@ class PageRows:
         pages: int32 `(rows, most pages)`: the pages of each row in the order of its keys.
         starts: int64 `(rows + 1,)`: where each row's queries begin.
         lengths: int64 `(rows,)`: keys of each row, those of its queries included.
-        groups: Rows that have pages in common, which are then read once; None: there are none. No bit depends on it.
+        groups: Rows with common pages, which are then read once; None: there are none. No bit depends on it.
 
     Raises:
         InputError: Shapes or dtypes do not fit each other.

@@ -1,8 +1,8 @@
 """Norms, gated MLPs and rotary attention of transformers' models, each in one compiled call on CPUs.
 
-A decode step of a small model spends as long in the many small operators between its linear layers as in these. A
-module is replaced only where the compiled form gives what the module gives, which one forward at load shows; any
-other module stays as it is. Numbers depend on their own row alone, which PyTorch's float32 SiLU does not keep.
+In a decode step of a small model the many small operators between linear layers take as long as the linear layers. A
+module is replaced only if its compiled form gives the same results in one forward at load; any other module stays. A
+result depends on its own row alone, which is not so for PyTorch's float32 SiLU.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch
 
 _NUMBERS_PER_THREAD = 100_000
-"""Numbers from which another thread pays: some 10 us."""
+"""Numbers per thread from which another thread pays: some 10 us."""
 _NORM, _GATE = struct.Struct("=8qdq"), struct.Struct("=5q")
 
 
 def fuse(model: nn.Module, forward: Callable[[], object]) -> None:
-    """Replace the modules of a model that compiled forms agree with in a forward.
+    """Replace the modules of a model whose compiled forms agree with them in a forward.
 
     Args:
         model: A model whose linears are packed.
@@ -61,7 +61,7 @@ class _Trial:
 
 
 class _Recorder:
-    """A batch that notes by which rules a layer attends."""
+    """A batch that records the attention rules of a layer."""
 
     def __init__(self, batch: RaggedBatch) -> None:
         self._batch = batch
@@ -73,7 +73,7 @@ class _Recorder:
 
 
 def _agrees(form: Any, recorder: _Recorder | None, expected: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a form takes these arguments and gives what the module gives, to a few roundings."""
+    """Whether a form takes these arguments and gives the module's result up to a few roundings."""
     if isinstance(form, _Attention):
         if recorder is None or recorder.rules is None:
             return False
@@ -90,7 +90,7 @@ def _agrees(form: Any, recorder: _Recorder | None, expected: Any, args: Any, kwa
 
 
 def _forms(module: nn.Module) -> Iterator[Any]:
-    """Compiled forms that may stand for a module."""
+    """Compiled forms that may replace a module."""
     children = dict(module.named_children())
     packed = {name for name, child in children.items() if type(child) is PackedLinear}
     others = children.keys() - packed

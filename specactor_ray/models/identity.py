@@ -1,4 +1,4 @@
-"""What tells models apart where figures were measured with them."""
+"""Identity of models and draft methods in measured figures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model_identity(name: str, dtype: str, trust_remote_code: bool = False) -> di
 
 
 def method_identity(drafter: DrafterConfig) -> dict[str, Any]:
-    """What makes a draft method's figures its own: its settings, and its model if it has one.
+    """Identity of a draft method's figures: its settings, and its model if it has one.
 
     Raises:
         ModelLoadError: There is no such model.
@@ -59,7 +59,7 @@ def method_identity(drafter: DrafterConfig) -> dict[str, Any]:
 
 
 def same_method(measured: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Whether figures of one hold for the other. A model may lie elsewhere by now; keys added since do not count."""
+    """Whether figures of one method hold for the other. The model's path and keys added later are ignored."""
     common = (measured.keys() & here.keys()) - {"model"}
     if any(measured[name] != here[name] for name in common):
         return False
@@ -68,7 +68,7 @@ def same_method(measured: dict[str, Any], here: dict[str, Any]) -> bool:
 
 
 def gpu_name() -> str | None:
-    """Model of the first GPU; None where there is none."""
+    """Product name of the first GPU; None where there is none."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

@@ -1,7 +1,7 @@
 """16 float32 numbers as one value of compiled code: operations on it and functions made of them.
 
 Numba compiles the CPU kernels (`_cpu_attention_numba`, `_cpu_layers_numba`) but has no such type. This module adds one,
-`_lanes`, which lives in a vector register (AVX-512) or in two halves (AVX2), with + - * / on it and on float32.
+`_lanes`, which is in a vector register (AVX-512) or in two halves (AVX2), with + - * / on it and on float32.
 
 A function under `@_operation(result, *arguments)` runs when a kernel is compiled. Its arguments stand for the kernel's
 values, and every `builder.x(...)` appends one instruction to the kernel and returns what stands for its result:
@@ -10,7 +10,7 @@ bits as another type, `select(c, x, y)` is x where c holds, `shuffle_vector` pic
 `alloca` is a variable, which the compiler keeps in a register. Python's own loops and ifs unroll what they contain.
 
 No operation has a fast-math flag and sums of products are explicit fused multiply-adds. So the compiler may choose
-registers and instructions, but no other order of operations: the bits follow from what is written. All addresses and
+registers and instructions, but no other order of operations: the source code determines the bits. All addresses and
 strides are in bytes.
 """
 
@@ -45,7 +45,7 @@ _WIDTH = {1: 4, 2: 4, 3: 4, 4: 4} if _AVX512 else {1: 4, 2: 2, 3: 1, 4: 1}
 
 
 class _Lanes(types.Type):
-    """16 float32 in a register."""
+    """Type of 16 float32 in a register."""
 
     def __init__(self) -> None:
         super().__init__("lanes")
@@ -62,7 +62,7 @@ _jit: Any = kernel()
 
 
 def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """An operation of compiled code, made of the function that writes its LLVM instructions."""
+    """Make an operation of compiled code from the function that writes its LLVM instructions."""
 
     def made(write: Callable[..., Any]) -> Any:
         def typed(context: Any, *given: Any) -> Any:
@@ -78,7 +78,7 @@ def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], A
 
 
 def _infix(symbol: Any, instruction: str) -> None:
-    """Give `symbol` a meaning between lanes, and between lanes and float32."""
+    """Define `symbol` between lanes, and between lanes and float32."""
     signatures = [_lanes(_lanes, _lanes), _lanes(_lanes, _f32), _lanes(_f32, _lanes)]
     infer_global(symbol)(type("_Infix", (ConcreteTemplate,), {"cases": signatures}))
 
@@ -180,7 +180,7 @@ def address_of(context: Any, pointer: Any) -> Any:
 
 @_operation(_i64)
 def spare(builder: Any) -> Any:
-    """Address of room for 16 numbers, the calling function's own."""
+    """Address of space for 16 numbers on the calling function's stack."""
     with builder.goto_entry_block():
         return builder.ptrtoint(builder.alloca(ir.ArrayType(_F32, LANES)), _I64)
 
@@ -192,7 +192,7 @@ def copy(builder: Any, source: Any, target: Any, size: Any) -> None:
 
 @_operation(_i64, _i64)
 def take_ticket(builder: Any, address: Any) -> Any:
-    """The counter's value; it is one more for whichever thread comes next."""
+    """Return the counter's value, and increase it by one atomically."""
     return builder.atomic_rmw("add", _pointer(builder, address, _I64), _I64(1), "monotonic")
 
 
@@ -320,7 +320,7 @@ def transpose(builder: Any, source: Any, source_stride: Any, target: Any, target
 
 @_operation(types.void, _i64, _i64, _i64, _i64)
 def transpose_bfloat16(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
-    """16 rows of 32 bfloat16 become columns of float32: neighbours travel as one number."""
+    """16 rows of 32 bfloat16 become columns of float32; two neighbours move as one number."""
     for i, column in enumerate(_transposed(builder, source, source_stride, _WORDS)):
         even = builder.shl(column, _constant(_I32, 16))
         odd = builder.and_(column, _constant(_I32, 0xFFFF0000))

@@ -1,6 +1,6 @@
 """Models and tokenizers by name: a local directory, a Hugging Face id, or a built-in name.
 
-Every failure is a `ModelLoadError` that says what is missing and what would mend it.
+Every failure is a `ModelLoadError` that names the missing part and the fix.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ HUB_TIMEOUT_S = 4.0
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
-"""What follows the `@` is a commit, a tag or a branch."""
+"""Hugging Face id, with a commit, tag or branch after the `@`."""
 _PARTS = re.compile(r"(layers?|blocks|experts)$")
-"""Keys of `config.json` that count what is built one by one."""
+"""Keys of `config.json` with counts of parts that are built one by one."""
 _MOST_PARTS = 1 << 12
 
 
 def resolve_model(name: str) -> Path | str:
-    """Where a model is: a directory (converted first, for a built-in name), or the Hugging Face id as it is, with its
-    `@revision` if it has one.
+    """Location of a model: a directory (converted first, for a built-in name), or the unchanged Hugging Face id, with
+    its `@revision` if it has one.
 
     Raises:
         ModelLoadError: The directory lacks its configuration or weights, there is no such path, or the built-in
@@ -50,10 +50,10 @@ def resolve_model(name: str) -> Path | str:
 
 
 def require_model(name: str) -> Path | None:
-    """Refuse a model that is not there. Takes no second where it is a path: nothing is loaded, converted or downloaded.
+    """Refuse a missing model. Takes less than a second for a path: nothing is loaded, converted or downloaded.
 
     Returns:
-        The folder with its `config.json`; None where it must be converted or downloaded first.
+        The folder with its `config.json`; None if it must be converted or downloaded first.
 
     Raises:
         ModelLoadError: As `resolve_model`; or there is no such id in the local cache, and the Hub cannot be reached.
@@ -75,10 +75,10 @@ def require_model(name: str) -> Path | None:
 
 
 def require_head(folder: Path) -> Path:
-    """The folder, which must hold an EAGLE head.
+    """The folder of an EAGLE head.
 
     Raises:
-        ModelLoadError: It has no configuration, or that of a model.
+        ModelLoadError: The folder has no configuration, or that of a model.
     """
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
@@ -104,7 +104,7 @@ def _is_builtin(name: str) -> bool:
 
 
 def _find_model(name: str) -> Path | str:
-    """`resolve_model` for all but built-in names."""
+    """`resolve_model` for names that are not built in."""
     path = Path(name).expanduser()
     if path.is_dir():
         check_model_dir(path)
@@ -117,7 +117,7 @@ def _find_model(name: str) -> Path | str:
 
 
 def locate_model(name: str) -> tuple[Path | str, str | None]:
-    """As `resolve_model`, with the revision apart: `("org/model", "9f2c1a7")` of `org/model@9f2c1a7`, None for none."""
+    """As `resolve_model`, with a separate revision: `("org/model", "9f2c1a7")` for `org/model@9f2c1a7`, else None."""
     source = resolve_model(name)
     if isinstance(source, Path):
         return source, None
@@ -137,16 +137,16 @@ def load_model(
 
     Args:
         dtype: `float32`, `bfloat16`, `float16` or `auto`.
-        trust_remote_code: Run model code that the checkpoint brings along.
-        attn_implementation: A name that transformers' attention registry knows; None takes its choice.
+        trust_remote_code: Run model code of the checkpoint.
+        attn_implementation: A name in transformers' attention registry; None takes transformers' choice.
 
     Raises:
-        ModelLoadError: The model is not there, incomplete, damaged, or of a kind that cannot be loaded.
+        ModelLoadError: The model is missing, incomplete, damaged, or has a type that cannot be loaded.
     """
     _import_compiled_modules()
     from transformers import AutoModelForCausalLM
 
-    auto: Any = AutoModelForCausalLM  # its stated return type does not know output_loading_info
+    auto: Any = AutoModelForCausalLM  # its stated return type ignores output_loading_info
     options: dict[str, Any] = {"dtype": parse_dtype(dtype, device != "cpu"), "output_loading_info": True}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -158,10 +158,10 @@ def load_model(
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model.
+    """The tokenizer of a model.
 
     Raises:
-        ModelLoadError: The tokenizer's files are not there or cannot be read.
+        ModelLoadError: The tokenizer's files are missing or cannot be read.
     """
     require_tokenizer(name)
     _import_compiled_modules()
@@ -185,14 +185,14 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
 def _read_model_config(source: Path | str, access: dict[str, Any]) -> PretrainedConfig:
     from transformers import AutoConfig, PretrainedConfig
 
-    if isinstance(source, str):  # of a directory it was checked when it was found
+    if isinstance(source, str):  # that of a directory was checked when it was found
         _reject_endless_parts(source, PretrainedConfig.get_config_dict(source, **access)[0])
     return AutoConfig.from_pretrained(source, **access)
 
 
 def _import_compiled_modules() -> None:
-    """What transformers may import in the course of a load, and what it must not be interrupted in. In other threads,
-    such as those of actors, no signal raises anything: what is needed is imported when it is needed."""
+    """Import modules that transformers imports during a load and whose import must not be interrupted. In other
+    threads, such as those of actors, no signal raises anything, so these modules are imported on demand there."""
     if threading.current_thread() is not threading.main_thread():
         return
     with signals_deferred():
@@ -202,7 +202,7 @@ def _import_compiled_modules() -> None:
 
 
 def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model on the `meta` device: its shape and no weights.
+    """The model on the `meta` device, without weights.
 
     Raises:
         ModelLoadError: As for `load_model`.
@@ -218,8 +218,8 @@ def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTraine
 
 
 def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Hugging Face names of all weights and their shapes, and which names share their values (each → its source).
-    Reads no weights.
+    """Hugging Face names and shapes of all weights, and names that share their values (each → its source). Reads no
+    weights.
 
     Raises:
         ModelLoadError: As for `load_model`.
@@ -237,7 +237,7 @@ def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[s
 
 
 def load_eos_token_ids(name: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:
-    """End-of-sequence ids of a model whose weights are not loaded here.
+    """End-of-sequence ids of a model, without a load of its weights.
 
     Raises:
         ModelLoadError: As for `load_model`.
@@ -277,10 +277,10 @@ def parse_dtype(name: str, on_gpu: bool = False) -> torch.dtype:
 
 
 def check_model_dir(path: Path) -> list[Path]:
-    """The weight files of a directory that has a configuration, all of them, and no file without an end.
+    """All weight files of a directory with a configuration; files without an end, such as devices, are refused.
 
     Raises:
-        ModelLoadError: Something is missing or is no such file; the message names it.
+        ModelLoadError: A file is missing or not a regular file; the message names it.
     """
     _reject_endless_files(path)
     read_config(path)
@@ -288,10 +288,10 @@ def check_model_dir(path: Path) -> list[Path]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The weight files of a directory, all that its index names.
+    """The weight files of a directory, all files of its index.
 
     Raises:
-        ModelLoadError: One is missing, there are none, or a file has no end; the message names it.
+        ModelLoadError: A file is missing, there are none, or a file has no end; the message names it.
     """
     _reject_endless_files(path)
     shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}
@@ -306,7 +306,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What `config.json` in a directory says.
+    """Contents of `config.json` in a directory.
 
     Raises:
         ModelLoadError: There is none, or it cannot be read.
@@ -325,7 +325,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _reject_endless_files(path: Path) -> None:
-    """transformers reads whatever has the right name: a FIFO or a device would never end."""
+    """Refuse files other than regular ones: transformers opens any with the right name, and a FIFO or a device never
+    ends."""
     for file in path.iterdir():
         if file.is_fifo() or file.is_char_device() or file.is_block_device() or file.is_socket():
             raise ModelLoadError(f"{file} is not a regular file. {_COPY_AGAIN}")
@@ -334,7 +335,7 @@ def _reject_endless_files(path: Path) -> None:
 
 
 def _reject_endless_parts(where: Path | str, facts: Any) -> None:
-    """Layers are built one by one before anything is known of their size."""
+    """Refuse huge counts of layers, which are built one by one before their size is checked."""
     if not isinstance(facts, dict):
         return
     for key, value in facts.items():
@@ -358,7 +359,7 @@ def _shards_of(index: Path) -> set[str]:
 
 
 def require_tokenizer(name: str) -> None:
-    """Refuse a directory without a tokenizer, by the names of its files.
+    """Refuse a directory without tokenizer files.
 
     Raises:
         ModelLoadError: It has none.
@@ -373,7 +374,7 @@ def require_tokenizer(name: str) -> None:
 
 
 def _reject_incomplete_weights(name: str, info: dict[str, Any]) -> None:
-    """transformers fills missing weights with random numbers and only warns; such a model would talk nonsense."""
+    """Refuse missing weights, which transformers fills with random numbers after a mere warning."""
     missing = sorted(info.get("missing_keys") or ())
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -387,7 +388,7 @@ _NAMES_IN_WORDS = (
 
 @contextlib.contextmanager
 def _open(name: str, trust_remote_code: bool) -> Iterator[tuple[Path | str, dict[str, Any]]]:
-    """Where to load `name` from and with which access options; turns what goes wrong inside into a ModelLoadError."""
+    """The source and the access options for `name`; errors in the body become a ModelLoadError."""
     from safetensors import SafetensorError
 
     known: tuple[type[Exception], ...] = (
@@ -413,7 +414,7 @@ _LOOKUP_ERRORS = (OSError, ImportError)
 
 
 def wrong_value_errors() -> tuple[type[Exception], ...]:
-    """What transformers raises for a configuration whose values are of the wrong kind."""
+    """Exceptions of transformers for a configuration with values of a wrong type."""
     from huggingface_hub.errors import StrictDataclassError
 
     builtin = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError)
@@ -445,11 +446,11 @@ def _unreachable(name: str) -> str:
 
 
 def hub_reachable(timeout_s: float = HUB_TIMEOUT_S) -> bool:
-    """Whether the Hugging Face Hub answers at all within the time. Its own client would retry for minutes."""
+    """Whether the Hugging Face Hub answers within the time. Its own client would retry for minutes."""
     if any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in _OFFLINE_SWITCHES):
         return False
     answered = threading.Event()
-    # A thread, because looking up a host name has no time limit of its own.
+    # A thread, because the look-up of a host name has no time limit.
     threading.Thread(target=_ask_hub, args=(answered, timeout_s), daemon=True, name="ask-hub").start()
     return answered.wait(timeout_s)
 
@@ -464,7 +465,7 @@ def _ask_hub(answered: threading.Event, timeout_s: float) -> None:
     try:
         with urllib.request.urlopen(request, timeout=timeout_s):
             answered.set()
-    except urllib.error.HTTPError:  # an answer is an answer
+    except urllib.error.HTTPError:  # an error status is an answer, too
         answered.set()
     except (OSError, ValueError):
         return

@@ -1,4 +1,4 @@
-"""Compiled functions on the threads of PyTorch's OpenMP pool: a pool of our own would spin against it."""
+"""Compiled functions on the threads of PyTorch's OpenMP pool: a second pool would compete with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from specactor_ray.jit import CFunction
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Numbers that compiled functions read and write."""
+"""Data types that compiled functions read and write → their kind."""
 
 _local = threading.local()
 
@@ -24,7 +24,7 @@ def padded(count: int) -> int:
 
 
 def run(function: CFunction, call: bytes, threads: int = 1) -> None:
-    """Run a `c_function` on the same call in every thread of a team; what is taken is counted in its bytes."""
+    """Run a `c_function` on the same call in every thread of a team; the call's bytes hold the counters of tasks."""
     team = _team() if threads > 1 else None
     if team is None:
         function.call(call)
@@ -43,7 +43,7 @@ def workspace(size: int) -> int:
 
 @functools.cache
 def _team() -> Callable[[int, bytes, int, int], None] | None:
-    """`GOMP_parallel` of the OpenMP library that PyTorch runs on; None where it is another kind of library."""
+    """`GOMP_parallel` of PyTorch's OpenMP library; None if that is not GNU OpenMP."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"))
         team = library.GOMP_parallel

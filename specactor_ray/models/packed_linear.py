@@ -1,9 +1,9 @@
 """Linear layers with weights laid out once for oneDNN, so that a few rows cost little more than one.
 
-On CPUs the time of a decode step is the time of streaming the weights. `torch.nn.functional.linear` lays the
-weight out anew for every call; oneDNN can keep it in its blocked layout. Two properties matter here: five rows
-cost hardly more than one (what makes verifying drafts cheap), and a row's result does not depend on how many rows share
-the call, bit for bit (what keeps a verify step equal to a decode step); the few row counts where it does are padded.
+On CPUs the time of a decode step is the time to read the weights. `torch.nn.functional.linear` lays the weight out
+anew for every call; oneDNN can keep it in its blocked layout. Two properties matter here: five rows cost hardly more
+than one, so verifying drafts is cheap; and the bits of a row's result do not depend on the number of rows in the call,
+so a verify step equals a decode step. The few row counts at which they do are padded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ROWS_HINT = 16
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` without gradients whose weight lives in oneDNN's blocked layout.
+    """`nn.Linear` without gradients whose weight is in oneDNN's blocked layout.
 
-    Takes and returns `(..., in_features)` → `(..., out_features)`, dtype of the weight.
+    Maps `(..., in_features)` to `(..., out_features)`, both in the dtype of the weight.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
         self.set_weight(weight, bias)
 
     def set_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Take new values; `weight` `(out_features, in_features)`, `bias` `(out_features,)` or None."""
+        """Set new values; `weight` `(out_features, in_features)`, `bias` `(out_features,)` or None."""
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self.dtype).contiguous(), _ROWS_HINT)
         self._bias = None if bias is None else bias.detach().to(self.dtype).clone()
 
@@ -44,7 +44,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN serves this device and dtype: float32, and bfloat16 where the CPU multiplies it (AVX512_BF16)."""
+    """Whether oneDNN supports device and dtype: float32, and bfloat16 where the CPU multiplies it (AVX512_BF16)."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
@@ -63,8 +63,8 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
 
     Args:
         model: The model; unpacked parameters are overwritten in place.
-        state_dict: Hugging Face names → tensors. Every weight of the model must be there; extra names are refused.
-        tied: Name → name it shares its values with; a tied name may be absent from `state_dict`.
+        state_dict: Hugging Face names → tensors. Every weight of the model is required; extra names are refused.
+        tied: Name → name with which it shares its values; a tied name may be absent from `state_dict`.
 
     Raises:
         InputError: A name is missing or unknown, or a shape differs; nothing was changed.
@@ -86,7 +86,7 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
 
 
 def check_names_and_shapes(new: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise InputError where a full set of weights lacks a name of `shapes`, has another one, or another shape."""
+    """Raise InputError where a full set of weights lacks a name of `shapes`, has an extra name, or another shape."""
     missing, unknown = sorted(shapes.keys() - new.keys()), sorted(new.keys() - shapes.keys())
     if missing or unknown:
         raise InputError(
@@ -102,8 +102,8 @@ def cheapest_row_counts(layers: Sequence[PackedLinear], up_to: int = 12, repeats
     """For n = 0..up_to rows, the number of rows m >= n to pad to.
 
     oneDNN has other kernels for few rows. Some add in another order (one row of 1536 -> 576 does): those counts are
-    padded, so that a row's result does not depend on its company. Some are slower: padding to m then takes less time,
-    which counts where it is at least a tenth. Returns `up_to + 1` counts.
+    padded, so that a row's result does not depend on the other rows. Some are slower: padding to m is used if it takes
+    at least a tenth less time. Returns `up_to + 1` counts.
     """
     widest = max(layers, key=lambda layer: layer.in_features * layer.out_features)
     shapes = {(layer.in_features, layer.out_features): layer for layer in layers}
@@ -118,9 +118,9 @@ def cheapest_row_counts(layers: Sequence[PackedLinear], up_to: int = 12, repeats
 
 
 def _invariant_counts(layer: PackedLinear, up_to: int, company: int = 32) -> set[int]:
-    """Row counts up to `up_to` whose rows come out the same, bit for bit, as among `company` rows.
+    """Row counts up to `up_to` at which rows have the same bits as among `company` rows.
 
-    Shown with weights of 1 and rows that sum to 0: what is left is the rounding of the order of additions.
+    The test uses weights of 1 and rows that sum to 0: the result is the rounding of the order of additions.
     """
     made = torch.Generator().manual_seed(0)
     half = torch.randn(company, layer.in_features // 2, generator=made)

@@ -1,8 +1,8 @@
 """Key/value cache in pages for rows of different lengths, with rollback and forks, inside one memory budget.
 
-Every layer has a pool of pages. A row is a list of pages, the same ones in every layer; it takes more from a free list
-as it grows and never moves. Rolling back sets its length: what lies behind it is overwritten later. A fork shares the
-pages of its source until one of the two writes.
+Every layer has a pool of pages. A row is a list of pages, the same in every layer; it takes more from a free list as it
+grows and never moves. A rollback sets its length: entries past it are overwritten later. A fork shares the pages of its
+source until one of the two writes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specactor_ray.models import _paged_cache_numba as kernels
 from specactor_ray.ragged import enlarged
 
 _CPU_PAGE, _GPU_PAGE = 16, 256
-"""Tokens of a page."""
+"""Tokens per page."""
 _FIRST_ROWS, _FIRST_PAGES = 32, 8
 
 
@@ -32,30 +32,30 @@ class LayerShape:
     value_dim: int
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Of one token."""
+        """Bytes of one token."""
         return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
 
 
 class Groups(NamedTuple):
-    """Rows of a forward by the pages that they have in common."""
+    """Rows of a forward, grouped by common pages."""
 
     rows: np.ndarray
-    """int64 `(n,)`: places of the rows in the forward, group after group."""
+    """int64 `(n,)`: places of the rows in the forward, group by group."""
     starts: np.ndarray
-    """int64 `(groups + 1,)`: where each group begins in `rows`."""
+    """int64 `(groups + 1,)`: begin of each group in `rows`."""
     pages: np.ndarray
-    """int64 `(groups,)`: first pages that all rows of a group have in common, full before the forward; 0 for a row
-    alone."""
+    """int64 `(groups,)`: number of first pages that all rows of a group have in common, full before the forward; 0 for
+    a single row."""
 
 
 class PagedCache:
-    """Rows are integers, handed out by `open` and `fork`.
+    """Paged cache; rows are integers that `open` and `fork` return.
 
     Args:
-        shapes: Of each layer.
+        shapes: Key and value shapes of each layer.
         budget_bytes: Memory of the pools.
-        dtype: Of keys and values.
-        device: Of the pools.
+        dtype: Data type of keys and values.
+        device: Device of the pools.
         page_size: Tokens of a page; None takes 16 on CPUs and 256 on GPUs.
     """
 
@@ -72,19 +72,19 @@ class PagedCache:
         self.bytes_per_token = sum(shape.bytes(dtype) for shape in shapes)
         self.pages = budget_bytes // (self.bytes_per_token * self.page_size)
         self.lengths = np.zeros(_FIRST_ROWS, np.int64)
-        """int64 `(rows,)`: tokens of each row. Forwards add to it; `truncate` takes away."""
+        """int64 `(rows,)`: tokens of each row. Forwards increase it; `truncate` decreases it."""
         self._held, self._shared = np.zeros((2, _FIRST_ROWS), np.int64)
-        """`(rows,)`: pages of each row, and how many of them, the first ones, other rows may hold, too."""
+        """`(rows,)`: number of pages of each row, and of its first pages that other rows may hold, too."""
         self._table = np.zeros((_FIRST_ROWS, _FIRST_PAGES), np.int32)
-        """`(rows, most pages)`."""
+        """`(rows, most pages)`: pages of each row."""
         self._holders = np.zeros(self.pages, np.int32)
-        """`(pages,)`: rows that hold each page."""
+        """`(pages,)`: number of rows that hold each page."""
         self._free, self._num_free = np.arange(self.pages, dtype=np.int32)[::-1].copy(), np.array([self.pages])
         """`(pages,)`: the first `_num_free[0]` are the free pages."""
         self._free_rows = list(range(_FIRST_ROWS))[::-1]
         self._state = self._arrays()
         self.allocate()
-        none = np.zeros(0, np.int64)  # compile the kernels now, not in a step
+        none = np.zeros(0, np.int64)  # compiles the kernels now, not in a step
         self.free_rows(self.fork(none[self.reserve_rows(none, none)], none))
         kernels.groups(self._state, self.page_size, none)
 
@@ -106,16 +106,16 @@ class PagedCache:
 
     @property
     def slots(self) -> int:
-        """Tokens that all pages hold."""
+        """Number of tokens of all pages."""
         return self.pages * self.page_size
 
     @property
     def free_slots(self) -> int:
-        """Tokens that the free pages hold."""
+        """Number of tokens of the free pages."""
         return int(self._num_free[0]) * self.page_size
 
     def open(self, tokens: int) -> int | None:
-        """An empty row with room for `tokens` tokens, or None where there are too few free pages."""
+        """An empty row with room for `tokens` tokens; None if there are too few free pages."""
         row = self.new_row()
         if self.reserve(row, max(tokens, 1)):
             return row
@@ -123,12 +123,12 @@ class PagedCache:
         return None
 
     def new_row(self) -> int:
-        """An empty row, without a page."""
+        """An empty row without a page."""
         return int(self._new_rows(1)[0])
 
     def fork(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Rows, int64 `(n,)`, of the first `lengths` tokens of `rows`, int64 `(n,)` each. They take no page before
-        one of the two writes."""
+        """New rows, int64 `(n,)`, with the first `lengths` tokens of `rows`, int64 `(n,)` each. They take no page
+        before one of the two writes."""
         forks = self._new_rows(len(rows))
         kernels.fork(self._state, self.page_size, rows, lengths, forks)
         return forks
@@ -138,7 +138,7 @@ class PagedCache:
         self.free_rows(np.array([row]))
 
     def free_rows(self, rows: np.ndarray) -> None:
-        """Give rows, int64 `(n,)`, and their pages back."""
+        """Free rows, int64 `(n,)`, and their pages."""
         kernels.free(self._state, rows)
         self._free_rows += rows.tolist()
 
@@ -153,7 +153,7 @@ class PagedCache:
         self.lengths[rows] = lengths
 
     def room(self, rows: np.ndarray) -> np.ndarray:
-        """int64 `(n,)`: tokens up to which rows may grow before the next `reserve`."""
+        """int64 `(n,)`: number of tokens up to which rows may grow before the next `reserve`."""
         shared = self._shared[rows] * self.page_size > self.lengths[rows]
         return np.where(shared, 0, self._held[rows] * self.page_size)
 
@@ -180,8 +180,8 @@ class PagedCache:
         return fits
 
     def page_table(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """int32 `(n, most pages)`: pages of rows that have room for these lengths. What is behind a row's last one is
-        any page."""
+        """int32 `(n, most pages)`: pages of rows that have room for these lengths. Entries after a row's last page are
+        arbitrary pages."""
         return np.ascontiguousarray(self._table[rows, : self._pages_of(int(lengths.max(initial=0)))])
 
     def groups(self, rows: np.ndarray) -> Groups | None:

@@ -1,4 +1,4 @@
-"""Weights of the policy as any trainer holds them, checked against the target tensor by tensor."""
+"""Weights of the policy in the forms of trainers, checked against the target tensor by tensor."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Which weights the target has, and how they travel; for any process that holds weights of the policy."""
+    """Names, shapes and data type of the target's weights, for any process that holds weights of the policy."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Name → shape of every weight."""
     tied: Mapping[str, str]
-    """Name → name of the weight that it shares its values with."""
+    """Name → name of the weight with which it shares its values."""
     dtype: str
-    """Of the target, such as `float32`."""
+    """Data type of the target, such as `float32`."""
     bucket_bytes: int
 
     def buckets(self, weights: Weights) -> Iterator[WeightBucket]:
-        """The weights in buckets. Raises as `fitting_weights`."""
+        """The weights in buckets. Raises the errors of `fitting_weights`."""
         fitting = fitting_weights(weights, self.shapes, self.tied, parse_dtype(self.dtype))
         return pack_as_they_come(fitting, self.bucket_bytes)
 
@@ -42,17 +42,16 @@ def fitting_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Copies of a complete set of weights, on the CPU and in the target's dtype.
 
-    Each tensor is copied before the next one is requested: trainers that gather shards free them then.
+    Each tensor is copied before the next one is requested, so that trainers that gather shards can free them.
 
     Args:
-        weights: What the trainer has.
+        weights: Weights of the trainer.
         shapes: Name → shape of every weight of the target.
-        tied: Name → name of the weight that it shares its values with. One of the two is enough; if both come, they
-            must be equal.
-        dtype: Of the target.
+        tied: Name → name of the weight with which it shares its values. One of the two is enough; two must be equal.
+        dtype: Data type of the target.
 
     Raises:
-        InputError: A tensor is unknown, missing, repeated, not a whole floating-point tensor or of another shape, or
+        InputError: A tensor is unknown, missing, repeated, not a whole floating-point tensor, or has another shape; or
             tied weights differ.
     """
     shared = set(tied.values())
@@ -96,8 +95,7 @@ def _named_tensors(weights: Any, known: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _checkpoint_tensors(folder: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a checkpoint, one file after the other; through transformers where it names them differently and has a
-    configuration."""
+    """Tensors of a checkpoint, file by file; through transformers if the names differ and there is a configuration."""
     from safetensors import SafetensorError, safe_open
 
     if not folder.is_dir():
@@ -108,7 +106,7 @@ def _checkpoint_tensors(folder: Path, known: Mapping[str, Any]) -> Iterator[tupl
         names = [name for _, tensors in with_names for name in tensors.keys()]  # noqa: SIM118
         if names and (not (folder / "config.json").exists() or known.keys() >= set(names)):
             for _, tensors in with_names:
-                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     yield name, tensors.get_tensor(name)
             return
     except (OSError, SafetensorError) as error:

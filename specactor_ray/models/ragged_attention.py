@@ -1,10 +1,10 @@
 """Attention over packed rows of different lengths, registered with transformers' AttentionInterface.
 
 The positions of all rows are concatenated into one sequence `(1, N)`: linear layers, norms and embeddings see no
-padding. Only attention has to tell rows apart: the model is called with `ragged_batch=RaggedBatch(...)`, which
-transformers hands through to this function in every layer. Nothing here waits for the device.
+padding. Only attention must distinguish rows: the model is called with `ragged_batch=RaggedBatch(...)`, which
+transformers passes to this function in every layer. Nothing here waits for the device.
 
-All rows are one call that reads the pages in place: compiled by numba on CPUs, by Triton on GPUs.
+One call serves all rows and reads the pages in place: compiled by numba on CPUs, by Triton on GPUs.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ ATTENTION_NAME = "specactor_ragged"
 
 @dataclass(frozen=True, slots=True)
 class AttentionRules:
-    """How a layer attends, beside causality."""
+    """Rules of a layer's attention, beside causality."""
 
     scaling: float
     """Factor of the products of queries and keys."""
     window: int | None
-    """Newest positions that are seen, the own one included; None sees all."""
+    """Number of newest positions that are seen, the query's own included; None: all."""
     softcap: float | None
     """Bound of the scores, by a hyperbolic tangent (Gemma 2)."""
     sinks: torch.Tensor | None
-    """`(heads,)`: scores of a key without a value (GPT-OSS)."""
+    """`(heads,)`: scores of one more key, which has no value (GPT-OSS)."""
 
 
 class RaggedBatch:
-    """The rows of one forward. Its arrays are made once, and reach the device in one copy.
+    """The rows of one forward. Its arrays are made once, and are copied to the device at once.
 
     Args:
-        cache: Of the model.
+        cache: Cache of the model.
         rows: int `(n,)`, each with room for its new tokens.
         counts: int64 `(n,)` new tokens of each row, at least 1.
-        arrays: Whatever else the forward needs on the device.
+        arrays: Further arrays that the forward needs on the device.
 
     Raises:
-        ValueError: A row has no room, so that it would write into pages of others.
+        ValueError: A row has no room and would write into pages of other rows.
     """
 
     def __init__(self, cache: PagedCache, rows: np.ndarray, counts: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
         self.cache, self.counts = cache, counts
         cached, size = cache.lengths[rows], cache.page_size
         self.starts = begins(counts)
-        """int64 `(n + 1,)`: where the queries of each row begin."""
+        """int64 `(n + 1,)`: begin of each row's queries."""
         self.lengths = cached + counts
         """int64 `(n,)`: keys of each row."""
         if (self.lengths > cache.room(rows)).any():
             raise ValueError("a row has no room for its new tokens; reserve it first")
         self.pages = cache.page_table(rows, self.lengths)
-        """int32 `(n, most pages)`."""
+        """int32 `(n, most pages)`: pages of each row."""
         self.shared = cache.groups(rows)
         """Rows that are forks of each other; None where there are none."""
         self.num_tokens = int(self.starts[-1])
@@ -87,10 +87,10 @@ class RaggedBatch:
         rules: AttentionRules,
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Store new keys and values, and attend. Shapes as in `ragged_attention`.
+        """Store new keys and values, and compute attention. Shapes as in `ragged_attention`.
 
         Args:
-            rotary: Cosines and sines `(N, angles)` by which queries and keys are still to be rotated; on CPUs alone.
+            rotary: Cosines and sines `(N, angles)` for queries and keys that are not rotated yet; on CPUs only.
         """
         cache, used = self.cache, self.num_tokens
         attention = attention_for(cache.device)
@@ -104,12 +104,12 @@ class RaggedBatch:
 
     @functools.cached_property
     def page_rows(self) -> PageRows:
-        """What attention on CPUs reads."""
+        """Rows and pages for attention on CPUs."""
         return PageRows(self.pages, self.starts, self.lengths, self.shared)
 
 
 class ShapeProbe:
-    """Takes the place of a batch in a forward that finds out the shapes of all layers."""
+    """Replaces a batch in a forward that records the shapes of all layers."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -122,7 +122,7 @@ class ShapeProbe:
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Arrays on a device, in one copy that nothing waits for."""
+    """Copy arrays to a device at once, without a wait."""
     words = begins(np.array([-(-array.nbytes // 8) for array in arrays]))
     packed = torch.empty(int(words[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
     spans = list(zip(arrays, words[:-1].tolist(), words[1:].tolist(), strict=True))
@@ -154,7 +154,7 @@ def ragged_attention(
         `(1, N, heads, value_dim)` and None.
 
     Raises:
-        ModelLoadError: The model does not hand its keyword arguments through to attention.
+        ModelLoadError: The model does not pass its keyword arguments to attention.
     """
     if ragged_batch is None:
         raise ModelLoadError(
@@ -167,19 +167,19 @@ def ragged_attention(
 
 
 Attention = Callable[[RaggedBatch, int, torch.Tensor, AttentionRules], torch.Tensor]
-"""(batch, layer, queries `(N, heads, dim)`, rules) → `(N, heads, value_dim)`. N counts the padding behind the last row,
-where anything may come out."""
+"""(batch, layer, queries `(N, heads, dim)`, rules) → `(N, heads, value_dim)`. N includes the padding after the last
+row, where the result is undefined."""
 
 
 def attention_for(device: torch.device) -> Attention:
-    """What serves all layers of a device."""
+    """The `Attention` of all layers on a device."""
     return attend_on_cpu if device.type == "cpu" else attend_on_gpu
 
 
 def attend_on_cpu(
     batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules, rotary: Rotary | None = None
 ) -> torch.Tensor:
-    """An `Attention` of all models on CPUs."""
+    """`Attention` of all models on CPUs."""
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     return attend_pages(
         query, keys, values, batch.page_rows,
@@ -188,7 +188,7 @@ def attend_on_cpu(
 
 
 def attend_on_gpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
-    """An `Attention` of all models on GPUs."""
+    """`Attention` of all models on GPUs."""
     from specactor_ray.models._paged_attention_triton import paged_attention
 
     with torch.cuda.device_of(query):
@@ -200,7 +200,7 @@ def attend_on_gpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: At
 
 
 def register() -> str:
-    """Make `ragged_attention` known to transformers; returns its name. Harmless when repeated."""
+    """Register `ragged_attention` with transformers; returns its name. Idempotent."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, ragged_attention)

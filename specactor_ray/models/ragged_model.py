@@ -27,16 +27,16 @@ from specactor_ray.models.threads import thread_count
 from specactor_ray.ragged import places
 
 HEAD_INPUT = -1
-"""In `hidden_layers`: the states that enter the output layer (after the last norm), from which the logits are made."""
+"""Entry of `hidden_layers` for the inputs of the output layer (after the last norm), which gives the logits."""
 _CHECK_TOLERANCE = 0.05
-"""Largest difference, relative to the largest logit, between one forward and the same in two parts."""
+"""Largest difference, relative to the largest logit, between one forward and the same forward in two parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedOutput:
-    """`logits` `(sum of num_logits, vocab)`, and the exported hidden states or None.
+    """Results of a forward: `logits` `(sum of num_logits, vocab)`, and the exported hidden states or None.
 
-    `hidden_states` `(sum of tokens, layers * hidden)`: of every position of every row, in the order of the rows.
+    `hidden_states` `(sum of tokens, layers * hidden)`: states of every position of every row, in the order of the rows.
     """
 
     logits: torch.Tensor
@@ -54,7 +54,7 @@ class RaggedModel:
 
     Raises:
         ModelLoadError: The model's attention cannot be replaced, or it keeps state elsewhere than in keys and
-            values (recurrent layers), or the budget holds not even one page.
+            values (recurrent layers), or the budget is too small for one page.
     """
 
     ids: np.ndarray | None = None
@@ -86,24 +86,24 @@ class RaggedModel:
     def forward(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, num_logits: np.ndarray) -> RaggedOutput:
         """Append tokens to rows and run all of them as one packed sequence.
 
-        Every row must have room (`PagedCache.reserve`) for its tokens. Afterwards `cache.lengths` counts them; the
-        caller truncates what it rejects.
+        Every row must have room (`PagedCache.reserve`) for its tokens. Afterwards `cache.lengths` includes them; the
+        caller truncates rejected ones.
 
         Args:
             rows: int `(n,)` rows of the cache.
             counts: int64 `(n,)` tokens of each row, at least 1.
-            tokens: `(sum(counts),)`, those of all rows one after the other.
-            num_logits: int64 `(n,)`: so many of each row's tokens, the last ones, yield logits.
+            tokens: `(sum(counts),)`: tokens of all rows, row by row.
+            num_logits: int64 `(n,)`: number of each row's last tokens that give logits.
 
         Raises:
-            ValueError: A row has no token, or asks for more logits than it has tokens; nothing was appended.
+            ValueError: A row has no token, or `num_logits` exceeds its tokens; nothing was appended.
         """
         if (num_logits > counts).any() or (counts < 1).any():
             raise ValueError("a row has no token, or asks for more logits than it has tokens")
         padding = self._padding(len(tokens))
         positions = places(self.cache.lengths[rows], counts)
         wanted = places(np.cumsum(counts) - num_logits, num_logits)
-        # Positions whose logits are wanted are padded too: the head is the widest linear layer of all.
+        # Positions with logits are padded, too: the head is the widest linear layer.
         keep = _padded(wanted, self._padding(len(wanted)), wanted[-1]) if len(wanted) else np.zeros(1, np.int64)
         arrays = (_padded(tokens.astype(np.int64), padding, 0), _padded(positions, padding, 0), keep)
         batch = RaggedBatch(self.cache, rows, counts, arrays)
@@ -125,7 +125,7 @@ class RaggedModel:
         return bool(self._hidden_layers)
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights; rows keep stale keys and must be truncated to 0 by the caller.
+        """Replace the weights. Rows keep stale keys, so the caller must truncate them to 0.
 
         Raises:
             InputError: A name or shape does not fit; nothing was changed.
@@ -133,21 +133,21 @@ class RaggedModel:
         assign_weights(self.model, state_dict, self._tied)
 
     def sleep(self) -> None:
-        """Free the cache's memory, and on a GPU the weights' too; every row must be free."""
+        """Free the memory of the cache, and on a GPU that of the weights; every row must be free."""
         self.cache.release()
         if self.device.type != "cpu":
             self.model.to("cpu")
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Take the memory back after `sleep`."""
+        """Allocate the memory again after `sleep`."""
         self.model.to(self.device)
         self.cache.allocate()
 
     def _run(
         self, batch: RaggedBatch | ShapeProbe, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
     ) -> torch.Tensor:
-        """Logits `(len(keep), V)` of positions in the pack."""
+        """Logits `(len(keep), V)` of the positions `keep` in the pack."""
         output = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -161,7 +161,7 @@ class RaggedModel:
         return self._pad_to[count] - count if count < len(self._pad_to) else 0
 
     def _tied_names(self) -> dict[str, str]:
-        """Names of parameters that share their storage with an earlier one → that one's name."""
+        """Name of a parameter that shares its storage with an earlier one → name of the earlier one."""
         first: dict[int, str] = {}
         tied: dict[str, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -220,7 +220,8 @@ class RaggedModel:
         return cache
 
     def _check_split_forward(self) -> None:
-        """A forward in two parts must equal one in a single part; it does not for models with recurrent layers."""
+        """Check that a forward in two parts equals one in a single part. It does not for models with recurrent
+        layers."""
         tokens = (7 * np.arange(6) + 3) % self.vocab_size
         whole = self._check_logits([tokens])
         parts = self._check_logits([tokens[:4], tokens[4:]])
@@ -233,7 +234,7 @@ class RaggedModel:
 
     def _check_logits(self, parts: Sequence[np.ndarray]) -> torch.Tensor:
         row = self.cache.open(sum(map(len, parts)))
-        assert row is not None  # a page holds them
+        assert row is not None  # they fit into a page
         for part in parts:
             output = self.forward(np.array([row]), np.array([len(part)]), part, np.ones(1, np.int64))
         self.cache.free(row)

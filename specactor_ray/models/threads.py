@@ -1,8 +1,8 @@
-"""How many threads a forward uses on a CPU: as many as there are cores that no other process occupies.
+"""Number of threads of a forward on a CPU: that of the cores that no other process occupies.
 
-A forward ends when its slowest thread does. On a core that another process uses for a share f of the time, a thread
-takes 1 / (1 - f) as long, and so does the whole forward; worse, threads that spin between operations and the other
-process take the core from each other. Results do not depend on the number of threads (see `models/__init__.py`).
+A forward ends with its slowest thread. On a core that another process uses for a share f of the time, a thread takes
+1 / (1 - f) as long, and so does the whole forward; worse, threads that spin between operations and the other process
+compete for the core. Results do not depend on the number of threads (see `models/__init__.py`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Callable, Collection
 import torch
 
 _PERIOD_S = 0.5
-"""Time over which the use of the cores is averaged; the kernel counts it in ticks of 10 ms."""
+"""Seconds over which the use of the cores is averaged; the kernel counts it in ticks of 10 ms."""
 _FADE = 0.8
-"""Share of a load that is expected to be there a period later: a thread too many costs more than one too few."""
+"""Share of a load that is expected a period later: a thread too many costs more than a thread too few."""
 
 
 def threads_that_pay(cores: int, foreign: float) -> int:
-    """Threads that finish a forward first, when other processes occupy `foreign` cores' worth of `cores` cores.
+    """Number of threads of the fastest forward when other processes occupy `foreign` cores' worth of `cores` cores.
 
-    Other processes are taken to fill whole cores, and the rest to lie on one core, which is used if it brings more
-    than it delays the others.
+    The model: other processes fill whole cores, and their rest is on one core, which is used if its gain exceeds the
+    delay of the other threads.
     """
     free = min(max(cores - foreign, 0.0), float(cores))
     whole = math.floor(free)
@@ -54,10 +54,10 @@ class ThreadCount:
         self.threads = len(self._cores)
         self._last = (now(), busy_s(self._cores), own_s())
         self._foreign = 0.0
-        """Cores' worth of other processes."""
+        """Load of other processes, in cores."""
 
     def apply(self) -> None:
-        """Use as many threads as paid over the last period."""
+        """Set the number of threads that was best over the last period."""
         begin, busy, own = self._last
         now = self._now()
         if now - begin >= _PERIOD_S:
@@ -71,7 +71,7 @@ class ThreadCount:
 
 @functools.cache
 def thread_count() -> ThreadCount | None:
-    """That of this process; None where it has one thread, no core for each, or the kernel hides their use."""
+    """The `ThreadCount` of this process; None if it has one thread, no core for each, or the kernel hides their use."""
     cores = os.sched_getaffinity(0)
     if not 1 < torch.get_num_threads() == len(cores):
         return None
@@ -84,10 +84,10 @@ def thread_count() -> ThreadCount | None:
 def read_busy_s(cores: Collection[int]) -> float:
     """Seconds that processes, interrupts and the kernel have spent on these cores (Linux).
 
-    Niced processes count only where this one is niced, too, as workers of Ray are by default: else they yield the core.
+    Niced processes count only if this one is niced, too, as workers of Ray are by default: else they yield the core.
 
     Raises:
-        OSError, ValueError, IndexError: `/proc/stat` cannot be read, or is of another form.
+        OSError, ValueError, IndexError: `/proc/stat` cannot be read, or has another form.
     """
     ticks, niced = 0, os.getpriority(os.PRIO_PROCESS, 0) > 0
     with open("/proc/stat", encoding="ascii") as file:

@@ -1,6 +1,6 @@
-"""Weights on their way from the trainer to those that follow it: a few big byte arrays instead of hundreds of tensors.
+"""Transport of weights from the trainer to actors: a few large byte arrays instead of hundreds of tensors.
 
-Byte arrays go through an object store without a copy, in any dtype.
+An object store passes byte arrays without a copy, in any dtype.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Some tensors in one array."""
+    """Several tensors in one array."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
-    """Of all of them, such as `float32`."""
+    """Data type of all tensors, such as `float32`."""
     offsets: tuple[int, ...]
-    """Of each one, in bytes."""
+    """Offset of each tensor in bytes."""
     data: np.ndarray
-    """`(bytes,)` uint8."""
+    """uint8 `(bytes,)`: the tensors."""
 
 
 def plan_buckets(sizes: Sequence[int], max_bytes: int) -> list[range]:
-    """Consecutive tensors (by their sizes in bytes) in buckets of at most `max_bytes`; a bigger one stands alone."""
+    """Ranges of consecutive tensors (by their sizes in bytes) of at most `max_bytes`; a larger tensor stands alone."""
     plan: list[range] = []
     begin, filled = 0, 0
     for index, size in enumerate(sizes):
@@ -61,7 +61,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Wei
 
 
 def pack_as_they_come(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[WeightBucket]:
-    """Buckets as `plan_buckets` plans them, of tensors in one dtype whose sizes are not known beforehand. At most one
+    """Buckets by the rule of `plan_buckets`, for tensors in one dtype whose sizes are not known beforehand. At most one
     bucket's tensors are held."""
     held: list[tuple[str, torch.Tensor]] = []
     filled = 0
@@ -76,10 +76,10 @@ def pack_as_they_come(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: in
 
 
 def unpack(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """The named tensors, as views of the bucket's array: read them, do not change them."""
+    """The named tensors as read-only views of the bucket's array."""
     dtype = getattr(torch, bucket.dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the array is read-only is the point
+        warnings.simplefilter("ignore")  # a warning that the array is read-only, which is intended
         data = torch.from_numpy(bucket.data)
     for name, shape, offset in zip(bucket.names, bucket.shapes, bucket.offsets, strict=True):
         count = int(np.prod(shape, dtype=np.int64))

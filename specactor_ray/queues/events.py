@@ -1,4 +1,4 @@
-"""A thread-safe log of events that may be neither conflated nor lost (what the rollout's journal is made of)."""
+"""A thread-safe log of events that may be neither conflated nor lost (for the rollout's journal)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ E = TypeVar("E")
 
 
 class EventQueue(Generic[E]):
-    """Events in order, numbered from 0, kept until the reader says that it has them; for any thread.
+    """Events in order, numbered from 0, kept until the reader acknowledges them; for any thread.
 
-    A reader that lost an answer asks again with the same number and gets the same events. There is no bound but that:
+    A reader that lost an answer reads again with the same number and gets the same events. The size has no other bound:
     every event is a part of an output that the run keeps anyway.
     """
 
@@ -36,14 +36,14 @@ class EventQueue(Generic[E]):
         """Events from number `after` on. Waits up to `timeout_s` seconds for the first, and if none of them is urgent
         up to `linger_s` longer for one that is, so that the others are read in batches.
 
-        Those before `after` have arrived where they belong and are discarded.
+        Events before `after` are acknowledged and are discarded.
 
         Returns:
             Number of the first event returned, and the events. It is `after`, or more if those in between were
             discarded by an earlier call.
 
         Raises:
-            ValueError: No such number was given out yet, so that it cannot come from this queue.
+            ValueError: The number was not given out yet, so it cannot come from this queue.
         """
         with self._changed:
             if after > self._end:

@@ -1,8 +1,8 @@
 """The consumer's side of a queue: a thread-safe inbox that lets well-formed messages in.
 
-A message says what its sender believes, which may be wrong, and the protocol bears that. What it is made of is checked
-here and nowhere else: behind it every array has the type, the length and the range that it claims. A malformed message
-is counted for its sender and dropped; a sender of many of them is cut off.
+A message states what its sender holds true, which may be outdated; the protocol tolerates that. The form of a message
+is checked here only: afterwards every array has the stated type, length and range. A malformed message is counted for
+its sender and dropped; a sender of many of them is cut off.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNKNOWN = "?"
 MOST_WAITING = 256
 """Messages of one sender that wait; beyond it its oldest is lost, which costs speed, never tokens."""
 _MOST_SENDERS = 1024
-"""Senders that are told apart; those beyond count as unknown."""
+"""Most senders that are distinguished; further ones count as unknown."""
 
 _MAX_ID = 1024
 _MAX_ROWS = 1 << 20
@@ -44,11 +44,11 @@ _INT32 = np.dtype(np.int32)
 _STATES = (np.float32, np.float16, np.int16)
 """Types of hidden states, see `models/wire.py`."""
 _ANY_TOKEN = 1 << 31
-"""Where the vocabulary is not known."""
+"""Limit of token ids where the vocabulary is unknown."""
 
 
 class Malformed(ValueError):
-    """What is wrong with a message."""
+    """A message is malformed; the text states how."""
 
 
 class Inbox(Generic[M]):
@@ -62,7 +62,7 @@ class Inbox(Generic[M]):
         self._waiting: dict[str, deque[M]] = {}
         self._malformed: dict[str, int] = {}
         self.cut_off: dict[str, None] = {}
-        """Senders that are not listened to any more."""
+        """Senders whose messages are dropped from now on."""
         self.dropped = 0
         """Messages lost because too many of one sender waited."""
 
@@ -117,8 +117,8 @@ class Inbox(Generic[M]):
 
 
 def for_verifier(vocab_size: int, branches: int = 0) -> Inbox[TailBatch]:
-    """What drafters send to a verifier; token ids must lie in `[0, vocab_size)`, and a tail has at most `branches`
-    branches."""
+    """Inbox of a verifier for messages of drafters. Token ids must lie in `[0, vocab_size)`, and a tail has at most
+    `branches` branches."""
 
     def check(message: Any) -> None:
         _require(type(message) is TailBatch, f"{type(message).__name__} is no message of a drafter")
@@ -132,7 +132,7 @@ def for_verifier(vocab_size: int, branches: int = 0) -> Inbox[TailBatch]:
 
 
 def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
-    """What verifiers send to a drafter; token ids must lie in `[0, vocab_size)`, None: any vocabulary."""
+    """Inbox of a drafter for messages of verifiers. Token ids must lie in `[0, vocab_size)`, None: any vocabulary."""
     limit = _ANY_TOKEN if vocab_size is None else vocab_size
 
     def check(message: Any) -> None:
@@ -169,8 +169,8 @@ def _require(good: bool, problem: str) -> None:
 
 
 def _check_arrays(message: Any, starts: str, limit: int) -> None:
-    """int32 arrays `(n,)` of handles and positions, and int32 `(sum(lengths),)` token ids below `limit`. They become
-    read-only: kernels are compiled for one kind of arrays, not for each mix of those of this process and of others."""
+    """Check int32 arrays `(n,)` of handles and positions, and int32 `(sum(lengths),)` token ids below `limit`. They
+    become read-only: kernels are compiled for one kind of arrays, not for each mix of own and received ones."""
     names = ("rows", "generations", starts, "lengths", "tokens")
     arrays = [getattr(message, name) for name in names]
     _require(all(map(_is_column, arrays)), "rows, positions, lengths or tokens are not one-dimensional int32 arrays")
@@ -282,7 +282,7 @@ def _is_handle(value: Any) -> bool:
 
 
 def _are_all(values: Any, check: Callable[[Any], bool], size: int | None = None) -> bool:
-    """It is a tuple whose elements all pass; with `size`, each is a tuple of this many parts."""
+    """Whether it is a tuple whose elements all pass; with `size`, each element is a tuple of `size` parts."""
     if type(values) is not tuple:
         return False
     return all((size is None or (type(one) is tuple and len(one) == size)) and check(one) for one in values)

@@ -1,10 +1,10 @@
-"""The producer's side of a queue: at most one delivery per consumer in flight, and what comes meanwhile is merged.
+"""The producer's side of a queue: at most one delivery per consumer is in flight, and later news are merged.
 
-Producers keep state, not messages: what to send next is made when it can be sent (`offer`), from the difference between
-what is so and what was sent before. So a slow or stopped consumer slows no producer and costs it no memory.
+Producers keep state, not messages: the next message is made when it can be sent (`offer`), from the difference between
+the current state and the state that was sent. So a slow or stopped consumer slows no producer and costs it no memory.
 
-A delivery that does not arrive is sent again until the consumer is known to be gone for good. It may have arrived
-nevertheless: the protocol bears repetition and reordering (`messages.py`).
+A delivery that does not arrive is sent again until the consumer is gone for good. It may have arrived nevertheless:
+the protocol tolerates repetition and reordering (`messages.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ M = TypeVar("M")
 logger = logging.getLogger(__name__)
 
 _DEADLINE_S = 10.0
-"""After this time a delivery counts as not arrived. Consumers only put what arrives into a queue."""
+"""Seconds after which a delivery counts as not arrived. Consumers only put a message into a queue."""
 _RETRY_S, _RETRY_MAX_S = 0.1, 5.0
 """Pause before the next attempt: doubles from the first to the second."""
 
 
 class Delivery(Protocol):
-    """A message on its way; the part of `concurrent.futures.Future` that is used here."""
+    """A message in flight; the part of `concurrent.futures.Future` that is used here."""
 
     def add_done_callback(self, done: Callable[[Any], None]) -> object:
         """Call `done` with this delivery when it has ended, at once if it has."""
@@ -49,8 +49,8 @@ class Link(Generic[M]):
 
     Args:
         send: Starts a delivery and returns at once; raises like `Delivery.exception`.
-        on_free: Called when a delivery has ended, in whatever thread that happens: the loop may `offer` again.
-        clock: What deadlines and pauses are measured by.
+        on_free: Called when a delivery has ended, in any thread: the loop may `offer` again.
+        clock: Clock of deadlines and pauses.
         deadline_s: Seconds after which a delivery counts as not arrived.
     """
 
@@ -66,11 +66,11 @@ class Link(Generic[M]):
         self.on_free = on_free
         self._lock = threading.Lock()
         self._sent = 0
-        """Deliveries so far; the number of the newest."""
+        """Number of deliveries so far, and number of the newest one."""
         self._flying: M | None = None
         """The message of the newest delivery that has not arrived."""
         self._pausing = False
-        """It is to be sent again at `_again_at`."""
+        """Whether the newest message is sent again at `_again_at`."""
         self._sent_at = self._again_at = 0.0
         self._pause_s = _RETRY_S
         self.failed: BaseException | None = None
@@ -81,15 +81,15 @@ class Link(Generic[M]):
 
     @property
     def is_free(self) -> bool:
-        """Something can be sent now, or has to be sent again."""
+        """Whether a message can be sent now, or has to be sent again."""
         if self.failed is not None or self._flying is None:
             return self.failed is None
         return self._clock.now() >= (self._again_at if self._pausing else self._sent_at + self._deadline_s)
 
     def offer(self, make: Callable[[], M | None]) -> bool:
-        """Send what `make` returns, unless a delivery is under way. Returns whether something was sent.
+        """Send the result of `make`, unless a delivery is under way. Returns whether a message was sent.
 
-        `make` is called only when its message can be sent; None is nothing to send.
+        `make` is called only when its message can be sent; it returns None if there is nothing to send.
         """
         with self._lock:
             if not self.is_free:
@@ -129,7 +129,7 @@ class Link(Generic[M]):
         self._end(number, error)
 
     def _end(self, number: int, error: BaseException | None) -> None:
-        """A delivery has ended. One that was given up before is of no interest any more."""
+        """Handle the end of a delivery. One that was given up before is ignored."""
         with self._lock:
             if number != self._sent or self._flying is None or self._pausing:
                 return
@@ -140,7 +140,7 @@ class Link(Generic[M]):
         self.on_free()
 
     def _settle(self, error: BaseException | None) -> None:
-        """The newest delivery has arrived, or it never will."""
+        """Mark the newest delivery as arrived, or as lost for good."""
         self.trip_s = min(self.trip_s, self._clock.now() - self._sent_at)
         self._flying, self._pause_s = None, _RETRY_S
         if isinstance(error, ActorLostError):

@@ -1,4 +1,4 @@
-"""The best candidates of keyed draws, for drafters that branch (`draft/branches.py`).
+"""Best candidates of keyed draws, for drafters with branches (`draft/branches.py`).
 
 A drafter that samples with the target's noise needs the next best tokens of the same draw as well.
 """
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 _jit: Any = kernel(sources=(base,))
 MOST = 5
-"""Candidates of a draw."""
+"""Most candidates per draw."""
 
 
 class Candidates(NamedTuple):
-    """Of `n` draws."""
+    """Candidates of `n` draws."""
 
     tokens: np.ndarray
-    """int32 `(n, most)`, the best first; the first one is what `verify_arrays` samples. -1: there are no more that
-    top-k and top-p leave, or the logits cannot be sampled from."""
+    """int32 `(n, most)`, the best first; `verify_arrays` samples the first one. -1: top-k and top-p leave no more, or
+    the logits cannot be sampled from."""
     gaps: np.ndarray
     """float32 `(n,)`: first minus second perturbed score; inf where there is no second."""
 
 
 _ALL = np.zeros(0, np.uint32)
-"""`ids` of a whole vocabulary."""
+"""Value of `ids` for a whole vocabulary."""
 
 
 def candidates(
@@ -53,10 +53,10 @@ def candidates(
         logits: (n, V) float32, bfloat16 or float16.
         positions: int64 `(n,)`: positions of the draws; the base of the rule is added.
         slots: int64 `(n,)`: slots in `rules`.
-        rules: How the slots are sampled.
-        most: Candidates of a draw, `MOST` or 1.
-        ids: uint32 `(V,)`, ascending: the tokens that the logits are of, where they are a part of the vocabulary. The
-            result is that of logits over the whole vocabulary with -inf elsewhere; numba alone takes them.
+        rules: Sampling rules of the slots.
+        most: Candidates per draw, `MOST` or 1.
+        ids: uint32 `(V,)`, ascending: tokens of the logits, if these are a part of the vocabulary. The result is that
+            of logits over the whole vocabulary with -inf elsewhere; only numba supports it.
         backend: As in `verify_arrays`.
 
     Raises:
@@ -90,10 +90,10 @@ def candidates(
 def candidates_on_device(
     logits: torch.Tensor, positions: torch.Tensor, rules: Rules, most: int, *, ids: np.ndarray | None = None
 ) -> torch.Tensor:
-    """`candidates` of the slots 0, 1, ..., without a wait for the device; on GPUs by the Triton kernels.
+    """`candidates` for the slots 0, 1, ..., without a wait for the device; on GPUs by the Triton kernels.
 
     Returns:
-        int64 `(n, words)`, for `unpacked`. In each line the word 0 is positive where there is a token, the word 2.
+        int64 `(n, words)`, for `unpacked`. In each line word 0 is positive if there is a token, which is word 2.
 
     Raises:
         RuntimeError: The Triton kernels do not run on this device.
@@ -117,7 +117,7 @@ def candidates_on_device(
 
 
 def unpacked(packed: np.ndarray, most: int) -> Candidates:
-    """Candidates of int64 `(n, words)`, the buffer of `fused.verify` without drafts."""
+    """Candidates from int64 `(n, words)`, the buffer of `fused.verify` without drafts."""
     drawn = packed[:, 0] > 0
     tokens = np.where(drawn, packed[:, [2, *range(5, 4 + most)]].T, -1).T
     gaps = np.where(drawn & (most > 1), packed.view(np.float64)[:, 4], np.inf)
@@ -135,7 +135,7 @@ def warm_up(device: torch.device, dtype: torch.dtype, most: int = MOST) -> None:
 
 @_jit
 def _insert(score: Any, v: Any, scores: Any, tokens: Any) -> None:
-    """Put a candidate in its place; of equal scores the lower token comes first."""
+    """Insert a candidate by its score; among equal scores the lower token comes first."""
     place = len(scores) - 1
     while place > 0 and score > scores[place - 1]:
         scores[place], tokens[place] = scores[place - 1], tokens[place - 1]

@@ -16,7 +16,7 @@ from specactor_ray.sampling.keyed import Backend, verify_arrays
 from specactor_ray.sampling.rules import Batch, Rules
 
 _FEWEST_CHUNKS = 64
-"""So that vocabularies up to 262,144 share their compiled kernels."""
+"""Least number of chunks, with which vocabularies up to 262,144 share their compiled kernels."""
 
 
 def verify(
@@ -30,7 +30,7 @@ def verify(
     rules: Rules,
     ranks: int,
 ) -> Tensor:
-    """Sample and verify a batch of requests. All tensors are on the device of the logits; nothing waits for it.
+    """Sample and verify a batch of requests. All tensors are on the device of the logits; nothing waits for the device.
 
     Args:
         logits: (M, V) float32, bfloat16 or float16; a row is contiguous.
@@ -40,7 +40,7 @@ def verify(
         longest: Most drafts of a request, or more.
         positions: (N,) position of each request's first row; the base of its rule is added.
         slots: (N,) the request's slot in `rules`.
-        rules: How the slots are sampled.
+        rules: Sampling rules of the slots.
         ranks: 1: tokens and log-probabilities; 2: margins as well; more: the candidates from the second on as well.
 
     Returns:
@@ -67,7 +67,7 @@ def verify(
 
 
 def verify_on_host(batch: Batch) -> np.ndarray:
-    """`verify` with arrays of the host: one copy to the device, one back. Drafts on the device stay there."""
+    """`verify` with host arrays: one copy to the device, one back. Drafts on the device stay there."""
     logits, drafts, on_device = batch.logits, batch.drafts, isinstance(batch.drafts, Tensor)
     parts = [batch.offsets, batch.tail_offsets, batch.positions, batch.slots, *([] if on_device else [drafts])]
     joined = torch.from_numpy(np.concatenate(parts)).to(logits.device)
@@ -80,8 +80,8 @@ def verify_on_host(batch: Batch) -> np.ndarray:
 
 
 def difference(device: torch.device, dtype: torch.dtype, ranks: int, vocab_size: int = 6016) -> str:
-    """How the kernels differ from the numba form in 64 rows, two of each request (candidates: in 32); empty where they
-    do not."""
+    """Differences between the kernels and the numba form in 64 rows, two of each request (candidates: in 32); empty
+    where there are none."""
     n = 32
     logits = (3.0 * torch.randn(2 * n, vocab_size, generator=torch.Generator().manual_seed(1))).to(dtype)
     filters = ((0, 1.0), (0, 1.0), (40, 1.0), (0, 0.9), (50, 0.8))

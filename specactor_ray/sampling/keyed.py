@@ -53,12 +53,12 @@ _DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 class SamplingError(SpecActorError):
-    """Some rows have logits no token can be drawn from. No results are returned; the other rows are sound.
+    """Some rows have logits from which no token can be drawn. No results are returned; the other rows are sound.
 
     Sampling has no state: drop these rows and call again.
 
     Attributes:
-        problems: Row → what is wrong with its logits.
+        problems: Row → problem of its logits.
     """
 
     def __init__(self, problems: dict[int, str]) -> None:
@@ -75,14 +75,14 @@ class Sampled:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of softmax(logits / T), before top-k/top-p and noise."""
+    """Log-probabilities under softmax(logits / T), before top-k/top-p and noise."""
     margins: list[float] | None = None
-    """Best minus second-best perturbed score among the allowed tokens (inf if only one is); at temperature 0 the
-    gap of the two largest logits. None unless asked for."""
+    """Best minus second-best perturbed score among the allowed tokens (inf if there is only one); at temperature 0 the
+    gap of the two largest logits. None unless `record_margins`."""
 
 
 class Found:
-    """What `n` requests may commit, in one buffer, as a device sends it.
+    """Tokens that `n` requests may commit, in one buffer, as a device sends it.
 
     Args:
         packed: int64 `(n, 2 + 3 * width)`. Per request: the count of tokens, the status of the row after them (not OK:
@@ -102,7 +102,7 @@ class Found:
         return type(self), (self.packed,)
 
     def problems(self, lengths: np.ndarray) -> dict[int, str]:
-        """Request → what is wrong with its logits; `lengths`: draft tokens of each request."""
+        """Request → problem of its logits; `lengths`: draft tokens of each request."""
         return {
             i: f"{_PROBLEMS[int(self.statuses[i])]} (at its logits row {self.counts[i]} of {lengths[i] + 1})"
             for i in np.flatnonzero(self.statuses).tolist()
@@ -134,7 +134,7 @@ def sample_rows(
     Args:
         logits: (N, V) float32, bfloat16 or float16.
         params: N; seed, temperature, top_k and top_p are used.
-        positions: N output positions the tokens are for.
+        positions: N output positions of the tokens.
         record_margins: Also return the perturbed top-2 margins.
         backend: "auto" takes numba for CPU tensors, triton on CUDA, torch elsewhere; all give the same tokens.
 
@@ -169,7 +169,7 @@ def verify_arrays(
     record_margins: bool = False,
     backend: Backend = "auto",
 ) -> Found:
-    """Accept per request the longest draft prefix the target samples itself, and add the target's next token.
+    """Accept for each request the longest draft prefix that the target samples itself, and add the target's next token.
 
     Request i owns the logits rows from `offsets[i]` on, one for each of its drafts and one more; the j-th is the
     target's prediction for output position `positions[i] + j`. Rows past the first mismatch are not looked at; logits
@@ -182,7 +182,7 @@ def verify_arrays(
         drafts: int32, draft tokens of all requests; on the host, or on the device of the logits.
         positions: int64 (n,): position of each request's first row; the base of its rule is added.
         slots: int64 (n,): the request's slot in `rules`.
-        rules: How the slots are sampled.
+        rules: Sampling rules of the slots.
         record_margins: Also compute the perturbed top-2 margins.
         backend: "auto" takes numba for CPU tensors, triton on CUDA, torch elsewhere; all give the same tokens.
 
@@ -207,9 +207,9 @@ def warm_up(
     """Compile or load the kernels now (some seconds on the first run of a machine), not in the first step.
 
     Args:
-        device: Where logits will be; without it, on the CPU.
-        dtype: Of these logits.
-        record_margins: Whether margins will be asked for.
+        device: Device of the logits; default: the CPU.
+        dtype: Data type of the logits.
+        record_margins: Whether margins will be recorded.
     """
     import torch
 
@@ -227,7 +227,7 @@ def longest(
     slots: np.ndarray,
     rules: Rules,
 ) -> int:
-    """Most drafts of a request. Raises ValueError where something does not fit."""
+    """Most drafts of a request. Raises ValueError where shapes, dtype or positions do not match."""
     if logits.ndim != 2 or str(logits.dtype) not in _DTYPES or logits.shape[1] == 0:
         raise ValueError(f"logits must be (rows, vocabulary) in float32, bfloat16 or float16, got {tuple(logits.shape)}"
                          f" {logits.dtype}")  # fmt: skip
@@ -250,7 +250,7 @@ def _run_numba(batch: Batch) -> np.ndarray:
 
 
 def _run_torch(batch: Batch) -> np.ndarray:
-    """Every row is sampled at once, then compared with the tails on the host."""
+    """Sample all rows at once, then compare them with the tails on the host."""
     import torch
 
     from specactor_ray.sampling import torch as torch_kernels
@@ -280,7 +280,7 @@ def _unfilled(batch: Batch) -> np.ndarray:
 
 
 def fitting(logits: torch.Tensor, ranks: int) -> str:
-    """The form that "auto" takes; `ranks`: see `Batch`."""
+    """The backend of "auto"; `ranks`: see `Batch`."""
     if logits.device.type == "cpu":
         return "numba"
     return "triton" if _fused_is_exact(logits.device, logits.dtype, ranks) else "torch"
@@ -295,7 +295,7 @@ def _fused_is_exact(device: torch.device, dtype: torch.dtype, ranks: int) -> boo
         from specactor_ray.sampling.fused import difference
 
         problem = difference(device, dtype, ranks)
-    except Exception as error:  # noqa: BLE001 - whatever is missing (triton, a compiler, a driver), torch samples alike
+    except Exception as error:  # noqa: BLE001 - without triton, a compiler or a driver torch samples the same tokens
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem:
         fall_back(logger, f"Sampling on {device} uses torch operations, many times slower than Triton's: {problem}")

@@ -1,14 +1,14 @@
 """The CPU kernels behind `specactor_ray.sampling`: keyed Gumbel-max over one row of logits, compiled by numba.
 
-The package's docstring and `docs/design/keyed-sampling.md` define what is computed; this file is about computing it
-fast. A row costs two passes over its logits: the maximum, then, block by block, exp(logit - max) (for the
-log-sum-exp), the Threefry words, and one comparison per token that rules out nearly every draw before any
-logarithm is taken (`_bar`). No kernel starts threads; all release the GIL.
+The docstring of `keyed.py` and `docs/design/keyed-sampling.md` define the results; this file computes them fast. A row
+takes two passes over its logits: the maximum, then, block by block, exp(logit - max) (for the log-sum-exp), the
+Threefry words, and one comparison per token that excludes nearly every draw before any logarithm is taken (`_bar`).
+No kernel starts threads; all release the GIL.
 
-All kernels stay in one file on purpose: numba's on-disk cache notices changes of the file a function is in, not
-of the files it calls into. Loops are kept simple enough for LLVM to vectorise them, hence the casts after every
-operation: numba widens `uint32 + uint32` to 64 bits, and the slices: of `x[start + i]` it cannot exclude a negative
-index, so that the load becomes a gather, three times as slow.
+All kernels are in one file because numba's on-disk cache detects changes of a function's own file, not of the files
+that it calls. Loops are simple enough for LLVM to vectorise them. Hence the casts after every operation: numba widens
+`uint32 + uint32` to 64 bits; and the slices: numba cannot exclude a negative index in `x[start + i]`, so that the load
+becomes a gather, three times as slow.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from specactor_ray.jit import kernel
 
 OK, ERR_NAN, ERR_POS_INF, ERR_ALL_NEG_INF, ERR_TOO_LARGE = 0, 1, 2, 3, 4
 MAX_LOGIT = 1e30
-"""Largest logit taken: above it float32 differences of finite logits could overflow."""
+"""Largest valid logit: above it float32 differences of finite logits could overflow."""
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy, as in vLLM: logits divided by less drown the noise anyway."""
+"""Temperature below which sampling is greedy, as in vLLM: logits divided by less exceed the noise anyway."""
 MASS_UNIT = 2.0**42
-"""Top-p counts probabilities in whole numbers of exp((logit - max) / T) / 2^42: their sums have no order, so that all
-forms agree on the cut. A sum fits 64 bits for up to 2^21 tokens."""
+"""Units of top-p: probabilities are whole numbers of exp((logit - max) / T) / 2^42, whose sums do not depend on the
+order, so that all forms agree on the cut. A sum fits into 64 bits for up to 2^21 tokens."""
 
 MAX_POSITION = 2**32 - 1
 
@@ -82,7 +82,7 @@ def threefry2x32(k0: Any, k1: Any, c0: Any, c1: Any) -> Any:
 
 @_jit
 def log_f64(x: Any) -> Any:
-    """Natural logarithm of a positive normal float64 by +, -, *, / alone, so that every device agrees on each bit.
+    """Natural logarithm of a positive normal float64 by +, -, *, / alone, so that all devices give the same bits.
 
     x = 2^k (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)]; log(1 + f) = 2 atanh(s), s = f / (2 + f), |s| < 0.172:
     eleven terms of the odd series leave an error below 1e-17.
@@ -442,7 +442,7 @@ def sample_row(x: Any, bits: Any, key: Any, temperature: Any, top_k: Any, top_p:
         return _greedy(x, m, want_margin, e)
     cut = find_cut(x, m, temperature, top_k, top_p)
     inv_t = np.float32(1.0 / temperature)
-    # The most probable token goes first: its score makes a good bar, and no filter drops it.
+    # The most probable token comes first: its score makes a good bar, and no filter drops it.
     token = _first_index(x, m)
     best, second = _score(m, token, key, temperature), -np.inf
     state = (best, second, token, _bar(m, temperature, second if want_margin else best))
@@ -461,7 +461,7 @@ def sample_row(x: Any, bits: Any, key: Any, temperature: Any, top_k: Any, top_p:
 
 @_jit
 def survey(rows: Any, offsets: Any, tail_offsets: Any, positions: Any, slots: Any, rules: Any) -> Any:
-    """Whether the requests read logits of `rows` rows and rules that exist, whether their positions can be keyed, and
+    """Whether all requests read existing logits (of `rows` rows) and rules, whether their positions can be keyed, and
     the length of the longest tail. Arrays as in `verify_batch`."""
     exist, keyed, longest = True, True, np.int64(0)
     for i in range(offsets.shape[0]):

@@ -1,4 +1,4 @@
-"""Log-probabilities that requests ask for: of the most probable tokens of committed positions, and of prompts."""
+"""Requested log-probabilities: of the most probable tokens at committed positions, and of prompts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 def most_probable(
     logits: torch.Tensor, offsets: np.ndarray, found: Found, slots: np.ndarray, rules: Rules
 ) -> TopTokens | None:
-    """The most probable tokens at the positions that were sampled, under softmax(logits / T) (T = 1 at temperature 0).
+    """The most probable tokens at the sampled positions, under softmax(logits / T) (T = 1 at temperature 0).
 
     They are ordered by (probability descending, id ascending). Log-probabilities are those of the sampled tokens plus
     the difference of the logits over T: no second sum over the vocabulary, and the same bits for the same token.
 
     Args:
-        logits, offsets, slots, rules: As of `verify_arrays`.
-        found: What it returned.
+        logits, offsets, slots, rules: As in `verify_arrays`.
+        found: Result of `verify_arrays`.
 
     Returns:
-        None where no request asks for any.
+        The tokens; None if they are requested nowhere.
     """
     if not rules.any_tops or not (wanted := rules.tops[slots]).any():
         return None
@@ -54,7 +54,7 @@ def logprobs_of(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
 
 
 def _ranked(logits: torch.Tensor, rows: np.ndarray, sampled: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row the tokens with the largest logits, `(n, most)`, and float64 by how much their logits exceed the
+    """Tokens with the largest logits of each row, `(n, most)`, and the float64 differences of their logits from the
     sampled token's. Equal logits are ordered by id on every device."""
     import torch
 
@@ -63,7 +63,7 @@ def _ranked(logits: torch.Tensor, rows: np.ndarray, sampled: np.ndarray, most: i
     best = x.topk(min(most + 1, x.shape[1]), dim=1)
     tokens, values = best.indices.cpu().numpy(), best.values.cpu().numpy()
     if tokens.shape[1] > most:
-        tied = np.flatnonzero(values[:, most] == values[:, most - 1])  # which of the last ones count is topk's choice
+        tied = np.flatnonzero(values[:, most] == values[:, most - 1])  # topk chooses freely among equal last ones
         tokens, values = tokens[:, :most], values[:, :most]
         if len(tied):
             at = torch.from_numpy(tied).to(x.device)

@@ -1,4 +1,4 @@
-"""How the requests of an engine are sampled: one line of numbers per row, written when a request begins."""
+"""Sampling rules of an engine's requests: one entry of numbers per row, written when a request begins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # lookups draw noise without torch
     import torch
 
 _RULE = np.dtype([("seed", "u8"), ("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("base", "i8")])
-"""Five words of 8 bytes, in the order of `sampling.triton.RULE_FIELDS`."""
+"""Data type of a rule: five words of 8 bytes, in the order of `sampling.triton.RULE_FIELDS`."""
 
 
 class Rules:
@@ -25,17 +25,17 @@ class Rules:
     the sequence and set the base to minus the length of the prompt.
 
     Args:
-        slots: Rows to begin with; `write` makes room for more.
-        device: Where `words` are.
+        slots: Initial number of rows; `write` makes room for more.
+        device: Device of `words`.
     """
 
     def __init__(self, slots: int, device: torch.device | None = None) -> None:
         self.table = np.zeros(slots, _RULE)
         """Structured array `(slots,)`: seed, temperature, top_k, top_p, base."""
         self.any_filtered = False
-        """Whether top-k or top-p may leave out tokens of some slot; then a call on the device takes one kernel more."""
+        """Whether top-k or top-p may leave out tokens of some slot; a call on the device then has one more kernel."""
         self.tops = np.zeros(slots, np.int32)
-        """int32 `(slots,)`: most probable tokens whose log-probabilities are asked for."""
+        """int32 `(slots,)`: number of most probable tokens whose log-probabilities are requested."""
         self.any_tops = False
         self._device = device
         self._words: torch.Tensor | None = None
@@ -63,7 +63,7 @@ class Rules:
 
 
 class Batch(NamedTuple):
-    """The arguments of `sampling.verify_arrays`, which documents them; `width`: most drafts of a request and one."""
+    """The arguments of `sampling.verify_arrays`, which documents them; `width`: most drafts of a request plus one."""
 
     logits: torch.Tensor
     offsets: np.ndarray
@@ -74,10 +74,10 @@ class Batch(NamedTuple):
     slots: np.ndarray
     rules: Rules
     ranks: int
-    """Candidates ranked per draw: 1: tokens alone; 2: margins as well; more: also these candidates."""
+    """Ranked candidates per draw: 1: tokens alone; 2: margins as well; more: also these candidates."""
 
 
 def filtered(rules: np.ndarray) -> np.ndarray:
-    """bool `(n,)`: which rules of a table may leave out tokens."""
+    """bool `(n,)`: whether each rule of a table may leave out tokens."""
     found: np.ndarray = ((rules["top_k"] > 0) | (rules["top_p"] < 1.0)) & (rules["temperature"] >= GREEDY_BELOW)
     return found

@@ -14,8 +14,8 @@ def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
     """Seed of one sample of one prompt: the first 8 bytes, little-endian, of keyless BLAKE2b.
 
     The hashed message is the three numbers as little-endian unsigned 64-bit words, under the personalisation
-    `specactor-seed`. Stable across processes, machines and versions. A prompt that comes back in a later epoch
-    needs another `run_seed` or `prompt_index`, or it is answered the same way again.
+    `specactor-seed`. Stable across processes, machines and versions. A prompt in a later epoch needs another
+    `run_seed` or `prompt_index`, or it gets the same answer again.
 
     Returns:
         An unsigned 64-bit number.
@@ -32,12 +32,12 @@ def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
 
 
 def sample_of(sampling: SamplingParams, prompt_index: int, sample_index: int) -> SamplingParams:
-    """The parameters of one sample of one prompt: those of the run under the sample's own seed (`derive_seed`)."""
+    """The parameters of one sample of one prompt: those of the run with the sample's own seed (`derive_seed`)."""
     return replace(sampling, seed=derive_seed(sampling.seed, prompt_index, sample_index))
 
 
 def own_noise(sampling: SamplingParams) -> SamplingParams:
-    """The same request with noise of the drafter's own: another seed, derived from the request's (BLAKE2b under the
-    personalisation `specactor-draft`), so that draws are independent of the target's and still the same every time."""
+    """The same request with the drafter's own noise: another seed, derived from the request's (BLAKE2b under the
+    personalisation `specactor-draft`), so that draws are independent of the target's and still reproducible."""
     digest = hashlib.blake2b(struct.pack("<Q", sampling.seed), digest_size=8, person=b"specactor-draft").digest()
     return replace(sampling, seed=int.from_bytes(digest, "little"))

@@ -1,4 +1,4 @@
-"""The torch form of keyed sampling, for logits on a GPU: the same integers, so the same noise and the same tokens.
+"""Torch form of keyed sampling, for logits on a GPU: the same integers give the same noise and the same tokens.
 
 Everything is elementwise or along the vocabulary with fixed shapes, and nothing waits for the device. The noise
 uses integer operations and float64 +, -, *, / only, each rounded by itself, so its bits do not depend on the
@@ -51,7 +51,7 @@ def log_f64(x: Tensor) -> Tensor:
 
 
 def gumbel(x0: Tensor, x1: Tensor) -> Tensor:
-    """Gumbel noise, float32, of two Threefry words (int64 tensors of 32-bit words)."""
+    """Gumbel noise, float32, from two Threefry words (int64 tensors of 32-bit words)."""
     u = (((x0 << 20) | (x1 >> 12)).to(torch.float64) + 0.5) * 2.0**-52
     return (-log_f64(-log_f64(u))).to(torch.float32)
 
@@ -77,7 +77,7 @@ def _mass(y: Tensor) -> Tensor:
 
 
 def _kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """(N, V) bool: tokens that top-k, then top-p leave, in the order (logit descending, id ascending)."""
+    """(N, V) bool: tokens that remain after top-k, then top-p, in the order (logit descending, id ascending)."""
     n, vocab = logits.shape
     values, ids = torch.sort(logits, dim=1, descending=True, stable=True)
     rank = torch.arange(vocab, device=logits.device)
@@ -99,7 +99,7 @@ def _statuses(logits: Tensor, top: Tensor) -> Tensor:
 
 
 def _perturbed(logits: Tensor, rules: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Scores (N, V) float64, -inf where top-k and top-p leave a token out, and temperatures (N, 1), 1 of greedy rows.
+    """Scores (N, V) float64, -inf where top-k and top-p leave a token out; temperatures (N, 1), 1 for greedy rows.
 
     Args:
         logits: (N, V) float32.
@@ -120,7 +120,7 @@ def _perturbed(logits: Tensor, rules: np.ndarray, positions: np.ndarray) -> tupl
 def sample_batch(
     logits: Tensor, rules: np.ndarray, positions: np.ndarray, want_margin: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, logprobs, margins, statuses) of N rows; margins are 0 unless asked for. One copy to the host.
+    """(tokens, logprobs, margins, statuses) of N rows; margins are 0 without `want_margin`. One copy to the host.
 
     Args:
         logits: (N, V).

@@ -1,10 +1,11 @@
-"""The fused form of keyed sampling in Triton: one pass over the logits, drafts compared on the device.
+"""Fused form of keyed sampling in Triton: one pass over the logits, drafts are compared on the device.
 
-`scan` reads a chunk of a row per program. Nearly every draw is ruled out by a bound that needs no logarithm; the exact
-score, in float64, is computed only for tokens that can still win. `filter_rows` applies top-k and top-p, in rows that
-have them. `commit` merges the chunks of a request's rows, compares the winners with its drafts up to the first
-difference, and writes what the host reads into one buffer. `docs/design/keyed-sampling.md` shows why the tokens are
-those of `sampling.numba`, bit for bit. It needs every float64 operation rounded by itself: `enable_fp_fusion=False`.
+`scan` reads a chunk of a row per program. A bound without a logarithm excludes nearly every draw; the exact score, in
+float64, is computed only for tokens that can still win. `filter_rows` applies top-k and top-p in rows that have them.
+`commit` merges the chunks of a request's rows, compares the winners with its drafts up to the first difference, and
+writes the results for the host into one buffer. `docs/design/keyed-sampling.md` proves that the tokens are those of
+`sampling.numba`, bit for bit. This requires that every float64 operation is rounded by itself:
+`enable_fp_fusion=False`.
 
 Importing this module imports triton. With TRITON_INTERPRET=1 the kernels run on tensors of the CPU.
 """
@@ -25,7 +26,7 @@ RULE_FIELDS = 5
 SCAN: dict[str, Any] = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
 FILTER: dict[str, Any] = {"BLOCK": 1024, "num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
 COMMIT: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
-"""Block sizes and options of the kernels' launches. Without `maxnreg` the assembler fits `filter_rows` of one rank into
+"""Block sizes and options of the kernels' launches. Without `maxnreg` the assembler limits `filter_rows` of one rank to
 80 registers on compute capability 8.0, and spills."""
 
 _FIELDS = tl.constexpr(RULE_FIELDS)
@@ -135,7 +136,7 @@ def _bits_per_logit(temperature):
 
 @triton.jit
 def _bound(y, v, k0, k1, position):
-    """What (score - pivot / T) / log 2 of a token cannot exceed, where y is its part without noise.
+    """Upper bound of (score - pivot / T) / log 2 of a token, where y is its part without noise.
 
     With w = 1 - u, g <= -log(w), and ~x0 <= 2^32 w. The bits of a float, read as a fixed-point number, are a lower
     bound of its logarithm to base 2, at most 0.0861 below it.
@@ -147,7 +148,7 @@ def _bound(y, v, k0, k1, position):
 
 @triton.jit
 def _bar(rival, level):
-    """The bound of a token that can reach the score `rival` is at least this."""
+    """Least bound of a token that can reach the score `rival`."""
     distance = (rival - level) * _LOG2E
     slack = tl.abs(distance) * _SLACK_OF_DISTANCE + tl.abs(level) * (_SLACK_OF_LEVEL * _LOG2E) + _SLACK_BITS
     return tl.where(rival == -float("inf"), -float("inf"), distance - slack).to(tl.float32)
@@ -165,7 +166,7 @@ def _nothing(RANKS: tl.constexpr):
 
 @triton.jit
 def _insert(score, at, scores, tokens, RANKS: tl.constexpr):
-    """A ranking with one token more; of equal scores the lower token comes first."""
+    """The ranking with one more token; among equal scores the lower token comes first."""
     best, ids = (), ()
     for rank in tl.static_range(RANKS):
         first = (score > scores[rank]) | ((score == scores[rank]) & (at < tokens[rank]))
@@ -177,7 +178,7 @@ def _insert(score, at, scores, tokens, RANKS: tl.constexpr):
 
 @triton.jit
 def _draw(row, v, bound, k0, k1, position, temperature, level, scores, tokens, RANKS: tl.constexpr):
-    """The ranking after the tokens of a block, taken by descending bound for as long as one can still enter it."""
+    """The ranking after the tokens of a block, taken by descending bound as long as one can still enter it."""
     bar = _bar(scores[RANKS - 1], level)
     peak = tl.max(bound)
     while (peak >= bar) & (peak > -float("inf")):
@@ -323,7 +324,7 @@ def _block(row, start, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count(row, vocab, key, BLOCK: tl.constexpr):
-    """How many tokens have at least this key."""
+    """Number of tokens with at least this key."""
     counts = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, BLOCK):
         v, x = _block(row, start, vocab, BLOCK)
@@ -346,11 +347,11 @@ def _before(row, vocab, value, token, top, temperature, with_mass, BLOCK: tl.con
 
 @triton.jit
 def _whole_mass(row, vocab, top_k, top, temperature, BLOCK: tl.constexpr):
-    """The mass of the tokens that top-k leaves."""
+    """The mass of the tokens that remain after top-k."""
     low, high = tl.full((), -0x80000000, tl.int64), _key(top).to(tl.int64)
     if (top_k <= 0) | (top_k >= vocab):
         high = low
-    while low < high:  # the largest key that k tokens have at least
+    while low < high:  # the largest key that at least k tokens reach
         middle = (low + high + 1) >> 1
         enough = _count(row, vocab, middle.to(tl.int32), BLOCK) >= top_k
         low = tl.where(enough, middle, low)
@@ -373,7 +374,7 @@ def _is_kept(row, vocab, value, token, top, temperature, top_k, target, BLOCK: t
 def _best_before(
     row, vocab, cut_value, cut_token, kept, top, k0, k1, position, temperature, BLOCK: tl.constexpr, RANKS: tl.constexpr
 ):  # fmt: skip
-    """(score, token) of the best token before the cut, those of `kept` left out."""
+    """(score, token) of the best token before the cut, except those of `kept`."""
     level = top.to(tl.float64) / temperature
     best, ids = _nothing(1)
     for start in range(0, vocab, BLOCK):
@@ -392,7 +393,7 @@ def filter_rows(
     logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, width, chunks,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests * width,). Replaces the ranking of rows with top-k or top-p by that of the kept tokens."""
+    """Grid (requests * width,). Replace the ranking of rows with top-k or top-p by that of the kept tokens."""
     row = tl.program_id(0)
     request, j = row // width, row % width
     k0, k1, position, temperature, top_k, top_p = _rule(rules, slots, positions, request, j)

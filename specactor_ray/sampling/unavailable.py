@@ -1,4 +1,4 @@
-"""Options of other engines that keyed sampling does not have, with the values that ask for nothing."""
+"""Options of other engines that keyed sampling lacks, with their values without effect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Option(NamedTuple):
     """An option that is not available."""
 
     neutral: tuple[Any, ...]
-    """Values that ask for nothing."""
+    """Values without effect."""
     reason: str
 
 
@@ -44,18 +44,18 @@ UNAVAILABLE: Mapping[str, Option] = {
     "truncate_prompt_tokens": Option((None,), "a prompt that is too long fails alone"),
     **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data"), Option((None,), _TEXT)),
 }
-"""Name in vLLM, SGLang, TRL or OpenAI's interface → what it is about."""
+"""Name in vLLM, SGLang, TRL or OpenAI's interface → option."""
 
 
 def refuse(options: Mapping[str, Any], where: str = "") -> None:
-    """Refuse the first option that asks for what keyed sampling does not have; names that are not here pass.
+    """Refuse the first unavailable option with a value other than a neutral one; names that are not listed pass.
 
     Args:
         options: Name → value.
-        where: Begins the message, such as `TRL: `.
+        where: Begin of the message, such as `TRL: `.
 
     Raises:
-        UnavailableError: It names the option, the value and the reason.
+        UnavailableError: An option is refused; the message names the option, the value and the reason.
     """
     for name, value in options.items():
         option = UNAVAILABLE.get(name)

@@ -1,1 +1,1 @@
-"""The virtual cluster: the product's own loops, queues and policies on one deterministic thread."""
+"""The virtual cluster: the package's own loops, queues and policies on one deterministic thread."""

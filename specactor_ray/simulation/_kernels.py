@@ -1,6 +1,6 @@
-"""Loops over the rows of a simulated engine and the slots of a simulated drafter, compiled by numba.
+"""Kernels over the rows of a simulated engine and the slots of a simulated drafter, compiled by numba.
 
-In one file for the reason that `verify/_kernels.py` gives.
+They are in one file for the reason given in `verify/_kernels.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from specactor_ray.target.base import Finish
 
 _jit: Any = kernel()
 
-# Rows of `SimulatedEngine`'s table: tokens of the prompt, output tokens so far and in all, positions that are not in
-# the cache yet, and max_tokens.
+# Rows of `SimulatedEngine`'s table: prompt tokens, output tokens so far and in total, positions that are not in the
+# cache yet, and max_tokens.
 PROMPT, OUTPUT, END, MISSING, MOST = range(5)
 NO_GUESS = -1
 _LIMIT, _STOP, _RUNNING = (np.uint8(one) for one in (Finish.LENGTH, Finish.STOP, Finish.RUNNING))
@@ -28,17 +28,16 @@ _LIMIT, _STOP, _RUNNING = (np.uint8(one) for one in (Finish.LENGTH, Finish.STOP,
 
 @_jit
 def begin_step(admitted: Any, table: Any, rows: Any, lengths: Any, budget: int) -> Any:
-    """Match drafts with the rows that decode, and fill the rest of a step of `budget` positions with prompts, the
-    oldest first.
+    """Match drafts with decoding rows, and fill the rest of a step of `budget` positions with prompts, oldest first.
 
     Args:
-        admitted: `(n,)` rows in the order of admission.
-        table: `(5, rows)`; prompts that are filled in are taken off `MISSING`.
-        rows, lengths: Of the drafts.
+        admitted: `(n,)`: rows in the order of admission.
+        table: `(5, rows)`; `MISSING` decreases by the prompt positions of the step.
+        rows, lengths: Rows and lengths of the drafts.
 
     Returns:
-        By row of the table, the begin of its drafts and how many there are; rows that decode, positions decoded,
-        positions of prompts.
+        By row of the table, the begin and the number of its drafts; numbers of decoding rows, of decoded positions, and
+        of prompt positions.
     """
     firsts, drafted, offered = np.zeros((3, table.shape[1]), np.int32)
     begin = 0
@@ -60,7 +59,7 @@ def begin_step(admitted: Any, table: Any, rows: Any, lengths: Any, budget: int) 
 
 @_jit
 def verify(admitted: Any, table: Any, truth: Any, firsts: Any, drafted: Any, guesses: Any) -> Any:
-    """Commit for all rows whose prompts are in: drafts up to the first wrong one, and one token more.
+    """Commit for all rows with complete prompts: drafts up to the first wrong one, and one more token.
 
     Returns:
         Columns of a `StepResult`: rows, starts, lengths, tokens, drafted, accepted, finish.
@@ -94,7 +93,7 @@ def verify(admitted: Any, table: Any, truth: Any, firsts: Any, drafted: Any, gue
 
 @_jit
 def reads(placed: Any, cached: Any, mirror: Any) -> bool:
-    """Whether a main chain with room has to read more than its last token; `cached`: tokens in the cache."""
+    """Whether a main chain with room must read more than its last token; `cached`: number of tokens in the cache."""
     mirror = Lines(*mirror)
     for slot in range(len(placed)):
         end = mirror.ends[slot]
@@ -108,20 +107,21 @@ def reads(placed: Any, cached: Any, mirror: Any) -> bool:
 def draft(
     known: Any, ranks: Any, cached: Any, mirror: Any, table: Any, slots: Any, numbers: Any, vocab_size: int, most: int
 ) -> Any:
-    """Read what chains lack in the cache, and find the candidates of their next tokens.
+    """Read the tokens that chains lack in the cache, and find the candidates of their next tokens.
 
     Args:
-        known: `(slots, most)` right tokens.
-        ranks: `(slots, 2, most)`, see `Text.ranks`.
-        cached: `(slots,)` tokens of main chains in the cache, updated, as is `rows` of the table of branches.
+        known: `(slots, most)`: right tokens.
+        ranks: `(slots, 2, most)`: see `Text.ranks`.
+        cached: `(slots,)`: number of tokens of main chains in the cache, updated, as is `rows` of the table of
+            branches.
         mirror, table: Arrays of `MirrorTable` and `BranchTable`.
         slots, numbers: Columns of `Chains`, `(n,)`.
-        vocab_size: Of the tokens.
-        most: Candidates of a position.
+        vocab_size: Vocabulary size of the tokens.
+        most: Candidates per position.
 
     Returns:
-        Where the next tokens are in their lines, int64 `(n,)`; prompt tokens that were read; int32: candidates
-        `(n, most)`, the first one first, and ranges of gaps `(n,)`. Wrong ones differ.
+        Indices of the next tokens in their lines, int64 `(n,)`; number of prompt tokens that were read; int32:
+        candidates `(n, most)`, in order, and ranges of gaps `(n,)`. Wrong candidates differ from each other.
     """
     mirror, table = Lines(*mirror), Planes(*table)
     tokens, gaps = np.empty((len(slots), most), np.int32), np.empty(len(slots), np.int32)
@@ -144,7 +144,7 @@ def draft(
 
 @_jit
 def held(placed: Any, cached: Any, table: Any) -> Any:
-    """Slots that are drafted for, and tokens of their caches: of main chains, and of the branches of all slots."""
+    """Number of slots with a place, and of tokens in their caches: of main chains, and of the branches of all slots."""
     table = Planes(*table)
     count, tokens = 0, 0
     for slot in range(len(placed)):
@@ -160,7 +160,7 @@ def held(placed: Any, cached: Any, table: Any) -> Any:
 @_jit
 def look_up(known: Any, lines: Any, prompts: Any, ends: Any, slots: Any, limits: Any) -> int:
     """Fill the windows of slots as far as there are guesses; `lines`, `prompts`, `ends`: arrays of `MirrorTable`.
-    Returns the tokens found."""
+    Returns the number of found tokens."""
     found = 0
     for i in range(len(slots)):
         slot = slots[i]

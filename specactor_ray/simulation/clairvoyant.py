@@ -1,8 +1,8 @@
-"""A policy on true figures: the limit against which the product's own is judged.
+"""A policy with true figures: the upper bound with which the package's own policy is compared.
 
 It uses the true probability of each guess (not its outcome), the true cost of every step and the length of every
-output, and the product's own rules of decision. When all requests are there at once, it hands out the longest first.
-Decisions are optimal step by step, not over the whole rollout.
+output, and the package's own rules of decision. If all requests arrive at once, it sends the longest first. Decisions
+are optimal for each step, not for the whole rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specactor_ray.verify.cost import StepCost
 from specactor_ray.verify.table import RequestTable
 
 _POINTS = 33
-"""Draft positions at which a step's cost is computed; in between it is a straight line."""
+"""Number of draft positions at which a step's cost is computed; the cost is linear in between."""
 
 
 class KnownAcceptance(Acceptance):
@@ -38,7 +38,7 @@ class KnownAcceptance(Acceptance):
 
 
 class KnownCost(StepCost):
-    """True seconds of a step, our Python included."""
+    """True seconds of a step, the package's Python included."""
 
     is_known = True
 

@@ -16,7 +16,7 @@ from specactor_ray.simulation.network import Network, Node, VirtualActor, Virtua
 from specactor_ray.simulation.world import World
 
 LINGER_S = (0.0, 1.5)
-"""Seconds from the request to end a process to its end, at least and at most."""
+"""Least and most seconds from the request to end a process to its end."""
 
 
 @dataclass(eq=False)
@@ -36,14 +36,14 @@ class Machines:
     groups: list[Group] = field(default_factory=list)
 
     def free(self, node: Node) -> tuple[float, float]:
-        """CPUs and GPUs of a node that no group has."""
+        """Free CPUs and GPUs of a node."""
         if not node.alive:
             return 0.0, 0.0
         here = [group.demand for group in self.groups if group.node is node]
         return node.cpus - sum(demand.cpus for demand in here), node.gpus - sum(demand.gpus for demand in here)
 
     def place(self, group: Group) -> None:
-        """Give the group a node that has room, if it has none that lives."""
+        """Assign a node with room to the group, if it has no live node."""
         if group.node is None or not group.node.alive:
             group.node = None
             group.node = next((node for node in self.nodes if self._has_room(node, group.demand)), None)
@@ -72,10 +72,10 @@ class VirtualReaper:
 
 
 class VirtualBackend:
-    """The `Backend` of a simulated controller. `numbers` are for names: no two actors of a simulation share one."""
+    """The `Backend` of a simulated controller. `numbers` are for names: no two actors of a simulation have the same."""
 
     start_s: tuple[float, float] = (0.1, 2.0)
-    """Shortest and longest time that the process of an actor takes to come up."""
+    """Least and most seconds of the start of an actor's process."""
 
     def __init__(
         self, network: Network, machines: Machines, controller: VirtualActor, world: World, numbers: Iterator[int]
@@ -85,7 +85,7 @@ class VirtualBackend:
         self.calls = Calls(VirtualTransport(network, controller), clock)
         self.reaper: Reaper = VirtualReaper(network)
         self.actors: dict[str, VirtualActor] = {}
-        """Every actor that was launched, by its id."""
+        """Actor id → every launched actor."""
         self._numbers = numbers
 
     def suffix(self) -> str:

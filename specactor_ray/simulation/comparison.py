@@ -1,4 +1,4 @@
-"""Variants of one scenario side by side, at one or at several values of one of its keys."""
+"""Comparison of variants of one scenario, at one or several values of one of its keys."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from specactor_ray.simulation.workload import Recording, load_recording
 from specactor_ray.simulation.world import World
 
 ORACLE = "oracle"
-"""Name of the clairvoyant's result."""
+"""Name of the result of the clairvoyant policy."""
 
 
 @dataclass(frozen=True)
 class VariantJob:
-    """One variant of a scenario, by the product's own policy or by a clairvoyant."""
+    """Job of one variant of a scenario, with the package's own policy or the clairvoyant one."""
 
     path: Path
     overrides: Sequence[str]
@@ -43,7 +43,7 @@ class VariantJob:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A key of the scenario and the values that it takes, one after the other."""
+    """A key of the scenario and its values in turn."""
 
     key: str
     values: Sequence[str]
@@ -51,12 +51,12 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Compared:
-    """The variants at one value of the swept key."""
+    """Results of the variants at one value of the swept key."""
 
     value: str
-    """Empty without a sweep."""
+    """Value of the swept key; empty without a sweep."""
     results: Sequence[Result]
-    """In the order of the variants, the clairvoyant's (`oracle`) last; those that finished."""
+    """Finished results in the order of the variants, the clairvoyant one (`oracle`) last."""
 
 
 def compare_along(
@@ -71,19 +71,19 @@ def compare_along(
     """Simulate variants of a scenario, at every value of a sweep.
 
     Args:
-        sweep: None: the scenario as it is.
+        sweep: Values of a key; None: the unchanged scenario.
         path: The scenario's file.
         overrides: `KEY=VALUE` items that hold for all variants.
         names: Variants to simulate; default: all of the scenario.
-        oracle: Add a result named `oracle`: the fastest variant under a clairvoyant's decisions (`clairvoyant.py`).
+        oracle: Add a result `oracle`: the fastest variant with the clairvoyant policy (`clairvoyant.py`).
         processes, on_progress: See `run_jobs`.
 
     Returns:
-        One element per value. An interruption (KeyboardInterrupt) leaves what had finished.
+        One element per value. After an interruption (KeyboardInterrupt) the finished results.
 
     Raises:
         UserError: The scenario, a variant or a recorded file is wrong.
-        SimulationError: A variant cannot end, or the product raised.
+        SimulationError: A variant cannot end, or the package raised an error.
     """
     along = [("", tuple(overrides))]
     if sweep is not None:
@@ -110,7 +110,7 @@ def compare_along(
 def choose_variants(
     path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None, oracle: bool = False
 ) -> list[str]:
-    """The variants to simulate, each checked and named once.
+    """The variants to simulate, checked and without duplicates.
 
     Raises:
         ConfigError: The scenario or a variant is wrong, or there is no such variant.
@@ -128,7 +128,7 @@ def choose_variants(
 
 
 def flattened(path: Path, overrides: Sequence[str], sweep: Sweep | None, names: Sequence[str]) -> list[str]:
-    """A line for each override or swept key that replaces a variant's own value."""
+    """One line for each override or swept key that replaces a variant's own value."""
     variants = load_scenario(path).variants
     keys = [item.partition("=")[0] for item in overrides] + ([sweep.key] if sweep is not None else [])
     lines = []
@@ -142,7 +142,7 @@ def flattened(path: Path, overrides: Sequence[str], sweep: Sweep | None, names: 
 
 
 def describe(scenario: ScenarioConfig) -> str:
-    """The requests of a scenario, in a line."""
+    """Description of a scenario's requests in one line."""
     workload = scenario.workload
     if workload.trajectories is not None:
         return f"requests recorded in {workload.trajectories} (other keys of the workload do not apply to them)"
@@ -160,16 +160,16 @@ def simulate_variant(
     on_progress: Callable[[float], None] = lambda share: None,
     clairvoyant: bool = False,
 ) -> Result:
-    """Simulate one variant in this process, with the product's decisions or a clairvoyant's.
+    """Simulate one variant in this process, with the package's policy or the clairvoyant one.
 
     Raises:
         UserError: The scenario, the variant or a recorded file is wrong.
-        SimulationError: The run cannot end, or the product raised.
+        SimulationError: The run cannot end, or the package raised an error.
     """
     scenario, recording = variant_of(path, overrides, name), None
     world, workload = build_world(scenario), scenario.workload
     if workload.trajectories is not None:
-        everything = workload.arrival is Arrival.continuous  # more requests wait than are measured
+        everything = workload.arrival is Arrival.continuous  # more requests wait than are counted
         recording = load_recording(Path(workload.trajectories), None if everything else workload.requests)
     check_requests(scenario, world, recording)
     world.clairvoyant = clairvoyant
@@ -183,7 +183,7 @@ def simulate_variant(
 
 
 def check_requests(scenario: ScenarioConfig, world: World, recording: Recording | None) -> None:
-    """Reject requests that the target model cannot serve.
+    """Reject requests that do not fit the target model.
 
     Raises:
         ConfigError: A verifier's cache or the model's context is too short for a request.
@@ -209,7 +209,7 @@ def check_requests(scenario: ScenarioConfig, world: World, recording: Recording 
 def build_report(
     path: Path, overrides: Sequence[str], names: Sequence[str], results: Sequence[Result], oracle: bool
 ) -> dict[str, Any]:
-    """The results that finished as plain data. `names`: the variants that were asked for; the first is the baseline."""
+    """The finished results as plain data. `names`: the requested variants; the first is the baseline."""
     scenario = load_scenario(path, overrides)
     return {
         "scenario": str(path),
@@ -261,6 +261,6 @@ def parse_sweep(text: str) -> Sweep:
 
 
 def _ratios(results: Sequence[Result], baseline: str) -> dict[str, float]:
-    """Variant → its tokens per second and device relative to the baseline; empty if the baseline did not finish."""
+    """Variant → tokens per second and device, relative to the baseline; empty if the baseline did not finish."""
     speeds = {result.variant: result.tokens_per_s_and_device for result in results}
     return {name: speed / speeds[baseline] for name, speed in speeds.items()} if baseline in speeds else {}

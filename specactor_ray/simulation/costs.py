@@ -1,4 +1,4 @@
-"""From a scenario's hardware to the world its models live in."""
+"""Makes a `World` of costs from a scenario's hardware."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from specactor_ray.simulation.world import DraftTime, LinearTime, Times, World
 from specactor_ray.speculation.costs import CostPoint, cost_grids
 
 _LOOKUP = LinearTime(0.0, row_s=5e-6)
-"""A lookup without a profile: 3.3 us an answer and 0.74 us a committed token (docs/design/suffix-drafter.md)."""
+"""Time of a lookup without a profile: 3.3 us an answer and 0.74 us a committed token
+(docs/design/suffix-drafter.md)."""
 
 _MERGE_LAYER_S = 14e-6
-"""Seconds a layer takes longer where the rows of a request read their common pages once: 5 kernels of 2 us, which
-gather and merge, with gaps of 0.8 us."""
+"""Additional seconds of a layer if the rows of a request read their common pages once: 5 kernels of 2 us, which gather
+and merge, with gaps of 0.8 us."""
 
 
 def build_world(scenario: ScenarioConfig) -> World:
     """Cost models, times and cache of a scenario; `SimulatedRollouts` sets text, Python and record.
 
     Raises:
-        ConfigError: The hardware does not exist, or has no figures of a model.
+        ConfigError: The hardware does not exist, or has no figures for a model.
     """
     hardware, target = load_hardware(scenario.hardware), scenario.config.target
     world = _timed_world(scenario, hardware)
@@ -49,15 +50,14 @@ def build_world(scenario: ScenarioConfig) -> World:
 def profile_world(
     scenario: ScenarioConfig, verify: Sequence[CostPoint], drafting: Mapping[str, Sequence[CostPoint]]
 ) -> World:
-    """The world of a machine that was measured: points of verifying, and of each draft method. Of a point that is there
-    more than once the mean counts."""
+    """The world of a measured machine: points of verifying, and of each draft method. Repeated points are averaged."""
     costs = {method: cost_grids(_mean(points)) for method, points in drafting.items()}
     hardware = ProfiledHardware("profile", scenario.config.target.model, cost_grids(_mean(verify)), costs)
     return _timed_world(scenario, hardware)
 
 
 def _timed_world(scenario: ScenarioConfig, hardware: Hardware) -> World:
-    """Durations alone."""
+    """A world with durations only."""
     target, steps = scenario.config.target, scenario.steps
     try:
         cost = hardware.target_cost(target.model, target.gpus or target.cores)
@@ -108,7 +108,7 @@ def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_
 
 
 class _Lookup:
-    """Seconds of a lookup: those of a token, times the tokens of each row; at least one token, whether found or not."""
+    """Seconds of a lookup: those of one token times the tokens of each row, at least one, whether found or not."""
 
     def __init__(self, token: StepCost) -> None:
         self._token = token
@@ -126,7 +126,7 @@ def _beside(scenario: ScenarioConfig, hardware: Hardware) -> float:
 
 
 def _stream_bytes(scenario: ScenarioConfig, hardware: Hardware) -> float:
-    """Bytes of a drafter's cache per token that it follows: the most of all methods."""
+    """Bytes of a drafter's cache per token of its requests: the maximum over methods."""
     if scenario.config.mode is ModeName.plain or not isinstance(hardware, RooflineHardware):
         return 0.0
     models = [drafter.model for drafter in scenario.config.drafters if drafter.model]

@@ -1,4 +1,4 @@
-"""The target engine of the virtual cluster: outputs are those of the world's text, durations those of a cost model."""
+"""Target engine of the virtual cluster, with outputs of the world's text and durations of a cost model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, Tar
 
 
 class SimulatedEngine:
-    """Makes the tokens of the world's text.
+    """Commits the tokens of the world's text.
 
-    Requests are admitted first come first served while there are rows and cache; prompts are prefilled in chunks of
-    what `max_step_tokens` leaves. When the cache is full the request admitted last gives up its share, waits as the
-    first of those that wait, and is prefilled again, as in vLLM (recompute preemption).
+    Requests are admitted first come first served while there are rows and cache; prompts are prefilled in chunks that
+    fit into the rest of `max_step_tokens`. When the cache is full, the request admitted last loses its cache, waits at
+    the head of the queue, and is prefilled again, as in vLLM (recompute preemption).
 
     Args:
-        actor, clock, network: Its process, the time of it, and what ends it when a request is poison.
+        actor, clock, network: Its actor, the clock of its process, and the network, which ends the process when a
+            request is poison.
         world: Text, durations, exceptions.
         max_batch, max_step_tokens: Most rows, and most positions, of a step.
-        cache_tokens: Most tokens of all contexts together.
+        cache_tokens: Most tokens of all contexts in total.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class SimulatedEngine:
         self._admitted: dict[int, None] = {}
         self._waiting: dict[int, None] = {}
         self._numbers = np.zeros((5, 0), np.int32)
-        """By row of the table: see `_kernels.py`."""
+        """`(5, rows)`: see `_kernels.py`."""
         self._truth = np.zeros((0, 1), np.int32)
-        """By row and output position."""
+        """`(rows, positions)`: output tokens."""
         self.cached_tokens = 0
-        """Of the contexts of admitted requests."""
+        """Number of tokens in the contexts of admitted requests."""
         self.speculates: Callable[[], bool] = lambda: False
         """Whether the verifier uses drafts in this step."""
 
@@ -98,7 +99,7 @@ class SimulatedEngine:
         return bool(self._requests)
 
     def _in_order(self) -> np.ndarray:
-        """Admitted rows, int32 `(n,)`, the oldest first."""
+        """Admitted rows, int32 `(n,)`, oldest first."""
         return np.fromiter(self._admitted, np.int32, len(self._admitted))
 
     def _context(self, row: int) -> int:
@@ -150,7 +151,7 @@ class SimulatedEngine:
             self._waiting = {row: None, **self._waiting}
 
     def _break_down(self) -> None:
-        """End or block the process for a poison request or a fault."""
+        """End or block the process because of a poison request or a fault."""
         world = self._world
         if self._actor.name in world.wedged:
             self._clock.sleep(float("inf"))

@@ -1,7 +1,7 @@
-"""Hardware by name or file: seconds of a step of a model, and the cache that fits.
+"""Hardware by name or file: seconds of a model's step, and size of the cache.
 
-Three kinds: a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml), steps measured by
-`scripts/gpu-check`, and a profile of `specactor profile`.
+There are three kinds: a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml), steps measured
+by `scripts/gpu-check`, and a profile of `specactor profile`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Hardware(abc.ABC):
 
     @abc.abstractmethod
     def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
-        """Tokens of keys and values that fit into this share of each GPU's memory beside the weights; 0 where not even
-        those fit. `other_weights_bytes`: what else lies on each GPU."""
+        """Tokens of keys and values that fit into this share of each GPU's memory beside the weights; 0 if the weights
+        alone do not fit. `other_weights_bytes`: bytes of other weights on each GPU."""
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
     """A shipped name (`h100`), a YAML file, or a profile (`.json`).
 
     Raises:
-        ConfigError: There is no such hardware, or the file is wrong; the message names file, key and fix.
+        ConfigError: There is no such hardware, or the file is invalid; the message names file, key and fix.
         InputError: A profile is damaged.
     """
     path = find_file(name_or_path)
@@ -87,12 +87,12 @@ class RooflineHardware(Hardware):
 
 @dataclass(frozen=True)
 class MeasuredHardware(Hardware):
-    """Steps that were measured, model by model. Memory is that of the shipped roofline of the same device."""
+    """Measured steps by model. Memory is that of the shipped roofline of the same device."""
 
     device: str
-    """As the driver names it, for example `NVIDIA H200`."""
+    """Device name of the driver, such as `NVIDIA H200`."""
     steps: Mapping[tuple[str, int], GridCost]
-    """(model, GPUs) → its steps."""
+    """(model, GPUs) → seconds of its steps."""
 
     def target_cost(self, model: str, gpus: int = 1) -> GridCost:
         cost = self.steps.get((model.lower(), gpus))
@@ -117,14 +117,14 @@ class MeasuredHardware(Hardware):
 
 @dataclass(frozen=True)
 class ProfiledHardware(Hardware):
-    """The machine of a profile: the target that was profiled, and its draft methods by name."""
+    """The machine of a profile: the profiled target, and its draft methods by name."""
 
     target: str
-    """The model that was profiled."""
+    """Name of the profiled model."""
     verify: Mapping[int, GridCost]
-    """Device count → steps of the target."""
+    """Device count → seconds of the target's steps."""
     drafting: Mapping[str, Mapping[int, GridCost]]
-    """Draft method → device count → its steps."""
+    """Draft method → device count → seconds of its steps."""
 
     def target_cost(self, model: str, gpus: int = 1) -> GridCost:
         if model != self.target:

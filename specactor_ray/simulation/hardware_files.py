@@ -1,4 +1,4 @@
-"""Reading of hardware files: YAML with figures and their sources, checked key by key."""
+"""Reader of hardware files: YAML with figures and their sources, checked key by key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHIPPED = PACKAGE_FILES / "simulation" / "hardware"
 
 HARDWARE, MODELS = "specactor hardware", "specactor models"
 
-# Key of a file → field, and how many units of the field one of the file is.
+# Key of a file → field, and the field's units in one unit of the file.
 _DEVICE_FIGURES: Mapping[str, tuple[str, float]] = {
     "peak_tflops": ("peak_flops", 1e12),
     "memory_bandwidth_tb_s": ("memory_bandwidth", 1e12),
@@ -35,7 +35,7 @@ _DEVICE_FIGURES: Mapping[str, tuple[str, float]] = {
 
 @dataclass(frozen=True)
 class Section:
-    """A mapping of a file, with the words for its mistakes."""
+    """A mapping of a file, with the texts of its errors."""
 
     file: Path
     prefix: str
@@ -46,7 +46,7 @@ class Section:
         return ConfigError(f"{self.file}: {self.prefix}{name}", problem, fix)
 
     def only(self, allowed: Iterable[str], required: Iterable[str] = ()) -> Section:
-        """Itself, once every key is known and none of the required is missing."""
+        """Return this section after a check for unknown and missing keys."""
         allowed = list(allowed)
         for name in self.values:
             if name not in allowed:
@@ -85,10 +85,10 @@ def shipped_hardware() -> list[str]:
 
 
 def find_file(name_or_path: str | Path) -> Path:
-    """A path as it is; a bare name among the shipped files.
+    """The file of a path, or of a bare name among the shipped files.
 
     Raises:
-        ConfigError: Neither exists.
+        ConfigError: The file does not exist.
     """
     path = Path(name_or_path).expanduser()
     if path.suffix in (".yaml", ".yml", ".json") or path.name != str(name_or_path):
@@ -105,10 +105,10 @@ def find_file(name_or_path: str | Path) -> Path:
 
 
 def read_file(path: Path, kind: str) -> Section:
-    """The top of a YAML file of this kind.
+    """The top section of a YAML file of this kind.
 
     Raises:
-        ConfigError: It cannot be read, is no YAML, or of another kind.
+        ConfigError: The file cannot be read, is not YAML, or has another kind.
     """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -138,17 +138,17 @@ def load_models(path: Path = SHIPPED / "models.yaml") -> Mapping[str, ModelSpec]
     """Model name → shape.
 
     Raises:
-        ConfigError: The file is wrong; the message names the key.
+        ConfigError: The file is invalid; the message names the key.
     """
     models = read_file(path, MODELS).only(("kind", "models")).section("models")
     return {name: _read_model(name, models.section(name)) for name in models.values}
 
 
 def find_model(name: str) -> ModelSpec:
-    """A shipped model shape, whatever the case of its name.
+    """A shipped model shape; the case of the name is ignored.
 
     Raises:
-        ConfigError: It is not among them.
+        ConfigError: There is no such shape.
     """
     models = load_models()
     if name.lower() not in models:

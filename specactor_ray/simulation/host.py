@@ -1,4 +1,4 @@
-"""The `ActorHost` of a simulated process: models that take virtual time."""
+"""`ActorHost` of a simulated process: models that take virtual time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SimulatedHost(ActorHost):
         return drafting
 
     def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
-        """Lookups in a recorded text are the product's own."""
+        """Build a simulated proposer; lookups in a recorded text are the package's own."""
         world, clock, name = self._world, self._clock, self._actor.name
         clock.work(world.times.load_s)
         if traits(drafter.method).looks_up and isinstance(world.text, RecordedText):

@@ -1,4 +1,4 @@
-"""Simulations side by side, each in a process of its own."""
+"""Parallel simulations, each in its own process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PROGRESS_STEP = 0.005
 
 
 class Job(Protocol):
-    """One result to compute. It travels to another process."""
+    """One result to compute; it is sent to another process."""
 
     @property
     def name(self) -> str:
-        """Different for each job."""
+        """Unique name of the job."""
 
     def run(self, on_progress: Callable[[float], None]) -> Result:
-        """Compute it, and report which share is done."""
+        """Compute the result, and report the finished share."""
 
 
 def run_jobs(
@@ -34,18 +34,18 @@ def run_jobs(
     processes: int | None = None,
     on_progress: Callable[[Mapping[str, float]], None] = lambda shares: None,
 ) -> dict[str, Result]:
-    """Run all jobs, which begin in this order.
+    """Run all jobs, which start in this order.
 
     Args:
         processes: Most processes to use at once; default: one per core. With 1, or a single job, everything runs in
             this process.
-        on_progress: Called with name → share that is done; 1 once its result is there.
+        on_progress: Called with name → finished share; 1 once the result is there.
 
     Returns:
-        Name → result. An interruption (KeyboardInterrupt) leaves those that had finished.
+        Name → result; after an interruption (KeyboardInterrupt) those of the finished jobs.
 
     Raises:
-        UserError, SimulationError: What a job raised.
+        UserError, SimulationError: The error of a job.
         SpecActorError: A job failed otherwise, or its process died.
     """
     processes = min(processes or len(os.sched_getaffinity(0)), len(jobs))
@@ -103,7 +103,7 @@ def _run_in_processes(
 
 
 def _run_job(job: Job, channel: Connection) -> Result | SimulationError:
-    """Run a job in a process of its own; progress goes through the channel."""
+    """Run a job in its own process; progress is sent through the channel."""
     silence()
     sent = 0.0
 

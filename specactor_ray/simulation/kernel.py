@@ -1,11 +1,11 @@
 """A deterministic kernel: synchronous code runs as coroutines of one thread, on virtual time.
 
-Code that takes a `Clock` runs here unmodified. Each task is a greenlet; a wait hands control to the kernel, which takes
-the next event from one heap ordered by (time, seeded random number, sequence number). So what is ready at the same time
-runs in an order that the seed chooses, and the same seed gives the same run: `digest` is a checksum of the events.
+Code that takes a `Clock` runs here unmodified. Each task is a greenlet; a wait passes control to the kernel, which
+takes the next event from one heap ordered by (time, seeded random number, sequence number). So the seed determines the
+order of simultaneous events, and the same seed gives the same run: `digest` is a checksum of the events.
 
-Simulated processes group tasks: they can be frozen, slowed down and killed as a whole, and their clocks have offsets of
-their own, so that code that compares times of two machines shows.
+Simulated processes group tasks: they can be frozen, slowed down and killed as a whole, and their clocks have different
+offsets, so that code that compares times of two machines is detected.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ T = TypeVar("T")
 
 _MAX_EVENTS_AT_ONCE = 500_000
 _MAX_READS_AT_ONCE = 200_000
-"""Events at one moment, and reads of a clock without a wait, after which the code is taken to spin."""
+"""Number of events at one time, and of reads of a clock without a wait, above which code counts as spinning."""
 _STAMP = struct.Struct("<dI").pack
 
 
 class SimulationError(Exception):
-    """The simulated program cannot go on: it spins without waiting, or waits for something that cannot happen."""
+    """The simulated program cannot continue: it spins without a wait, or waits for an impossible event."""
 
 
 @dataclass(eq=False)
 class Process:
-    """A simulated process: what it runs stops, slows down and dies together."""
+    """A simulated process, whose tasks stop, slow down and end together."""
 
     name: str
     offset_s: float = 0.0
-    """What its clocks show at virtual time 0."""
+    """Seconds on its clocks at virtual time 0."""
     slowness: float = 1.0
     """Factor of the durations of `work`."""
     dead: bool = False
     frozen: bool = False
     spent_s: float = 0.0
-    """Real seconds that its code ran, where the kernel measures it."""
+    """Real seconds of its code, if the kernel measures them."""
     held: list[tuple[Task, int]] = field(default_factory=list)
-    """Tasks that became ready while it was frozen."""
+    """Tasks that became ready while it was frozen, each with the number of its wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,23 +63,23 @@ class Task:
     coroutine: greenlet | None = None
     """None until it runs for the first time."""
     wake_id: int = 0
-    """Number of the wait it is in; a wake-up of an earlier wait is void."""
+    """Number of its current wait; a wake-up of an earlier wait has no effect."""
     done: bool = False
     waiters: list[tuple[Task, int]] = field(default_factory=list)
 
 
 class Kernel:
-    """Runs tasks and callbacks on virtual time. `seed` decides the order of what is ready at the same time; `trace` is
-    called with (time, what) for each event."""
+    """Runs tasks and callbacks on virtual time. `seed` determines the order of simultaneous events; `trace` is called
+    with (time, what) for each event."""
 
     def __init__(self, seed: int, trace: Callable[[float, str], None] | None = None) -> None:
         self.now = 0.0
-        """Virtual seconds."""
+        """Virtual time in seconds."""
         self.events = 0
         self.digest = 0
         """Checksum of all events so far: equal for equal runs."""
         self.crashes: list[tuple[str, BaseException]] = []
-        """Tasks that raised, in processes that were not killed."""
+        """Names and errors of tasks that raised, in processes that were not killed."""
         self.closed = False
         self._random = random.Random(f"kernel {seed}").random
         self._heap: list[tuple[float, float, int, Task | None, Any]] = []
@@ -92,12 +92,12 @@ class Kernel:
         self._idle: list[greenlet] = []
         """Coroutines whose task has ended."""
         self._dead: list[Task] = []
-        """Kept, so that no `finally` of a killed process runs in the middle of the simulation."""
+        """Tasks of killed processes, kept so that none of their `finally` blocks runs during the simulation."""
 
     # ---- tasks ----
 
     def spawn(self, target: Callable[[], None], name: str, process: Process) -> Task:
-        """Start a task; it runs as soon as the kernel comes to it."""
+        """Start a task, which runs at the kernel's next opportunity."""
         self._tasks += 1
         task = Task(target, name, process, self._tasks)
         self._alive[task] = None
@@ -121,15 +121,15 @@ class Kernel:
             self._hub.switch()
 
     def current(self) -> Task:
-        """The task that runs. Its coroutine is the current greenlet."""
+        """The running task. Its coroutine is the current greenlet."""
         if self._running is None:
             raise SimulationError("a wait outside a task of the simulation")
         return self._running
 
     def block(self, seconds: float | None) -> None:
-        """Suspend the running task until it is woken, at most this long; None: for ever.
+        """Suspend the running task until it is woken, at most this long; None: without a limit.
 
-        The caller has registered the wait with its waker: see `arm`.
+        The caller has registered the wait: see `arm`.
         """
         task = self.current()
         if self.closed:
@@ -141,23 +141,23 @@ class Kernel:
         self._hub.switch()
 
     def arm(self) -> tuple[Task, int]:
-        """Begin a wait: the running task and the number of the wait, for `wake`."""
+        """Begin a wait. Returns the running task and the number of the wait, for `wake`."""
         task = self.current()
         task.wake_id += 1
         return task, task.wake_id
 
     def wake(self, waiter: tuple[Task, int]) -> None:
-        """End a wait; void if it has ended already."""
+        """End a wait. Idempotent."""
         task, wake_id = waiter
         if wake_id == task.wake_id:
             self._push(self.now, task, wake_id)
 
     def at(self, time: float, callback: Callable[[], None]) -> None:
-        """Call something at a virtual time, outside of all processes. It must not wait."""
+        """Call a function at a virtual time, outside of all processes. It must not wait."""
         self._push(time, None, callback)
 
     def kill(self, process: Process) -> None:
-        """End a process: none of its tasks runs any more, not even a `finally`."""
+        """End a process: none of its tasks runs any more, `finally` blocks included."""
         process.dead = True
         process.held.clear()
         for task in [task for task in self._alive if task.process is process]:
@@ -174,11 +174,11 @@ class Kernel:
             self._push(self.now, task, wake_id)
 
     def measure(self) -> None:
-        """From now on, measure what the code of each process really takes."""
+        """Measure the real time of each process's code from now on."""
         self._measures = True
 
     def take_spent(self, process: Process) -> float:
-        """Real seconds that the code of the running process took since the last call."""
+        """Real seconds of the running process's code since the last call."""
         now = thread_time()
         spent, process.spent_s = process.spent_s + now - self._resumed_at, 0.0
         self._resumed_at = now
@@ -187,10 +187,10 @@ class Kernel:
     # ---- the loop ----
 
     def run(self, until: float = float("inf"), done: Callable[[], bool] = lambda: False) -> None:
-        """Run events until `done` holds, time passes `until`, or nothing is left to do.
+        """Run events until `done` holds, time passes `until`, or no event is left.
 
         Raises:
-            SimulationError: Something spins at one moment of virtual time.
+            SimulationError: Code spins at one moment of virtual time.
         """
         heap, pop = self._heap, heapq.heappop
         at_once, moment = 0, self.now
@@ -212,14 +212,14 @@ class Kernel:
                 self._resume(task, what)
 
     def close(self) -> None:
-        """End all tasks. Nothing of the simulation may run afterwards."""
+        """End all tasks. No code of the simulation may run afterwards."""
         self.closed = True
         for task in [*self._alive, *self._dead]:
             if task.coroutine is not None and not task.coroutine.dead:
                 self._running = task
                 try:
                     task.coroutine.throw()
-                except BaseException:  # noqa: BLE001 - what a task does while it is ended is of no interest
+                except BaseException:  # noqa: BLE001 - errors of a task during its end are ignored
                     continue
                 finally:
                     self._running = None
@@ -273,7 +273,7 @@ class VirtualClock:
         """The time of the process's clock.
 
         Raises:
-            SimulationError: The running task reads it again and again without a wait.
+            SimulationError: The running task reads the clock repeatedly without a wait.
         """
         kernel = self.kernel
         kernel.reads += 1
@@ -286,7 +286,7 @@ class VirtualClock:
         self.kernel.block(max(seconds, 0.0))
 
     def work(self, seconds: float) -> None:
-        """Be busy for as long as this takes on a process of this speed."""
+        """Be busy for the time that this work takes at the process's speed."""
         self.sleep(seconds * self.process.slowness)
 
     def event(self) -> VirtualEvent:

@@ -1,6 +1,6 @@
-"""Actors, calls and objects of the virtual cluster: what Ray is to the product, with faults that a seed chooses.
+"""Actors, calls and objects of the virtual cluster in place of Ray, with faults that a seed determines.
 
-A call takes time both ways, runs as a task of the actor's process (eight at once), and fails as Ray's calls do: the
+A call takes time both ways, runs as a task of the actor's process (eight at once), and fails like Ray's calls: the
 actor is gone for good, or it is unavailable, and the call may or may not have been carried out.
 """
 
@@ -31,9 +31,9 @@ from specactor_ray.target.base import TargetRequest
 
 _CONCURRENCY = 8
 _DETECTION_S = (0.01, 1.0)
-"""Seconds from the end of an actor to the errors of its callers, at least and at most."""
+"""Least and most seconds from the end of an actor to the errors of its callers."""
 _UNAVAILABLE_S = (0.05, 5.0)
-"""The same for an actor out of reach."""
+"""The same for an unreachable actor."""
 
 
 @dataclass(eq=False)
@@ -45,32 +45,32 @@ class Node:
     gpus: float = 0.0
     alive: bool = True
     cut_off: bool = False
-    """No call gets in or out."""
+    """Whether no call reaches or leaves it."""
 
 
 @dataclass
 class LinkFaults:
-    """What happens to calls, as probabilities; changed while the simulation runs."""
+    """Probabilities of faults of calls; changed while the simulation runs."""
 
     lost_before: float = 0.0
-    """The call does not arrive; it fails as of an unavailable actor."""
+    """The call does not arrive; it fails like one to an unavailable actor."""
     lost_after: float = 0.0
-    """It is carried out, and its answer is lost."""
+    """The call is carried out, and its answer is lost."""
     repeated: float = 0.0
-    """It is carried out twice."""
+    """The call is carried out twice."""
     delayed: float = 0.0
-    """It takes up to `delay_s` longer; calls overtake each other."""
+    """The call takes up to `delay_s` longer, so that calls overtake each other."""
     delay_s: float = 2.0
     object_lost: float = 0.0
-    """An object cannot be fetched this time."""
+    """A fetch of an object fails."""
 
 
 @dataclass(slots=True, eq=False)
 class Reference:
-    """A call that is under way, or an answer; also a `Delivery` of a link."""
+    """A call in flight, or an answer; also a `Delivery` of a link."""
 
     caller: Process | None = None
-    """When it is dead, callbacks are not called."""
+    """Process of the caller; callbacks are not called once it is dead."""
     done: bool = False
     value: Any = None
     error: SpecActorError | None = None
@@ -89,23 +89,23 @@ class Reference:
 
 @dataclass(eq=False)
 class VirtualActor:
-    """An actor and its process; also the handle it is called by."""
+    """An actor and its process; also its handle for calls."""
 
     name: str
     node: Node
     process: Process
     instance: Any = None
-    """None until its constructor has run."""
+    """The actor's object; None until its constructor has run."""
     running: int = 0
     queue: deque[Callable[[], None]] = field(default_factory=deque)
     open_calls: dict[Reference, None] = field(default_factory=dict)
-    """Calls that would fail if it died now."""
+    """Calls that would fail if the actor died now."""
     node_lost: bool = False
     concurrency: int = _CONCURRENCY
-    """Calls at a time. Those of the method `heartbeat` do not count, as in a concurrency group of its own."""
+    """Most calls at a time. Calls of the method `heartbeat` do not count, as in a separate concurrency group."""
 
     def lost(self) -> ActorLostError:
-        """The error of calls to it once its process has ended."""
+        """The error of calls to the actor once its process has ended."""
         return ActorLostError(f"{self.name}: its process ended", self.node_lost)
 
 
@@ -119,7 +119,7 @@ class StoredObject:
 
 @dataclass(slots=True, eq=False)
 class _Sent:
-    """One call on its way: `arrive` and `answer` are events, `run` is a task of the actor's process."""
+    """A call in flight: `arrive` and `answer` are events, `run` is a task of the actor's process."""
 
     network: Network
     caller: VirtualActor
@@ -144,7 +144,7 @@ class _Sent:
         else:
             if self.keep_answer:
                 actor.open_calls[self.reference] = None
-            # A heartbeat is answered beside all other calls: it has a concurrency group of its own.
+            # A heartbeat is answered beside all other calls, because it has its own concurrency group.
             if self.method == "heartbeat" and actor.instance is not None:
                 network.kernel.spawn(self.run, "call", actor.process)
             else:
@@ -160,7 +160,7 @@ class _Sent:
         method, network = self.method, self.network
         try:
             self.value = network.invoke(self.actor, method, self.arguments)
-        except CallError as raised:  # about an actor that this one called
+        except CallError as raised:  # concerns an actor that this actor called
             self.error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
         except SpecActorError as raised:
             self.error = raised
@@ -178,20 +178,20 @@ class _Sent:
 
 
 class Network:
-    """Everything that connects the processes of one simulation. `rng` draws latencies and faults."""
+    """The connections of the processes of one simulation. `rng` draws latencies and faults."""
 
     def __init__(self, kernel: Kernel, rng: random.Random) -> None:
         self.kernel, self.rng = kernel, rng
         self.faults = LinkFaults()
         self.actors: list[VirtualActor] = []
         self.hits: dict[str, int] = {}
-        """Fault → how often it struck a call."""
+        """Fault → number of affected calls."""
         self._objects: dict[int, Any] = {}
         self._latency_s, self._bytes_per_s = (0.0005, 0.002), float("inf")
 
     def set_links(self, call_s: float, jitter: float, bytes_per_s: float) -> None:
-        """Calls take `call_s` seconds one way, up to the share `jitter` more or less, and the time of their payload
-        between two nodes."""
+        """Set the time of calls: `call_s` seconds one way, up to the share `jitter` more or less, plus the time of the
+        payload between two nodes."""
         self._latency_s = (call_s * (1.0 - jitter), call_s * (1.0 + jitter))
         self._bytes_per_s = bytes_per_s
 
@@ -206,7 +206,7 @@ class Network:
         start_s: float,
         concurrency: int = _CONCURRENCY,
     ) -> VirtualActor:
-        """Begin a process whose actor is made after `start_s` seconds."""
+        """Start a process whose actor is made after `start_s` seconds."""
         process = Process(name, offset_s=self.rng.uniform(0.0, 1e5))
         actor = VirtualActor(name, node, process, concurrency=concurrency)
         self.actors.append(actor)
@@ -231,7 +231,7 @@ class Network:
         actor.queue.clear()
 
     def lose_node(self, node: Node) -> None:
-        """A machine is gone with all its actors."""
+        """End a machine with all its actors."""
         node.alive = False
         for actor in self.actors:
             if actor.node is node:
@@ -260,20 +260,20 @@ class Network:
         self.kernel.at(self.kernel.now + self.latency(size) + self.delay(), sent.arrive)
 
     def start_calls(self, actor: VirtualActor) -> None:
-        """Begin calls that wait, as many as may run at a time."""
+        """Begin waiting calls, as many as may run at a time."""
         while actor.queue and actor.instance is not None and actor.running < actor.concurrency:
             actor.running += 1
             self.kernel.spawn(actor.queue.popleft(), "call", actor.process)
 
     def invoke(self, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Any:
         """Run a method of an actor, in the current task."""
-        if method == "__ray_call__":  # process_facts; the pid is a number that is the same in each run
+        if method == "__ray_call__":  # process_facts; the pid is the same number in each run
             return ProcessFacts(zlib.crc32(actor.name.encode()), 0, actor.node.name)
         taken = [self.get(value) if isinstance(value, StoredObject) else value for value in arguments]
         return getattr(actor.instance, method)(*taken)
 
     def resolve(self, reference: Reference, value: Any, error: SpecActorError | None) -> None:
-        """An answer has arrived; the first one counts."""
+        """Record an answer that has arrived; the first one counts."""
         if reference.done:
             return
         reference.done, reference.value, reference.error = True, value, error
@@ -285,7 +285,7 @@ class Network:
                 callback(reference)
 
     def unavailable(self, reference: Reference, method: str, after: float = 0.0) -> None:
-        """Resolve a call as of an actor out of reach, some time after `after` seconds."""
+        """Resolve a call like one to an unreachable actor, some time after `after` seconds."""
         self.fail_later(reference, ActorUnavailableError(f"{method}: out of reach"), _UNAVAILABLE_S, after)
 
     def fail_later(
@@ -296,7 +296,7 @@ class Network:
         self.kernel.at(when, lambda: self.resolve(reference, None, error))
 
     def delay(self) -> float:
-        """Seconds that the next call takes longer because of a fault."""
+        """Additional seconds of the next call because of a fault."""
         faults = self.faults
         return self.rng.uniform(0.0, faults.delay_s) if self._strikes("delayed", faults.delayed) else 0.0
 

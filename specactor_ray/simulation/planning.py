@@ -1,4 +1,4 @@
-"""The plan search (`speculation/plan.py`) on a scenario's cost models, workload and skills."""
+"""Plan search (`speculation/plan.py`) on a scenario's cost models, workload and skills."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from specactor_ray.speculation.plan import Load, Method, Plan, search_plan
 _BATCHES = tuple(1 << power for power in range(14))
 _WINDOWS = (0, 1, 2, 4, 8, 16)
 _CONTEXTS = (1, 1 << 14)
-"""Cost models are linear in it."""
+"""Contexts of the grid, in tokens; cost models are linear in the context."""
 _SLICES = 12
 _QUANTILES = 64
 NOT_PLANNED = (
     "note: coupled layouts are not planned, nor lookups and hosted drafters, whatever config.mode is; simulate them"
 )
-"""What `plan_scenario` leaves out."""
+"""Features that `plan_scenario` ignores."""
 
 
 def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests: int | None = None) -> Plan:
     """The fastest layout, plain or decoupled with the models that have draft actors in this scenario.
 
     Args:
-        scenario: A decoupled one.
-        devices: G. Default: GPUs (without any, cores) of the whole cluster, of which the scenario simulates a part.
-        requests: B. Default: those of the whole cluster. A verifier runs `target.max_batch` at once; others wait.
+        scenario: A decoupled scenario.
+        devices: G. Default: GPUs (without GPUs: cores) of the whole cluster, of which the scenario simulates a part.
+        requests: B. Default: requests of the whole cluster. A verifier runs `target.max_batch` at once; others wait.
 
     Raises:
         ConfigError: `workload.trajectories` is set, or see `build_world`.
@@ -98,7 +98,7 @@ def _grid(cost: StepCost, windows: tuple[int, ...], devices: int, row_s: float) 
 
 
 def _draft_grid(time: DraftTime, window: int, devices: int, row_s: float) -> GridCost:
-    """D: seconds of a token of each row, where a forward drafts a block of them, up to the window."""
+    """D: seconds of one token of each row, if a forward drafts a block of tokens, up to the window."""
     if time.block == 1:
         return _grid(time.forward, (0,), devices, row_s)
     tokens = min(time.block, window)
@@ -117,8 +117,8 @@ def _draft_grid(time: DraftTime, window: int, devices: int, row_s: float) -> Gri
 
 
 def _slices(lengths: np.ndarray, prompt: int, requests: int, places: int) -> Iterator[Load]:
-    """Requests that run, and their context, at the middle of equal slices of a rollout. `requests` run in `places`;
-    each that ends makes place for the next."""
+    """Running requests and their context at the middle of equal slices of a rollout. `requests` run in `places`; the
+    next request takes the place of one that ends."""
     free, begins = [0.0] * max(len(lengths) * places // requests, 1), np.zeros(len(lengths))
     for number, length in enumerate(lengths):
         begins[number] = free[0]
@@ -131,7 +131,7 @@ def _slices(lengths: np.ndarray, prompt: int, requests: int, places: int) -> Ite
 
 
 def _survival(skill: SkillConfig, window: int, position: float) -> np.ndarray:
-    """S_0 to S_window: requests and stretches differ, so a tail that was right so far is more likely to go on."""
+    """S_0 to S_window: requests and stretches differ, so a tail that was right so far is more likely to continue."""
     standard = NormalDist()
     mean = skill.mean * (1.0 - skill.decay) ** (position / 1000.0)
     spread = math.hypot(skill.spread, skill.burst)

@@ -1,4 +1,4 @@
-"""Drafters of the virtual cluster: proposers that take time."""
+"""Proposers of the virtual cluster, which take virtual time."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from specactor_ray.simulation.text import guesses
 from specactor_ray.simulation.world import World
 
 _PAGE = 256
-"""Tokens of a page of a GPU's cache."""
+"""Tokens per page of a GPU's cache."""
 _MOST_CORRUPT = 4
-"""Branches of each tail of a corrupt drafter."""
+"""Most branches per tail of a corrupt drafter."""
 
 
 class SimulatedProposer(SlotProposer):
-    """Drafts the guesses that the world's text holds for its method.
+    """Drafts the guesses of the world's text for its method.
 
-    A forward drafts one token for every chain; a lookup fills all windows at once, as far as it finds something. What a
-    request's cache lacks is prefilled in the next forward.
+    A forward drafts one token for every chain; a lookup fills all windows at once, as far as it finds guesses. Tokens
+    that a request's cache lacks are prefilled in the next forward.
 
     Args:
-        name: Of its actor.
-        method: Of the text and the durations.
-        clock, world: Its process's.
-        random: Returns a number in [0, 1), for what corrupt drafters draft.
+        name: Name of its actor.
+        method: Method of the text and the durations.
+        clock, world: Clock of its process, and the world.
+        random: Returns a number in [0, 1), for drafts of corrupt drafters.
         max_batch: Most requests drafted for at once.
         branches: Most branches of a request.
     """
@@ -58,14 +58,14 @@ class SimulatedProposer(SlotProposer):
         self._time = world.draft_time(method)
         self.traits = Traits(looks_up=self._time.is_lookup, branches=branches > 0)
         self.branches = BranchTable(0 if self._time.is_lookup else branches)
-        """Its `rows` are tokens in the cache."""
+        """Branches; their `rows` are numbers of tokens in the cache."""
         self._cached, self._anchors = np.zeros((2, 0), np.int64)
-        """`(slots,)`: tokens of main chains in the cache; of an EAGLE head, how many of them rest on the target's
-        states."""
+        """`(slots,)`: number of tokens of main chains in the cache; for an EAGLE head, number of those that are based
+        on the target's states."""
         self._known = np.zeros((0, 0), np.int32)
-        """By slot and output position: the right token; of a lookup, its guess."""
+        """int32 `(slots, positions)`: right output tokens; for a lookup, its guesses."""
         self._ranks = np.zeros((0, 2, 0), np.int8)
-        """By slot: see `Text.ranks`."""
+        """int8 `(slots, 2, positions)`: see `Text.ranks`."""
 
     # ---- messages of verifiers ----
 
@@ -113,7 +113,7 @@ class SimulatedProposer(SlotProposer):
         return slots
 
     def _look_up(self) -> np.ndarray:
-        """Fill the windows behind new commits. Returns bool `(slots,)`: slots with changed tails."""
+        """Fill the windows after new commits. Returns bool `(slots,)`: slots with changed tails."""
         mirrors, slots = self.mirrors, np.flatnonzero(self._unanswered & self._placed)
         limits = mirrors.limits[slots]
         found = _kernels.look_up(self._known, mirrors.lines, mirrors.prompts, mirrors.ends, slots, limits)
@@ -122,7 +122,7 @@ class SimulatedProposer(SlotProposer):
         return np.zeros(len(self._placed), np.bool_)
 
     def _draft_block(self) -> np.ndarray:
-        """One forward: a token, or a block, for each chain. Returns bool `(slots,)`: slots with changed tails."""
+        """Run one forward: a token, or a block, for each chain. Returns bool `(slots,)`: slots with changed tails."""
         mirrors, table, chains = self.mirrors, self.branches, self._ready()
         changed = self._draft(chains)
         for _ in range(self._time.block - 1):
@@ -142,8 +142,8 @@ class SimulatedProposer(SlotProposer):
         return self.branches.plan(mirrors, mirrors.ends, none[0] > 0, placed, none[1], budget, forward_s=self.forward_s)
 
     def _draft(self, chains: Chains, charges: bool = True) -> np.ndarray:
-        """Draft a token for each chain; `charges`: in a forward of its own. Returns bool `(slots,)`: slots with changed
-        tails."""
+        """Draft a token for each chain; `charges`: with the time of a forward. Returns bool `(slots,)`: slots with
+        changed tails."""
         mirrors, table, changed = self.mirrors, self.branches, np.zeros(len(self._placed), np.bool_)
         if not len(chains.slots):
             return changed
@@ -153,7 +153,7 @@ class SimulatedProposer(SlotProposer):
         changed[chains.slots] = True
         if not charges:
             return changed
-        common = mirrors.known // _PAGE * _PAGE  # of all chains of a request: each branch begins behind what is known
+        common = mirrors.known // _PAGE * _PAGE  # of all chains of a request: each branch begins past the known tokens
         shared = int((ends - common[chains.slots]).sum() + common[np.unique(chains.slots)].sum())
         seconds = 0.0
         if self._time.fusion is not None:
@@ -180,7 +180,7 @@ class SimulatedProposer(SlotProposer):
         return tails._replace(branches=self.branches.published(self.mirrors, slots)) if self.branches.most else tails
 
     def _corrupt(self, tails: int) -> Branches:
-        """Branches of a corrupt drafter, at any places."""
+        """Branches of a corrupt drafter at arbitrary places."""
         if not self.branches.most:
             return NO_BRANCHES
         owners = np.repeat(np.arange(tails, dtype=np.int32), _MOST_CORRUPT)
@@ -192,7 +192,7 @@ class SimulatedProposer(SlotProposer):
 
 
 class TimedProposer(Proposer):
-    """A real lookup over recorded tokens by the product's own proposer, at the durations of a cost model."""
+    """A real lookup over recorded tokens by the package's own proposer, with the durations of a cost model."""
 
     def __init__(self, inner: Proposer, clock: VirtualClock, world: World, name: str) -> None:
         self.method, self.vocab_size, self.traits = inner.method, inner.vocab_size, inner.traits
@@ -224,7 +224,7 @@ class TimedProposer(Proposer):
 
     def extend(self) -> np.ndarray:
         clock, world = self._clock, self._world
-        world.python.begin(clock.process)  # the cost model has the time of the lookup itself
+        world.python.begin(clock.process)  # the cost model includes the time of the lookup
         changed = self._inner.extend()
         if len(changed):
             found = len(self._inner.tails(changed).tokens)

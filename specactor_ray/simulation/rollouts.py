@@ -1,4 +1,4 @@
-"""How fast the product is on a virtual cluster: RL steps of generated or recorded requests, in virtual time."""
+"""Speed of rollouts on a virtual cluster: RL steps of generated or recorded requests, in virtual time."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from specactor_ray.simulation.workload import Recording, draw_arrivals, draw_len
 from specactor_ray.simulation.world import MeasuredPython, PythonTime, Record, World
 
 _STANDSTILL_S = 3600.0
-"""Virtual seconds without a finished request after which a run cannot end."""
+"""Virtual seconds without a finished request after which a run counts as endless."""
 _KEPT_SPANS = 20_000
 _DAY_TICK_S = 0.25
 _SEEDS_PER_STEP = 1_000_000
 
 
 class Span(NamedTuple):
-    """An actor did one thing; virtual seconds since the rollout began."""
+    """One operation of an actor; times in virtual seconds since the begin of the rollout."""
 
     actor: str
     what: str
-    """`verify` or `draft`: one forward, or one lookup of many requests."""
+    """Operation: `verify` or `draft`, which is one forward, or one lookup for many requests."""
     begin: float
     end: float
     rows: int
@@ -44,16 +44,16 @@ class Span(NamedTuple):
 
 @dataclass
 class StepTimes:
-    """One RL step, in virtual seconds."""
+    """Times of one RL step in virtual seconds."""
 
     rollout_s: float
     update_s: float
     sync_s: float
     tokens: int
     ended_s: list[float] = field(default_factory=list)
-    """When each request ended, since the rollout of the step began."""
+    """End of each request since the begin of the step's rollout."""
     latency_s: list[float] = field(default_factory=list)
-    """`daily`: seconds from the arrival of each request to its end, in the order they end."""
+    """`daily`: seconds from the arrival of each request to its end, in the order of the ends."""
 
     @property
     def seconds(self) -> float:
@@ -62,7 +62,7 @@ class StepTimes:
 
 @dataclass
 class Result:
-    """One variant of a scenario."""
+    """Result of one variant of a scenario."""
 
     variant: str
     mode: str
@@ -71,10 +71,10 @@ class Result:
     draft_devices: float
     steps: list[StepTimes] = field(default_factory=list)
     verifier_s: float = 0.0
-    """Seconds of all verifiers together while rollouts ran."""
+    """Seconds of all verifiers in total during rollouts."""
     metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
     peak_streams: int = 0
-    """Most requests that drafters followed at once, summed over drafters."""
+    """Most requests of drafters at once, summed over drafters."""
     peak_stream_tokens: int = 0
     """Most tokens in the caches of drafters at once, summed over drafters."""
     peak_stream_bytes: float = 0.0
@@ -82,12 +82,12 @@ class Result:
     drafting_s: float = 0.0
     """`daily`: seconds that draft actors held their devices, summed over devices."""
     draft_actors: list[tuple[float, float]] = field(default_factory=list)
-    """`daily`: seconds since midnight, and devices of draft actors from then on."""
+    """`daily`: (seconds since midnight, devices of draft actors from then on)."""
     moves: int = 0
     events: int = 0
     digest: int = 0
     spans: list[Span] = field(default_factory=list)
-    """The first and the last of them."""
+    """The first and the last spans."""
 
     @property
     def tokens(self) -> int:
@@ -99,7 +99,7 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole part that was simulated."""
+        """Tokens per second of the whole simulated part."""
         return self.tokens / self.rollout_s if self.rollout_s else 0.0
 
     @property
@@ -107,7 +107,7 @@ class Result:
         return self.tokens_per_s / max(self.devices, 1)
 
     def shares(self) -> dict[str, float]:
-        """Where the verifiers' time went: forwards, waiting for drafts, our Python, and without requests."""
+        """Shares of the verifiers' time: forwards, waiting for drafts, the package's Python, and without requests."""
         total, metrics = max(self.verifier_s, 1e-9), self.metrics
         busy = {
             "forward": (metrics.forward_s + metrics.sampling_s) / total,
@@ -117,7 +117,7 @@ class Result:
         return {**busy, "idle": max(0.0, 1.0 - sum(busy.values()))}
 
     def to_json(self) -> dict[str, Any]:
-        """Figures as plain data; spans are left out."""
+        """Figures as plain data, without spans."""
         metrics = self.metrics
         return {
             "variant": self.variant,
@@ -143,7 +143,7 @@ class Result:
 
 
 class Recorder(Record):
-    """Keeps the first and the last spans, and how many requests are drafted for at once."""
+    """Keeps the first and the last spans, and the number of requests that are drafted for at once."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -173,9 +173,9 @@ class SimulatedRollouts(VirtualRun):
     """The RL steps of one variant.
 
     Args:
-        name, scenario: The variant, and what is simulated.
+        name, scenario: The variant, and its scenario.
         world: Cost models; text, Python and record are set here.
-        recording: Recorded requests, if the scenario names some.
+        recording: Recorded requests, if the scenario has any.
         on_progress: Called with the share of requests that have ended.
     """
 
@@ -206,7 +206,7 @@ class SimulatedRollouts(VirtualRun):
         """Simulate all steps.
 
         Raises:
-            SimulationError: The run cannot end, or the product raised.
+            SimulationError: The run cannot end, or the package raised an error.
         """
         kernel, result = self.kernel, self.result
         kernel.spawn(self._drive, "main", self.driver.process)
@@ -265,7 +265,7 @@ class SimulatedRollouts(VirtualRun):
         self._update(times)
 
     def _day(self, number: int) -> None:
-        """Requests at their times, through the engine."""
+        """Send requests at their times through the engine."""
         clock, entries = self.clock, self.entries(number)
         arrivals = draw_arrivals(self.scenario.workload, f"arrivals {self.scenario.seed} {number}")
         begin, before = clock.now(), self.client.dispatcher.journal.committed_tokens
@@ -296,7 +296,7 @@ class SimulatedRollouts(VirtualRun):
         self.result.devices = verifying + self.result.draft_devices
 
     def _count_drafters(self, begin: float, until: float) -> None:
-        """Sleep, and add up what draft actors hold meanwhile."""
+        """Sleep, and add the devices of draft actors meanwhile."""
         result, clock, target = self.result, self.clock, self.config.target
         while (now := clock.now()) < until:
             seconds = min(_DAY_TICK_S, until - now)
@@ -320,7 +320,7 @@ class SimulatedRollouts(VirtualRun):
         self.client.update_weights(WeightSet(version, (self.calls.transport.put("weights"),), 1))
         self.result.steps[-1].sync_s = self.clock.now() - begin
 
-    # ---- what is rolled out ----
+    # ---- requests ----
 
     def entries(self, number: int) -> list[JournalEntry]:
         """The requests of a step."""
@@ -332,7 +332,7 @@ class SimulatedRollouts(VirtualRun):
     def _drawn(self, number: int) -> Iterator[JournalEntry]:
         workload, target = self.scenario.workload, self.config.target
         count = workload.requests
-        if workload.arrival is Arrival.continuous:  # more than can have begun when the last one counted ends
+        if workload.arrival is Arrival.continuous:  # more than can have begun at the end of the last one that counts
             count += 2 * target.max_batch * target.replicas
         rng = random.Random(f"prompts {self.scenario.seed} {number}")
         lengths = draw_lengths(workload, count, f"lengths {self.scenario.seed} {number}")
@@ -371,7 +371,7 @@ class SimulatedRollouts(VirtualRun):
 
 
 def count_devices(scenario: ScenarioConfig) -> tuple[int, int]:
-    """GPUs of verifiers and draft actors together, and of the latter alone; cores where nothing has a GPU."""
+    """GPUs of verifiers and draft actors in total, and of draft actors alone; cores if there are no GPUs."""
     target, drafters = scenario.config.target, acting_drafters(scenario.config)
     if target.gpus:
         draft = sum(drafter.gpus * drafter.replicas for drafter in drafters)

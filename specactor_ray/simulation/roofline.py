@@ -1,8 +1,8 @@
-"""Seconds of a transformer's forward step on GPUs: a roofline (Williams, Waterman, Patterson, CACM 2009) per group of
-kernels.
+"""Seconds of a transformer's forward step on GPUs, by a roofline (Williams, Waterman, Patterson, CACM 2009) per group
+of kernels.
 
-A group takes `max(bytes / bandwidth, flops / peak)`, bandwidth and peak times the share of them that kernels reach;
-groups, all-reduces and launches add up. For n positions on t GPUs:
+A group takes `max(bytes / bandwidth, flops / peak)`, bandwidth and peak times the share that kernels reach; groups,
+all-reduces and launches add up. For n positions on t GPUs:
 
     linears     weights / t and 2·n·weights / t flops: attention, feed-forward and language-model head apart
     experts     E·(1 - (1 - k/E)^n) of E experts are read where each position takes k of them at random
@@ -11,8 +11,8 @@ groups, all-reduces and launches add up. For n positions on t GPUs:
     all-reduce  2 per layer: latency + 2·(t-1)/t · n · hidden · 2 bytes / link bandwidth (ring)
     launches    per step and per layer
 
-Verifying is bound by memory in attention up to about `ridge · kv_heads / heads` positions a row (20 on an H100 with 8
-queries per key); the flops of attention are counted for prompts alone.
+In verifying, attention is memory-bound up to about `ridge · kv_heads / heads` positions per row (20 on an H100 with 8
+queries per key); the flops of attention are counted for prompts only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ACTIVATION_BYTES = 2
-"""bf16."""
+"""Bytes per activation: bf16."""
 _TOUCHES = 12
 """Reads and writes of a hidden state per layer outside of the linears: norms, residual sums, rotary embedding."""
 _LOGIT_PASSES = 4
 """Reads and writes of the float32 logits by a sampler: gather, temperature, log-softmax, choice."""
 _PROMPT_TOKENS = 2048
-"""Prompts of a step are taken to be of at most this length: what a prompt position attends to."""
+"""Largest assumed prompt length of a step, which is the number of tokens to which a prompt position attends."""
 
 
 class StepCost(Protocol):
@@ -37,17 +37,17 @@ class StepCost(Protocol):
         """Duration of a step.
 
         Args:
-            rows: Requests that are decoded.
+            rows: Decoded requests.
             positions: Verified positions over all rows: rows + draft tokens.
             context_tokens: Cached tokens attended to, summed over all rows.
-            prefill_tokens: Prompt positions that are computed in the same step.
+            prefill_tokens: Prompt positions in the same step.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One GPU, and its links to the others of its node."""
+    """One GPU, and its links to the other GPUs of its node."""
 
     name: str
     peak_flops: float
@@ -60,20 +60,20 @@ class DeviceSpec:
     bandwidth_share: float
     """Share of `memory_bandwidth` that linears of few positions reach."""
     step_overhead_s: float
-    """Seconds a step takes beside its layers: graph launch, sampling kernels, copies of tokens."""
+    """Seconds of a step beside its layers: graph launch, sampling kernels, copies of tokens."""
     layer_overhead_s: float
-    """Gaps between the kernels of a layer in a CUDA graph."""
+    """Seconds of the gaps between the kernels of a layer in a CUDA graph."""
     eager_layer_s: float
-    """Seconds the CPU takes to launch a layer's kernels without a graph."""
+    """Seconds of the CPU to launch a layer's kernels without a graph."""
     link_bandwidth: float
-    """All-reduce bus bandwidth within a node that large messages reach, bytes/s."""
+    """All-reduce bus bandwidth of large messages within a node, bytes/s."""
     link_latency_s: float
     """Seconds of an all-reduce of a small message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape of a decoder-only transformer with gated feed-forward layers, or of an EAGLE-3 head of one layer."""
+    """Shape of a decoder-only transformer with gated feed-forward layers, or of an EAGLE-3 head of one layer."""
 
     name: str
     layers: int
@@ -82,26 +82,26 @@ class ModelSpec:
     kv_heads: int
     head_dim: int
     ffn: int
-    """Width of the feed-forward layers; 0 where all are experts."""
+    """Width of the feed-forward layers; 0 if all are experts."""
     vocabulary: int
     """Rows of the language-model head; an EAGLE head's draft vocabulary."""
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_expert_ffn: int = 0
-    """Width of the experts that every position takes."""
+    """Width of the experts that every position uses."""
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
     weight_bytes: int = 2
     """Bytes per weight."""
     features: int = 0
-    """EAGLE-3: target hidden states that are fused. Its layer reads embedding and hidden state side by side and shares
-    the target's embedding. 0 for other models."""
+    """EAGLE-3: number of fused hidden states of the target. The head's layer reads embedding and hidden state side by
+    side and shares the target's embedding. 0 for other models."""
 
     @property
     def attention_weights(self) -> int:
-        """Of all layers, biases and norms included."""
+        """Number of attention weights of all layers, biases and norms included."""
         inputs = self.hidden * (2 if self.features else 1)
         qkv = self.heads + 2 * self.kv_heads
         weights = inputs * qkv * self.head_dim + self.heads * self.head_dim * self.hidden
@@ -110,13 +110,13 @@ class ModelSpec:
 
     @property
     def dense_weights(self) -> int:
-        """Feed-forward weights that every position takes, routers included."""
+        """Number of feed-forward weights that every position uses, routers included."""
         wide = self.ffn if not self.experts else self.shared_expert_ffn
         return self.layers * (3 * self.hidden * wide + self.hidden * self.experts)
 
     @property
     def expert_weights(self) -> int:
-        """Of one expert in every layer."""
+        """Number of weights of one expert in every layer."""
         return self.layers * 3 * self.hidden * self.expert_ffn
 
     @property
@@ -129,14 +129,14 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """As published: every weight once, norms and biases included."""
+        """Number of parameters as published: every weight once, norms and biases included."""
         embeddings = self.head_weights * (1 if self.tied_embeddings or self.features else 2)
         layers = self.attention_weights + self.dense_weights + self.experts * self.expert_weights
         return layers + embeddings + self.hidden + self.fusion_weights
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * ACTIVATION_BYTES
 
 
@@ -145,10 +145,11 @@ class RooflineCost:
 
     Args:
         device: The GPU.
-        model: What runs on it.
+        model: The model on it.
         tensor_parallel: GPUs that share every layer.
-        graph: Kernels are launched as one CUDA graph; without, the CPU launches each, and a step takes no less.
-        host_s: Seconds per step that the engine's own code adds and does not overlap with the GPU.
+        graph: Whether kernels are launched as one CUDA graph; else the CPU launches each, which bounds a step from
+            below.
+        host_s: Seconds per step of the engine's own code that do not overlap with the GPU.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class RooflineCost:
             self._experts_s = model.experts * read
             self._expert_compute_s = model.experts_per_token * compute
             self._untouched = 1.0 - model.experts_per_token / model.experts
-        kv_heads = -(-model.kv_heads // gpus)  # beyond kv_heads GPUs each holds a copy of one
+        kv_heads = -(-model.kv_heads // gpus)  # beyond kv_heads GPUs each has a copy of one
         self.kv_bytes_per_token = model.kv_bytes_per_token * kv_heads / model.kv_heads
         self._cache_s = self.kv_bytes_per_token / bandwidth
         widths = 3 * (model.ffn + model.shared_expert_ffn + model.experts_per_token * model.expert_ffn) / gpus
@@ -186,7 +187,7 @@ class RooflineCost:
 
     @property
     def weight_bytes(self) -> float:
-        """Weights that each GPU holds."""
+        """Bytes of weights on each GPU."""
         return self.model.parameters * self.model.weight_bytes / self.tensor_parallel
 
     def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
@@ -208,16 +209,16 @@ class RooflineCost:
         return max(total, self._launch_s) + self._fixed_s
 
     def fusion_seconds(self, positions: int) -> float:
-        """Seconds that an EAGLE-3 head takes to fuse the target's hidden states of `positions`."""
+        """Seconds in which an EAGLE-3 head fuses the target's hidden states of `positions`."""
         read, compute = self._fusion
         return max(read, compute * positions) if positions else 0.0
 
     def cache_tokens(self, memory_share: float, other_weights_bytes: float = 0.0) -> int:
-        """Tokens of keys and values that fit beside the weights; 0 where not even the weights do.
+        """Tokens of keys and values that fit beside the weights; 0 if the weights alone do not fit.
 
         Args:
-            memory_share: Share of the GPU's memory that weights and cache may take.
-            other_weights_bytes: What else lies on each GPU, such as an EAGLE head.
+            memory_share: Share of the GPU's memory for weights and cache.
+            other_weights_bytes: Bytes of other weights on each GPU, such as those of an EAGLE head.
         """
         free = self.device.memory_bytes * memory_share - self.weight_bytes - other_weights_bytes
         return max(0, int(free / self.kv_bytes_per_token))

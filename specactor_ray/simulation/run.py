@@ -1,4 +1,4 @@
-"""The product on a virtual cluster: a driver, a controller and its actors, in one kernel."""
+"""A run on a virtual cluster: a driver, a controller and its actors, in one kernel."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from specactor_ray.simulation.world import World
 
 
 def silence() -> None:
-    """Turn off the log of this process, which simulated actors write to."""
+    """Turn off the log of this process, to which simulated actors write."""
     logging.disable(logging.CRITICAL)
 
 
 class VirtualRun:
-    """Everything that one run of the product needs.
+    """The parts of one run.
 
     Args:
-        config, world: The product's own configuration, and the ground truth of its models.
-        nodes: The machines; the driver and the controller live on one of their own.
-        seed: Of latencies and of the order of what happens at once.
+        config, world: The package's configuration, and the ground truth of its models.
+        nodes: The machines; the driver and the controller have a separate machine.
+        seed: Seed of latencies and of the order of simultaneous events.
         trace: Called with (time, what) for each event.
     """
 
@@ -57,14 +57,14 @@ class VirtualRun:
         self._suffixes = itertools.count()
 
     def start_run(self) -> None:
-        """Start a controller and its actors; runs as the driver's task."""
+        """Start a controller and its actors, as the driver's task."""
         self.controller = self.network.start_actor("controller", self.head, self._make_controller, 0.1)
         self.calls.ask(self.controller, "start", deadline_s=300.0)
         self.client = RunClient(self.config, self.controller, self.calls)
         self.clients.append(self.client)
 
     def end_run(self) -> None:
-        """End all actors, as Ray does when the driver is gone."""
+        """End all actors, as Ray does after the end of the driver."""
         for actor in self.network.actors:
             self.network.kill(actor)
         self.machines.groups.clear()

@@ -1,6 +1,6 @@
-"""A scenario: which machines, which models, which requests, and the product's own configuration on top.
+"""Scenarios: machines, models and requests, and the package's configuration for them.
 
-Files are in `conf/simulation/`; every key with its default and meaning is here.
+Files are in `conf/simulation/`; this module has every key with its default and meaning.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _TINY, _MOST = 1e-9, 1e9
 
 
 class Arrival(str, Enum):
-    """When requests come."""
+    """Arrival of requests."""
 
     at_once = "at_once"
-    """All at the start of a step; the step ends with the last of them."""
+    """All requests arrive at the start of a step; the step ends with the last of them."""
     continuous = "continuous"
-    """New ones wait at any time; the run ends when `workload.requests` of them have."""
+    """New requests wait at any time; the run ends when `workload.requests` of them have ended."""
     daily = "daily"
-    """Single requests at a rate that rises from night to day and falls again (`workload.day_s`, `workload.night`); the
-    run ends with the last of them."""
+    """Single requests arrive at a rate that rises from night to day and falls again (`workload.day_s`,
+    `workload.night`); the run ends with the last of them."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class WorkloadConfig:
     """The requests of one rollout."""
 
     requests: int = 256
-    """Requests of a rollout, the samples of a group counted singly."""
+    """Requests of a rollout; each sample of a group counts."""
     group: int = 8
     """Samples per prompt."""
     prompt_tokens: int = 256
@@ -50,79 +50,80 @@ class WorkloadConfig:
     sigma: float = 0.8
     """Standard deviation of the logarithm of the lengths; 0 makes all outputs equally long."""
     max_tokens: int = 8192
-    """Longest output; longer draws are cut there."""
+    """Tokens of the longest output; longer draws are cut."""
     arrival: Arrival = Arrival.at_once
-    """`at_once`, `continuous` or `daily`."""
+    """Arrival of requests: `at_once`, `continuous` or `daily`."""
     day_s: float = 240.0
     """`daily`: seconds of a day, from midnight to midnight."""
     night: float = 0.05
     """`daily`: the rate at midnight relative to that at noon; in between it follows a cosine, to the third power, so
     that nights are longer than peaks."""
     trajectories: str | None = None
-    """Recorded outputs in place of drawn ones: a `trajectories.jsonl` of ours. Lookups then search the recorded tokens;
-    other methods are right as often as in the record."""
+    """Recorded outputs in place of drawn ones: a `trajectories.jsonl` of this package. Lookups then search the recorded
+    tokens; other methods are right as often as in the record."""
 
 
 @dataclass
 class SkillConfig:
-    """How good a draft method is; see `text.Skill`."""
+    """Accuracy of a draft method; see `text.Skill`."""
 
     method: str = "draft_model"
-    """The method, as in `config.drafters`."""
+    """Draft method, as in `config.drafters`."""
     mean: float = 0.7
     """Probability that a draft token is right, given that those before it are."""
     spread: float = 0.0
-    """How much requests differ."""
+    """Differences between requests."""
     burst: float = 0.0
-    """How much stretches of one output differ."""
+    """Differences between stretches of one output."""
     decay: float = 0.0
     """Share of `mean` that is lost per 1,000 output tokens."""
     coverage: float = 1.0
-    """Share of stretches in which there is a guess at all."""
+    """Share of stretches with guesses."""
     second: float = SECOND
     """Probability that the second candidate is right where the first is wrong."""
     third: float = THIRD
-    """The same of the third, where both are wrong."""
+    """Probability that the third candidate is right where the first two are wrong."""
     fourth: float = FOURTH
-    """The same of the fourth, where those before it are wrong."""
+    """Probability that the fourth candidate is right where those before it are wrong."""
     fifth: float = FIFTH
-    """The same of the fifth."""
+    """Probability that the fifth candidate is right where those before it are wrong."""
     forward_ms: float | None = None
     """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
     block: int = 1
-    """Tokens that a forward drafts for each request: more than 1 for drafters that draft blocks, such as diffusion
-    models; at most 128. Lookups have none. Draft actors alone; `coupled` verifiers take a forward for one token."""
+    """Tokens that a forward drafts for each request: more than 1 for drafters of blocks, such as diffusion models; at
+    most 128. Lookups ignore it. For draft actors only; `coupled` verifiers take a forward for one token."""
 
 
 @dataclass
 class PythonConfig:
-    """What our own Python takes; the defaults were measured by `scripts/bench_protocol.py` at 128 rows on two cores."""
+    """Time of the package's Python; the defaults were measured by `scripts/bench_protocol.py` at 128 rows on two
+    cores."""
 
     measured: bool = False
-    """Charge what it really takes on this machine, in place of the figures below. Runs then differ a little."""
+    """Charge the real time on this machine in place of the figures below. Runs then differ slightly."""
     verify_row_us: float = 1.1
-    """Microseconds per row of a verify step where drafts are used."""
+    """Microseconds per row of a verify step with drafts."""
     plain_row_us: float = 0.3
-    """The same where they are not."""
+    """Microseconds per row of a verify step without drafts."""
     draft_row_us: float = 0.7
-    """Microseconds per chain of a draft step: `model_proposer_us_128_rows` there."""
+    """Microseconds per chain of a draft step: `model_proposer_us_128_rows` of that script."""
 
 
 @dataclass
 class NetworkConfig:
-    """Calls between actors."""
+    """Network of calls between actors."""
 
     call_ms: float = 0.55
     """Milliseconds of a call, one way."""
     jitter: float = 0.3
-    """Calls take up to this share longer or shorter."""
+    """Share by which calls take at most longer or shorter."""
     bandwidth_gb_s: float = 25.0
-    """10**9 bytes a second between two nodes, for what calls and objects carry."""
+    """Bandwidth between two nodes for calls and objects, in 10**9 bytes per second."""
 
 
 @dataclass
 class MachinesConfig:
-    """The nodes."""
+    """Nodes of the cluster."""
 
     nodes: int = 1
     gpus: float = 8.0
@@ -136,44 +137,44 @@ class StepsConfig:
     """The rest of an RL step."""
 
     steps: int = 1
-    """RL steps that are simulated."""
+    """Number of simulated RL steps."""
     update_tokens_per_s: float = 0.0
-    """Tokens of prompts and outputs that the update takes a second, over all its devices; 0: no update."""
+    """Tokens of prompts and outputs per second of the update, over all its devices; 0: no update."""
     sync_s: float = 0.5
-    """Seconds that a verifier takes for new weights."""
+    """Seconds in which a verifier loads new weights."""
     load_s: float = 30.0
-    """Seconds that an actor takes to load its model."""
+    """Seconds in which an actor loads its model."""
 
 
 @dataclass
 class ScenarioConfig:
-    """One simulated cluster and what runs on it."""
+    """One simulated cluster and its workload."""
 
     description: str = ""
-    """In one line, for people."""
+    """Description in one line."""
     hardware: str = "h100"
     """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or a profile that
     `specactor profile` wrote."""
     part: int = 1
-    """1/part of the cluster is simulated; figures are of that part."""
+    """Divisor of the cluster: 1/part of it is simulated, and figures are those of that part."""
     seed: int = 0
-    """Of all draws; the same seed, the same run."""
+    """Seed of all draws; the same seed gives the same run."""
     cache_share: float = 0.85
     """Share of a verifier's device memory for weights and cache."""
     correlation: float = 0.0
-    """Share of variance that the guesses of all methods have in common; at 1 they are right at the same places."""
+    """Share of variance that the guesses of all methods have in common; at 1 they are right at the same positions."""
     machines: MachinesConfig = field(default_factory=MachinesConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     skills: list[SkillConfig] = field(default_factory=list)
-    """One for each draft method that does not look up recorded text."""
+    """Skills, one for each draft method that does not look up recorded text."""
     python: PythonConfig = field(default_factory=PythonConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     steps: StepsConfig = field(default_factory=StepsConfig)
     config: Config = field(default_factory=open_config)
-    """The product's configuration. `target.model` and `drafters.N.model` name shapes of
+    """Configuration of the package. `target.model` and `drafters.N.model` are names of shapes in
     `conf/simulation/hardware/models.yaml`."""
     variants: dict[str, Any] = field(default_factory=dict)
-    """Name → overrides of the scenario, such as [config.mode=plain, config.target.replicas=2]: what is compared."""
+    """Compared variants: name → overrides of the scenario, such as [config.mode=plain, config.target.replicas=2]."""
 
 
 _OTHER_RANGES: Mapping[str, tuple[float, float]] = {
@@ -187,7 +188,7 @@ _OTHER_RANGES: Mapping[str, tuple[float, float]] = {
     "cache_share": (_TINY, 1),
     "day_s": (1, _MOST),
 }
-"""Least and largest value of numbers; of those that are not named, 0 and `_MOST`."""
+"""Key → least and largest value of a number; 0 and `_MOST` for other keys."""
 _RUN = "the configuration of a run; name a scenario, which holds one as `config`"
 
 
@@ -195,7 +196,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> ScenarioConfig:
     """Read a scenario, check it, and resolve `config.mode: auto` by its machines.
 
     Raises:
-        ConfigError: A file cannot be read, or a key is wrong.
+        ConfigError: A file cannot be read, or a key is invalid.
     """
     scenario = _load(path, overrides)
     _check(scenario)
@@ -218,8 +219,8 @@ def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfi
 
     Args:
         path: The scenario's file.
-        overrides: `KEY=VALUE` items for all variants; they count for more than those of the variant itself.
-        name: In `variants`.
+        overrides: `KEY=VALUE` items for all variants, which take precedence over those of the variant itself.
+        name: Name in `variants`.
 
     Raises:
         ConfigError: There is no such variant, or its overrides do not fit.
@@ -253,7 +254,7 @@ def _check(scenario: ScenarioConfig) -> None:
 
 
 def _check_room(scenario: ScenarioConfig) -> None:
-    """Refuse a layout that the machines have no room for."""
+    """Refuse a layout that does not fit the machines."""
     target, machines = scenario.config.target, scenario.machines
     drafters = acting_drafters(scenario.config)
     needed = {

@@ -1,4 +1,4 @@
-"""Outputs of the requests of a simulated rollout, and the guesses of drafters.
+"""Outputs of a simulated rollout's requests, and the guesses of drafters.
 
 A request is identified by its seed. A token of the target is a function of (seed, weights, position), as with keyed
 sampling; the candidates of a draft method at a position, given that the tokens before it are right, are functions of
@@ -29,15 +29,15 @@ class Text(Protocol):
     vocab_size: int
 
     def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
-        """Integers `(n,)`: the whole output of a request under these weights, at most `sampling.max_tokens` tokens."""
+        """Integers `(n,)`: the whole output of a request with these weights, at most `sampling.max_tokens` tokens."""
 
     def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        """Integers `(2, n)`: which candidate of a drafter of this method is right at each output position after a right
+        """Integers `(2, n)`: the right candidate of a drafter of this method at each output position after a right
         prefix (0: the first; `RANKS + 1`: none; `NO_GUESS`: there are none), and the range of the gap between the
         scores of the first two."""
 
     def probability(self, method: str, seed: int, position: int) -> float:
-        """Probability that the guess of a method at a position is right, knowing all but the draw of that position."""
+        """Probability that the guess of a method at a position is right, given all but the draw of that position."""
 
 
 def true_token(seed: int, version: int, position: int) -> int:
@@ -46,13 +46,13 @@ def true_token(seed: int, version: int, position: int) -> int:
 
 
 def true_output(sampling: SamplingParams, version: int) -> tuple[int, ...]:
-    """The whole output of a request of a run with faults."""
+    """The whole output of a request in a run with faults."""
     begin = sampling.first_position
     return tuple(true_token(sampling.seed, version, begin + position) for position in range(sampling.max_tokens))
 
 
 def _positions(sampling: SamplingParams) -> slice:
-    """Of the request in the output of its seed."""
+    """Positions of the request in the output of its seed."""
     return slice(sampling.first_position, sampling.first_position + sampling.max_tokens)
 
 
@@ -63,7 +63,7 @@ def guesses(ranks: np.ndarray, output: np.ndarray, vocab_size: int) -> np.ndarra
 
 class HashedText:
     """Cheap tokens for runs with faults, whose outputs are short and change with the weights. `skill`: draft method →
-    probability that a draft token is right; 0.5 where it is not named."""
+    probability that a draft token is right, 0.5 for other methods."""
 
     vocab_size = 1000
 
@@ -82,7 +82,7 @@ class HashedText:
 
 
 def _draws(key: bytes, count: int) -> np.ndarray:
-    """`(count,)` numbers in [0, 1) that are functions of the key and their position."""
+    """`(count,)`: numbers in [0, 1) that are functions of the key and their position."""
     return np.array([zlib.crc32(b"%s %d" % (key, position)) for position in range(count)]) / 2**32
 
 
@@ -96,12 +96,12 @@ def _hashed_ranks(key: bytes, count: int, first: float) -> np.ndarray:
 
 SECOND, THIRD, FOURTH, FIFTH = RIGHT_BEHIND_WRONG
 _RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array(RIGHT_BEHIND_WRONG))
-"""Chance that one of the candidates from the second on, up to each of them, is right where the first is wrong."""
+"""`(4,)`: chance that one of the candidates from the second up to this one is right where the first is wrong."""
 
 
 @dataclass(frozen=True)
 class Skill:
-    """How often a draft method is right, given that it was right so far.
+    """Accuracy of a draft method, given that it was right so far.
 
     A guess is right where a standard normal draw of (request, position) is below a threshold (a probit model). The
     threshold varies over requests and over stretches of an output such that its mean probability stays `mean`.
@@ -110,33 +110,33 @@ class Skill:
     mean: float
     """Mean probability over requests and positions, in (0, 1)."""
     spread: float = 0.0
-    """Standard deviation of the threshold over requests; 0.5 at a mean of 0.7 makes the middle two thirds of requests
-    lie between 0.55 and 0.85."""
+    """Standard deviation of the threshold over requests; with 0.5 at a mean of 0.7 the middle two thirds of requests
+    are between 0.55 and 0.85."""
     burst: float = 0.0
     """Standard deviation of the threshold over stretches of `STRETCH` tokens of one output."""
     decay: float = 0.0
     """Share of `mean` that is lost per 1,000 output tokens."""
     coverage: float = 1.0
-    """Share of stretches in which there is a guess at all: lookups find something in some places only."""
+    """Share of stretches with guesses: lookups find matches in some places only."""
     second: float = SECOND
     """Chance that the second candidate is right where the first is wrong. It is the mean over ranges of the gap between
     their scores: 0.3 where the gap is small, 0.5 where it is large."""
     third: float = THIRD
-    """Chance that the third is right where both are wrong."""
+    """Chance that the third candidate is right where the first two are wrong."""
     fourth: float = FOURTH
-    """The same of the fourth, where those before it are wrong."""
+    """Chance that the fourth candidate is right where those before it are wrong."""
     fifth: float = FIFTH
-    """The same of the fifth."""
+    """Chance that the fifth candidate is right where those before it are wrong."""
 
 
 STRETCH = 32
 """Output tokens over which coverage and bursts are constant."""
 _STANDARD = NormalDist()
 _BLUR = 1.5
-"""Noise of the gap, see `_gaps`: chosen for what SmolLM2 shows, where the first candidate of a mean of 0.58 is right in
-0.35, 0.45, 0.63 and 0.88 of the quarters of the gap."""
+"""Noise of the gap, see `_gaps`: fitted to SmolLM2, whose first candidate with a mean of 0.58 is right in 0.35, 0.45,
+0.63 and 0.88 of the quarters of the gap."""
 _SECOND_BY_GAP = np.linspace(0.8, 1.55, GAPS)
-"""By range of the gap: chance of the second candidate, relative to its mean."""
+"""`(GAPS,)`: chance of the second candidate by range of the gap, relative to its mean."""
 
 
 class _Request(NamedTuple):
@@ -144,19 +144,19 @@ class _Request(NamedTuple):
     ranks: Mapping[str, np.ndarray]
     """Method → `Text.ranks`, int8."""
     thresholds: Mapping[str, np.ndarray]
-    """Method → probit threshold of each stretch; what a clairvoyant uses."""
+    """Method → probit threshold of each stretch, for the clairvoyant policy."""
 
 
 class GeneratedText:
     """Outputs of given lengths, with guesses drawn from the skill of each method.
 
     Args:
-        lengths: Seed of a request → its output tokens; may grow.
-        skills: Draft method → how good it is.
+        lengths: Seed of a request → number of its output tokens; may grow.
+        skills: Draft method → its accuracy.
         correlation: Share of variance that all methods have in common, in requests, stretches and single positions: at
-            1 methods of equal mean are right and wrong at the same places, and racing them brings nothing.
-        seed: Of all draws.
-        methods: Those that are used; guesses of others are not drawn. None: all.
+            1 methods of equal mean are right and wrong at the same positions, and a race of them gains nothing.
+        seed: Seed of all draws.
+        methods: Used methods; guesses of others are not drawn. None: all.
     """
 
     vocab_size = 255
@@ -219,7 +219,7 @@ class GeneratedText:
 
 
 def _gaps(margin: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Ranges of gaps between the first two scores: a noisy view of how far the draw is below its threshold."""
+    """Ranges of gaps between the first two scores: the distance of the draw below its threshold, plus noise."""
     return ranges_of(np.exp(margin - _BLUR * rng.gumbel(size=len(margin))))
 
 
@@ -230,12 +230,12 @@ def _thresholds(mean: float, decay: float, stretches: int) -> np.ndarray:
 
 
 class RecordedText:
-    """Outputs that were recorded. Lookups search them for real; other methods are right as often as was recorded.
+    """Recorded outputs. Lookups really search them; other methods are right as often as in the record.
 
     Args:
         outputs: Seed of a request → its tokens.
         accuracy: (method, seed) → probability that a draft token is right, given that those before it are.
-        vocab_size: Of the model that was recorded.
+        vocab_size: Vocabulary size of the recorded model.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Is the simulator right here? Measure this machine, simulate the same requests on its profile, and compare:
-`specactor simulate --validate`."""
+"""Validation of the simulator (`specactor simulate --validate`): measure this machine, simulate the same requests on
+its profile, and compare."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ CONTEXTS = (64, 192)
 REPEATS = 3
 ROUNDS = 3
 _ROUNDS_PER_ROW = 2
-"""Requests per row of a batch: what is measured begins, refills and ends like a rollout."""
+"""Requests per row of a batch, so that a measurement begins, refills and ends like a rollout."""
 _LEAST_REQUESTS = 4
 
 
 @dataclass(frozen=True)
 class Point:
-    """One mode at one batch: measured and simulated figures."""
+    """Measured and simulated figures of one mode at one batch."""
 
     backend: str
     variant: str
@@ -55,12 +55,12 @@ class Point:
     """Acceptance length."""
     predicted_length: float
     measured_ms: Mapping[str, float]
-    """Of a mean step: `forward` (with sampling), `waiting`, `protocol`."""
+    """Milliseconds of a mean step: `forward` (with sampling), `waiting`, `protocol`."""
     predicted_ms: Mapping[str, float]
 
     @property
     def error(self) -> float:
-        """Relative: 0.1 is predicted 10% too fast."""
+        """Relative error of the speed: 0.1 is a prediction that is 10% too fast."""
         return self.predicted / self.measured - 1.0
 
 
@@ -71,17 +71,17 @@ def validate_simulator(
     `target.max_batch`. Prompts, sampling, drafters and cores are those of the decoupled `config`.
 
     Yields:
-        The points, batch by batch. An interruption is raised after those of the rounds that had ended.
+        The points, batch by batch. An interruption is raised after the points of the finished rounds.
 
     Raises:
-        UserError: Something in the configuration or the prompts is wrong.
+        UserError: The configuration or the prompts are wrong.
     """
     for backend in backends:
         yield from _validate_backend(config, batches, backend, console)
 
 
 def report_of(points: Sequence[Point]) -> dict[str, Any]:
-    """As plain data: `points` (with `error`), `median_error` and `max_error` of their absolute values."""
+    """Points as plain data: `points` (with `error`), `median_error` and `max_error` of the absolute errors."""
     errors = [abs(point.error) for point in points]
     rows = [{**asdict(point), "error": point.error} for point in points]
     return {"points": rows, "median_error": median(errors), "max_error": max(errors)}
@@ -95,8 +95,8 @@ def _validate_backend(config: Config, batches: Sequence[int], backend: str, cons
     from specactor_ray.cluster.connection import connect
 
     actors = len(MODES) * (config.target.replicas * config.target.cores + draft_cores(config))
-    config.cluster.num_cpus = config.cluster.num_cpus or actors  # more than there are: one mode runs at a time
-    # The cluster runs while steps are timed, too: its own processes take their share of the cores all the time.
+    config.cluster.num_cpus = config.cluster.num_cpus or actors  # may exceed the machine's: one mode runs at a time
+    # The cluster runs while steps are timed, too, because its own processes always take their share of the cores.
     with connect(config.cluster):
         for batch in batches:
             rounds: dict[str, list[Point]] = {}
@@ -112,8 +112,7 @@ def _validate_backend(config: Config, batches: Sequence[int], backend: str, cons
 
 
 def _measure_rounds(config: Config, batch: int, console: Console) -> Iterator[Point]:
-    """The three modes run in turn, and before and after each of them steps are timed: a machine's speed changes within
-    minutes."""
+    """Run the three modes in turn, and time steps before and after each: a machine's speed changes within minutes."""
     from specactor_ray.rollout.rollout import Rollout
 
     workload, axes = _workload(config, batch), _axes(batch)
@@ -139,7 +138,7 @@ def _measure_rounds(config: Config, batch: int, console: Console) -> Iterator[Po
 
 
 def median_round(points: Sequence[Point]) -> Point:
-    """The round with the median error; of an even number the lower of the middle two."""
+    """The round with the median error; for an even number the lower of the middle two."""
     return sorted(points, key=lambda point: point.error)[(len(points) - 1) // 2]
 
 
@@ -148,7 +147,7 @@ def _axes(batch: int) -> Axes:
 
 
 def _share(config: Config, axes: Axes) -> Share:
-    """The profile of one verifier, on the cores that it will have."""
+    """Profile share of one verifier on its future cores."""
     cores = tuple(sorted(os.sched_getaffinity(0))[: config.target.cores]) if not config.target.gpus else ()
     prompts = tuple(read_prompts(str(config.data.path), config.data.limit))
     device = "cuda" if config.target.gpus else "cpu"
@@ -181,7 +180,7 @@ def _simulate(
     verify: Sequence[CostPoint],
     drafting: Mapping[str, Sequence[CostPoint]],
 ) -> Point:
-    """Simulate what was measured: `figures` and `outputs` of the variant on the workload."""
+    """Simulate the measured variant on the workload, with its `figures` and `outputs`."""
     config = copy.deepcopy(variant.config)
     config.cluster.address = "auto"
     scenario = ScenarioConfig(
@@ -206,7 +205,7 @@ def _simulate(
 
 
 def _step_ms(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Milliseconds of a mean step, by what they went to."""
+    """Milliseconds of a mean step by part."""
     steps = max(metrics["steps"], 1)
     forward_s = metrics["forward_s"] + metrics["sampling_s"]
     parts = {"forward": forward_s, "waiting": metrics["waiting_s"], "protocol": metrics["protocol_s"]}
@@ -214,7 +213,7 @@ def _step_ms(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def accuracy_of(config: Config, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Draft method → share of its tokens that were right, of those before which all were. Lookups are done for real."""
+    """Draft method → share of right tokens among those with only right tokens before. Lookups are really done."""
     drafted, accepted = metrics["drafted_by_position"], metrics["accepted_by_position"]
     survival = [1.0, *(right / all_ for right, all_ in zip(accepted, drafted, strict=True))]
     tested = sum(all_ * before for all_, before in zip(drafted, survival, strict=False))

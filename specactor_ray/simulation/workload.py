@@ -1,4 +1,4 @@
-"""Requests of a simulated rollout: drawn, or recorded by a rollout of ours."""
+"""Requests of a simulated rollout: drawn, or recorded by a rollout of this package."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class RecordedRequest:
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     max_tokens: int
-    """The limit it ran with; 0: unknown."""
+    """`max_tokens` of the recorded request; 0: unknown."""
     accuracy: Mapping[str, float]
-    """Draft method → share of its draft tokens that were right, of those before which all were."""
+    """Draft method → share of right draft tokens among those with only right tokens before."""
 
 
 _FIX = "; name a trajectories.jsonl that a run wrote"
@@ -71,10 +71,11 @@ class Recording:
 
 
 def load_recording(path: Path, limit: int | None = None) -> Recording:
-    """Read the trajectories that a rollout wrote, at most `limit`; those that failed are left out.
+    """Read the trajectories of a rollout, at most `limit`; failed ones are left out.
 
     Raises:
-        InputError: The file cannot be read, has no finished trajectory, or a line is none; with the line and the fix.
+        InputError: The file cannot be read, has no finished trajectory, or a line is invalid; the message has line and
+            fix.
     """
     requests: dict[str, RecordedRequest] = {}
     lines = _read_lines(path)
@@ -116,7 +117,7 @@ def _request(row: Mapping[str, Any]) -> RecordedRequest:
     for method, (drafted, accepted) in stats["by_method"].items():
         if not 0 <= accepted <= drafted:
             raise ValueError(f"{method} has {accepted} accepted of {drafted} draft tokens")
-        # What was behind a wrong token was not put to the test, and a step has one wrong token at most.
+        # Tokens after a wrong one were not tested, and a step has one wrong token at most.
         tested = accepted + min(int(stats["steps"]), drafted - accepted)
         if tested:
             accuracy[method] = accepted / tested

@@ -1,4 +1,4 @@
-"""Shared by the models of one simulation: text, durations, exceptions, and a record of their steps."""
+"""Common data of the models of one simulation: text, durations, exceptions, and a record of their steps."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ class LinearTime:
 
 @dataclass(frozen=True)
 class PythonTime:
-    """What our own Python takes, beside forwards: a set figure per row.
+    """Time of the package's Python beside forwards, by a fixed figure per row.
 
-    `verify_row_s` of a verify step where drafts are used, `plain_row_s` where they are not, `draft_row_s` of a draft
-    step.
+    `verify_row_s` is for a verify step with drafts, `plain_row_s` for one without, `draft_row_s` for a draft step.
     """
 
     verify_row_s: float = 0.0
@@ -44,11 +43,11 @@ class PythonTime:
         return rows * self.draft_row_s
 
     def begin(self, process: Process) -> None:
-        """Begin to count the process's time."""
+        """Begin the measurement of the process's time."""
 
 
 class MeasuredPython(PythonTime):
-    """What our own Python really took on this machine since the last step, for the whole process, by the kernel."""
+    """Real time of the package's Python on this machine since the last step, of the whole process, by the kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -69,34 +68,34 @@ class Times:
     """Durations beside steps, in seconds."""
 
     load_s: float = 0.5
-    """Loading a model, of verifiers and draft actors."""
+    """Seconds to load a model, for verifiers and draft actors."""
     sync_s: float = 0.5
-    """Taking over new weights."""
+    """Seconds to load new weights."""
 
 
 @dataclass(frozen=True)
 class DraftTime:
-    """How long a draft method takes."""
+    """Durations of a draft method."""
 
     forward: StepCost
-    """Of one forward, which drafts one token for each of its rows; of a lookup, which drafts whole tails, the seconds
-    of `positions` tokens found."""
+    """Cost of one forward, which drafts one token for each of its rows; for a lookup, which drafts whole tails, the
+    seconds of `positions` found tokens."""
     is_lookup: bool = False
     block: int = 1
     """Tokens of each chain that a forward drafts."""
     fusion: Callable[[int], float] | None = None
     """EAGLE heads: number of committed positions → seconds to fuse their hidden states."""
     merge_s: float = math.inf
-    """Seconds that a forward takes longer where the rows of each request read their common pages once; infinity: each
-    row reads all of its pages."""
+    """Additional seconds of a forward if the rows of each request read their common pages once; infinity: each row
+    reads all of its pages."""
 
     def seconds(self, rows: int, context: int, shared: int, prefill: int) -> float:
-        """Duration of a forward, whichever way of attending is faster.
+        """Duration of a forward with the faster way of attention.
 
         Args:
-            rows: Chains.
+            rows: Number of chains.
             context: Tokens of all chains.
-            shared: The same with common pages counted once.
+            shared: Tokens of all chains, with common pages counted once.
             prefill: Prompt tokens in the same forward.
         """
         positions = rows * self.block
@@ -107,13 +106,13 @@ class DraftTime:
 
 
 class Record:
-    """A record of steps. This one keeps nothing."""
+    """Record of steps; this base class keeps nothing."""
 
     def span(self, actor: str, what: str, begin: float, end: float, rows: int, positions: int) -> None:
-        """An actor worked from `begin` to `end`, by its own clock."""
+        """Record the work of an actor from `begin` to `end`, on its own clock."""
 
     def streams(self, actor: str, count: int, context_tokens: int) -> None:
-        """A drafter follows `count` requests, which have `context_tokens` tokens together."""
+        """Record that a drafter has `count` requests with `context_tokens` tokens in total."""
 
 
 @dataclass
@@ -123,29 +122,29 @@ class World:
     text: Text = field(default_factory=HashedText)
     target: StepCost = LinearTime(0.02, 0.0002)
     drafting: Mapping[str, DraftTime] = field(default_factory=dict)
-    """Draft method → how long it takes; others take 4 ms a forward."""
+    """Draft method → its durations; others take 4 ms per forward."""
     python: PythonTime = PythonTime()
     times: Times = Times()
     clairvoyant: bool = False
-    """Use true acceptance and cost for decisions (`clairvoyant.py`)."""
+    """Whether decisions use true acceptance and cost (`clairvoyant.py`)."""
     cache_tokens: float = float("inf")
-    """Of each verifier."""
+    """Tokens of each verifier's cache."""
     max_model_len: int = 100_000
     stream_bytes_per_token: float = 0.0
-    """Bytes of a drafter's cache per token of a request that it follows."""
+    """Bytes of a drafter's cache per token of its requests."""
     vocab_size: int | None = None
-    """Of the target model; None: any token is in it."""
+    """Vocabulary size of the target model; None: any token is valid."""
     record: Record = field(default_factory=Record)
     poison: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Seed of a request → how it breaks its engine (`crash` or `wedge`) and at which output position."""
+    """Seed of a request → its fault (`crash` or `wedge` of the engine), and the output position of the fault."""
     wedged: set[str] = field(default_factory=set)
-    """Verifiers whose engine does not come back from its next step."""
+    """Verifiers whose engine does not return from its next step."""
     busy: set[str] = field(default_factory=set)
     """Verifiers that are in a step."""
     corrupt: set[str] = field(default_factory=set)
-    """Draft actors that draft nonsense."""
+    """Draft actors with wrong drafts."""
     version_of: dict[int, int] = field(default_factory=dict)
-    """Seed of a request → version of the weights it runs with."""
+    """Seed of a request → version of its weights."""
 
     def draft_time(self, method: str) -> DraftTime:
         return self.drafting.get(method) or _USUAL

@@ -1,4 +1,4 @@
-"""What drafting and verifying cost: measured points, and the grid between them.
+"""Costs of drafting and verifying: measured points, and the grid between them.
 
     D(g, b)    seconds to draft one token for each of b requests on g devices
     V(g, w, b) seconds to verify w + 1 tokens for each of b requests on g devices
@@ -41,11 +41,11 @@ class CostPoint:
 class GridCost:
     """Seconds of a step, interpolated linearly along each axis of a measured grid.
 
-    Beyond the last knot of an axis the line through the last two is followed; before the first one the first counts. A
-    point that is missing (large steps run out of memory) lies on the line through the two before it along rows, or else
-    along positions or context.
-    Noise is ironed out upwards: no cell is below one with fewer rows, positions or tokens, so that more work never
-    costs less. Prompt positions cost what a position of the largest measured step does.
+    Beyond the last knot of an axis the grid follows the line through the last two; before the first knot it has the
+    value of the first. A missing point (large steps run out of memory) lies on the line through the two before it along
+    rows, or else along positions or context.
+    Noise is smoothed upwards: no cell is below one with fewer rows, positions or tokens, so more work never costs less.
+    A prompt position costs as much as a position of the largest measured step.
 
     Args:
         seconds: Measured points.
@@ -73,7 +73,7 @@ class GridCost:
             grid = np.maximum.accumulate(grid, axis=axis)
         self._axes = axes
         self._grid: list[list[list[float]]] = np.pad(grid, (0, 1), mode="edge").tolist()
-        """With the last cell of each axis twice, so that every cell has a next one."""
+        """Seconds of each cell, the last cell of each axis twice, so that every cell has a next one."""
 
     def seconds(self, rows: float, positions: float, context_tokens: float, prefill_tokens: int = 0) -> float:
         """See `simulation.roofline.StepCost`; positions and context are those of all rows."""
@@ -92,7 +92,7 @@ class GridCost:
 
 
 def cost_grids(points: Iterable[CostPoint]) -> dict[int, GridCost]:
-    """Device count → what was measured on that many devices, a window of w being w + 1 positions per row; ascending.
+    """Device count → costs measured on that many devices, ascending. A window of w is w + 1 positions per row.
 
     Raises:
         InputError: A point of a grid is missing.
@@ -105,7 +105,7 @@ def cost_grids(points: Iterable[CostPoint]) -> dict[int, GridCost]:
 
 def _continued(grid: NDArray[np.float64], axes: Sequence[Sequence[float]], index: tuple[int, ...]) -> float:
     """The value at a point that was not measured, from those before it, which are filled: along the last axis on which
-    it is a far one, else along the first on which there are two."""
+    it is far out, else along the first axis with two points."""
     far = [axis for axis in (2, 1, 0) if index[axis] > 1 and index[axis] == len(axes[axis]) - 1]
     for axis in (*far, 0, 1, 2):
         at, knots = index[axis], axes[axis]
@@ -118,7 +118,7 @@ def _continued(grid: NDArray[np.float64], axes: Sequence[Sequence[float]], index
 
 
 def _place(knots: Sequence[float], x: float) -> tuple[int, float]:
-    """The knot before x, and how far x is on the way to the next one."""
+    """Index of the knot before x, and the part of the way to the next knot at which x lies."""
     if x <= knots[0]:
         return 0, 0.0
     if x >= knots[-1]:

@@ -1,6 +1,6 @@
-"""Which layout, draft method, mode and window are fastest: Algorithm 1 of SpecActor (arXiv 2511.16193, section 4).
+"""Search of the fastest layout, draft method, mode and window: Algorithm 1 of SpecActor (arXiv 2511.16193, section 4).
 
-What one request gains, TGS = τ / IL, is in `verify/tgs.py`; D and V are those of `costs.py`.
+The speed of one request, TGS = τ / IL, is in `verify/tgs.py`; D and V are those of `costs.py`.
 
 G devices hold n_v verifiers of g_v devices and, if decoupled, n_d drafters of g_d devices, n_v at most. Each verifier
 runs B / n_v of the B requests (b: rounded up), each drafter drafts for B / n_d. In the paper n_d = n_v, and where
@@ -23,33 +23,34 @@ from specactor_ray.verify.tgs import TINY_S, iterations, run_ahead, share_right
 
 ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
 _VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Most draft tokens of a row that a decoupled step is tried with."""
+"""Tried values of the most draft tokens of a row in a decoupled step."""
 _BRANCHES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Branches of a row in a draft forward that are tried."""
+"""Tried numbers of branches of a row in a draft forward."""
 _NEARLY = 0.99
-"""Of layouts that differ by less, the one with the fewest drafters is taken: its verifiers hold more cache."""
+"""Ratio of speeds above which two layouts count as equal. The one with the fewest drafters is taken then: its
+verifiers hold more cache."""
 _ROUNDS = 3
-"""A step lasts as long as its positions take, and they depend on how much was drafted in a step."""
+"""Rounds of the fixed point: the duration of a step depends on its positions, and these on the tokens drafted in it."""
 
 
 class Load(NamedTuple):
-    """What runs during a slice of a rollout."""
+    """Load of a slice of a rollout."""
 
     requests: float
     context: float
-    """Tokens of prompt and output that each has on average."""
+    """Mean tokens of prompt and output per request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What was measured of a draft method."""
+    """Measurements of a draft method."""
 
     costs: Mapping[int, GridCost]
     """Device count → D."""
     survival: np.ndarray
     """`(depth + 1,)` S_0 = 1, S_1, ...: the share of steps at which the first i draft tokens were there and right."""
     free: bool = False
-    """It runs on none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
+    """Whether it uses none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
     branches: int = 0
     """Most branches of a request. A forward over them costs the rows of all, and the context of the request once."""
     max_batch: int | None = None
@@ -64,7 +65,7 @@ class Candidate:
     method: str | None
     """None in plain mode."""
     draft_devices: int
-    """g_d: devices of each drafter; 0 unless it has some of its own."""
+    """g_d: devices of each drafter; 0 unless it has devices of its own."""
     verify_devices: int
     """g_v: devices of each verifier."""
     drafters: int
@@ -91,20 +92,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `search_plan` found."""
+    """Result of `search_plan`."""
 
     devices: int
     """G."""
     batch: int
     """B: requests of the whole cluster."""
     context: float
-    """Tokens of prompt and output that a request has on average."""
+    """Mean tokens of prompt and output per request."""
     predictions: tuple[Candidate, ...]
     """Every layout that can be predicted, fastest first."""
     rejected: tuple[str, ...]
-    """What cannot be predicted, and why."""
+    """Layouts that cannot be predicted, each with the reason."""
     notes: tuple[str, ...]
-    """Where the prediction of the choice leaves what was measured."""
+    """Where the prediction of the choice leaves the measured range."""
 
     @property
     def chosen(self) -> Candidate:
@@ -134,11 +135,11 @@ def search_plan(
     max_batch: int | None = None,
     profiled: bool = True,
 ) -> Plan:
-    """Algorithm 1: predict every layout with every number of drafters and window, and take what gives the most tokens
+    """Algorithm 1: predict every layout with every number of drafters and window, and take the one with the most tokens
     per second.
 
-    Of equals, plain before coupled before decoupled, then the smaller verifier, drafter and window. With all modes
-    the result is never below plain decoding.
+    Among equals, plain comes before coupled before decoupled, then the smaller verifier, drafter and window. With all
+    modes the result is never below plain decoding.
 
     Args:
         verify: Device count → V; these counts are the verifier configurations.
@@ -147,13 +148,13 @@ def search_plan(
         requests: B.
         context: Tokens of prompt and output that a request has on average.
         modes: Modes that may be chosen.
-        loads: Number of verifiers → what runs in equal slices of a rollout, where requests end and no others come; a
+        loads: Number of verifiers → loads of equal slices of a rollout, where requests end and no others come; one
             layout is chosen for all of them. Default: all requests, always.
         max_batch: Most requests that a verifier runs at once. Default: no limit.
-        profiled: Whether it is noted that larger windows can be profiled.
+        profiled: Whether the notes state that larger windows can be profiled.
 
     Raises:
-        InputError: Nothing that was measured fits G devices.
+        InputError: No measured layout fits G devices.
     """
     predictions: list[Candidate] = []
     rejected: list[str] = []
@@ -191,7 +192,7 @@ def search_plan(
 def _layouts(
     verify: Mapping[int, GridCost], methods: Mapping[str, Method], modes: Sequence[ModeName]
 ) -> Iterator[tuple[ModeName, str | None, int, int]]:
-    """Mode, method, g_d (g_v at most) and g_v of all that was measured, in the order in which equals are chosen."""
+    """Mode, method, g_d (g_v at most) and g_v of all measured layouts, in the order in which equals are chosen."""
     for mode in (mode for mode in ALL_MODES if mode in modes):
         for g_v in verify:
             if mode is ModeName.plain:
@@ -205,7 +206,7 @@ def _layouts(
 
 
 def _counts(devices: int, requests: int, g_v: int, g_d: int) -> Iterator[tuple[int, int]]:
-    """n_v and n_d that fill the devices, the fewest drafters first; no verifier has nothing to do."""
+    """n_v and n_d that fill the devices, the fewest drafters first; every verifier has requests."""
     if not g_d:
         yield min(devices // g_v, requests), 0
         return
@@ -222,7 +223,7 @@ class Cost(Protocol):
 
 
 class Step(NamedTuple):
-    """A step of every verifier at its best window; see `Candidate`."""
+    """Step of every verifier at its best window; see `Candidate`."""
 
     window: int
     probability: float
@@ -235,7 +236,7 @@ class Step(NamedTuple):
 def _best_step(
     mode: ModeName, costs: GridCost, method: Method | None, devices: int, n_v: int, n_d: int, load: Load
 ) -> Step:
-    """A step at this load; `devices`: those of a drafter."""
+    """The best step at this load; `devices`: those of a drafter."""
     batch, context = max(load.requests / n_v, 1.0), load.context
     if method is None:
         verify_s = costs.step(batch, context)
@@ -255,13 +256,13 @@ def _best_step(
 def best_ahead(
     costs: Cost, drafting: Cost, survival: np.ndarray, batch: float, rows: float, context: float, most_branches: int
 ) -> Step:
-    """A decoupled step with as many branches and verified tokens as are best.
+    """A decoupled step with the best numbers of branches and verified tokens.
 
     Args:
         costs, drafting: V and D.
         survival: `(window + 1,)` S_i.
         batch, rows: Requests of a verifier, and of a drafter.
-        context: Tokens of prompt and output that each has.
+        context: Tokens of prompt and output per request.
         most_branches: Most branches of a request.
     """
     best = Step(len(survival) - 1, share_right(survival), 0.0, 0.0, 0.0, 0.0)
@@ -275,7 +276,7 @@ def best_ahead(
 def _ahead(
     step: Step, costs: Cost, batch: float, context: float, survival: np.ndarray, branches: float, draft_s: float
 ) -> Step:
-    """A decoupled step with as many verified tokens as are best."""
+    """A decoupled step with the best number of verified tokens."""
     step, window = step._replace(draft_s=draft_s, tgs=0.0), len(survival) - 1
     for most in (*(count for count in _VERIFIED if count < window), window):
         verified = most / 2.0

@@ -1,4 +1,4 @@
-"""The profile: measured costs and acceptance in a JSON file, and whether it may be used here."""
+"""The profile: measured costs and acceptance in a JSON file, and the check whether it may be used here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specactor_ray.speculation.plan import Method
 KIND, SCHEMA = "specactor profile", 1
 
 LEAST_CPU_SHARE = 0.75
-"""Below this share of its cores' time a measurement was disturbed by other work."""
+"""Share of its cores' time below which a measurement counts as disturbed by other work."""
 
 _KINDS = {"device": str, "model": dict, "hardware": dict, "versions": dict, "cpu_share": dict}
 """Entries that are checked besides costs and acceptance."""
@@ -28,7 +28,7 @@ _AGAIN = "Fix: measure it again: specactor profile --output NEW.json"
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile as it was read."""
+    """Contents of a profile."""
 
     data: Mapping[str, Any]
     """The whole file."""
@@ -39,7 +39,7 @@ class Profile:
 
 
 def disturbed(data: Mapping[str, Any]) -> list[str]:
-    """A line per core count whose measurement shared its cores with other work; none on a GPU."""
+    """One line per core count whose measurement shared its cores with other work; empty on a GPU."""
     if data["device"] != "cpu":
         return []
     return [
@@ -53,7 +53,7 @@ def load_profile(path: str | Path) -> Profile:
     """Read a profile.
 
     Raises:
-        InputError: There is no such file, it is damaged or incomplete, no profile, or of another schema.
+        InputError: The file does not exist, is damaged or incomplete, is no profile, or has another schema.
     """
     path = Path(path).expanduser()
     try:
@@ -87,15 +87,15 @@ def load_profile(path: str | Path) -> Profile:
 def reject_foreign_profile(
     profile: Profile, where: str, here: Mapping[str, Mapping[str, Any]], force: bool
 ) -> list[str]:
-    """Check that a profile is of this model, this hardware and this torch.
+    """Check that a profile was measured with this model, this hardware and this torch.
 
     Args:
-        profile, where: As read, and its file, for messages.
-        here: `model`, `hardware` and `versions` as a profile that is measured here would have them.
+        profile, where: The contents, and the file, for messages.
+        here: `model`, `hardware` and `versions` of a profile that is measured here.
         force: Use it although hardware or versions differ.
 
     Returns:
-        Warnings: what differs although it is used.
+        Warnings about differences of a profile that is used.
 
     Raises:
         ConfigError: It was measured with another model; or on other hardware or with another torch, and not forced.

@@ -1,8 +1,8 @@
-"""The target engine: owns the truth of the requests it runs.
+"""Interface of target engines, which run requests on the target model.
 
-One `step` runs one forward over prefill chunks and over the draft tails of all running rows, and commits per
-row the longest draft prefix that equals what the target samples plus one token of its own. Engines use no Ray. A
-request has a row from `add` to its end or `remove`; drafts and results are arrays that name rows. Every engine passes
+One `step` runs one forward over prefill chunks and over the draft tails of all running rows, and commits for each row
+the longest draft prefix that equals the target's samples plus one token of the target. Engines use no Ray. A request
+has a row from `add` to its end or `remove`; drafts and results are arrays with row numbers. Every engine passes
 `tests/unit/engine_conformance.py`.
 """
 
@@ -20,27 +20,28 @@ from specactor_ray.messages import SamplingParams, TopTokens
 
 @dataclass(frozen=True, slots=True)
 class TargetRequest:
-    """A request as the engine takes it. `committed_token_ids` are output tokens an earlier engine committed."""
+    """A request for an engine. `committed_token_ids` are output tokens that an earlier engine committed."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     committed_token_ids: tuple[int, ...] = ()
     attempt: int = 0
-    """Grows whenever the request is handed out again; a verifier begins each attempt at most once."""
+    """Number of the attempt, which grows when the request is sent again; a verifier begins each attempt at most
+    once."""
     weight_version: int = 0
-    """Version of the weights that its tokens must come from."""
+    """Version of the weights that must generate its tokens."""
 
 
 class Drafts(NamedTuple):
-    """Draft tokens of `n` rows, for their output positions from the committed length on."""
+    """Draft tokens of `n` rows for their output positions from the committed length on."""
 
     rows: np.ndarray
-    """int32 `(n,)`, each once."""
+    """int32 `(n,)`: numbers of the rows, each once."""
     lengths: np.ndarray
     """int32 `(n,)`: draft tokens of each row."""
     tokens: np.ndarray
-    """int32 `(sum(lengths),)`: those of all rows one after the other."""
+    """int32 `(sum(lengths),)`: draft tokens of all rows, row by row."""
 
     @classmethod
     def of(cls, tails: Mapping[int, Sequence[int]]) -> Drafts:
@@ -54,15 +55,15 @@ NO_DRAFTS = Drafts.of({})
 
 
 class Finish(IntEnum):
-    """How the output of a row ended."""
+    """End of a row's output."""
 
     RUNNING = 0
     STOP = 1
-    """An end-of-sequence or stop id."""
+    """The output ended with an end-of-sequence or stop id."""
     LENGTH = 2
-    """max_tokens, or the context is full."""
+    """The output reached max_tokens, or the context is full."""
     ERROR = 3
-    """Its logits cannot be sampled from."""
+    """The row's logits cannot be sampled from."""
 
     @property
     def reason(self) -> str:
@@ -71,19 +72,19 @@ class Finish(IntEnum):
 
 
 class States(NamedTuple):
-    """Hidden states of consecutive sequence positions of `n` rows, those of all rows one after the other."""
+    """Hidden states of consecutive sequence positions of `n` rows, row by row."""
 
     rows: np.ndarray
-    """int32 `(n,)`, each once."""
+    """int32 `(n,)`: numbers of the rows, each once."""
     starts: np.ndarray
     """int32 `(n,)`: sequence position of each row's first state; 0 is the first token of the prompt."""
     lengths: np.ndarray
-    """int32 `(n,)`, at least 1."""
+    """int32 `(n,)`: states of each row, at least 1."""
     states: np.ndarray
-    """`(sum(lengths), layers * hidden)`: float32 or float16; bfloat16 travels as int16 (`models/wire.py`)."""
+    """`(sum(lengths), layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/wire.py`)."""
 
     def split(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Row, first position and a copy of the states, one row after the other."""
+        """Row, first position and a copy of the states, row by row."""
         parts = np.split(self.states, np.cumsum(self.lengths)[:-1])
         for row, start, states in zip(self.rows.tolist(), self.starts.tolist(), parts, strict=False):
             yield row, start, states.copy()
@@ -99,52 +100,53 @@ def _no_floats() -> np.ndarray:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one engine step committed for `n` rows, and what it cost. Rows that only prefilled are not among them."""
+    """Tokens and costs of one engine step for `n` rows. Rows that were only prefilled are not included."""
 
     rows: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`, each once."""
+    """int32 `(n,)`: numbers of the rows, each once."""
     starts: np.ndarray = field(default_factory=_no_integers)
     """int32 `(n,)`: output position of each row's first token."""
     lengths: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: tokens committed; 0 for a row that ends with an error."""
+    """int32 `(n,)`: number of committed tokens; 0 for a row that ends with an error."""
     tokens: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(sum(lengths),)`: per row accepted draft tokens, then one recovered (first mismatch) or bonus (all
+    """int32 `(sum(lengths),)`: for each row accepted draft tokens, then one recovered (first mismatch) or bonus (all
     matched) token; cut at a stop."""
     logprobs: np.ndarray = field(default_factory=_no_floats)
-    """float32, as `tokens`: of softmax(logits / T), before top-k/top-p (T = 1 when temperature is 0)."""
+    """float32, as `tokens`: log-probabilities under softmax(logits / T), before top-k/top-p (T = 1 at temperature
+    0)."""
     margins: np.ndarray | None = None
-    """float32, as `tokens`: perturbed top-2 margins, when the engine was asked to record them."""
+    """float32, as `tokens`: perturbed top-2 margins, if the engine records them."""
     drafted: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: draft tokens verified, up to an accepted one that ends the output."""
+    """int32 `(n,)`: number of verified draft tokens, up to an accepted one that ends the output."""
     accepted: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: draft tokens that equalled what the target sampled."""
+    """int32 `(n,)`: number of draft tokens that equal the target's samples."""
     finish: np.ndarray = field(default_factory=_no_integers)
-    """uint8 `(n,)`: `Finish` of each row. What is not running has left the engine."""
+    """uint8 `(n,)`: `Finish` of each row. Rows that are not running have left the engine."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Row that ends with an error → why."""
+    """Row that ends with an error → reason."""
     states: States | None = None
-    """If exported: the target's states of positions that became final. Every position of a request comes once, in
-    order, up to the one that predicted its newest token; also from rows that only prefilled."""
+    """If exported: the target's states of positions that became final. Every position of a request occurs once, in
+    order, up to the one that predicted its newest token; rows that were only prefilled are included."""
     tops: TopTokens | None = None
-    """The most probable tokens at the positions of `tokens`, where a request asks for them."""
+    """The most probable tokens at the positions of `tokens`, for requests with `SamplingParams.logprobs`."""
     prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
-    """Row whose prompt this step completed → float32 `(prompt - 1,)` of its tokens from the second on, where the
-    request asks for them (`SamplingParams.prompt_logprobs`)."""
+    """Row whose prompt this step completed → float32 `(prompt - 1,)`: log-probabilities of its tokens from the second
+    on, for requests with `SamplingParams.prompt_logprobs`."""
     forward_s: float = 0.0
     sampling_s: float = 0.0
     num_tokens: int = 0
-    """Positions in the forward (prefill and verify)."""
+    """Number of positions in the forward (prefill and verify)."""
     num_prefill_tokens: int = 0
 
     def outputs(self) -> Iterator[tuple[int, list[int], Finish]]:
-        """Row, tokens and how it ended, one row after the other."""
+        """Row, tokens and end of the output, row by row."""
         parts = np.split(self.tokens, np.cumsum(self.lengths)[:-1])
         for row, tokens, finish in zip(self.rows.tolist(), parts, self.finish.tolist(), strict=False):
             yield row, tokens.tolist(), Finish(finish)
 
 
 class TargetEngine(Protocol):
-    """What a target backend implements. Not thread-safe: one thread drives it."""
+    """Interface of a target backend. Not thread-safe: one thread calls it."""
 
     vocab_size: int
     max_model_len: int
@@ -155,15 +157,15 @@ class TargetEngine(Protocol):
         """Queue a request for admission, unless its committed tokens end its output.
 
         Args:
-            row: Names it from now on: a small number that no other request of the engine has; it may be used again
+            row: Its number from now on: a small number that no other request of the engine has; it may be used again
                 when the request has ended.
             request: The request.
 
         Returns:
-            How the committed tokens end it, and then nothing was queued; else None.
+            The end of the output by the committed tokens, in which case nothing was queued; else None.
 
         Raises:
-            InputError: It can never run (token id out of range, prompt longer than the context, more cache
+            InputError: The request can never run (token id out of range, prompt longer than the context, more cache
                 than the memory budget). Nothing was queued; other requests are unaffected.
         """
 
@@ -171,33 +173,34 @@ class TargetEngine(Protocol):
         """Drop a request, running or waiting, and free its cache. Rows without one are ignored."""
 
     def decoding(self) -> np.ndarray:
-        """int32 `(n,)` rows of the admitted requests whose next step will sample: the ones worth a tail."""
+        """int32 `(n,)`: rows of the admitted requests for which the next step samples, so that a tail is useful."""
 
     def has_work(self) -> bool:
-        """True while any request is running or waiting."""
+        """Whether any request is running or waiting."""
 
     def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
-        """One forward. Drafts may have any length, including 0; those of rows that are not decoding are ignored."""
+        """Run one forward. Drafts may have any length, including 0; drafts of rows that are not decoding are
+        ignored."""
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """Replace the weights (Hugging Face names → tensors) and forget caches of the old ones.
+        """Replace the weights (Hugging Face names → tensors) and drop caches of the old ones.
 
         Raises:
             InputError: A name or shape does not fit; nothing was changed.
         """
 
     def reset_prefix_cache(self) -> None:
-        """Forget the contexts of requests that have ended; for benchmarks."""
+        """Drop the contexts of ended requests; for benchmarks."""
 
     def sleep(self) -> None:
-        """Give up the cache's memory until `wake`; for trainers that share the device.
+        """Free the cache's memory until `wake`; for trainers that share the device.
 
         Raises:
             InputError: Requests are running.
         """
 
     def wake(self) -> None:
-        """Take the memory back; harmless when awake."""
+        """Allocate the memory again. Idempotent."""
 
     def close(self) -> None:
-        """Free memory and end helpers. The engine cannot be used afterwards."""
+        """Free memory and end helper processes. The engine cannot be used afterwards."""

@@ -1,9 +1,9 @@
 """Target engine over a transformers model: continuous batching, chunked prefill, packed verification.
 
-A step is `admit → plan → forward → verify → commit`. The plan gives every admitted request its pending tokens
-(the part of prompt and output that is not in the cache yet; one token while decoding) and, once those fit, its
-draft tail. All of it goes through the model as one packed sequence. A prefix that is in the cache, of a running request
-or of one that has ended, is not computed again.
+A step is `admit → plan → forward → verify → commit`. The plan gives every admitted request its pending tokens (the part
+of prompt and output that is not in the cache yet; one token while decoding) and, once those fit, its draft tail. The
+model runs all of it as one packed sequence. A prefix in the cache, of a running or an ended request, is not computed
+again.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from specactor_ray.target.prefixes import PrefixCache
 from specactor_ray.target.rows import EngineRows
 
 _FIRST_RESERVATION = 128
-"""Output tokens for which cache is reserved when a request is admitted; it grows from there."""
+"""Output tokens for which cache is reserved when a request is admitted; the reservation grows later."""
 _MOST_SCORED = 512
-"""Positions of a prompt in one forward when its log-probabilities are computed: all their logits are in memory."""
+"""Most positions of a prompt per forward when its log-probabilities are computed: all their logits are in memory."""
 _LEAST_SHARED = 32
-"""A request waits for the prefill of another one with the same context if at least so many tokens are left of it."""
+"""Least remaining tokens of a prefill for which another request with the same context waits."""
 
 
 class _Plan(NamedTuple):
-    """What `n` rows feed into this step's forward: context tokens, then draft tokens. Decoding rows come first."""
+    """Inputs of `n` rows to this step's forward: context tokens, then draft tokens. Decoding rows come first."""
 
     rows: np.ndarray
-    """int32 `(n,)`."""
+    """int32 `(n,)`: rows of the requests."""
     cached: np.ndarray
-    """`(n,)` context tokens that are in the cache."""
+    """`(n,)`: number of context tokens in the cache."""
     context: np.ndarray
-    """`(n,)` context tokens of this forward."""
+    """`(n,)`: number of context tokens in this forward."""
     samples: np.ndarray
-    """bool `(n,)`: all pending tokens are in, so this step samples for the row."""
+    """bool `(n,)`: whether all pending tokens are included, so that this step samples for the row."""
     drafted: np.ndarray
-    """`(n,)` draft tokens; 0 where the row does not sample."""
+    """`(n,)`: number of draft tokens; 0 where the row does not sample."""
     firsts: np.ndarray
-    """`(n,)` where they begin in the tokens of the drafts."""
+    """`(n,)`: begin of the row's draft tokens in the tokens of the drafts."""
     scored: np.ndarray
-    """`(n,)` context tokens of this forward that a prompt's token follows, of rows in `HfEngine._scores`."""
+    """`(n,)`: number of context tokens in this forward that precede a prompt token, for rows in `HfEngine._scores`."""
 
     @property
     def sampled(self) -> np.ndarray:
-        """`(n,)` positions at which tokens are sampled, the last ones of each row."""
+        """`(n,)`: number of positions at which tokens are sampled, the last ones of each row."""
         return np.where(self.samples, 1 + self.drafted, 0)
 
 
@@ -63,7 +63,7 @@ class HfEngine:
     """`TargetEngine` over a `RaggedModel`.
 
     Args:
-        model: The model with its cache; the engine owns it from now on.
+        model: The model with its cache; owned by the engine.
         eos_token_ids: Ids that end an output unless the request ignores them.
         max_model_len: Most prompt + output tokens of a request; None takes the model's own limit.
         max_batch: Most requests admitted at once.
@@ -90,18 +90,18 @@ class HfEngine:
         self._asleep = False
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids, model.device)
         self._context = np.zeros((0, 0), np.int32)
-        """int32 `(rows, tokens)`: prompt and output of each row."""
+        """int32 `(rows, tokens)`: prompt and output tokens of each row."""
         self._cached: dict[int, int] = {}
-        """Admitted rows, in the order of their admission, and their rows in the cache."""
+        """Admitted row → its row in the cache, in the order of admission."""
         self._scores: dict[int, np.ndarray] = {}
-        """Row → log-probabilities of its prompt's tokens from the second on, where they are asked for."""
+        """Row → requested log-probabilities of its prompt's tokens from the second on."""
         self._waiting: deque[int] = deque()
         self._prefixes = PrefixCache(model.cache)
         warm_up(model.device, model.dtype, record_margins=record_margins)
 
     @classmethod
     def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:
-        """Load the configured model; data type and size of the cache are set. Raises ModelLoadError."""
+        """Load the configured model; `config` has a data type and a cache size. Raises ModelLoadError."""
         from specactor_ray.models.loading import eos_token_ids, load_model
 
         loaded = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
@@ -195,12 +195,12 @@ class HfEngine:
         return result
 
     def _admitted(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 rows, and how many of their tokens are in the cache."""
+        """Admitted rows, int32, and the number of their tokens in the cache."""
         rows = np.fromiter(self._cached, np.int32, len(self._cached))
         return rows, self._model.cache.lengths[self._cache_rows(rows)]
 
     def _cache_rows(self, rows: np.ndarray) -> np.ndarray:
-        """int64 `(n,)`: of admitted rows."""
+        """Cache rows of admitted rows, int64 `(n,)`."""
         return np.array([self._cached[row] for row in rows.tolist()], np.int64)
 
     def _admit(self) -> None:
@@ -209,7 +209,7 @@ class HfEngine:
             row = self._waiting.popleft()
             tokens = self._context[row, : self._rows.length[row] - 1]
             if (key := tokens.tobytes()) in prefilling and row not in self._scores:
-                later.append(row)  # forks what another request is computing
+                later.append(row)  # forks the prefix that another request is computing
             elif not self._open(row, tokens):
                 later.append(row)
                 break
@@ -218,7 +218,7 @@ class HfEngine:
         self._waiting.extendleft(reversed(later))
 
     def _prefilling(self) -> set[bytes]:
-        """Contexts of admitted requests of which much is still to be computed."""
+        """Contexts of admitted requests with much prefill left."""
         if self._model.exports_states:
             return set()
         rows, cached = self._admitted()
@@ -226,9 +226,9 @@ class HfEngine:
         return {self._context[row, : self._rows.length[row] - 1].tobytes() for row in rows.tolist()}
 
     def _open(self, row: int, tokens: np.ndarray) -> bool:
-        """Give a request a row of the cache, with as many of its tokens as are cached. False: there is no room."""
+        """Assign a cache row to a request, with as many of its tokens as are cached. False: there is no room."""
         cache, room = self._model.cache, min(int(self._rows.limit[row]), len(tokens) + 1 + _FIRST_RESERVATION)
-        # Drafters that read states are sent those of every position; a prompt's log-probabilities need them, too.
+        # Drafters that read states get those of every position; log-probabilities of prompts need every position, too.
         all_computed = self._model.exports_states or row in self._scores
         source, common = (-1, 0) if all_computed else self._prefixes.longest(tokens)
         cached = int(cache.fork(np.array([source]), np.array([common]))[0]) if common else cache.new_row()
@@ -243,14 +243,14 @@ class HfEngine:
         return int(self._model.cache.lengths[self._cached[row]])
 
     def _make_room(self, cached: int, tokens: int) -> bool:
-        """`PagedCache.reserve`, at the cost of rows of ended requests."""
+        """`PagedCache.reserve`, which evicts rows of ended requests if necessary."""
         while not self._model.cache.reserve(cached, tokens):
             if not self._prefixes.evict():
                 return False
         return True
 
     def _plan(self, drafts: Drafts) -> _Plan:
-        """Decoding rows first, with one token each; then their tails; prefill chunks fill what is left."""
+        """Plan a step: decoding rows first, with one token each; then their tails; prefill chunks fill the rest."""
         rows, cached = self._admitted()
         pending = self._rows.length[rows] - cached
         order = np.argsort(pending > 1, kind="stable")
@@ -275,8 +275,8 @@ class HfEngine:
 
         Args:
             rows: Admitted rows.
-            tokens: Of their contexts, in the cache and in this forward.
-            drafted: Draft tokens behind them; set to 0 where they are dropped.
+            tokens: Tokens of their contexts, in the cache and in this forward.
+            drafted: Draft tokens after them; set to 0 where they are dropped.
         """
         cache, preemptions = self._model.cache, self.preemptions
         short = tokens + drafted > cache.room(self._cache_rows(rows))
@@ -292,9 +292,9 @@ class HfEngine:
         return np.array([row in self._cached for row in rows.tolist()], np.bool_)
 
     def _preempt_newest(self) -> int:
-        """Send the newest running request back to the queue; its tokens stay, its cache is recomputed.
+        """Return the newest running request to the queue; its tokens stay, and its cache is recomputed.
 
-        Keyed sampling makes the continuation the same. Returns its row.
+        With keyed sampling the continuation is the same. Returns its row.
         """
         row, cached = self._cached.popitem()
         self._prefixes.free(cached)
@@ -303,7 +303,7 @@ class HfEngine:
         return row
 
     def _tokens(self, plan: _Plan, counts: np.ndarray, tails: np.ndarray) -> np.ndarray:
-        """int32: what the plan feeds, one row after the other."""
+        """Input tokens of the plan, int32, row by row."""
         tokens, offsets = np.empty(counts.sum(), np.int32), begins(counts)[:-1]
         context = self._context[np.repeat(plan.rows, plan.context), places(plan.cached, plan.context)]
         tokens[places(offsets, plan.context)] = context
@@ -311,7 +311,7 @@ class HfEngine:
         return tokens
 
     def _score(self, logits: Any, plan: _Plan, offsets: np.ndarray) -> tuple[Any, dict[int, np.ndarray]]:
-        """Log-probabilities of prompts' tokens; `offsets`: where the logits of each row begin. Returns the logits of
+        """Compute log-probabilities of prompts' tokens; `offsets`: begin of each row's logits. Returns the logits of
         the positions at which tokens are sampled, and the rows whose prompts are complete."""
         complete = dict[int, np.ndarray]()
         for i in np.flatnonzero(plan.scored).tolist():
@@ -347,7 +347,7 @@ class HfEngine:
         return result
 
     def _end(self, row: int, failed: bool) -> None:
-        """A request has ended, and its row is no longer its own."""
+        """Release the row of an ended request."""
         self._rows.close(row)
         self._scores.pop(row, None)
         if failed:
@@ -356,13 +356,13 @@ class HfEngine:
             self._retain(row, int(self._rows.length[row]) - 1)
 
     def _retain(self, row: int, tokens: int) -> None:
-        """Leave so many tokens of an ended request in the cache, for requests that begin with them."""
+        """Keep this many tokens of an ended request in the cache, for requests that begin with them."""
         cached = self._cached.pop(row)
         self._model.cache.truncate(np.array([cached]), tokens)
         self._prefixes.retain(cached, self._context[row, :tokens])
 
     def _fit(self, row: int, tokens: int) -> None:
-        """Room for a row and for so many tokens."""
+        """Make room for a row and this many tokens."""
         for axis, needed in enumerate((row + 1, tokens)):
             if self._context.shape[axis] < needed:
                 self._context = enlarged(self._context, axis, max(needed, 2 * self._context.shape[axis], 32))

@@ -1,5 +1,5 @@
 """Prefix cache of an engine: rows of ended requests stay in the paged cache until their pages are needed, and a new
-request forks the row that has most of its tokens in common."""
+request forks the row with the longest common prefix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from specactor_ray.models.paged_cache import PagedCache
 
 _MOST_ROWS = 512
-"""Rows of ended requests; more would only make the search longer."""
+"""Most rows of ended requests; more would only lengthen the search."""
 
 
 class PrefixCache:
@@ -25,19 +25,19 @@ class PrefixCache:
         self._tokens: dict[int, Callable[[], np.ndarray]] = {}
         """Row of the cache → its cached tokens."""
         self._by_page: dict[bytes, dict[int, None]] = {}
-        """Tokens of the first page → rows that begin with them."""
+        """Bytes of the first page's tokens → rows that begin with them."""
         self._page: dict[int, bytes] = {}
-        """The same by row."""
+        """Row → bytes of its first page's tokens."""
         self._retained: dict[int, None] = {}
         """Rows of ended requests, the least recently used first."""
 
     def add(self, row: int, context: np.ndarray, tokens: Callable[[], np.ndarray]) -> None:
-        """A row of a running request; it is found if its context fills a page.
+        """Add the row of a running request; it is found if its context fills a page.
 
         Args:
-            row: Of the cache.
-            context: int32, what is cached first; only its first page counts.
-            tokens: Returns those that are cached by now.
+            row: Row of the cache.
+            context: int32, the first tokens that are cached; only the first page counts.
+            tokens: Returns the tokens that are cached by now.
         """
         if len(context) >= self._cache.page_size:
             page = self._page[row] = self._page_of(context)
@@ -45,8 +45,8 @@ class PrefixCache:
             self._tokens[row] = tokens
 
     def retain(self, row: int, tokens: np.ndarray) -> None:
-        """The request of a row has ended with these tokens cached, int32; they are copied. The row stays, or is freed
-        where they do not fill a page."""
+        """Keep the row of an ended request with these cached tokens, int32, which are copied. The row is freed if they
+        do not fill a page."""
         self._forget(row)
         if len(tokens) < self._cache.page_size:
             self._cache.free(row)
@@ -61,7 +61,7 @@ class PrefixCache:
             self.evict()
 
     def free(self, row: int) -> None:
-        """Give a row back."""
+        """Free a row."""
         self._forget(row)
         self._cache.free(row)
 
@@ -75,7 +75,7 @@ class PrefixCache:
                 del self._by_page[page]
 
     def evict(self) -> bool:
-        """Free the row of an ended request that was not used for longest; False where there is none."""
+        """Free the least recently used row of an ended request; False if there is none."""
         for row in self._retained:
             self.free(row)
             return True
@@ -87,8 +87,8 @@ class PrefixCache:
             pass
 
     def longest(self, tokens: np.ndarray) -> tuple[int, int]:
-        """The row with most of these tokens, int32, at its beginning, and how many; 0 of them where no row has a whole
-        page."""
+        """The row with the longest common prefix with these tokens, int32, and its length; 0 if no row has a whole page
+        in common."""
         best, most = -1, 0
         if len(tokens) < self._cache.page_size:
             return best, most
@@ -104,7 +104,7 @@ class PrefixCache:
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:
-    """Tokens that both begin with."""
+    """Length of the longest common prefix."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     first = int(different.argmax()) if length else 0

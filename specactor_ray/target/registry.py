@@ -17,13 +17,13 @@ def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: flo
     """Load the configured target.
 
     Args:
-        config: Its section; data type and size of the cache, where it has none, follow from the device.
-        device: `cpu` or `cuda`; vLLM takes the one that it was built for.
-        max_drafts: Most draft tokens of a request in one step; 0 where none are ever verified.
-        hosted: Bytes of the GPU that drafters will take beside it.
+        config: The target's section; default data type and cache size depend on the device.
+        device: `cpu` or `cuda`; vLLM uses the device of its build.
+        max_drafts: Most draft tokens of a request in one step; 0 if none are ever verified.
+        hosted: Bytes of the GPU for drafters beside the engine.
 
     Raises:
-        ConfigError: The backend is unknown, not installed, or of an untested version.
+        ConfigError: The backend is unknown, not installed, or has an untested version.
         ModelLoadError: The model cannot be loaded or served.
     """
     config = replace(config, dtype=fitting_dtype(config.dtype, device != "cpu", config.backend))

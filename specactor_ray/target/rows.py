@@ -1,5 +1,5 @@
-"""What engines do alike with requests: refuse those that can never run, cut drafts, end outputs, export hidden states.
-Structure of arrays, by the row of the request."""
+"""Common work of engines on requests: refuse impossible ones, cut drafts, end outputs, export hidden states. The data
+is a structure of arrays by the row of the request."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class EngineRows:
     """The requests of an engine. Arrays grow with the largest row.
 
     Args:
-        vocab_size: Token ids are below it.
+        vocab_size: Upper bound of token ids, exclusive.
         max_model_len: Most prompt and output tokens of a request.
         eos_token_ids: Ids that end an output unless the request ignores them.
-        device: Where the rules of sampling are read.
+        device: Device that reads the sampling rules.
     """
 
     def __init__(
@@ -37,29 +37,29 @@ class EngineRows:
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._eos = np.array(sorted(eos_token_ids), np.int64)
         self.requests: dict[int, TargetRequest] = {}
-        """Row → its request, in the order they were added."""
+        """Row → its request, in the order of their addition."""
         self.prompt = np.zeros(_FIRST_ROWS, np.int32)
         """int32 `(rows,)`: prompt tokens."""
         self.length = np.zeros(_FIRST_ROWS, np.int32)
         """int32 `(rows,)`: prompt and output tokens."""
         self.limit = np.zeros(_FIRST_ROWS, np.int32)
-        """int32 `(rows,)`: most of them, by max_tokens and by the context."""
+        """int32 `(rows,)`: most prompt and output tokens, by max_tokens and by the context."""
         self.exported = np.zeros(_FIRST_ROWS, np.int32)
-        """int32 `(rows,)`: sequence positions whose states were handed out."""
+        """int32 `(rows,)`: number of sequence positions whose states were exported."""
         self._minds_eos = np.zeros(_FIRST_ROWS, np.bool_)
         self._stops: dict[int, Sequence[int]] = {}
-        """Row → stop ids of its own, where it has any."""
+        """Row → its own stop ids, if it has any."""
         self.rules = Rules(_FIRST_ROWS, device)
-        """By row; positions are those in the sequence."""
+        """Sampling rules by row; positions are those in the sequence."""
 
     def open(self, row: int, request: TargetRequest) -> Finish | None:
-        """A request takes a row, unless its committed tokens end its output.
+        """Open a row for a request, unless its committed tokens end its output.
 
         Returns:
-            How they end it; None where they do not.
+            The end of the output by the committed tokens; None if they do not end it.
 
         Raises:
-            InputError: It can never run, or the row is taken.
+            InputError: The request can never run, or the row is in use.
         """
         if row in self.requests:
             raise InputError(f"row {row} holds request {self.requests[row].request_id}")
@@ -95,17 +95,17 @@ class EngineRows:
         return self.requests.pop(row, None) is not None
 
     def cut(self, rows: np.ndarray, drafts: Drafts, most: int, budget: int) -> tuple[np.ndarray, np.ndarray]:
-        """What of the drafts may be verified in these rows: none outside the vocabulary or behind one, and none that
-        leaves no room for the token that the target adds.
+        """Select the drafts that may be verified in these rows: a draft ends before a token outside the vocabulary, and
+        leaves room for the token that the target adds.
 
         Args:
             rows: int32 `(n,)` rows that decode.
-            drafts: Of any rows.
-            most: Draft tokens of a row.
-            budget: Draft tokens of all rows; the first ones take them.
+            drafts: Drafts of any rows.
+            most: Most draft tokens of a row.
+            budget: Most draft tokens of all rows; the first rows take them.
 
         Returns:
-            int64 `(n,)` where the drafts of each row begin in `drafts.tokens`, and how many of them count.
+            int64 `(n,)`: begin of each row's drafts in `drafts.tokens`, and how many of them count.
         """
         if not len(drafts.tokens) or most <= 0:
             firsts, lengths = np.zeros((2, len(rows)), np.int64)
@@ -131,13 +131,13 @@ class EngineRows:
         record_margins: bool,
         tops: TopTokens | None = None,
     ) -> StepResult:
-        """Commit what the target sampled for these rows, up to their ends. The caller closes rows that have ended.
+        """Commit the target's samples for these rows, up to their ends. The caller closes rows that have ended.
 
         Args:
             rows: int32 `(n,)`.
             drafted: `(n,)` draft tokens that were verified.
-            found: What was sampled, in the order of the rows.
-            record_margins: Whether it has margins.
+            found: Samples, in the order of the rows.
+            record_margins: Whether `found` has margins.
             tops: The most probable tokens at the positions of `found`.
         """
         counts, tokens, column = found.counts, found.tokens, np.arange(found.width)
@@ -148,11 +148,11 @@ class EngineRows:
                     ends[i] |= np.isin(tokens[i], self._stops[row])
         ends &= column < counts[:, None]
         stopped = ends.any(axis=1)
-        failed = (found.statuses != 0) & ~stopped  # what a draft behind an end leads to does not count
+        failed = (found.statuses != 0) & ~stopped  # tokens after an end do not count
         errors = found.problems(drafted) if failed.any() else {}
         lengths = np.where(failed, 0, np.where(stopped, ends.argmax(axis=1) + 1, counts))
         accepted = np.where(failed, 0, counts - (found.statuses == 0))
-        # What was drafted behind the end is neither right nor wrong.
+        # Draft tokens after the end are neither right nor wrong.
         drafted = np.where(failed | (accepted >= lengths), np.minimum(accepted, lengths), drafted)
         before = self.length[rows]
         self.length[rows] = after = before + lengths
@@ -173,12 +173,11 @@ class EngineRows:
         )
 
     def export(self, states: Any, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> States:
-        """Hand out the states of a forward that are final and were not handed out before, which is what came again
-        after a preemption. Called after `commit`.
+        """Export the final states of a forward that were not exported before; states that are computed again after a
+        preemption are left out. Called after `commit`.
 
         Args:
-            states: `(sum(counts), width)`, an array or a tensor; of a tensor on a GPU only what is handed out is
-                copied.
+            states: `(sum(counts), width)`, an array or a tensor; from a GPU only exported states are copied.
             rows: int32 `(n,)`.
             firsts: Sequence position of each row's first state.
             counts: States of each row.
@@ -193,7 +192,7 @@ class EngineRows:
 
 
 def _first_positions(tops: TopTokens, had: np.ndarray, lengths: np.ndarray) -> TopTokens:
-    """Of `(n,)` positions that each request had the first `lengths`."""
+    """Reduce `tops` from the first `had` to the first `lengths` positions of each request, `(n,)` each."""
     at = places(begins(had * tops.counts)[:-1], lengths * tops.counts)
     return TopTokens(tops.counts, tops.tokens[at], tops.logprobs[at])
 

@@ -1,5 +1,5 @@
-"""Target engine over vLLM: its scheduler, paged attention and kernels; our drafts, keyed sampling (`vllm_worker.py`)
-and stops (`rows.py`). vLLM ends outputs at their length only.
+"""Target engine over vLLM: vLLM's scheduler, paged attention and kernels; this package's drafts, keyed sampling
+(`vllm_worker.py`) and stops (`rows.py`). vLLM ends outputs at their length only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class VllmEngine:
     """`TargetEngine` over vLLM's engine core in this process.
 
     Args:
-        settings: What the core is made with.
+        settings: Settings of the core.
         eos_token_ids: Ids that end an output unless the request ignores them.
 
     Raises:
-        ConfigError: vLLM is missing or of an untested version.
-        ModelLoadError: vLLM cannot serve the model with these settings.
+        ConfigError: vLLM is missing or has an untested version.
+        ModelLoadError: vLLM does not support the model with these settings.
     """
 
     def __init__(self, settings: CoreSettings, eos_token_ids: Sequence[int] = ()) -> None:
@@ -41,14 +41,14 @@ class VllmEngine:
         self.weight_version = 0
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids)
         self._decoding: np.ndarray | None = None
-        """Rows that decode, until something changes."""
+        """Rows that decode; None after a change."""
 
     @classmethod
     def from_config(cls, config: TargetConfig, max_drafts: int) -> VllmEngine:
         """Load the configured model.
 
         Args:
-            config: The target's section; data type and size of the cache are set.
+            config: The target's section, with a data type and a cache size.
             max_drafts: Most draft tokens of a request in one step.
         """
         cache = int(config.kv_cache_gb * GIB)
@@ -104,7 +104,7 @@ class VllmEngine:
         result = self._rows.commit(done.rows[sampled], done.drafted[sampled], done.found, margins, done.tops)
         if done.states is not None:
             result.states = self._rows.export(done.states, done.rows, done.firsts, done.counts)
-        for row, scores in done.prompt_logprobs.items():  # vLLM takes tokens committed earlier for prompt
+        for row, scores in done.prompt_logprobs.items():  # vLLM treats tokens committed earlier as prompt
             result.prompt_logprobs[row] = scores[: self._rows.prompt[row] - 1]
         for row in result.rows[result.finish != Finish.RUNNING].tolist():
             self.remove(row)
@@ -122,7 +122,7 @@ class VllmEngine:
 
     @functools.cached_property
     def _expected_weights(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-        """Shapes and ties, which no update changes."""
+        """Shapes and ties of weights, which no update changes."""
         return weight_shapes(self._settings.model, trust_remote_code=self._settings.trust_remote_code)
 
     def reset_prefix_cache(self) -> None:

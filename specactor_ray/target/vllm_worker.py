@@ -1,7 +1,7 @@
-"""The half of the `vllm` engine inside vLLM's workers (`worker_cls`): keyed sampling in place of vLLM's samplers,
-reports of it, and hidden states. Only vLLM imports this module.
+"""Part of the `vllm` engine in vLLM's workers (`worker_cls`): keyed sampling in place of vLLM's samplers, its reports,
+and hidden states. Only vLLM imports this module.
 
-What it uses of the model runner and is not public: `sampler` and `rejection_sampler` (replaced), `speculative_config`,
+It uses these non-public parts of the model runner: `sampler` and `rejection_sampler` (replaced), `speculative_config`,
 `input_batch`, `requests`, `num_scheduled_tokens`, `discard_request_mask`, `execute_model_state`,
 `use_aux_hidden_state_outputs`.
 """
@@ -34,7 +34,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 
 _PAD = -1
-"""vLLM's mark for "no token" in the output of a sampler."""
+"""vLLM's value for "no token" in the output of a sampler."""
 _NO_DRAFTS = np.zeros(0, np.int32)
 
 
@@ -42,10 +42,10 @@ class KeyedWorker(_Worker):
     """vLLM's worker for this platform, with keyed sampling."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load, and decide what is exported before anything is compiled."""
+        """Load the model, and set the exported states before the compilation."""
         settings = self.vllm_config.additional_config[KEY]
         layers = tuple(settings["hidden_layers"])
-        auxiliary = sorted({layer + 1 for layer in layers if layer != HEAD_INPUT})  # vLLM counts inputs of layers
+        auxiliary = sorted({layer + 1 for layer in layers if layer != HEAD_INPUT})  # vLLM numbers inputs of layers
         runner = self.model_runner
         runner.use_aux_hidden_state_outputs = bool(auxiliary)
         super().load_model(*args, **kwargs)
@@ -56,11 +56,11 @@ class KeyedWorker(_Worker):
                     f"hidden layer {auxiliary[-1] - 1} does not exist: the model has layers 0 to {count - 1}"
                 )
             runner.get_model().set_aux_hidden_state_layers(tuple(auxiliary))
-        # All ranks choose the same tokens from the same logits; the first one reports.
+        # All ranks choose the same tokens from the same logits; the first rank reports.
         self._keyed = KeyedSampler(runner, layers if self.rank == 0 else (), settings["record_margins"])
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Warm up with vLLM's own samplers, which take rows without requests; then put ours in their place."""
+        """Warm up with vLLM's own samplers, which accept rows without requests; then replace them."""
         times = super().compile_or_warm_up_model(*args, **kwargs)
         self._keyed.install()
         margins = self.vllm_config.additional_config[KEY]["record_margins"]
@@ -68,13 +68,13 @@ class KeyedWorker(_Worker):
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """A step without drafts is one of an engine without speculation, but where layers keep a state per draft."""
+        """Run the model. A step without drafts runs as without speculation, unless layers keep a state per draft."""
         drafts = scheduler_output.scheduled_spec_decode_tokens or self.vllm_config.model_config.is_hybrid
         self.model_runner.speculative_config = self.vllm_config.speculative_config if drafts else None
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's output, and with that of the first rank what the step did."""
+        """vLLM's output; that of the first rank has the step's report."""
         self._keyed.begin(self.model_runner.execute_model_state)
         output = super().sample_tokens(grammar_output)
         if self.rank == 0:
@@ -83,7 +83,7 @@ class KeyedWorker(_Worker):
 
 
 class _Sampler(Sampler):
-    """In the place of vLLM's; the log-probabilities of prompts are vLLM's own."""
+    """Replaces vLLM's sampler; the log-probabilities of prompts are vLLM's own."""
 
     def __init__(self, sample: Callable[..., SamplerOutput]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _Sampler(Sampler):
 
 
 class KeyedSampler:
-    """Stands where vLLM's sampler and rejection sampler stood.
+    """Replaces vLLM's sampler and rejection sampler.
 
     Args:
         runner: vLLM's model runner.
@@ -106,29 +106,29 @@ class KeyedSampler:
         self._runner, self._layers, self._margins = runner, hidden_layers, record_margins
         self._order = sorted({layer for layer in hidden_layers if layer != HEAD_INPUT})
         self._rules = Rules(32, runner.device)
-        """By the engine's row; positions are those in the sequence."""
+        """Sampling rules by the engine's row; positions are those in the sequence."""
         self._ids: list[str] = []
-        """vLLM's ids of the last batch."""
+        """vLLM's request ids of the last batch."""
         self._rows = np.zeros(0, np.int32)
-        """Their rows."""
+        """int32: rows of the last batch."""
         self._state: Any = None
         self.step: CoreStep | None = None
-        """What the last step did; None if it sampled nothing."""
+        """Report of the last step; None if it sampled nothing."""
 
     def install(self) -> None:
         self._runner.sampler, self._runner.rejection_sampler = _Sampler(self.sample), self.verify
 
     def begin(self, state: Any) -> None:
-        """A step samples; `state` is the runner's `execute_model_state`, which vLLM drops before."""
+        """Begin the sampling of a step; `state` is the runner's `execute_model_state`, which vLLM drops before."""
         self._state, self.step = state if self._layers else None, None
 
     def sample(self, logits: torch.Tensor, sampling_metadata: Any, **_: Any) -> SamplerOutput:
-        """One token per request."""
+        """Sample one token per request."""
         del sampling_metadata
         return self._choose(logits, np.zeros(logits.shape[0], np.int64), _NO_DRAFTS)
 
     def verify(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
-        """Per request the accepted drafts and one token more."""
+        """Sample for each request the accepted drafts and one more token."""
         del draft_probs, sampling_metadata
         return self._choose(logits, np.array(metadata.num_draft_tokens, np.int64), metadata.draft_token_ids)
 
@@ -146,7 +146,7 @@ class KeyedSampler:
         rows = self._rows_of(runner.input_batch.req_ids)
         firsts = runner.input_batch.num_computed_tokens_cpu[:n].astype(np.int64)
         counts = runner.num_scheduled_tokens.np[:n].astype(np.int64)
-        # What is chosen for a request whose prompt is not in the cache yet does not count.
+        # Tokens for a request whose prompt is not in the cache yet do not count.
         sampled = ~runner.discard_request_mask.np[:n]
         tails = begins(drafted)
         offsets, positions = np.arange(n) + tails[:-1], firsts + counts - drafted
@@ -160,14 +160,14 @@ class KeyedSampler:
         tops = most_probable(logits, offsets, found, slots, self._rules)
         tokens = np.full((n, found.width), _PAD, np.int32)
         tokens[sampled] = found.tokens
-        tokens[tokens[:, 0] == _PAD, 0] = 0  # also of a row that cannot be sampled from: the engine drops its request
+        tokens[tokens[:, 0] == _PAD, 0] = 0  # also in a row that cannot be sampled from: the engine drops its request
         spent_s = time.perf_counter() - begin
         states = self._exported(int(counts.sum()))
         self.step = CoreStep(rows, firsts, counts, drafted, sampled, found, states, tops, spent_s)
         return SamplerOutput(torch.from_numpy(tokens), None)  # on the host, where vLLM reads it
 
     def _rows_of(self, request_ids: list[str]) -> np.ndarray:
-        """int32 rows of a batch. Rules are written at the first sight of a request, and when it comes back."""
+        """Rows of a batch, int32. Rules are written when a request enters the batch for the first time or again."""
         if request_ids == self._ids:
             return self._rows
         known = dict(zip(self._ids, self._rows.tolist(), strict=True))

@@ -1,7 +1,7 @@
-"""The loops behind `table.py` and `policy.py`, compiled by numba: ragged work over (drafter, row, position).
+"""Kernels of `table.py` and `policy.py`, compiled by numba: ragged loops over (drafter, row, position).
 
-All kernels are in one file because numba's on-disk cache notices changes of the file a function is in, not of the files
-it calls into. Arrays are those of `table.RequestTable`: by seat of the drafter, row of the request, draft position.
+All kernels are in one file because numba's on-disk cache detects changes of a function's own file, not of the files
+that it calls. Arrays are those of `table.RequestTable`: by seat of the drafter, row of the request, draft position.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from specactor_ray.jit import kernel
 
 _jit: Any = kernel()
 _inlined: Any = kernel(inline="always")
-"""For parts of a loop over rows: calls that count references to arrays take longer than the work."""
+"""Decorator for parts of a loop over rows: a call, which counts references to arrays, takes longer than the work."""
 
 FREE = -1
-"""No branch; no seat."""
+"""Value for no branch, and for no seat."""
 COUNTS = (
     "row_steps", "committed_tokens", "supplied_tokens", "supplied_row_steps", "drafted_tokens", "accepted_tokens",
     "refuted_tails", "arrival_rescues", "commit_rescues",
 )  # fmt: skip
-"""`RequestTable.counts`; `verify/metrics.py` explains them."""
+"""Indices of `RequestTable.counts`; `verify/metrics.py` documents them."""
 REFUTED, ON_ARRIVAL, AT_COMMIT = range(6, 9)
 
 Planes = namedtuple(
@@ -31,28 +31,28 @@ Planes = namedtuple(
     "generation committed output steps assigned base tail length branch_at branch_length branch_tail method evidence "
     "drafts counts reached",
 )
-"""Arrays of `table.RequestTable`, named here so that numba's cache notices a change."""
+"""Arrays of `table.RequestTable`, named here so that numba's cache detects a change."""
 
 
 class Committed(NamedTuple):
-    """What a step did to `n` requests."""
+    """Results of a step for `n` requests."""
 
     rows: np.ndarray
-    """int32 `(n,)`, as all but `tokens`."""
+    """int32 `(n,)`, as all arrays except `tokens`."""
     counts: np.ndarray
-    """Tokens committed."""
+    """Number of committed tokens."""
     tokens: np.ndarray
-    """int32, those of all rows one after the other."""
+    """int32: committed tokens of all rows, row by row."""
     seats: np.ndarray
-    """Of the tail that was verified, or `FREE`."""
+    """Seat of the verified tail, or `FREE`."""
     drafted: np.ndarray
     accepted: np.ndarray
-    """How many of its tokens were verified, and right."""
+    """`drafted` and `accepted`: numbers of verified and of right tokens of this tail."""
 
 
 @_jit
 def untold(rows: Any, told: Any, committed: Any, output: Any) -> Any:
-    """Output tokens behind the first `told` of each row, which is updated: int32 lengths, and all tokens."""
+    """Output tokens after the first `told` of each row, which is updated: int32 lengths, and all tokens."""
     lengths, end = np.empty(len(rows), np.int32), 0
     for i in range(len(rows)):
         lengths[i] = committed[rows[i]] - told[rows[i]]
@@ -70,14 +70,14 @@ def take_tails(
     seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any,
     owners: Any, ats: Any, sizes: Any, branch_tokens: Any, table: Planes,
 ) -> Any:  # fmt: skip
-    """Take in a `TailBatch` of the drafter in a seat; `owners` and what follows are its branches.
+    """Take in a `TailBatch` of the drafter in a seat; `owners` to `branch_tokens` are its branches.
 
-    A tail is compared with what was committed. Where all of it agrees, the rest is usable; else the longest branch that
-    agrees takes its place. Dropped is what claims more committed tokens than there are, has nothing left, or is older
-    or smaller than the tail that is there: by base, then by what is left of the main chain, then by branch tokens.
+    A tail is compared with the committed tokens. If all of them agree, the rest is usable; else the longest branch that
+    agrees takes its place. A tail is dropped if it claims more committed tokens than there are, has no tokens left, or
+    is older or smaller than the present tail: by base, then by the rest of the main chain, then by branch tokens.
 
     Returns:
-        bool `(n,)`: tails of requests that the drafter does not draft for.
+        bool `(n,)`: whether the tail's request is not assigned to the drafter.
     """
     generation, committed, base, length, tail = table.generation, table.committed, table.base, table.length, table.tail
     flat, most, window = _flat(table), table.branch_at.shape[2], tail.shape[2]
@@ -133,7 +133,7 @@ def _flat(table: Planes) -> Any:
 
 @_inlined
 def _agreed(tokens: Any, first: int, truth: Any, most: int) -> int:
-    """How many of `most` tokens from `first` on agree with the output. `truth`: outputs, and row and position there."""
+    """Number of tokens from `first` on, at most `most`, that agree with `truth`: (outputs, row, position)."""
     (output, row, start), count = truth, 0
     while count < most and tokens[first + count] == output[row, start + count]:
         count += 1
@@ -142,7 +142,7 @@ def _agreed(tokens: Any, first: int, truth: Any, most: int) -> int:
 
 @_inlined
 def _tokens_of(ats: Any, sizes: Any, begin: int, end: int, least: int) -> int:
-    """Tokens of the branches that leave their main chain at or past `least`."""
+    """Number of tokens of the branches that leave their main chain at or past `least`."""
     total = 0
     for b in range(begin, end):
         total += sizes[b] if ats[b] >= least else 0
@@ -153,11 +153,11 @@ def _tokens_of(ats: Any, sizes: Any, begin: int, end: int, least: int) -> int:
 def _rescuer(
     ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, stride: int, right: int, truth: Any, count: int
 ) -> Any:
-    """The branch that takes the place of a main chain of which `right` of the `count` tokens committed at `truth` are
-    right: it leaves the chain there, agrees with all of them, reaches past them, and is the longest.
+    """The branch that takes the place of a main chain with `right` right tokens of the `count` tokens committed at
+    `truth`: the longest one that leaves the chain there, agrees with all of them and reaches past them.
 
-    `first`, `stride`: where tokens of branches begin, and how far apart they are (0: one after the other). Returns its
-    number, or `FREE`, and where its tokens begin.
+    `first`, `stride`: begin of the branches' tokens, and their distance (0: consecutive). Returns its number, or
+    `FREE`, and the begin of its tokens.
     """
     best, place, more = FREE, 0, count - right
     output, row, start = truth
@@ -174,8 +174,8 @@ def _keep(
     ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, behind: int, left: int,
     flat: Any, place: int, last: int, window: int,
 ) -> None:  # fmt: skip
-    """Keep branches in the places up to `last`: those that leave a tail in the `left` tokens behind its first `behind`,
-    which are committed."""
+    """Keep branches in the places up to `last` that leave a tail in the `left` tokens after its first `behind`, which
+    are committed."""
     at, size, tail = flat
     for b in range(begin, end):
         if behind <= ats[b] <= behind + left and place < last:
@@ -190,10 +190,10 @@ def _keep(
 
 @_jit
 def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> None:
-    """Append what a step committed to the outputs, count what was verified, and compare every tail with the new tokens.
+    """Append committed tokens to the outputs, count verified ones, and compare every tail with the new tokens.
 
-    Evidence, hits in tries of draft tokens after right ones, goes to (method, row) and to (method, range of positions
-    `bucket[i]`). A branch counts from the token after the commit that chose it.
+    Evidence, hits in tries of draft tokens after right ones, is added by (method, row) and by (method, range of
+    positions `bucket[i]`). A branch counts from the token after the commit that chose it.
     """
     rows, lengths, tokens, seats, drafted, accepted = step
     committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
@@ -255,20 +255,20 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
 
 _BINS = 192
 _PER_NAT = 24.0
-"""Gains are sorted into bins a factor of exp(1/24), or 4%, wide; those below exp(-8) are left out."""
+"""Bins per nat: gains are sorted into bins of a factor of exp(1/24), or 4%; those below exp(-8) are left out."""
 
 
 @_jit
 def choose(probability: Any, supply: Any, room: Any, curve: Any, seats: Any, lengths: Any) -> float:
-    """Draft tokens to verify per row, so that expected committed tokens per second are the most.
+    """Choose the draft tokens to verify per row with the most expected committed tokens per second.
 
-    The i-th draft token of a row gains `p^i` tokens, and the cost depends only on how many positions there are in all:
-    for every total the best choice takes the largest gains, so it is enough to compare totals. Gains go into bins.
+    The i-th draft token of a row gains `p^i` tokens, and the cost depends only on the total number of positions: for
+    every total the best choice takes the largest gains, so it is enough to compare totals. Gains are sorted into bins.
 
     Args:
-        probability, supply, room: `(seats, rows)`, the same, and `(rows,)` most draft tokens of each row.
-        curve: `curve[j]`: seconds of the step with `j` draft tokens in all, whatever precedes it included.
-        seats, lengths: `(rows,)`, filled: the seat of the best tail or `FREE`, and how much of it pays.
+        probability, supply, room: `(seats, rows)`, the same, and `(rows,)`: most draft tokens of each row.
+        curve: `curve[j]`: seconds of the step with `j` draft tokens in total, preceding work included.
+        seats, lengths: `(rows,)`, filled: the seat of the best tail or `FREE`, and the number of its tokens that pay.
 
     Returns:
         Expected committed tokens per second.
@@ -312,7 +312,7 @@ def choose(probability: Any, supply: Any, room: Any, curve: Any, seats: Any, len
 def best_rounds(
     probability: Any, supply: Any, longest: Any, room: Any, curve: Any, token_s: float, most: int, hurdle: float
 ) -> int:
-    """The best number of rounds: compares `choose` now, at `hurdle` times its rate, with `choose` after 1, 2, ...,
+    """The best number of rounds: compare `choose` now, at `hurdle` times its rate, with `choose` after 1, 2, ...,
     `most` rounds of drafting, each of which takes `token_s` and lengthens every tail by one token, up to `longest`
     `(seats, rows)`."""
     best_rate, rounds = 0.0, 0

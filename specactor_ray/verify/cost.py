@@ -1,4 +1,4 @@
-"""Seconds of a verify step by its positions, learned while it runs."""
+"""Seconds of a verify step by its positions, learned from steps."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import numpy as np
 
 _RANGES = 64
 _LEAST_WEIGHT = 0.15
-"""Weight of the newest step in the moving mean of its range."""
+"""Least weight of the newest step in the moving mean of its range."""
 _OUTLIER = 3.0
-"""An interrupted step counts as this many times the mean at most."""
+"""Factor of the mean to which an interrupted step is limited."""
 _FORGET_STEPS = 256
-"""Steps without an observation after which a range is forgotten."""
+"""Steps without an observation after which a range is dropped."""
 _REFIT_EVERY = 4
 
 
 class StepCost:
     """Moving means per range of position counts (two ranges per doubling), made monotone, with straight lines between.
 
-    The unknown is taken optimistically: above the largest range that is remembered further positions cost nothing,
-    below the smallest each position costs its share. So longer and shorter steps are tried, again when forgotten."""
+    Unknown ranges are estimated optimistically: above the largest known range further positions cost nothing, below the
+    smallest each position costs its share. So longer and shorter steps are tried, and again when they were dropped."""
 
     def __init__(self) -> None:
         self._tokens, self._seconds = [0.0] * _RANGES, [0.0] * _RANGES
@@ -46,23 +46,23 @@ class StepCost:
             self._fit()
 
     def curve(self, num_rows: int, most: int) -> np.ndarray:
-        """`(most + 1,)` seconds of a step with 0, 1, ..., `most` draft tokens beside one position per row."""
+        """`(most + 1,)`: seconds of a step with 0, 1, ..., `most` draft tokens beside one position per row."""
         seconds: np.ndarray = np.interp(np.arange(num_rows, num_rows + most + 1), *self._knots)
         return seconds
 
     def difference(self, num_tokens: int, fewer: int) -> float:
-        """Seconds that a step with `num_tokens` positions takes longer than one with `fewer`."""
+        """Additional seconds of a step with `num_tokens` positions over one with `fewer`."""
         more_s, less_s = np.interp((num_tokens, fewer), *self._knots)
         return max(float(more_s - less_s), 0.0)
 
     def points(self) -> list[tuple[float, float]]:
-        """Positions and seconds of what is remembered; for any thread."""
+        """Positions and seconds of the known ranges; for any thread."""
         tokens, seconds = self._knots
         return list(zip(tokens[1:].tolist(), seconds[1:].tolist(), strict=True)) if self._steps else []
 
     @property
     def is_known(self) -> bool:
-        """A step was recorded."""
+        """Whether a step was recorded."""
         return self._steps > 0
 
     def _fit(self) -> None:
@@ -74,6 +74,6 @@ class StepCost:
 
 
 def range_number(num_tokens: int) -> int:
-    """Ranges 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, ...: two per doubling."""
+    """Number of the range, of 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, ...: two per doubling."""
     octave = (num_tokens - 1).bit_length()
     return 2 * octave + (4 * num_tokens > 3 << octave)

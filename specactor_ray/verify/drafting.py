@@ -1,4 +1,4 @@
-"""The verifier's side of drafting: the table of requests, the drafters in its seats, and what travels between them.
+"""The verifier's side of drafting: the table of requests, the drafters in its seats, and the messages between them.
 
 Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `verify/policy.py` and
 `verify/racing.py`.
@@ -32,12 +32,12 @@ class Drafting:
     """Drafting for the requests of one verifier.
 
     Args:
-        verifier_id: Incarnation id of the verifier; drafters answer to it.
-        coupled: Drafters take turns with the verifier on its own cores.
+        verifier_id: Incarnation id of the verifier, to which drafters answer.
+        coupled: Whether drafters take turns with the verifier on its cores.
         max_batch: Most requests the verifier runs at once.
-        window: Most draft tokens of a request, if a drafter has a larger window than `config`.
+        window: Most draft tokens of a request, if a drafter has a larger window than that of `config`.
         branches: Most branches of a tail.
-        acceptance, cost: Default: learned, without a prior.
+        acceptance, cost: Estimates; default: learned, without a prior.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Drafting:
         self._standings: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
-        """Drafters."""
+        """Number of drafters."""
         return len(self._seats)
 
     def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
@@ -87,7 +87,7 @@ class Drafting:
         self._standings = self.policy.standings()
 
     def close(self, row: int, finished: bool) -> None:
-        """A request leaves its row."""
+        """Close the request of a row."""
         for seat in self._seats.values():
             if self.table.assigned[seat.number, row]:
                 seat.end(row, finished)
@@ -95,7 +95,7 @@ class Drafting:
         self.table.close(row)
 
     def take_messages(self) -> None:
-        """Take in the messages of drafters that arrived since the last call."""
+        """Process the messages of drafters that arrived since the last call."""
         seats = {seat.drafter_id: seat for seat in self._seats.values()}
         for batch in self.inbox.drain():
             if batch.drafter_id in seats:
@@ -106,13 +106,13 @@ class Drafting:
             seat.token_s, seat.token_rows = float(batch.token_s), self.policy.rows
         seat.forget(batch.lost)
         unknown = self.table.take(seat.number, batch)
-        # An opening that arrived late, or twice, gets no other close.
+        # No other message closes an opening that arrived late, or twice.
         for handle in zip(batch.rows[unknown].tolist(), batch.generations[unknown].tolist(), strict=True):
             seat.let_go(*handle)
 
     def flush(self, *, models_turn: bool = True) -> None:
-        """Send drafters what is new, unless the last delivery is under way. Models of the verifier's own thread get it
-        at their turn only, everything since the last one in one message."""
+        """Send news to drafters, unless the last delivery is under way. Models of the verifier's own thread get them at
+        their turn only, all news since the last turn in one message."""
         for seat in self._seats.values():
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
             seat.trip_s = seat.link.trip_s
@@ -122,12 +122,12 @@ class Drafting:
                 seat.postponed += 1
 
     def revise(self, rows: np.ndarray) -> None:
-        """Revise the assignments before a step over these rows, if it is due."""
+        """Revise the assignments before a step over these rows, if a revision is due."""
         if (released := self.assigner.step(rows)) is not None:
             self._let_go(released)
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, Drafts]:
-        """What a step over these rows verifies: int32 `(rows,)` seats of the tails, -1 for none, and the drafts."""
+        """Drafts that a step over these rows verifies: int32 `(rows,)` seats of the tails, -1 for none; the drafts."""
         if not self._seats or not len(rows) or self.policy.suspension.is_on:
             return np.full(len(rows), -1, np.int32), NO_DRAFTS
         seats, lengths = self.policy.choose(rows)
@@ -135,14 +135,14 @@ class Drafting:
         return seats, Drafts(rows, lengths, tokens)
 
     def keep(self, states: States) -> None:
-        """Keep the hidden states that a step exported."""
+        """Keep the exported hidden states of a step."""
         for row, start, values in states.split():
             request = self.table.requests[row]
             read = len(request.prompt_token_ids) + len(request.committed_token_ids)
             self.features.keep(row, Features(start, values), read)
 
     def commit(self, step: Committed) -> None:
-        """Commit the tokens of a step, and learn from the tails that were there."""
+        """Commit the tokens of a step, and learn from the tails."""
         self.table.commit(step, self.policy.acceptance)
         if self._seats:
             self.policy.acceptance.fade(self.table)
@@ -155,7 +155,7 @@ class Drafting:
 
 @functools.cache
 def warm_up() -> None:
-    """Compile the kernels of `verify/` for the types they are called with: seconds where numba's cache is cold."""
+    """Compile the kernels of `verify/` for their argument types: takes seconds where numba's cache is cold."""
     table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
     hosted = Drafter("", DrafterSpec(window=1, max_batch=1), hosted=True)
     policy = Policy(SpeculationConfig(window=1), table, acceptance, cost, {0: hosted})

@@ -1,8 +1,8 @@
-"""The verifier's loop: verifies the best draft tail of every running request and commits what is right.
+"""The verifier's loop: verifies the best draft tail of every running request and commits the right tokens.
 
-A plain class around a target engine, without Ray: a drafter is a link, the rollout is an event queue. Other threads put
-requests, drafts and lists of drafters in; one thread calls `run`. The engine checks every draft token, so drafters
-change no token, and every wait for one in another process is bounded.
+A plain class around a target engine, without Ray: a drafter is a link, the rollout is an event queue. Other threads
+deliver requests, drafts and lists of drafters; one thread calls `run`. The engine checks every draft token, so
+drafters change no token, and every wait for a drafter in another process is bounded.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class VerifyLoop(Loop):
     """Drives one target engine.
 
     Args:
-        engine: The target; only the loop's thread touches it after `run` began.
+        engine: The target; after the begin of `run` only the loop's thread uses it.
         drafting: Drafts and decisions.
-        hosted: Drafters of this process, driven between two steps (docs/design/inline.md). `set_drafters` has others.
+        hosted: Drafters of this process, run between two steps (docs/design/inline.md). `set_drafters` sets others.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class VerifyLoop(Loop):
         super().__init__(clock)
         self.vocab_size = engine.vocab_size
         self.error: BaseException | None = None
-        """What ended the loop, if the engine failed."""
+        """Error that ended the loop, if the engine failed."""
         self._engine, self._drafting, self._hosted = engine, drafting, hosted
         self._suspension = drafting.policy.suspension
         self._requests = Requests(engine, drafting, clock)
         self._has_models = any(not drafter.spec.traits.looks_up for drafter in hosted)
         self.drafter_links: Mapping[str, DrafterLink] = {}
-        """The drafters in other processes, as they were set last."""
+        """The latest list of drafters in other processes."""
         for drafter in hosted:
             drafter.loop.set_verifiers({drafting.verifier_id: Link(direct_sender(drafting.inbox.put), clock=clock)})
         if hosted:
@@ -60,28 +60,28 @@ class VerifyLoop(Loop):
     # ---- called from other threads ----
 
     def submit(self, requests: Sequence[TargetRequest]) -> None:
-        """Queue requests. One that can never run ends as `Finished` with its reason, one for other weights than those
-        loaded as `Refused`. An attempt that runs, has ended, or is older than such a one is ignored; a newer one
-        replaces the older without a `Finished` for it."""
+        """Queue requests. A request that can never run ends as `Finished` with its reason; one for other weights than
+        the loaded ones ends as `Refused`. An attempt that runs, has ended, or is older than such an attempt is ignored;
+        a newer one replaces the older without a `Finished` for it."""
         for request in requests:
             self.put(functools.partial(self._requests.add, request))
 
     def cancel(self, items: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
-        """Drop requests without a `Finished`: pairs of request id and attempt, of which older attempts are dropped too.
-        A later submission of them is ignored. `has_ended`: the outputs ended by themselves, so drafters may learn from
+        """Drop requests without a `Finished`: pairs of request id and attempt; older attempts are dropped, too. A later
+        submission of them is ignored. `has_ended`: whether the outputs are complete, so that drafters may learn from
         them."""
         for request_id, attempt in items:
             self.put(functools.partial(self._requests.cancel, request_id, attempt, has_ended))
 
     def deliver(self, message: TailBatch) -> None:
-        """Take a message of a drafter; returns at once."""
+        """Queue a message of a drafter; returns at once."""
         self._drafting.inbox.put(message)
         self._wake.set()
 
     def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
-        """The complete list of drafters in other processes, by id."""
+        """Set the complete list of drafters in other processes, by id."""
         for drafter in links.values():
-            drafter.link.on_free = self._wake.set  # a step that waits for tails may have more to send
+            drafter.link.on_free = self._wake.set  # a step that waits for tails may have more messages to send
         self.drafter_links = links
         mine = {drafter.loop.drafter_id: drafter for drafter in self._hosted}
         self.put(lambda: self._drafting.set_drafters({**mine, **links}))
@@ -91,8 +91,8 @@ class VerifyLoop(Loop):
         self.put(self._requests.reset_metrics)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
-        """Replace the weights between two steps, unless they are not newer than those loaded. Requests that still run
-        are dropped without a `Finished`: an output never mixes two versions."""
+        """Replace the weights between two steps, if they are newer than the loaded ones. Running requests are dropped
+        without a `Finished`: an output never mixes two versions."""
         return self.call(functools.partial(self._load_weights, version, state_dict))
 
     def teach(self, method: str, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
@@ -120,15 +120,15 @@ class VerifyLoop(Loop):
         return self.call(lambda: [one.loop.proposer.learn(outputs) for one in self._hosted])  # type: ignore[func-returns-value]
 
     def sleep(self) -> Future[None]:
-        """Give up the cache's memory until `wake`."""
+        """Free the cache's memory until `wake`."""
         return self.call(self._engine.sleep)
 
     def wake(self) -> Future[None]:
-        """Take the memory back."""
+        """Allocate the cache's memory again."""
         return self.call(self._engine.wake)
 
     def poll(self, after: int, timeout_s: float, linger_s: float = 0.0) -> tuple[int, list[ToRollout]]:
-        """Events for the rollout; see `EventQueue.read`. Urgent: everything but `Progress`."""
+        """Events for the rollout; see `EventQueue.read`. All events except `Progress` are urgent."""
         return self._requests.events.read(after, timeout_s, linger_s)
 
     @property
@@ -153,16 +153,16 @@ class VerifyLoop(Loop):
     # ---- the loop ----
 
     def run(self) -> None:
-        """Loop until `stop`, then close the engine. An engine that fails ends the loop and leaves its `error`."""
+        """Loop until `stop`, then close the engine. An error of the engine ends the loop and is kept in `error`."""
         try:
             while not self._stopping.is_set():
                 if not self.run_once():
                     self._wake.wait(IDLE_WAIT_S)
-        except BaseException as error:  # the engine may run code of others, which may call sys.exit
+        except BaseException as error:  # the engine may run foreign code, which may call sys.exit
             self.error = error
             logger.exception("the verifier's engine failed")
         finally:
-            try:  # what it has outside this process (ranks, shared memory) would outlive a process that is killed
+            try:  # its ranks and shared memory outside this process would outlive a killed process
                 self._engine.close()
             except Exception:
                 logger.exception("the verifier's engine did not close in order")
@@ -172,8 +172,8 @@ class VerifyLoop(Loop):
         if not self._engine.has_work():
             self._drafting.take_messages()
             self._drafting.flush()
-            self._draft()  # nothing but to close what has ended
-            self._suspension.end()  # the next requests may be other ones
+            self._draft()  # only closes of ended requests
+            self._suspension.end()  # the next requests may be different
             return False
         rows = self._engine.decoding()
         waiting_s = self._await_drafts(rows)
@@ -192,7 +192,7 @@ class VerifyLoop(Loop):
     # ---- drafts ----
 
     def _await_drafts(self, rows: np.ndarray) -> float:
-        """Take in tails, and let models of this thread draft as far as it pays. Returns the seconds of that."""
+        """Process tails, and let models of this thread draft as far as that pays. Returns the seconds of both."""
         drafting = self._drafting
         if not len(drafting) or self._suspension.is_quiet:
             return 0.0
@@ -213,12 +213,12 @@ class VerifyLoop(Loop):
         return self._clock.now() - begin
 
     def _draft(self, most: int = 1) -> int:
-        """One step of every drafter of this thread: a model drafts up to `most` tokens for each of its requests. One
-        that fails is logged and loses its requests. Returns how many it drafted, and 0 when there was nothing to do."""
+        """Run one step of every drafter of this thread: a model drafts up to `most` tokens for each of its requests. A
+        failing drafter is logged and loses its requests. Returns the number of drafted tokens, or 0 without work."""
         return max((drafter.loop.take_turn(most) for drafter in self._hosted), default=0)
 
     def _await_tails(self, rows: np.ndarray) -> None:
-        """Wait for requests without a tail, where that pays: drafters of other processes run ahead."""
+        """Wait for tails of requests without one, where that pays: drafters of other processes run ahead."""
         policy, begin = self._drafting.policy, self._clock.now()
         rows, left = policy.plan_wait(rows)
         if left <= 0.0:

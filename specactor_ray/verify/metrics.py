@@ -1,4 +1,4 @@
-"""Counters of a verifier: tokens, drafts, and where the time of a step goes."""
+"""Counters of a verifier: tokens, drafts, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ class StepMetrics:
 
     steps: int = 0
     suspended_steps: int = 0
-    """Steps without drafts because drafts did not pay (`Suspension`)."""
+    """Steps without drafts, because drafts did not pay (`Suspension`)."""
     committed_tokens: int = 0
     row_steps: int = 0
     """Rows that committed, summed over steps: committed_tokens / row_steps is the acceptance length."""
     supplied_tokens: int = 0
-    """Usable draft tokens that were there, summed over row-steps (supply)."""
+    """Usable draft tokens, summed over row-steps (supply)."""
     supplied_row_steps: int = 0
     """Row-steps with at least one usable draft token."""
     drafted_tokens: int = 0
-    """Draft tokens verified."""
+    """Verified draft tokens."""
     accepted_tokens: int = 0
     refuted_tails: int = 0
     """Tails that committed tokens refuted, on arrival or at a commit."""
     arrival_rescues: int = 0
-    """Branches that became the tail of a message as it arrived."""
+    """Branches that became the tail when their message arrived."""
     commit_rescues: int = 0
     """Branches that became the tail at a commit."""
     forward_s: float = 0.0
     sampling_s: float = 0.0
     waiting_s: float = 0.0
     protocol_s: float = 0.0
-    """Everything between two forwards that is neither sampling nor waiting for drafts."""
+    """Seconds between two forwards that are neither sampling nor waiting for drafts."""
     drafted_by_position: list[int] = field(default_factory=list)
-    """How often the 1st, 2nd, ... draft token of a tail was verified."""
+    """Number of times that the 1st, 2nd, ... draft token of a tail was verified."""
     accepted_by_position: list[int] = field(default_factory=list)
-    """How often it was right; the same length."""
+    """Number of times that it was right; the same length."""
 
     def count_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add counts per draft position; `accepted` is no longer than `drafted`."""
@@ -57,7 +57,7 @@ class StepMetrics:
             self.accepted_by_position[position] += count
 
     def record_step(self, result: StepResult, seconds: Seconds, suspended: bool = False) -> None:
-        """Add what one step took. `suspended`: drafts were left alone in it."""
+        """Add the seconds of one step. `suspended`: whether it used no drafts."""
         self.steps += 1
         self.suspended_steps += suspended
         self.forward_s += result.forward_s
@@ -66,7 +66,7 @@ class StepMetrics:
         self.protocol_s += seconds.own
 
     def take(self, counts: np.ndarray, reached: np.ndarray) -> None:
-        """Add `RequestTable.counts` and `reached`, which begin at 0 again."""
+        """Add `RequestTable.counts` and `reached`, and set these to 0."""
         for name, count in zip(COUNTS, counts.tolist(), strict=True):
             setattr(self, name, getattr(self, name) + count)
         self.count_positions(*reached[:, : np.count_nonzero(reached[0])].tolist())
@@ -74,7 +74,7 @@ class StepMetrics:
         reached[:] = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """All counters as plain data, for any thread: both lists have equal length while the loop counts on."""
+        """All counters as plain data, for any thread: both lists have equal length also while the loop counts."""
         numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepMetrics)}
         accepted = list(self.accepted_by_position)
         drafted = self.drafted_by_position[: len(accepted)]

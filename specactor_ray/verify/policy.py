@@ -1,11 +1,11 @@
-"""Decisions of a verifier: how far models of its own thread draft, and what a step verifies.
+"""Decisions of a verifier: how far models of its own thread draft, and which draft tokens a step verifies.
 
-Everything maximises one quotient, expected committed tokens per second of the step:
+All decisions maximise one quotient, expected committed tokens per second of the step:
 
     (rows + sum of expected accepted tokens) / (seconds of drafting + V(positions))
 
-Acceptance comes from `acceptance.py`, V from `cost.py`, D from the drafters. One rule of exploration: what was not
-tried for long is forgotten, and the unknown is taken optimistically. See docs/design/policy.md.
+Acceptance comes from `acceptance.py`, V from `cost.py`, D from the drafters. There is one rule of exploration: old
+observations decay, and unknown values are estimated optimistically. See docs/design/policy.md.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from specactor_ray.verify.tgs import window_rates
 from specactor_ray.verify.waiting import Waiting
 
 _FIRST_ROUNDS = 3
-"""Rounds of drafting where the seconds of one are unknown."""
+"""Rounds of drafting while the seconds of a round are unknown."""
 _RETURN_GAIN = 0.05
-"""Part by which rounds must promise to be faster where models first have to read more than a window of commits."""
+"""Least predicted gain of rounds if models must first read more than a window of commits."""
 _UNRESCUED = 0.5
-"""Share of refuted tails whose place no branch takes."""
+"""Share of refuted tails that no branch replaces."""
 PROBE_STEPS = 8
-"""Steps with drafts before they are judged."""
+"""Steps with drafts before their speed is compared."""
 TELL_EVERY = 16
-"""Steps of a suspension between two that send commits to drafters."""
+"""Period, in steps of a suspension, at which commits are sent to drafters."""
 _FADE = 1.0 - 1.0 / 48.0
 """Weight that a step with drafts loses with each one after it."""
 _SHORTEST, _LONGEST = 2, 256
-"""Steps of a suspension, four times as many when drafts do not pay after it either."""
+"""Least and most steps of a suspension, which is four times as long if drafts do not pay after it either."""
 _FEWER = 0.5
-"""Part of its requests at which a suspension ends early."""
+"""Share of its initial requests at which a suspension ends early."""
 _OWN_WEIGHT = 0.1
-"""Weight of the newest plain step in the moving mean of the Python of plain steps."""
+"""Weight of the newest plain step in the moving mean of the Python time of plain steps."""
 
 
 @dataclass(eq=False)
 class Drafter:
-    """The drafter in a seat: what the policy depends on."""
+    """The properties of a seat's drafter that the policy uses."""
 
     drafter_id: str
     spec: DrafterSpec
     token_s: float = 0.0
-    """D: seconds in which a model drafts a token for each of its requests; 0 if unknown."""
+    """D: seconds in which a model drafts one token for each of its requests; 0 if unknown."""
     token_rows: int = 0
-    """Requests of the verifier when that arrived."""
+    """Requests of the verifier when `token_s` arrived."""
     trip_s: float = 0.0
-    """Seconds of a message to it and of its answer, at least; 0 if unknown."""
+    """Least seconds of a message to it and of its answer; 0 if unknown."""
     able: bool = True
-    """It can be reached."""
+    """Whether it can be reached."""
     hosted: bool = False
-    """The verifier's own thread drives it."""
+    """Whether the verifier's own thread runs it."""
 
     @property
     def takes_turns(self) -> bool:
@@ -69,7 +69,7 @@ class Drafter:
 
 
 class Seconds(NamedTuple):
-    """Seconds of a step: all, forward and sampling, waiting for drafts."""
+    """Seconds of a step: total, forward and sampling, waiting for drafts."""
 
     total: float
     engine: float
@@ -82,27 +82,27 @@ class Seconds(NamedTuple):
 
 
 class Suspension:
-    """Leaves drafts alone for a while where steps with them commit fewer tokens per second than plain ones would.
+    """Suspends drafts for a while if steps with drafts commit fewer tokens per second than plain ones would.
 
-    The time of a plain step follows from the step with drafts in its place: without the wait, the draft positions of
-    the forward, and the Python above that of plain steps. So a machine that is slow for a while favours neither.
+    The time of a plain step is computed from the actual step with drafts: without the wait, the draft positions of the
+    forward, and the additional Python time. So a temporarily slow machine favours neither.
     """
 
     def __init__(self) -> None:
-        self._left, self._spell = 0, _SHORTEST  # steps of this suspension that are left, and of the next one
-        self._rows = 0  # requests when it began
-        self._steps = 0  # with drafts, since the last suspension
-        self._sums = np.zeros(4)  # tokens and seconds of these steps; the same if they had been plain
-        self._plain_row_s = 0.0  # Python per request in plain steps; 0 before the first one
+        self._left, self._spell = 0, _SHORTEST  # remaining steps of this suspension, and steps of the next one
+        self._rows = 0  # requests at its begin
+        self._steps = 0  # steps with drafts since the last suspension
+        self._sums = np.zeros(4)  # tokens and seconds of these steps; the same for plain steps in their place
+        self._plain_row_s = 0.0  # Python seconds per request in plain steps; 0 before the first one
 
     @property
     def is_on(self) -> bool:
-        """No step waits for drafts or verifies any."""
+        """Whether steps neither wait for drafts nor verify any."""
         return self._left > 0
 
     @property
     def is_quiet(self) -> bool:
-        """Commits are not sent to drafters either."""
+        """Whether commits are not sent to drafters either."""
         return self._left % TELL_EVERY != 0
 
     def end(self) -> None:
@@ -110,8 +110,8 @@ class Suspension:
         self._left, self._steps, self._spell = 0, 0, _SHORTEST
 
     def record(self, num_rows: int, accepted: int, seconds: float, drafting_s: float, own_s: float) -> None:
-        """Record a step that took `seconds`: `drafting_s` waiting for drafts and verifying them, `own_s` in our Python.
-        `num_rows`, `accepted`: requests that were decoded, and draft tokens that were right."""
+        """Record a step of `seconds`, of which `drafting_s` for waiting for drafts and verifying them, and `own_s` in
+        the verifier's Python. `num_rows`, `accepted`: decoded requests, and right draft tokens."""
         if not num_rows:
             return
         if self._left:
@@ -139,7 +139,7 @@ class Suspension:
 
 
 class Policy:
-    """The decisions of one verifier, without clock, messages and models. `drafters`: seat → the drafter in it."""
+    """The decisions of one verifier, without clock, messages and models. `drafters`: seat → its drafter."""
 
     def __init__(
         self,
@@ -153,13 +153,13 @@ class Policy:
         self.acceptance, self.cost = acceptance, cost
         self.suspension, self._waiting = Suspension(), Waiting()
         self.rows = 1
-        """Of the newest step."""
+        """Rows of the newest step."""
 
     def plan_rounds(self, rows: np.ndarray) -> int:
-        """How many tokens models that take turns with the verifier draft for each request before the step."""
+        """Number of tokens that models that take turns with the verifier draft for each request before the step."""
         table, drafters = self.table, [one for one in self.drafters.values() if one.takes_turns]
         longest = np.zeros((len(table.method), len(rows)), np.int32)
-        """Longest tails of these models; 0 where none drafts."""
+        """`(seats, rows)`: longest tails of these models; 0 where none drafts."""
         for seat, one in self.drafters.items():
             if one.able and one.takes_turns:
                 longest[seat] = one.spec.window * table.assigned[seat, rows]
@@ -169,7 +169,7 @@ class Policy:
         if self._config.verify is VerifyPolicy.all:
             return most
         for one in drafters:
-            if 2 * len(rows) <= one.token_rows:  # measured at twice the load: unknown at this one
+            if 2 * len(rows) <= one.token_rows:  # measured at twice the load, so unknown at this load
                 one.token_s, one.token_rows = 0.0, 0
         token_s = sum(one.token_s for one in drafters)
         if token_s <= 0.0:
@@ -182,7 +182,7 @@ class Policy:
         return rounds
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is verified of the tails: int32 `(rows,)` seats, -1 for none, and how many tokens."""
+        """Verified parts of the tails: int32 `(rows,)` seats, -1 for none, and numbers of tokens."""
         self.rows = len(rows)
         supply, room = self._supply(rows), self._room(rows)
         seats, lengths = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
@@ -193,13 +193,13 @@ class Policy:
         return seats, lengths
 
     def plan_wait(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
-        """Rows of a step that begins which wait for a first draft, and how long at most, in seconds."""
+        """Rows that wait for a first draft at the begin of a step, and the longest wait in seconds."""
         table, longest_s, seats = self.table, self._config.draft_wait_s, self._apart()
         if not seats or longest_s == 0.0 or (longest_s is None and self._waiting.rest):
             return rows[:0], 0.0
         silent = rows[self.silent(rows)]
         if longest_s is None:
-            heard = (table.base[seats] >= 0).any(axis=0)  # of others the prompt is yet to be read
+            heard = (table.base[seats] >= 0).any(axis=0)  # for other rows the drafter still reads the prompt
             known, silent = rows[heard[rows]], silent[heard[silent]]
             self._waiting.begin(table, known, self._supply(known).any(axis=0))
             if not len(silent) or not self.cost.is_known:
@@ -212,21 +212,21 @@ class Policy:
         return silent, longest_s
 
     def silent(self, rows: np.ndarray) -> np.ndarray:
-        """bool `(rows,)`: without a tail, and with a draft actor whose answer to the newest commit has not arrived."""
+        """bool `(rows,)`: whether the row has no tail, but a draft actor that has not answered the newest commit."""
         table, seats = self.table, self._apart()
         base, asked = table.base[seats].take(rows, axis=1), table.assigned[seats].take(rows, axis=1)
         silent: np.ndarray = (asked & (base != table.committed[rows])).any(axis=0) & ~self._supply(rows).any(axis=0)
         return silent
 
     def waited(self, rows: np.ndarray, seconds: float) -> None:
-        """These rows have waited for so long."""
+        """Record a wait of these rows."""
         if self._config.draft_wait_s is None:
             self._waiting.waited(rows, seconds)
 
     def record(self, num_rows: int, positions: int, prefill: int, accepted: int, seconds: Seconds) -> None:
-        """Learn from a step what steps cost, and whether drafts pay, unless the configuration demands them. Prompts
-        take the same time with drafts and without, so their share does not count. `num_rows`, `accepted`: requests that
-        were decoded, and draft tokens that were right; `positions`, `prefill`: of the forward, and of prompts in it."""
+        """Learn the cost of steps, and whether drafts pay, unless the configuration demands drafts. Prompts take the
+        same time with and without drafts, so their share does not count. `num_rows`, `accepted`: decoded requests, and
+        right draft tokens; `positions`, `prefill`: positions of the forward, and of prompts in it."""
         if 2 * prefill > positions:
             return
         self.cost.record(positions, seconds.engine)
@@ -239,7 +239,7 @@ class Policy:
         self.suspension.record(num_rows, accepted, seconds.total - prefill_s, drafting_s, seconds.own)
 
     def predict(self, method: str, probability: np.ndarray) -> np.ndarray:
-        """Tokens per second of a request with this method alone in its best window, or of plain decoding if higher."""
+        """Tokens per second of a request with this method alone at its best window, or of plain decoding if higher."""
         mine = [drafter for drafter in self.drafters.values() if drafter.spec.method == method]
         window, token_s = max(one.spec.window for one in mine), max(one.token_s for one in mine)
         verify_s = self.cost.curve(self.rows, self.rows * window)[:: self.rows]
@@ -247,7 +247,7 @@ class Policy:
         return rates.clip(1.0 / verify_s[0])
 
     def standings(self) -> list[dict[str, Any]]:
-        """The draft ladder as plain data: each method at each range of output positions at which it was tried."""
+        """The draft ladder as plain data: each method at each range of output positions with evidence."""
         acceptance, standings = self.acceptance, list[dict[str, Any]]()
         for method, token_s in {one.spec.method: one.token_s for one in self.drafters.values()}.items():
             number = acceptance.number(method)
@@ -260,22 +260,22 @@ class Policy:
         return standings
 
     def _apart(self) -> list[int]:
-        """Seats of draft actors that can be reached."""
+        """Seats of reachable draft actors."""
         return [seat for seat, one in self.drafters.items() if one.able and not one.hosted]
 
     def _probability(self, rows: np.ndarray) -> np.ndarray:
-        """`(seats, rows)`."""
+        """`(seats, rows)`: chance that a draft token is right."""
         return self.acceptance.probability(self.table, rows)[self.table.method]
 
     def _net_probability(self, rows: np.ndarray) -> np.ndarray:
-        """`_probability`, of models that take turns less the cost of a right token: the tail that a draft actor makes
-        meanwhile begins before that token, and is lost where the actor is wrong there."""
+        """`_probability`, reduced for models that take turns by the cost of a right token: the tail that a draft actor
+        makes meanwhile begins before that token, and is lost if the actor is wrong there."""
         probability, drafters, assigned = self._probability(rows), self.drafters.items(), self.table.assigned
         kept = np.ones(len(rows))
         for seat, one in drafters:
             if one.able and not (one.hosted or one.spec.traits.looks_up):
                 p, window = probability[seat], one.spec.window
-                lost = p * (1.0 - p**window) * (_UNRESCUED if one.spec.branches else 1.0)  # (1 - p) of its tail
+                lost = p * (1.0 - p**window) * (_UNRESCUED if one.spec.branches else 1.0)  # (1 - p) times its tail
                 kept = np.minimum(kept, np.where(assigned[seat, rows], 1.0 - lost, 1.0))
         for seat, one in drafters:
             if one.takes_turns:
@@ -283,10 +283,10 @@ class Policy:
         return probability
 
     def _supply(self, rows: np.ndarray) -> np.ndarray:
-        """`(seats, rows)`, in C order as kernels require."""
+        """`(seats, rows)`: usable draft tokens, in C order, which kernels require."""
         return self.table.length.take(rows, axis=1)
 
     def _room(self, rows: np.ndarray) -> np.ndarray:
-        """Most draft tokens of each row: behind them comes one token of the target's own."""
+        """`(rows,)`: most draft tokens of each row, which leave room for one token of the target."""
         left: np.ndarray = self.table.limit[rows] - self.table.committed[rows]
         return (left - 1).clip(0)

@@ -1,8 +1,8 @@
-"""Assignments of drafters to requests: the draft ladder, and the race for stragglers.
+"""Assignment of drafters to requests: the draft ladder, and the race for stragglers.
 
-A request has at most one *base* drafter, a model of the method that promises most and has room. Further drafters join
-by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups and models hosted beside draft actors for every request, other
-models in a race. A drafter that has the request already is preferred, since another one first has to read it.
+A request has at most one *base* drafter, a model of the method with the best prediction and with room. Further drafters
+join by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups and models hosted beside draft actors for every request,
+other models in a race. A drafter that already has the request is preferred, since another one must first read it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from specactor_ray.verify.policy import Policy
 REVISE_EVERY = 16
 """Steps between two revisions of all requests."""
 SWITCH_GAIN = 0.15
-"""Part by which another method must promise to be faster."""
+"""Least predicted gain in speed for a change of the method."""
 SWITCH_SHARE = 8
-"""One request in this many changes its method at one revision: the worth of the new method shows on them."""
+"""Divisor of the share of requests that change their method in one revision, so that the new method is measured on
+them."""
 
 
 def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:
-    """The draft ladder: `methods`, best first, by `(methods,)` predicted tokens per second. Of equals the first."""
+    """The draft ladder: `methods`, best first, by `(methods,)` predicted tokens per second; equal ones in order."""
     return [methods[n] for n in np.argsort(-promised, kind="stable").tolist()]
 
 
 class Places:
-    """An assignment in the making. `level`: share the requests of a method evenly among its drafters with room."""
+    """A new assignment. `level`: share the requests of a method evenly among its drafters with room."""
 
     def __init__(self, policy: Policy, level: bool) -> None:
         self._assigned, self._level = policy.table.assigned, level
@@ -37,7 +38,7 @@ class Places:
         self.wanted = np.zeros_like(self._assigned)
         self.loads = [0] * len(self.wanted)
         self.served: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(self.wanted.shape[1], np.bool_))
-        """Method → bool `(rows,)`: requests that it drafts for."""
+        """Method → bool `(rows,)`: whether it drafts for the request."""
 
     def take(self, seat: int, rows: np.ndarray) -> None:
         """Assign these requests to the drafter."""
@@ -45,8 +46,8 @@ class Places:
         self.loads[seat] += len(rows)
 
     def keep(self, seats: np.ndarray, rows: np.ndarray) -> None:
-        """Keep pairs of seat and row, `(n,)` each, while the drafter has room; when levelling, its even share of those
-        of its method at most. Of pairs of one drafter the first count, of pairs of one method those of lower seats."""
+        """Keep pairs of seat and row, `(n,)` each, while the drafter has room; with `level` at most its even share of
+        the method's pairs. The first pairs of a drafter count, and for a method those with lower seats."""
         held = Counter[str](self.drafters[seat].spec.method for seat in seats.tolist())
         peers = Counter(one.spec.method for one in self.drafters.values())
         for seat in np.unique(seats).tolist():
@@ -57,7 +58,7 @@ class Places:
             self.take(seat, mine[: max(most - self.loads[seat], 0)])
 
     def place(self, method: str, row: int) -> bool:
-        """Assign the request to a drafter of this method with room: the one that has it already, or the least loaded.
+        """Assign the request to a drafter of this method with room: one that has it already, or the least loaded.
         Returns False if none has room."""
         loads, specs = self.loads, {seat: one.spec for seat, one in self.drafters.items()}
         free = [seat for seat, spec in specs.items() if spec.method == method and loads[seat] < spec.max_batch]
@@ -67,14 +68,14 @@ class Places:
         return bool(free)
 
     def assign_race(self, stragglers: Sequence[int], methods: Sequence[str]) -> None:
-        """Algorithm 3: every method that does not serve a straggler yet joins the race for it, as far as there is room.
+        """Algorithm 3: every method that does not serve a straggler yet joins the race for it if there is room.
 
             sort the stragglers by acceptance, ascending; methods come in the order of the draft ladder
             for each straggler, for each method that does not serve it:
                 take the least loaded worker of that method among those with load < b_max, if there is one
                 assign the straggler to it; its load grows by one
 
-        Drafters of a straggler stay, as far as there is room. As a worker has one method, the order is of no effect."""
+        Drafters of a straggler stay if there is room. As a worker has one method, the order has no effect."""
         mine = [seat for seat, one in self.drafters.items() if one.spec.method in methods]
         there = np.zeros_like(self.wanted)
         there[mine] = self._assigned[mine] & ~self.wanted[mine]
@@ -86,7 +87,7 @@ class Places:
 
 
 class Assigner:
-    """Base drafters, lookups and racers of all requests. No drafter ever has more than its `max_batch` requests.
+    """Base drafters, lookups and racers of all requests. A drafter never has more than its `max_batch` requests.
 
     `coupled`: all drafters take turns with the verifier, so there is no race unless `race` is `always`; `max_batch`:
     most requests the verifier runs at once."""
@@ -98,7 +99,7 @@ class Assigner:
         self._steps, self._racing = 0, False
 
     def step(self, decoding: np.ndarray) -> list[tuple[int, int]] | None:
-        """`revise`, if it is due at the step over these rows; else None."""
+        """`revise`, if a revision is due at the step over these rows; else None."""
         self._steps += 1
         racing, begun = self._is_racing(len(decoding)), self._table.begun
         if begun[decoding].all() and racing == self._racing and self._steps % REVISE_EVERY != 0:
@@ -107,8 +108,8 @@ class Assigner:
         return self.revise()
 
     def revise(self, level: bool = False) -> list[tuple[int, int]]:
-        """Assign drafters to all requests; `level`: the list of drafters has changed. Returns (seat, row) pairs that
-        ended."""
+        """Assign drafters to all requests; `level`: whether the list of drafters has changed. Returns the ended
+        (seat, row) pairs."""
         table, places = self._table, Places(self._policy, level)
         rows, ones = np.flatnonzero(table.begun), places.drafters.values()
         models = [one for one in ones if not one.spec.traits.looks_up and (self._coupled or not one.hosted)]
@@ -129,14 +130,14 @@ class Assigner:
         return released
 
     def _settle(self, places: Places, models: Sequence[str], rows: np.ndarray, chances: np.ndarray) -> None:
-        """Base drafters. A request keeps its best model unless another method promises `SWITCH_GAIN` more; one in
-        `SWITCH_SHARE` changes at a time. A request without a model gets one of the best method with room, after those
-        that have one, so that it does not take a place that they give up."""
+        """Assign base drafters. A request keeps its best model unless the prediction of another method is higher by
+        `SWITCH_GAIN`; one in `SWITCH_SHARE` changes at a time. A request without a model gets one of the best method
+        with room, after requests with a model, so that it does not take a place that they give up."""
         policy, assigned = self._policy, self._table.assigned
         promised = np.zeros((len(models), len(rows)))  # predicted tokens per second of each request
         for index, method in enumerate(models):
             promised[index] = policy.predict(method, chances[policy.acceptance.number(method)])
-        here = np.zeros((len(assigned), len(rows)))  # the same of the models that draft for it
+        here = np.zeros((len(assigned), len(rows)))  # the same for the models that draft for it
         for seat, one in places.drafters.items():
             if one.spec.method in models:
                 here[seat] = assigned[seat, rows] * promised[models.index(one.spec.method)]
@@ -152,7 +153,7 @@ class Assigner:
             any(places.place(method, int(rows[index])) for method in draft_ladder(models, promised[:, index]))
 
     def _is_racing(self, decoding: int) -> bool:
-        """Whether few requests are left, and when the race began none of them waited or read its prompt."""
+        """Whether few requests are left, of which none waited or read its prompt at the begin of the race."""
         if self._race is RaceName.tail and not self._coupled:
             return 0 < len(self._table) <= self._race_below and (self._racing or decoding == len(self._table))
         return self._race is RaceName.always

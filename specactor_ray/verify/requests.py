@@ -1,4 +1,4 @@
-"""The requests of a verifier from their submission to their end, and the events of the rollout."""
+"""Requests of a verifier from submission to end, and the events for the rollout."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
 
 _REMEMBERED = 65_536
-"""Requests whose attempts are remembered, the newest: far more than are submitted while a message is on its way."""
+"""Number of newest requests whose attempts are kept: many more than are submitted while a message is in flight."""
 
 
 class Attempts:
-    """The newest attempt per request that was begun or cancelled: submissions and cancellations may be repeated, late,
-    or overtake each other."""
+    """The newest attempt of each request that was begun or cancelled: submissions and cancellations may be repeated,
+    late, or out of order."""
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
 
     def note(self, request_id: str, attempt: int) -> None:
-        """Begin neither this attempt any more nor those before it."""
+        """Record an attempt: it and earlier ones are not begun any more."""
         self._newest[request_id] = max(attempt, self._newest.pop(request_id, attempt))
         if len(self._newest) > _REMEMBERED:
             del self._newest[next(iter(self._newest))]
 
     def newest(self, request_id: str) -> int:
-        """The newest one that was noted; -1 for none."""
+        """The newest recorded attempt; -1 for none."""
         return self._newest.get(request_id, -1)
 
 
 class Requests:
-    """Keeps engine, table and rollout consistent about what runs. For the loop's thread; `events` for any."""
+    """Keeps the running requests of engine, table and rollout consistent. For the loop's thread; `events` for any."""
 
     def __init__(self, engine: TargetEngine, drafting: Drafting, clock: Clock = SYSTEM) -> None:
         self.metrics = StepMetrics()
         self._engine, self._drafting, self._table = engine, drafting, drafting.table
         self.events: EventQueue[ToRollout] = EventQueue(clock)
-        """For the rollout. Urgent: everything but `Progress`."""
+        """Events for the rollout. All events except `Progress` are urgent."""
         self._row_of: dict[str, int] = {}  # open request → its row
         self._names: dict[int, tuple[str, int]] = {}  # row → its request and attempt
-        self._prompt_logprobs: dict[int, np.ndarray] = {}  # row → of its prompt, once it is computed
+        self._prompt_logprobs: dict[int, np.ndarray] = {}  # row → those of its prompt, once they are computed
         self._attempts = Attempts()
         self._fresh: list[ToRollout] = []  # events of the step under way
 
     def __len__(self) -> int:
-        """Requests that run or wait for their turn."""
+        """Number of running and waiting requests."""
         return len(self._row_of)
 
     def reset_metrics(self) -> None:
@@ -108,7 +108,7 @@ class Requests:
             self.drop(request_id)
 
     def commit(self, result: StepResult, decoding: np.ndarray, seats: np.ndarray) -> int:
-        """Commit what the step made, and end requests that ended. Returns how many draft tokens were right."""
+        """Commit the tokens of a step, and end completed requests. Returns the number of right draft tokens."""
         if result.states is not None:
             self._drafting.keep(result.states)
         self._prompt_logprobs |= result.prompt_logprobs
@@ -145,7 +145,7 @@ class Requests:
         self.drop(request_id, finished=finish is not Finish.ERROR)
 
     def publish(self) -> None:
-        """Publish the events of this step, all at once."""
+        """Publish all events of this step at once."""
         events, self._fresh = self._fresh, []
         if events:
             self.events.put(events, urgent=not all(isinstance(event, Progress) for event in events))

@@ -1,4 +1,4 @@
-"""A drafter at its verifier: its link, and what has been sent to it."""
+"""The verifier's state of a drafter: its link, and the data sent to it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from specactor_ray.verify.policy import Drafter
 from specactor_ray.verify.table import RequestTable
 
 _KEPT_POSITIONS = 2048
-"""Newest positions of each request whose hidden states are kept for drafters that join later."""
+"""Number of newest positions of each request whose hidden states are kept for drafters that join later."""
 MOST_READ = 4096
-"""Most prompt and output tokens of the requests that a delivery opens at a model; one request may have more."""
+"""Most prompt and output tokens of the requests that a delivery opens at a model; a single request may have more."""
 
 
 @dataclass(slots=True)
 class DrafterLink:
-    """How to reach one drafter, and what it is."""
+    """Link and specification of one drafter."""
 
     spec: DrafterSpec
     link: Link[CommitBatch]
@@ -32,38 +32,39 @@ class DrafterLink:
 
 @dataclass(slots=True)
 class HostedDrafter(DrafterLink):
-    """A drafter in the verifier's own process, whose loop drives it; `link` leads to it."""
+    """A drafter in the verifier's own process, which the verifier's loop runs; `link` leads to it."""
 
     loop: DraftLoop
 
 
 class FeatureLog:
-    """Hidden states of the requests of a verifier, the newest of each."""
+    """Newest hidden states of each request of a verifier."""
 
     def __init__(self) -> None:
         self._kept: dict[int, list[Features]] = {}
 
     def keep(self, row: int, features: Features, read: int) -> None:
-        """Add what a step exported of a request. Its first `read` positions, which came with it, are kept together."""
+        """Add a step's exported states of a request. Spans of its initial `read` positions expire together."""
         kept = self._kept.setdefault(row, [])
         kept.append(features)
         while features.end - max(kept[0].end, read) >= _KEPT_POSITIONS:
             kept.pop(0)
 
     def since(self, row: int, position: int) -> tuple[Features, ...]:
-        """Spans that reach past a sequence position."""
+        """Spans of states that reach past a sequence position."""
         kept = self._kept.get(row, [])
         return tuple(kept[bisect.bisect_right(kept, position, key=lambda span: span.end) :])
 
     def drop(self, row: int) -> None:
-        """The request has left the row."""
+        """Drop the states of a row whose request has left."""
         self._kept.pop(row, None)
 
 
 class Seat(Drafter):
-    """A drafter and what is still to be sent to it. For the verifier's thread.
+    """A drafter and the data that is still to be sent to it. For the verifier's thread.
 
-    `number`: of the seat in the table; `session`: see `CommitBatch`; `drafter_id`: incarnation id of the draft actor.
+    `number`: index of the seat in the table; `session`: see `CommitBatch`; `drafter_id`: incarnation id of the draft
+    actor.
     """
 
     def __init__(
@@ -72,21 +73,21 @@ class Seat(Drafter):
         super().__init__(drafter_id, link.spec, hosted=isinstance(link, HostedDrafter))
         self.link, self.number, self._table = link.link, number, table
         self.postponed = 0
-        """Deliveries left out since its last turn."""
+        """Number of deliveries left out since its last turn."""
         self._session, self._begun = session, False
         self._features = features if self.spec.traits.reads_features else FeatureLog()
-        # Row and generation of requests to close there → whether they are finished.
+        # Row and generation of requests to close at the drafter → whether they are finished.
         self._closed: dict[tuple[int, int], bool] = {}
         # Row, generation, output position and tokens of the unsent ends of finished requests.
         self._last: list[tuple[int, int, int, np.ndarray]] = []
 
     def let_go(self, row: int, generation: int) -> None:
-        """It does not draft for the request any more, or never should have."""
+        """Close a request for which the drafter does not draft any more, or should not have drafted."""
         self._closed.setdefault((row, generation), False)
 
     def end(self, row: int, finished: bool) -> None:
-        """A request that it drafts for leaves its row. A request that is yet to be opened (again) is closed, too: a
-        place may be kept for it."""
+        """Close a request of the drafter that leaves its row. A request that is still to be opened (again) is closed,
+        too, because the drafter may keep a place for it."""
         table, told = self._table, int(self._table.told[self.number, row])
         finished = finished and told >= 0
         generation, tokens = int(table.generation[row]), table.output[row, told : table.committed[row]]
@@ -95,15 +96,15 @@ class Seat(Drafter):
         self._closed[row, generation] = finished
 
     def forget(self, handles: Sequence[tuple[int, int]]) -> None:
-        """It has lost these requests: they have to be opened again."""
+        """Open these requests again, which the drafter has lost."""
         table, number = self._table, self.number
         for row, generation in handles:
             if row < len(table.generation) and table.generation[row] == generation and table.assigned[number, row]:
                 table.told[number, row] = -1
 
     def news(self, verifier_id: str) -> CommitBatch | None:
-        """What was not sent yet, and counts as sent now. None if there is nothing; the first batch, which begins the
-        session, is never left out."""
+        """The batch of unsent data, which counts as sent from now on. None if there is none; the first batch, which
+        begins the session, is always sent."""
         table, number = self._table, self.number
         told, mine = table.told[number], np.flatnonzero(table.assigned[number])
         deliveries, self.postponed = 1 + self.postponed, 0
@@ -126,7 +127,7 @@ class Seat(Drafter):
         return CommitBatch(verifier_id, *arrays, opened, closed, features, self._session)
 
     def _to_open(self, rows: list[int], deliveries: int) -> list[int]:
-        """The first of these requests, as many as fit into so many deliveries; the others follow with the next."""
+        """The first of these requests that fit into this many deliveries; the others follow with the next one."""
         if self.spec.traits.looks_up:
             return rows
         requests, committed = self._table.requests, self._table.committed
@@ -142,7 +143,7 @@ class Seat(Drafter):
         return DraftOpen(*handle, request.prompt_token_ids, output, request.sampling, self.spec.window, features)
 
     def _untold_features(self, rows: np.ndarray) -> tuple[tuple[int, tuple[Features, ...]], ...]:
-        """States from the newest token sent on: its own becomes known with the next commit."""
+        """States from the newest sent token on, whose own state becomes known with the next commit."""
         if not self.spec.traits.reads_features:
             return ()
         requests, told = self._table.requests, self._table.told[self.number]

@@ -1,4 +1,4 @@
-"""The requests of one verifier: structure of arrays, one row per request, one seat per drafter."""
+"""Requests of one verifier: a structure of arrays, one row per request, one seat per drafter."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 class RequestTable:
     """Requests and their drafts. Not thread-safe.
 
-    A request has a row from `open` to `close`; a row is used again under a new `generation` (0: free), so that messages
-    about the old request do not apply. A drafter has a seat. Arrays, int32 where no other type is named:
+    A request has a row from `open` to `close`; a row is used again with a new `generation` (0: free), so that messages
+    about the old request do not apply. A drafter has a seat. Arrays, int32 if no other type is stated:
 
-    - by row: `committed` output tokens, the most of them (`limit`), their ids (`output`, `(rows, capacity)`), `steps`
-      that committed some, and bool `begun`: it has been in a step; before, no drafter is assigned;
+    - by row: number of `committed` output tokens, their maximum (`limit`), their ids (`output`, `(rows, capacity)`),
+      `steps` that committed tokens, and bool `begun`: it has been in a step; before, no drafter is assigned;
     - by seat and row: bool `assigned`; `told`: committed tokens sent to the drafter, -1: the request is not open there;
       `base` of its newest tail, -1: none; `tail`, `(seats, rows, window)`: the part of it past the committed prefix;
       its `length`, 0 where the drafter is not assigned;
     - by seat, row and branch of a tail with tokens: `branch_at`, tokens of the tail before the branch leaves it,
       `FREE`: no branch; `branch_length`, and `branch_tail`, `(seats, rows, branches, window)`;
-    - by method and row, so they survive a change of the drafter: `evidence`, float64 hits and tries of draft tokens;
-      `drafts`, draft tokens that were verified, and right;
+    - by method and row, so that they outlast a change of the drafter: `evidence`, float64 hits and tries of draft
+      tokens; `drafts`, numbers of verified and of right draft tokens;
     - `method` by seat; int64 `counts` (`_kernels.COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
-      tail was verified, and right, until `StepMetrics` takes them.
+      tail was verified, and was right, until `StepMetrics` takes them.
 
     Args:
         window: Most draft tokens of a request that are kept.
@@ -61,12 +61,12 @@ class RequestTable:
         self._free = list(range(rows))[::-1]
 
     def __len__(self) -> int:
-        """Requests in the table."""
+        """Number of requests in the table."""
         return len(self.requests)
 
     @property
     def next_row(self) -> int:
-        """The row that `open` gives next."""
+        """The row that `open` will return next."""
         if not self._free:
             old = len(self.generation)
             self._enlarge(_BY_ROW, 0, 2 * old)
@@ -76,7 +76,7 @@ class RequestTable:
         return self._free[-1]
 
     def open(self, request: TargetRequest) -> int:
-        """Give a request a row; returns it."""
+        """Assign a row to a request; returns the row."""
         row, known = self.next_row, len(request.committed_token_ids)
         self._free.pop()
         self._generations += 1
@@ -99,40 +99,40 @@ class RequestTable:
             self._enlarge((*_BY_SEAT, "method"), 0, 1 << (count - 1).bit_length())
 
     def clear_seat(self, seat: int, method: int) -> None:
-        """A drafter of this method takes the seat."""
+        """Reset a seat for a drafter of this method."""
         self.method[seat] = method
         self.assigned[seat], self.length[seat] = False, 0
 
     def assign(self, seat: int, row: int) -> None:
-        """The drafter drafts for the request from now on."""
+        """Assign the request to the drafter."""
         self.assigned[seat, row], self.length[seat, row] = True, 0
         self.told[seat, row] = self.base[seat, row] = -1
 
     def release(self, seat: int, row: int) -> None:
-        """The drafter does not draft for the request any more."""
+        """End the assignment of the request to the drafter."""
         self.assigned[seat, row], self.length[seat, row] = False, 0
 
     def take(self, seat: int, tails: Any) -> np.ndarray:
-        """Take in the tails of one drafter (`messages.TailBatch`). Returns bool `(n,)`: which of them are of requests
-        that it does not draft for."""
+        """Process the tails of one drafter (`messages.TailBatch`). Returns bool `(n,)`: whether the tail's request is
+        not assigned to the drafter."""
         arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens, *tails.branches)
         unknown: np.ndarray = _kernels.take_tails(seat, *arrays, _kernels.Planes(*_PLANES(self)))
         return unknown
 
     def commit(self, step: Committed, acceptance: Acceptance) -> None:
-        """Append what a step committed, and compare the tails with it."""
+        """Append the committed tokens of a step, and compare the tails with them."""
         start = self.committed[step.rows]
         self._fit(int((start + step.counts).max(initial=0)))
         _kernels.commit(step, bucket_of(start), _kernels.Planes(*_PLANES(self)), acceptance.evidence)
 
     def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What was committed and not yet sent to the drafter; it counts as sent now: lengths by row, and all tokens."""
+        """Committed tokens that were not sent to the drafter, and count as sent now: lengths by row, and all tokens."""
         lengths: np.ndarray
         lengths, tokens = _kernels.untold(np.asarray(rows, np.int32), self.told[seat], self.committed, self.output)
         return lengths, tokens
 
     def _fit(self, tokens: int) -> None:
-        """Make room for outputs of so many tokens and a tail."""
+        """Make room for outputs of this many tokens and a tail."""
         if (tokens := tokens + self.window + 1) > self.output.shape[1]:
             self._enlarge(("output",), 1, 1 << (tokens - 1).bit_length())
 

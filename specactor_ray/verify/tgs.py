@@ -9,7 +9,7 @@ seconds per drafted token and `V(w)` seconds to verify `w + 1` positions, one it
 
 and TGS = τ / IL. A decoupled miss also loses the window in flight (the /2), and a decoupled full match has no bonus
 token, since its successor was drafted already. The ladder ranks methods by these. The plan predicts decoupled drafting
-by `run_ahead`, which follows what this product does: neither side waits, and branches rescue a share of the misses.
+by `run_ahead`, a model of this package: neither side waits, and branches rescue a share of the misses.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from __future__ import annotations
 import numpy as np
 
 TINY_S = 1e-9
-"""Stands in for a time of zero or less."""
+"""Seconds in place of a time of zero or less."""
 RIGHT_BEHIND_WRONG = (0.4, 0.18, 0.12, 0.1)
 """Chance that the second, third, ... candidate of a draw is right where those before it are wrong: SmolLM2 as a drafter
 that samples with the target's noise has 0.36-0.48, 0.13-0.23, 0.10-0.16 and 0.06-0.15."""
 _RARELY = 1e-6
-"""Chance of a new request in a step: where tails never end in a state without one, rows still begin there."""
+"""Chance of a new request in a step, so that rows begin without a tail also if no tail ever ends without one."""
 _BEHIND_WRONG = np.array(RIGHT_BEHIND_WRONG)
 _RIGHT = _BEHIND_WRONG * np.cumprod(np.append(1.0, 1.0 - _BEHIND_WRONG[:-1]))
 """`(4,)`: chance that the second, third, ... candidate is right where the first is wrong."""
 
 
 def geometric(probability: np.ndarray, window: int) -> np.ndarray:
-    """`(n, window + 1)` S_0, S_1, ... of drafts whose every token is right with `(n,)` the same probability."""
+    """`(n, window + 1)`: S_0, S_1, ... of drafts whose tokens are all right with the same probability, `(n,)`."""
     powers: np.ndarray = np.clip(probability, 0.0, 1.0)[:, None] ** np.arange(window + 1)
     return powers
 
 
 def share_right(survival: np.ndarray) -> float:
-    """p of `(window + 1,)` S_i: the share of draft tokens that were right, of those before which all were."""
+    """p from `(window + 1,)` S_i: the share of right draft tokens among those with only right tokens before."""
     return float(survival[1:].sum() / survival[:-1].sum())
 
 
@@ -59,25 +59,25 @@ def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s:
 
 
 def run_ahead(survival: np.ndarray, forwards: float, most: int, spare: float) -> tuple[float, float]:
-    """τ of a decoupled step of a verifier that does not wait, and the draft tokens that it verifies, both of a row.
+    """τ of a decoupled step of a verifier that does not wait, and the draft tokens that it verifies, both per row.
 
-    The state of a row is the length of its tail. While a step verifies it, the drafter lengthens it. A tail that was
-    right so far goes on behind the committed tokens; where it was refuted, a branch that begins with the right
-    candidate takes its place, and without one the row takes its next step plainly. What is returned is the mean over
+    The state of a row is the length of its tail. While a step verifies the tail, the drafter lengthens it. A tail that
+    was right so far continues after the committed tokens; if it was refuted, a branch that begins with the right
+    candidate takes its place, and without such a branch the next step of the row is plain. The results are means over
     the stationary distribution of the states.
 
     Args:
         survival: `(window + 1,)` S_i; tails have at most `window` tokens.
         forwards: Tokens by which a drafter lengthens a main chain in a step.
         most: Most draft tokens of a row that a step verifies.
-        spare: Tokens of branches that it drafts in a step for each row; those most likely needed.
+        spare: Tokens of branches that a drafter drafts in a step for each row, the most likely needed ones.
     """
     window = len(survival) - 1
     missed, branches = survival[:-1] - survival[1:], _branch_lengths(survival, forwards, spare)
     states = np.arange(window + 1)
-    grown = np.maximum(forwards - (states == 0), 0.0)  # the forward under way is of the chain that was refuted
+    grown = np.maximum(forwards - (states == 0), 0.0)  # the forward under way drafts for the refuted chain
     verified, tails = np.minimum(states, most), np.minimum(states + grown, window)
-    # Of each state and number of right tokens before the first wrong one: its chance, and what is left of the tail.
+    # By state and number of right tokens before the first wrong one: the chance, and the rest of the tail.
     right = states[:window]
     reached = (right <= verified[:, None]) & (right < tails[:, None])
     missing, left = np.where(reached, missed, 0.0), np.clip(tails[:, None] - right - 1.0, 0.0, None)
@@ -97,8 +97,8 @@ def run_ahead(survival: np.ndarray, forwards: float, most: int, spare: float) ->
 
 
 def _branch_lengths(survival: np.ndarray, forwards: float, spare: float) -> np.ndarray:
-    """`(window, 4)`: tokens of the branch that begins with each candidate at each position of a main chain, less that
-    candidate, which the verifier commits itself."""
+    """`(window, 4)`: tokens of the branch that begins with each candidate at each position of a main chain, without
+    that candidate, which the verifier commits itself."""
     window = len(survival) - 1
     depth = int(min(max(forwards, 1.0), window))
     onward = survival[1] ** np.arange(depth)
@@ -113,7 +113,7 @@ def _branch_lengths(survival: np.ndarray, forwards: float, spare: float) -> np.n
 
 
 def _spread(moves: np.ndarray, states: np.ndarray, lengths: np.ndarray, chances: np.ndarray) -> None:
-    """Add moves from states to lengths of tails; what lies between two whole lengths is shared by both."""
+    """Add transitions from states to lengths of tails; a length between two whole ones is divided between them."""
     whole = lengths.astype(np.int64)
     part = lengths - whole
     np.add.at(moves, (states, whole), chances * (1.0 - part))

@@ -1,4 +1,4 @@
-"""How long a step waits for first drafts: what a wait adds against what its seconds, and the next step, lose."""
+"""Length of a step's wait for first drafts: its gain against the loss in its seconds and in the next step."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ from specactor_ray.verify.table import RequestTable
 
 _FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
 _TRIES, _GAIN_TRIES = 8.0, 64.0
-"""Observations for which what is hoped for counts: of a tail at the next step, and of an accepted token."""
+"""Number of observations for which a prior counts: of a tail at the next step, and of an accepted token."""
 _SUNK = 2.0
-"""A wait ends after so many times the seconds that it is worth: those that have passed do not count any more."""
+"""Multiple of its worth in seconds after which a wait ends: seconds that have passed do not count any more."""
 _LEAST_WEIGHT = 0.1
-"""Weight of the newest wait in the moving mean of their seconds."""
+"""Least weight of the newest wait in the moving mean of their seconds."""
 _FORGET_STEPS = 256
-"""Steps after the last wait at which that mean is forgotten."""
+"""Steps after the last wait at which that mean is dropped."""
 _HOPELESS, _REST_STEPS = 0.75, 16
-"""Where a wait is worth less than this part of its seconds even if it costs no tail, none is considered for so long."""
+"""Share of a wait's seconds, and steps: if a wait is worth less than this share even without the loss of a tail, none
+is considered for this many steps."""
 _PLAIN, _WAITED, _TAIL = range(3)
-"""What a row did in a step: neither of the others, wait for a tail, or have one at hand."""
+"""Kinds of a row's step: plain, after a wait for a tail, or with a tail at its begin."""
 
 
 class Waiting:
-    """Compares the long-run tokens per second of two rules, to wait where a row has no tail, and not to.
+    """Compares the long-run tokens per second of two rules: to wait if a row has no tail, and not to wait.
 
-    A row begins each step with a tail or without one. Without one, a plain step commits one token, and the next step
-    has a tail with probability `a`, since the drafter gets a whole step ahead; after a step that waited, only with `b`;
-    after a step with a tail, with `c`. In the long run a tail is worth
+    A row begins each step with or without a tail. Without one, a plain step commits one token, and the next step has a
+    tail with probability `a`, since the drafter gets a whole step ahead; after a step that waited, only with `b`; after
+    a step with a tail, with `c`. In the long run a tail is worth
 
         h = (tokens of a step with a tail - 1) / (1 + a - c)
 
     tokens more than none. A wait of `w` seconds for `n` rows pays where `n · (p + (b - a) · h)`, p tokens accepted of
-    each, exceeds what all rows commit in `w` and in the seconds of verifying. All of these are means that forget; where
-    nothing is known the best is hoped for: `w` is one draft forward and its messages, and `b` = `a`.
+    each, exceeds the tokens that all rows commit in `w` and in the seconds of verifying. All of these are decaying
+    means; without observations the estimates are optimistic: `w` is one draft forward and its messages, and `b` = `a`.
     """
 
     def __init__(self) -> None:
         self._counts = np.zeros((3, 3))
-        """By what a row did: rows, those with a tail at the next step, and tokens committed."""
+        """`(3, 3)`, by kind of step: rows, rows with a tail at the next step, and committed tokens."""
         self._hoped = np.zeros(2)
-        """Rows without a tail, and the chances of their first draft tokens."""
+        """`(2,)`: rows without a tail, and the sum of the chances of their first draft tokens."""
         self._rate = np.zeros(2)
-        """Tokens and seconds of steps."""
+        """`(2,)`: tokens and seconds of steps."""
         self._answer_s, self._waits, self._left = 0.0, 0, 0
-        """Seconds of a wait; waits since it was forgotten; steps until it is."""
+        """Mean seconds of a wait; waits since the mean was dropped; steps until it is dropped."""
         self.rest = 0
-        """Steps in which no wait is considered."""
+        """Number of next steps in which no wait is considered."""
         self._did = np.zeros(0, np.int8)
         self._began = np.zeros((3, 0), np.int32)
-        """By row of the table, at its newest step: generation, steps and committed tokens."""
+        """`(3, rows)`: generation, steps and committed tokens of each row of the table at its newest step."""
 
     def begin(self, table: RequestTable, rows: np.ndarray, has_tail: np.ndarray) -> None:
-        """A step begins: learn what became of the rows since the step before."""
+        """Begin a step: learn from the rows' states since the previous step."""
         if (more := len(table.generation) - len(self._did)) > 0:
             self._did, self._began = np.pad(self._did, (0, more)), np.pad(self._began, ((0, 0), (0, more)))
         now = np.stack((table.generation[rows], table.steps[rows], table.committed[rows]))
@@ -67,9 +68,9 @@ class Waiting:
         """Longest wait in seconds; 0 where none pays.
 
         Args:
-            chances: `(n,)` of the rows that could wait: chance that the first draft token is right.
-            verify_s: Seconds of verifying one draft token of each.
-            least_s: Seconds that an answer takes at least; counts where no wait is remembered.
+            chances: `(n,)`: chance that the first draft token is right, for rows that could wait.
+            verify_s: Seconds of verifying one draft token of each row.
+            least_s: Least seconds of an answer; used without a mean of waits.
         """
         self._hoped += (len(chances), chances.sum())
         tokens, seconds = self._rate
@@ -89,13 +90,13 @@ class Waiting:
         return _SUNK * float(most_s) if most_s > answer_s else 0.0
 
     def waited(self, rows: np.ndarray, seconds: float) -> None:
-        """These rows have waited for so long."""
+        """Record a wait of these rows."""
         self._did[rows] = _WAITED
         self._waits, self._left = self._waits + 1, _FORGET_STEPS
         self._answer_s += max(1.0 / self._waits, _LEAST_WEIGHT) * (seconds - self._answer_s)
 
     def record(self, tokens: int, seconds: float) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         self._rate = _FADE * self._rate + (tokens, seconds)
         self.rest, self._left = max(self.rest - 1, 0), self._left - 1
         if self._left == 0:

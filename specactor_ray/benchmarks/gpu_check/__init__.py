@@ -1,1 +1,1 @@
-"""What one GPU does with this project's work, measured in a few minutes without Ray or vLLM: `scripts/gpu-check`."""
+"""Measurement of this project's work on one GPU in a few minutes, without Ray or vLLM: `scripts/gpu-check`."""

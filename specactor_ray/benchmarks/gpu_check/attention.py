@@ -1,6 +1,7 @@
 """Stage `attention`: one layer of the attention that the `hf` engine uses, over a cache with random keys and values.
 
-A kernel that plans by exact shape pays for every new length, and an engine's longest row has one at every step.
+A kernel that plans by exact shape pays for every new length, and an engine's longest row has a new length at every
+step.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
 
 _PROFILED = 10
-"""Calls under the profiler."""
+"""Number of calls under the profiler."""
 _KERNELS = ("attend", "merge")
-"""Of attention on GPUs."""
+"""Names of the attention kernels on GPUs."""
 
 
 def measure_attention(stage: Stage) -> None:
@@ -70,7 +71,7 @@ def measure_attention(stage: Stage) -> None:
 
 
 class Attention:
-    """The product's attention in one layer, with queries, keys and values that are functions of row and position."""
+    """The package's attention in one layer, with queries, keys and values that are functions of row and position."""
 
     def __init__(self, settings: Settings) -> None:
         device, dtype, shape = torch.device(settings.device), getattr(torch, settings.dtype), settings.shapes[0]
@@ -94,18 +95,18 @@ class Attention:
         return RaggedBatch(self.cache, self._rows[:rows], np.full(rows, queries, np.int64), ())
 
     def attend(self, batch: RaggedBatch, queries: int, begin: int = 0) -> Tensor:
-        """(rows, queries, heads, D) of queries `begin` to `begin + queries` of the batch's rows."""
+        """Outputs (rows, queries, heads, D) of queries `begin` to `begin + queries` of the batch's rows."""
         rows, end = len(batch.counts), begin + queries
         query, key, value = (one[:, :rows, begin:end].flatten(1, 2)[None] for one in self._new)
         module: Any = SimpleNamespace(layer_idx=0)
         return ragged_attention(module, query, key, value, None, ragged_batch=batch)[0][0].unflatten(0, (rows, queries))
 
     def step(self, rows: int, length: int, queries: int) -> Tensor:
-        """A step's arrays, and one layer."""
+        """Make the arrays of a step, and run one layer."""
         return self.attend(self.batch(rows, length, queries), queries)
 
     def difference(self, rows: int, queries: int, keys: int, parts: list[int]) -> float:
-        """How far outputs of the first row in a batch are from those of the row alone, its queries in these parts."""
+        """Difference of the first row's outputs in a batch from those of the row alone, its queries in these parts."""
         together, alone, begin = self.step(rows, keys, queries)[0].clone(), [], 0
         for count in parts:
             alone.append(self.attend(self.batch(1, keys + begin, count), count, begin)[0].clone())
@@ -114,7 +115,7 @@ class Attention:
 
 
 def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
-    """Kernel of a GPU → seconds that a call takes in it."""
+    """GPU kernel → seconds of a call in it."""
     with profile() as seen:
         for _ in range(_PROFILED):
             call()

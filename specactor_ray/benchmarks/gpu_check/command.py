@@ -50,7 +50,7 @@ def gpu_check(
         fix = "Fix: use a machine with a GPU and a CUDA build of torch, or add --dry-run (tiny shapes on the CPU)."
         raise InputError(f"torch {torch.__version__} finds no CUDA device here. {fix}")
     if not on_gpu:
-        torch.set_num_threads(1)  # tiny shapes gain nothing from threads that fight for cores
+        torch.set_num_threads(1)  # tiny shapes gain nothing from threads that compete for cores
     name = torch.cuda.get_device_name() if on_gpu else f"cpu {platform.machine()}"
     head = {"device": name, "torch": torch.__version__, "dry_run": dry_run, "minutes": minutes}
     head["started"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -78,7 +78,7 @@ def gpu_check(
 
 
 def _functions(chosen: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """What runs stages; and stage → its weight in the sharing of the time, function."""
+    """`run_stages`; and stage → (its weight in the sharing of the time, its function)."""
     from specactor_ray.benchmarks.gpu_check import (
         attention,
         drafting,

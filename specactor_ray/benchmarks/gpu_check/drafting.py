@@ -1,7 +1,7 @@
-"""Stage `drafting`: what a token of a draft model costs with and without a captured step, one at a time and in bursts.
+"""Stage `drafting`: cost of a token of a draft model with and without a captured step, one at a time and in bursts.
 
-The proposer is the product's. `steps` runs what a graph holds without one: its tokens must be those of the graph.
-Those of `eager` may differ where a kernel depends on the number of rows.
+The proposer is the package's. `steps` runs the operations of the graph without a graph: its tokens must be the same.
+Tokens of `eager` may differ where a kernel depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specactor_ray.messages import SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel
 
 _WINDOW = 200
-"""More than the timed calls draft."""
+"""Draft tokens of a window: more than the timed calls draft."""
 WAYS = ("eager", "steps", "graph")
 
 
@@ -41,7 +41,7 @@ class Uncaptured:
 
 def measure_drafting(stage: Stage) -> None:
     """Fill a point per shape and rows: ms of a token of all rows, one in an `extend` and `LONGEST`, for each way; and
-    how many of 100 tokens are not those of the graph. `figures`: why there is none, as in the log."""
+    how many of 100 tokens differ from those of the graph. `figures`: why there is no graph, as in the log."""
     settings, models = stage.settings, dict[ModelShape, RaggedModel]()
 
     def measure(shape: ModelShape, rows: int) -> str:
@@ -62,7 +62,7 @@ def measure_drafting(stage: Stage) -> None:
             lines[way] = drafter.mirrors.lines[:rows, settings.prompt : drafter.mirrors.ends[:rows].min()].copy()
             for slot in range(rows):
                 drafter.close(slot, False)
-        for way in WAYS[:2]:  # a faster way drafts more in the time of a measurement
+        for way in WAYS[:2]:  # a faster variant drafts more in the time of a measurement
             both = min(lines[way].shape[1], lines["graph"].shape[1])
             columns[f"{way} differ %"] = 100 * float((lines[way][:, :both] != lines["graph"][:, :both]).mean())
         stage.point({"shape": shape.name, "rows": rows}, **columns)

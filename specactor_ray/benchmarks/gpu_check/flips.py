@@ -1,4 +1,4 @@
-"""Stage `flips`: how many sampled tokens depend on the shape of the forward, and how near those were to a tie.
+"""Stage `flips`: number of sampled tokens that depend on the shape of the forward, and how near a tie these were.
 
 One random model, run as the `hf` engine runs it. Every row has a fixed context and fixed next tokens, so all forwards
 compute the same distributions; they differ in how many rows share a forward and how many positions of a row are in it.
@@ -26,7 +26,7 @@ Sampled = dict[float, np.ndarray]
 
 def measure_flips(stage: Stage) -> None:
     """Fill a point per batch and length (positions): tokens flipped per 1,000 against batch 1 and length 1, and the
-    largest margin of the reference there. The first way is the reference again: what flips is the device's noise."""
+    largest margin of the reference there. The first way is the reference again: its flips are the device's noise."""
     settings, reference = stage.settings, Sampled()
     with stage.uncounted():
         task = _Task(stage)
@@ -61,7 +61,7 @@ class _Task:
         self._tokens = np.random.default_rng(1).integers(s.shapes[-1].vocab_size, size=(rows, longest))
         for begin in range(0, rows, _PREFILLED_AT_ONCE):
             self._forward(slice(begin, begin + _PREFILLED_AT_ONCE), 0, s.flip_context)
-        self._sample(slice(0, 1), 0, 1, self._nothing())  # compiles the sampler, which no step has time for
+        self._sample(slice(0, 1), 0, 1, self._nothing())  # compiles the sampler, which takes too long for a step
 
     def sample(self, batch: int, length: int) -> Sampled:
         """Tokens of all compared rows and positions."""

@@ -26,7 +26,7 @@ from specactor_ray.ragged import places
 
 def measure_forwards(stage: Stage) -> None:
     """Fill a point per shape, context (tokens of each row in the cache before) and rows, in ms by new positions of a
-    row; and per shape `[rows, positions, context, seconds]` of `eager` and `graph`, and why there is none of these."""
+    row; and per shape `[rows, positions, context, seconds]` of `eager` and `graph`, and why there is no graph."""
     settings, device = stage.settings, stage.settings.device
     models, forwards = dict[ModelShape, RaggedModel](), list[StaticForward]()
 
@@ -41,7 +41,7 @@ def measure_forwards(stage: Stage) -> None:
         entry = stage.entry["figures"][shape.name]
         size = (models[shape], rows, context + max(settings.forward_positions))
         if not forwards or forwards[0].size != size:
-            for made in models.values():  # before the memory of another cache is taken
+            for made in models.values():  # frees its memory before the next cache is allocated
                 made.cache.release()
             forwards[:] = [StaticForward(*size)]
         tokens = torch.randint(shape.vocab_size, (rows, positions))
@@ -90,8 +90,8 @@ class StaticForward:
         self._rows = np.array([self.cache.open(capacity) for _ in range(rows)])
 
     def forward(self, tokens: Tensor, context: int) -> Callable[[], Tensor]:
-        """What computes the logits (rows, positions, V) of tokens (rows, positions) that follow `context` ones, and
-        stores their keys and values."""
+        """A function that computes the logits (rows, positions, V) of tokens (rows, positions) after `context` others,
+        and stores their keys and values."""
         (rows, count), cache = tokens.shape, self.cache
         cache.lengths[self._rows] = context
         counts = np.full(rows, count, np.int64)

@@ -1,4 +1,4 @@
-"""Stage `hardware`: the machine, its software, and the device's two ceilings: copying and multiplying matrices."""
+"""Stage `hardware`: the machine, its software, and the device's limits of copying and of multiplying matrices."""
 
 from __future__ import annotations
 

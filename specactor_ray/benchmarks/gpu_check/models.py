@@ -47,7 +47,7 @@ def spread_head(weight: torch.Tensor, logits: torch.Tensor) -> None:
 
 
 class SynchronizedModel(RaggedModel):
-    """Waits for the device after a forward; else its time would count as the sampler's."""
+    """Waits for the device after a forward; else the forward's time would count as the sampler's."""
 
     def forward(self, *args: Any) -> RaggedOutput:
         output = super().forward(*args)

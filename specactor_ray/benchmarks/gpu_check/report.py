@@ -1,4 +1,4 @@
-"""The two files of a check, all figures as JSON and the measured hardware for the simulator as YAML, and its tables.
+"""Files of a check, all figures as JSON and the measured hardware for the simulator as YAML, and its tables.
 
 Both are replaced as a whole after every measurement, so they are readable at any time.
 """
@@ -20,8 +20,8 @@ from specactor_ray.files import write_json, write_text
 
 
 class Report:
-    """Figures on their way into the JSON file `path` and a YAML file beside it; `head` comes before the stages. Raises
-    InputError where one of them exists or cannot be written."""
+    """Figures for the JSON file `path` and a YAML file beside it; `head` comes before the stages. Raises InputError
+    where one of them exists or cannot be written."""
 
     def __init__(self, path: Path, head: Mapping[str, Any]) -> None:
         self.path, self.yaml_path, self.stages = path, path.with_suffix(".yaml"), dict[str, dict[str, Any]]()
@@ -36,7 +36,7 @@ class Report:
             raise InputError(f"{path} cannot be written: {error}. {fix}") from None
 
     def close(self, interrupted: bool = False) -> None:
-        """The run has ended: sum up the stages."""
+        """Sum up the stages at the end of the run."""
         found = [entry["status"] for entry in self.stages.values()]
         order = ("interrupted", "failed", "partial", "complete", "skipped")
         self.data["status"] = "interrupted" if interrupted else min(found, key=order.index)
@@ -44,7 +44,7 @@ class Report:
 
     def save(self) -> None:
         """Write both files; the YAML once forwards were measured."""
-        text = json.dumps(self.data, default=str)  # six significant digits; null for NaN, which JSON has not
+        text = json.dumps(self.data, default=str)  # six significant digits; null for NaN, which JSON lacks
         plain = json.loads(
             text, parse_float=lambda number: float(f"{float(number):.6g}"), parse_constant=lambda _: None
         )
@@ -55,8 +55,8 @@ class Report:
 
 
 def hardware_yaml(data: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
-    """The measured hardware for the simulator; by hand, since a machine with a GPU may lack PyYAML. Numbers have no
-    exponent: YAML 1.1 takes `4e-05` for text."""
+    """The measured hardware for the simulator as YAML, written without PyYAML, which a machine with a GPU may lack.
+    Numbers have no exponent: YAML 1.1 reads `4e-05` as text."""
     command = "scripts/gpu-check --dry-run" if data["dry_run"] else "scripts/gpu-check"
     source = f"{command}, {data['started'][:10]}, torch {data['torch']}"
     lines = ["kind: specactor hardware", f"name: {slug(data['device'])}-measured"]
@@ -71,12 +71,12 @@ def hardware_yaml(data: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
 
 
 def slug(device: str) -> str:
-    """`h200` of `NVIDIA H200`: fit for file names."""
+    """Name for files, such as `h200` for `NVIDIA H200`."""
     return re.sub(r"[^a-z0-9.]+", "-", device.lower().removeprefix("nvidia ")).strip("-") or "device"
 
 
 def tables(stages: Mapping[str, Mapping[str, Any]]) -> Iterator[Table | str]:
-    """Each stage's points, other figures, and what was not measured; then how stages ended."""
+    """Each stage's points, other figures, and missing measurements; then how stages ended."""
     for name, entry in stages.items():
         yield f"{name}: {STAGES[name]}"
         if entry["points"]:

@@ -1,8 +1,8 @@
-"""Stage `engine`, and what `vllm` shares with it: batches of requests in the product's loop around an engine.
+"""Stage `engine`, and its parts shared with `vllm`: batches of requests in the package's loop around an engine.
 
-The drafter is an oracle, so its accuracy is dialled and drafting is free: what is measured is verification and our
-loop. It has the output of the plain run; a request whose tokens have once flipped in low precision has another output
-from there on, and its oracle is wrong.
+The drafter is an oracle, so its accuracy is an argument and drafting is free: the stage measures verification and the
+loop. The oracle has the output of the plain run; a request whose tokens have flipped in low precision has another
+output from there on, and its oracle is wrong.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def measure_engine(stage: Stage) -> None:
 
 
 class OracleProposer(RowProposer):
-    """Drafts what plain decoding gave (request id → tokens), wrong with probability 1 - `accuracy` of each position, on
-    the same ones whenever it is asked; then it drafts the right token's successor in the vocabulary."""
+    """Drafts the tokens of plain decoding (request id → tokens). A position is wrong with probability 1 - `accuracy`,
+    the same ones in every call; a wrong token is the right token's successor in the vocabulary."""
 
     method = "oracle"
     traits = Traits(looks_up=True)
@@ -70,7 +70,7 @@ class OracleProposer(RowProposer):
 
 
 class Batch:
-    """The requests of a cell, which an engine decodes in several ways; `key` is more to name the points by."""
+    """The requests of a cell, which an engine decodes in several ways; `key`: further columns that name the points."""
 
     def __init__(self, stage: Stage, engine: TargetEngine, cell: Cell, key: dict[str, str]) -> None:
         self._stage, self._engine, self._settings = stage, engine, stage.settings
@@ -81,7 +81,7 @@ class Batch:
     def run(self, way: str) -> str:
         """Decode the requests and add a point: tokens/s, prompts included, and times plain's; acceptance length (tokens
         a row and step); median ms of a step, means of its forward, sampling and Python; requests whose tokens are not
-        plain's. Ways: `plain`; `k=3`, three drafts a row; `auto`, as many as pay, by the product's policy."""
+        plain's. Ways: `plain`; `k=3`, three drafts a row; `auto`, as many as pay, by the package's policy."""
         self._decode(way, _WARM_UP_TOKENS, warm_up=True)  # compiles and allocates
         outputs, steps, counters = self._decode(way, self._settings.tokens)
         if way == "plain":

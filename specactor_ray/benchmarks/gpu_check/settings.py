@@ -1,4 +1,4 @@
-"""What the check measures: stages, model shapes and grids, for a GPU and for a dry run. Imports nothing heavy."""
+"""Settings of the check: stages, model shapes and grids, for a GPU and for a dry run. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = {
 
 
 class ModelShape(NamedTuple):
-    """A Qwen2 decoder, in transformers' words."""
+    """Shape of a Qwen2 decoder, with transformers' names."""
 
     name: str
     num_hidden_layers: int
@@ -55,45 +55,45 @@ class Cell(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Everything a run measures."""
+    """Grids and limits of a run."""
 
     device: str
     dtype: str
     copy_bytes: int
     matmul_size: int
     limit_s: float
-    """Longest step: a measurement with a longer one is abandoned."""
+    """Longest step in seconds: a measurement with a longer one is abandoned."""
     sampler_rows: tuple[int, ...]
     sampler_vocabs: tuple[int, ...]
-    """Tokens are compared in all of them; the last one is timed."""
+    """Vocabulary sizes: tokens are compared in all of them; the last one is timed."""
     shapes: tuple[ModelShape, ...]
-    """Of `forwards`; the first one also of `attention`, the last one of `flips`."""
+    """Model shapes of `forwards`; the first is also that of `attention`, the last that of `flips`."""
     attention_cells: tuple[tuple[int, int, int], ...]
-    """Rows, new tokens of each, and those before."""
+    """Rows, new tokens of each row, and tokens before them."""
     attention_lengths: int
-    """How many new lengths are tried in each."""
+    """Number of new lengths that are tried in each cell."""
     forward_rows: tuple[int, ...]
     forward_positions: tuple[int, ...]
     forward_contexts: tuple[int, ...]
     drafting_shapes: tuple[ModelShape, ...]
     drafting_rows: tuple[int, ...]
     flip_rows: int
-    """Rows that are compared; larger batches have others beside them."""
+    """Number of compared rows; larger batches have other rows beside them."""
     flip_context: int
     flip_tokens: int
-    """Compared positions of a row: a multiple of all `flip_lengths`."""
+    """Compared positions of a row, a multiple of all `flip_lengths`."""
     flip_batches: tuple[int, ...]
     flip_lengths: tuple[int, ...]
     engine_cells: tuple[Cell, ...]
     vllm_cells: tuple[Cell, ...]
     ways: tuple[str, ...]
-    """Of `Batch.run`, `plain` first."""
+    """Ways of `Batch.run`, `plain` first."""
     accuracy: float
     """Chance that a draft token of the oracle is right."""
     prompt: int
     """Tokens of each prompt in `engine` and `vllm`."""
     tokens: int
-    """Tokens of each output there."""
+    """Tokens of each output in `engine` and `vllm`."""
 
 
 SMALL = ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151_936)

@@ -1,4 +1,4 @@
-"""Stages within a budget of time. What is slow, late, too large or broken is shown, and everything else is measured."""
+"""Stages within a budget of time. Slow, late, too large or failed measurements are reported; all others are made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from specactor_ray.benchmarks.gpu_check.settings import Settings
 
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.15
-"""Timed calls of a figure: as many as fit into this time, within these bounds."""
+"""Bounds of the timed calls of a figure, and seconds that they may take: as many calls as fit."""
 StageFunction = Callable[["Stage"], None]
 
 
@@ -31,36 +31,36 @@ class TooSlow(Exception):
 
 @dataclass
 class Stage:
-    """What a stage works with."""
+    """Context and results of a stage."""
 
     name: str
     settings: Settings
     deadline: float
-    """On the clock of `now`."""
+    """End of the stage's share, on the clock of `now`."""
     changed: Callable[[str], None] = lambda line: None
     """Called with a line of progress when `entry` has changed."""
     now: Callable[[], float] = time.perf_counter
     entry: dict[str, Any] = field(default_factory=lambda: {"points": [], "figures": {}, "not_measured": []})
     """Plain data: `points`, a table; `figures`, single ones; `not_measured`, a line with the reason for each."""
     end: float = math.inf
-    """Of all stages, on the clock of `now`."""
+    """End of all stages, on the clock of `now`."""
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What makes models and compiles takes no time of the stage's share, but of the stages after it."""
+        """Exclude the body, which makes models and compiles, from the stage's share; later stages have less time."""
         begin = self.now()
         yield
         self.deadline = min(self.deadline + self.now() - begin, self.end)
 
     def point(self, key: Mapping[str, Any], **columns: Any) -> None:
-        """Add columns to the line of the table that has this key."""
+        """Add columns to the table's line with this key."""
         points = self.entry["points"]
         if not any(point.items() >= key.items() for point in points):
             points.append(dict(key))
         next(point for point in points if point.items() >= key.items()).update(columns)
 
     def each(self, points: Iterable[tuple[Any, ...]], measure: Callable[..., str]) -> None:
-        """Call `measure` with every point; it returns a line of progress. What goes wrong with one is noted."""
+        """Call `measure` with every point; it returns a line of progress. Failures of a point are noted."""
         listed, missing = list(points), self.entry["not_measured"]
         names = [", ".join(map(str, point)) for point in listed]
         for index, (point, name) in enumerate(zip(listed, names, strict=True)):
@@ -76,7 +76,7 @@ class Stage:
             self.changed(f"{self.name}, {name}: {line}")
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Duration of a call, to the end of its work on the device. Raises OutOfTime where the time was up before."""
+        """Seconds of a call, to the end of its work on the device. Raises OutOfTime if the time was up before."""
         begin = self.now()
         if begin > self.deadline:
             raise OutOfTime
@@ -101,7 +101,7 @@ class Stage:
         return statistics.median(times)
 
     def peak_gb(self, call: Callable[[], object]) -> float | None:
-        """Most memory of the GPU that a call allocates above what was before it; None on a CPU."""
+        """Peak GPU memory in GB that a call allocates in addition; None on a CPU."""
         if self.settings.device != "cuda":
             return None
         before = torch.cuda.memory_allocated()
@@ -111,7 +111,7 @@ class Stage:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device has done all its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -124,17 +124,17 @@ def run_stages(
     end: float,
     now: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Run stages (name → weight in the sharing of the time, function) up to `end`; what one leaves of its time goes to
-    those after it. `entries` takes their `Stage.entry` with `status` (`running`, `complete`, `partial`, `skipped`,
+    """Run stages (name → weight in the sharing of the time, function) up to `end`; unused time of a stage goes to the
+    stages after it. `entries` receives their `Stage.entry` with `status` (`running`, `complete`, `partial`, `skipped`,
     `failed` or `interrupted`), `seconds` and `error`."""
     weights = [weight for weight, _ in stages.values()]
     for index, (name, (weight, function)) in enumerate(stages.items()):
         share_s = max(end - now(), 0.0) * weight / sum(weights[index:])
         stage = Stage(name, settings, now() + share_s, changed, now, end=end)
-        stage.entry |= {"status": "interrupted", "seconds": 0.0, "error": ""}  # if that happens right here
+        stage.entry |= {"status": "interrupted", "seconds": 0.0, "error": ""}  # if interrupted right here
         entries[name] = stage.entry
         _run_stage(function, stage, share_s)
-        gc.collect()  # a stage's models are gone before the next one makes its own
+        gc.collect()  # frees a stage's models before the next stage makes its own
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -148,7 +148,7 @@ def _run_stage(function: StageFunction, stage: Stage, share_s: float) -> None:
         status = (
             "complete" if not entry["not_measured"] else "partial" if entry["points"] or entry["figures"] else "skipped"
         )
-    except Exception as failure:  # noqa: BLE001 - whatever breaks one stage, the others are measured
+    except Exception as failure:  # noqa: BLE001 - the other stages are measured after any failure
         lines = f"{type(failure).__name__}: {failure}".strip().splitlines()
         status, error = "failed", " ... ".join(dict.fromkeys((lines[0], lines[-1])))
         entry["traceback"] = traceback.format_exc()

@@ -1,4 +1,4 @@
-"""Stage `triton`: the keyed sampler's kernels: their tokens beside those of the CPU, then their time beside others'."""
+"""Stage `triton`: the keyed sampler's kernels: tokens compared with the CPU's, then times compared with others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RANKS = {"tokens": 1, "margins": 2, "candidates": MOST}
 def measure_triton(stage: Stage) -> None:
     """Fill `different`: per vocabulary, dtype and results how 64 rows of all temperatures and filters differ from
     numba's, empty if they do not. Then a point per number of rows: ms of the kernels alone by rule, and with candidates
-    at T=1, and GB/s of logits that they read; of the product's call at T=1, with tokens to the host; of the torch form;
+    at T=1, and GB/s of logits that they read; of the package's call at T=1, with tokens to the host; of the torch form;
     and peak GB above the logits. Raises RuntimeError where a token or a margin differs."""
     settings, different, reason = stage.settings, dict[str, str](), _why_not(stage.settings.device)
     warm_up()

@@ -1,7 +1,7 @@
-"""Stage `vllm`: batches as in `rollouts` on the product's vllm engine, and the same requests on `vllm.LLM`.
+"""Stage `vllm`: batches as in `rollouts` on the package's vllm engine, and the same requests on `vllm.LLM`.
 
-vLLM keeps its first model, so every engine has a process of its own. Weights are vLLM's dummies, which make all logits
-nearly equal: the keyed noise decides.
+vLLM keeps its first model, so every engine has its own process. Weights are vLLM's dummy weights, which make all
+logits nearly equal: the keyed noise decides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specactor_ray.errors import ConfigError
 from specactor_ray.target.vllm_version import require_vllm
 
 _ENGINES = {"speculative": WINDOW, "vllm.LLM": 0, "plain": 0}
-"""Engine → most drafts of a row that it is made for."""
+"""Engine → most drafts of a row."""
 
 
 def measure_vllm(stage: Stage) -> None:
@@ -53,7 +53,7 @@ def measure_vllm(stage: Stage) -> None:
 
 
 def _target(settings: Settings, cell: Cell, folder: str) -> TargetConfig:
-    """Makes a checkpoint without weights in this folder."""
+    """Make a checkpoint without weights in this folder."""
     qwen_config(cell.shape).save_pretrained(folder)
     save_file({"none": torch.zeros(1)}, Path(folder, "model.safetensors"))
     tokens = settings.prompt + settings.tokens + WINDOW + 1
@@ -61,7 +61,7 @@ def _target(settings: Settings, cell: Cell, folder: str) -> TargetConfig:
         model=folder, dtype=cell.dtype, compiled=settings.device == "cuda", max_model_len=tokens, max_batch=cell.rows,
         max_step_tokens=max(STEP_TOKENS, cell.rows * (1 + WINDOW)),
         kv_cache_gb=2 * cell.shape.cache_bytes(cell.rows * (tokens + 256), 4) / 2**30,
-        # The process that asks holds some of the GPU's memory, too.
+        # The parent process holds some of the GPU's memory, too.
         engine_arguments={"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.85},
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def _measure_ours(stage: Stage, engine: str, cell: Cell, target: TargetConfig) -
 
 
 def _in_child(work: tuple[str, Cell, TargetConfig, Settings, float], report: Report) -> dict[str, Any]:
-    """Measure one engine in a child process, within the seconds given."""
+    """Measure one engine in a child process, within the given seconds."""
     from specactor_ray.target.vllm import VllmEngine
 
     name, cell, target, settings, seconds = work

@@ -1,7 +1,7 @@
 """EAGLE-3 heads on disk.
 
-Writes the `speculators` format, which vLLM loads: `config.json` with `speculators_model_type: eagle3` beside
-`model.safetensors`. Reads that and the format of the EAGLE authors (a Llama `config.json` with `draft_vocab_size`,
+The module writes the `speculators` format, which vLLM loads: `config.json` with `speculators_model_type: eagle3` beside
+`model.safetensors`. It reads this format and that of the EAGLE authors (a Llama `config.json` with `draft_vocab_size`,
 weights under `midlayer.`). A checkpoint without embeddings uses the target's.
 """
 
@@ -29,9 +29,9 @@ from specactor_ray.models.loading import (
 )
 
 _OWN_KEY = "specactor_ray"
-"""Section of `config.json` for values outside of the format."""
+"""Key of the section of `config.json` for values outside of the format."""
 _WINDOW = 5
-"""Draft tokens per step that written checkpoints recommend."""
+"""Recommended draft tokens per step in written checkpoints."""
 _EMBEDDING = "embed_tokens.weight"
 _EMBEDDING_NAMES = (_EMBEDDING, "wte.weight", "embed_in.weight")
 _AUX = "eagle_aux_hidden_state_layer_ids"
@@ -61,7 +61,7 @@ def read_head_config(name: str, target: str, *, trust_remote_code: bool = False)
         target: Directory, id or built-in name of the target.
 
     Raises:
-        ModelLoadError: There is no head, it is of another kind, or it was made for another target; both are named.
+        ModelLoadError: There is no head, it has another type, or it was made for another target; both are named.
     """
     model = load_model_config(target, trust_remote_code=trust_remote_code).get_text_config()
     config = _parse(require_head(Path(name).expanduser()) / "config.json", model)
@@ -75,7 +75,7 @@ def load_head(
     """Load a head; its embedding is the target's if the checkpoint has none.
 
     Raises:
-        ModelLoadError: As `read_head_config`; or weights are missing, unknown or of another shape.
+        ModelLoadError: As `read_head_config`; or weights are missing or unknown, or have another shape.
     """
     config = read_head_config(name, target, trust_remote_code=trust_remote_code)
     weights = {_our_name(key): tensor for key, tensor in _read_weights(Path(name).expanduser()).items()}
@@ -154,7 +154,7 @@ def _value(path: Path, facts: Mapping[str, Any], key: str, kind: _Kind, default:
     """The value at a key of a section of `config.json`, or the default.
 
     Raises:
-        ModelLoadError: The value is of another kind.
+        ModelLoadError: The value has another type.
     """
     value, (is_right, allowed) = facts.get(key), kind
     if value is not None and not is_right(value):

@@ -40,7 +40,7 @@ class EagleHeadConfig:
     norm_before_residual: bool = False
     """Whether the residual stream starts from the normalised feature."""
     verifier: str = ""
-    """Name of the target the head was trained for."""
+    """Name of the target for which the head was trained."""
     verifier_layers: int | None = None
     """Decoder layers of that target; None if the checkpoint has no such entry."""
 
@@ -60,7 +60,7 @@ class EagleHeadConfig:
 
     @property
     def exported_layers(self) -> tuple[int, ...]:
-        """The same layers as indices of exported decoder layer outputs (`target.hidden_layers`)."""
+        """The auxiliary layers as indices of exported decoder layer outputs (`target.hidden_layers`)."""
         return tuple(layer - 1 for layer in self.aux_layers)
 
 
@@ -88,7 +88,7 @@ class EagleAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """Takes and returns what attention of transformers does, so that a compiled form replaces it
+        """Has the signature of transformers' attention, so that a compiled form can replace it
         (`models/cpu_layers.py`)."""
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -155,7 +155,7 @@ class EagleHead(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """Features `(..., hidden)` of the target's auxiliary hidden states `(..., aux layers * target hidden)`."""
+        """Features `(..., hidden)` from the target's auxiliary hidden states `(..., aux layers * target hidden)`."""
         return self.fc(states)
 
     def forward(
@@ -176,5 +176,5 @@ class EagleHead(nn.Module):
         return self.layers[0](self.embed_tokens(token_ids), features, rope, attend, **kwargs)
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """`(..., draft_vocab)` of outputs `(..., hidden)`."""
+        """Logits `(..., draft_vocab)` from outputs `(..., hidden)`."""
         return self.lm_head(self.norm(outputs))

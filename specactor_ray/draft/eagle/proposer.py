@@ -50,13 +50,13 @@ class EagleProposer(ModelProposer):
         self._runner = runner
         self._anchors, self._received = np.zeros((2, 0), np.int64)
         """int64 `(slots,)`: first position with an unread state; first position without a state. Entries from the
-        anchor on rest on own outputs."""
+        anchor on are based on the head's own outputs."""
         self._drafted = np.zeros(0, np.int32)
         """int32 `(slots,)`: tokens of the line that are committed, or drafted since the newest commit."""
         self._promised = np.zeros(0, np.bool_)
-        """bool `(slots,)`: got a place late and lacks earlier states, so it has to be opened again."""
+        """bool `(slots,)`: the slot got a place late and lacks earlier states, so it must be opened again."""
         self._unread: dict[int, torch.Tensor] = {}
-        """Slot → states of the positions from its anchor to `_received`, where there are any."""
+        """Slot → states of the positions from its anchor to `_received`, if there are any."""
         self._outputs = torch.empty(
             0, self.branches.most, runner.feature_size, dtype=runner.dtype, device=runner.device
         )
@@ -81,7 +81,7 @@ class EagleProposer(ModelProposer):
         self._drop_guesses(slots[self._placed[slots]])
 
     def add_features(self, slot: int, features: Sequence[Features]) -> None:
-        """Queue states for the next `extend`. Known positions are skipped; after a gap the head starts over with less
+        """Queue states for the next `extend`. Known positions are skipped; after a gap the head restarts with less
         context; a request that is too long for the head is given up."""
         if not self.mirrors.is_open(slot) or not self._placed[slot]:
             return
@@ -103,7 +103,7 @@ class EagleProposer(ModelProposer):
                 self._received[slot] = span.end
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """Replace the weights of the head. Cache entries of the old ones stay: their states are gone."""
+        """Replace the weights of the head. Cache entries made with the old weights stay: their states are gone."""
         self._runner.load_weights(state_dict)
 
     # ---- places ----
@@ -135,7 +135,7 @@ class EagleProposer(ModelProposer):
         self._drop_guesses(np.array([slot]))
 
     def _drop_guesses(self, slots: np.ndarray) -> None:
-        """Drop what rests on own outputs. The tails stay on offer until they are drafted again."""
+        """Drop entries that are based on the head's own outputs. The tails stay until they are drafted again."""
         self._drafted[slots] = self.mirrors.known[slots]
         self._cache.free_rows(self.branches.release(slots))
         self._cache.truncate(self._rows[slots], self._anchors[slots] + 1 - self._origins[slots])
@@ -167,14 +167,14 @@ class EagleProposer(ModelProposer):
         sources = np.where(grown, numbers, most + begins - known) + slots * self._outputs.shape[1]
         features = flat.index_select(0, *to_device([sources[~reads]], flat.device))
         if reads.any():
-            at = int(reads.argmax())  # those that read are side by side
+            at = int(reads.argmax())  # chains that read are adjacent
             fused = self._fuse_states(slots[reads], counts[reads])
             features = torch.cat([features[:at], fused, features[at:]])
             self._anchors[slots[reads]] += counts[reads]
         return places(begins - 1, counts), features
 
     def _end(self, chains: Chains, shares: np.ndarray, outputs: torch.Tensor) -> None:
-        # Of a main chain each output is kept, of a branch the newest one.
+        # A main chain keeps each output, a branch the newest one.
         slots, main, flat = chains.slots, chains.numbers == MAIN, self._outputs.flatten(0, 1)
         firsts = np.where(main, self.branches.most + self._drafted[slots] - self.mirrors.known[slots], chains.numbers)
         steps = np.arange(len(outputs))[:, None]

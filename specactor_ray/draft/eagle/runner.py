@@ -17,7 +17,7 @@ from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
 
 _TRIED = 6
-"""Positions of the forward in which compiled layers are tried."""
+"""Positions of the forward that tests compiled layers."""
 
 
 class EagleRunner:
@@ -28,7 +28,7 @@ class EagleRunner:
         cache_bytes: Memory budget of keys and values.
 
     Raises:
-        ModelLoadError: The budget holds not even one page.
+        ModelLoadError: The budget is too small for one page.
     """
 
     def __init__(self, head: EagleHead, cache_bytes: int) -> None:
@@ -41,7 +41,7 @@ class EagleRunner:
         self._token_ids = head.draft_token_ids()
         ordered = bool((self._token_ids.diff() > 0).all())
         self.ids = self._token_ids.numpy().astype(np.uint32) if ordered and self.device.type == "cpu" else None
-        """uint32 `(draft_vocab,)`: tokens that logits are of; None: logits are over the target's vocabulary."""
+        """uint32 `(draft_vocab,)`: tokens of the logits; None: logits are over the target's vocabulary."""
         attention: Any = head.layers[0].self_attn
         shape = LayerShape(attention.kv_heads, attention.head_dim, attention.head_dim)
         if can_pack(self.device, self.dtype):
@@ -68,14 +68,14 @@ class EagleRunner:
         token_ids: np.ndarray,
         features: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append positions to rows, which must have room; the last position of each row predicts.
+        """Append positions to rows, which must have room; the last position of each row gives a prediction.
 
         Args:
             rows: int `(n,)` rows of the cache.
             positions: `(sum(counts),)` sequence positions, row by row; a row may begin anywhere.
             counts: int64 `(n,)` positions of each row, at least 1.
             token_ids: `(sum(counts),)`: the token after each position.
-            features: `(sum(counts), hidden)`: fused, or the head's own outputs.
+            features: `(sum(counts), hidden)`: fused features, or the head's own outputs.
 
         Returns:
             Outputs `(n, hidden)` of the last position of each row, and logits `(n, draft_vocab)`, or `(n, vocab)` with
@@ -102,9 +102,9 @@ class EagleRunner:
         return logits if self.ids is not None else self._over_target_vocabulary(logits), outputs
 
     def _try_out(self) -> None:
-        """Run all modules."""
+        """Run all modules once."""
         (row, count), size = (self.cache.open(_TRIED), _TRIED), self.config.feature_size
-        assert row is not None  # a page holds them
+        assert row is not None  # they fit into a page
         states = torch.linspace(-1.0, 1.0, count * size).sin().view(count, size)
         self.forward(np.array([row]), np.arange(count), np.array([count]), np.arange(count), self.fuse(states))
         self.cache.free(row)
@@ -113,7 +113,7 @@ class EagleRunner:
         """Replace the trained weights (`checkpoint.trained_weights`); embedding and vocabulary stay.
 
         Raises:
-            InputError: A name or shape does not fit; nothing was changed.
+            InputError: A name or shape does not match; nothing was changed.
         """
         kept = {"embed_tokens.weight": self.head.embed_tokens.weight}
         assign_weights(self.head, {**kept, **state_dict}, {})

@@ -1,18 +1,18 @@
-"""The kernels behind `token_log.py` and `lookup/proposer.py`, compiled by numba: logs of tokens, and drafts from them.
+"""Kernels of `token_log.py` and `lookup/proposer.py`, compiled by numba: logs of tokens, and drafts from them.
 
 A log is a ring of rows, one per token, the oldest overwritten first. A row is one line of an int32 table:
 
     TOKEN  the token id
     BACK   slot of the token before it in the same text, -1 without one
     NEXT   slot of the token after it in the same text, -1 while it is the last
-    GROUP  number of the prompt that the text answers; CONTEXT_ONLY for tokens that are never a guess
+    GROUP  number of the text's prompt; CONTEXT_ONLY for tokens that are never a guess
     links  per scope and level: slot of the previous row of the same hash bucket, -1 at the end
 
-so texts that grow at the same time may interleave. Level `l` hashes the `levels[l]` tokens before a row. Rows share a
-bucket in scope 0 with those of their group, in scope 1 with all. As in LZ77 dictionaries links are not repaired when
-their slot is overwritten: a link leads to an older row, and an overwritten slot is younger than the row that points
-there, so a walk ends when age does not increase. A bucket may hold rows of other contexts; rows are compared token by
-token.
+so texts that grow at the same time may interleave. Level `l` hashes the `levels[l]` tokens before a row. In scope 0
+rows share a bucket with rows of their group, in scope 1 with all rows. As in LZ77 dictionaries links are not repaired
+when their slot is overwritten: a link leads to an older row, and an overwritten slot is younger than the row that
+points there, so a walk ends when age does not increase. A bucket may hold rows of other contexts; rows are compared
+token by token.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from specactor_ray.sampling.numba import keyed_gumbel
 
 TOKEN, BACK, NEXT, GROUP, LINKS = 0, 1, 2, 3, 4
 CONTEXT_ONLY = ALL = -1
-"""Group of rows that are never a guess; in a look-up: all groups."""
+"""Group of rows that are never a guess; as an argument of a look-up: all groups."""
 MAX_VOTES = 64
-"""Latest rows of a bucket that a look-up compares, and most occurrences that vote. It bounds the cost of a look-up, and
-occurrences of older policies fade."""
+"""Number of latest rows of a bucket that a look-up compares, and most occurrences that vote. It bounds the cost of a
+look-up, and occurrences of older policies fade."""
 DOUBT = 0.5
-"""Votes that are always given to none of the tokens seen: one occurrence alone is no certainty."""
+"""Votes that always count for none of the tokens seen, because one occurrence alone is no certainty."""
 
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
@@ -43,10 +43,10 @@ _jit: Any = kernel(sources=(_mirror_numba, sampling_numba))
 
 
 class Log(NamedTuple):
-    """Arrays of a log. They are handed over as those of `Lines`."""
+    """Arrays of a log. They are passed as those of `Lines`."""
 
     rows: np.ndarray
-    """int32 `(capacity, LINKS + scopes * levels)`."""
+    """int32 `(capacity, LINKS + scopes * levels)`: rows of the log."""
     heads: np.ndarray
     """int32 `(scopes * levels * buckets,)`: slot + 1 of the newest row, 0 without one; 2**n buckets."""
     levels: np.ndarray
@@ -56,26 +56,26 @@ class Log(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """Arrays of `LookupProposer` by slot: the own text of each request, and its place in the log of the run."""
+    """Arrays of `LookupProposer` by slot: each request's own text, and its place in the log of the run."""
 
     rows: np.ndarray
     """int32 `(slots, width, LINKS + levels)`; `heads` int32 `(slots, levels * width)`: logs of the own text."""
     heads: np.ndarray
     indexed: np.ndarray
-    """int64 `(slots,)`: tokens in these logs; 0 begins a new one."""
+    """int64 `(slots,)`: tokens in these logs; 0 begins a new log."""
     groups: np.ndarray
-    """int64 `(slots,)`: the request's group in the log of the run; -1: it neither writes nor looks there."""
+    """int64 `(slots,)`: the request's group in the log of the run; -1: it does not use that log."""
     lasts: np.ndarray
-    """int64 `(slots,)`: number of its last row there."""
+    """int64 `(slots,)`: number of the request's last row in the log of the run."""
     written: np.ndarray
-    """int64 `(slots,)`: its output tokens there."""
+    """int64 `(slots,)`: the request's output tokens in the log of the run."""
     seeds: np.ndarray
     """uint64 `(slots,)`: seeds of the target's noise, used where `noisy` is True."""
     bases: np.ndarray
     """int64 `(slots,)`: position in the noise of the first token of each line."""
     noisy: np.ndarray
     odds: np.ndarray
-    """float64 `(slots, width)`: of each tail token its share of the votes."""
+    """float64 `(slots, width)`: share of the votes of each tail token."""
 
 
 @_jit
@@ -98,7 +98,7 @@ def _bucket(h: Any, group: Any, mask: Any) -> Any:
 
 @_jit
 def _age(newest: Any, slot: Any, capacity: Any) -> Any:
-    """Rows written after `slot`, where `newest` is the slot of the newest."""
+    """Number of rows written after `slot`; `newest`: slot of the newest row."""
     return newest - slot if newest >= slot else newest - slot + capacity
 
 
@@ -132,7 +132,7 @@ def write(log: Any, count: Any, line: Any, begin: Any, end: Any, group: Any, las
 
 @_jit
 def advance(mirror: Any, texts: Any, log: Any, count: Any, slots: Any) -> Any:
-    """Write the new tokens of `slots` into the logs of their own and into that of the run. Returns its new `count`."""
+    """Write the new tokens of `slots` into their own logs and that of the run. Returns the latter's new `count`."""
     lines, texts, log = Lines(*mirror), Texts(*texts), Log(*log)
     for slot in slots:
         line, end, begin = lines.lines[slot], lines.known[slot], texts.indexed[slot]
@@ -149,7 +149,7 @@ def advance(mirror: Any, texts: Any, log: Any, count: Any, slots: Any) -> Any:
 
 @_jit
 def _match(rows: Any, newest: Any, slot: Any, line: Any, end: Any, high: Any) -> Any:
-    """Tokens before a row that equal those before `line[end]`, at most `high`."""
+    """Number of tokens before a row that equal those before `line[end]`, at most `high`."""
     capacity, length, most = len(rows), 0, min(high, end)
     age, at = _age(newest, slot, capacity), rows[slot, BACK]
     while at >= 0 and length < most:
@@ -164,7 +164,7 @@ def _match(rows: Any, newest: Any, slot: Any, line: Any, end: Any, high: Any) ->
 
 @_jit
 def _find(log: Any, group: Any, newest: Any, line: Any, end: Any, high: Any, found: Any) -> Any:
-    """(match length, how many): the rows behind the longest match of the end of `line[:end]`, the latest first.
+    """(match length, number of rows): the rows after the longest match of the end of `line[:end]`, the latest first.
 
     Levels are tried from the longest on; within a level the longest match, of at most `high` tokens, among the
     `MAX_VOTES` latest rows of the bucket counts. The slots of the rows are written to `found`, int32 `(MAX_VOTES,)`.
@@ -197,10 +197,10 @@ def _find(log: Any, group: Any, newest: Any, line: Any, end: Any, high: Any, fou
 
 @_jit
 def _elect(rows: Any, found: Any, votes: Any, key: Any, tokens: Any, ballots: Any, noisy: Any) -> Any:
-    """(token, its votes): the most frequent of the tokens in the rows `found`, of equals the one seen last.
+    """(token, its votes): the most frequent token in the rows `found`; among equals the one seen last.
 
-    With `noisy`, the one with the largest log(votes) + g: g is the target's own noise at this position, so this is
-    what the target would sample if its distribution were that of the votes.
+    With `noisy`, the token with the largest log(votes) + g: g is the target's own noise at this position, so this is
+    the token that the target would sample if its distribution were that of the votes.
     """
     if votes == 1:
         return rows[found[0], TOKEN], 1
@@ -231,13 +231,13 @@ def _follow(
 
     Args:
         limit: Most tokens.
-        floor, path: Smallest probability of the path, and its probability so far.
+        floor, path: Least probability of the path, and its probability so far.
         noise: (seed, position of the first token, whether it is used); else the majority decides.
         scratch: int32 `(3, MAX_VOTES)`.
         tokens, odds: Filled with the tokens and their share of the votes.
 
     Returns:
-        (tokens drafted, sum of the path probabilities, whether the texts ended before anything else did).
+        (drafted tokens, sum of the path probabilities, whether the end of the texts ended the draft).
     """
     length, score, found = 0, 0.0, scratch[0]
     seed, position, noisy = noise

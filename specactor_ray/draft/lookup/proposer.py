@@ -1,11 +1,11 @@
-"""The lookup methods: they draft what followed earlier occurrences of the last tokens.
+"""The lookup methods: they draft the tokens that followed earlier occurrences of the last tokens.
 
 Let `text` be prompt, committed output and tail, and `known` its part without the tail. Sources, in this order: `known`;
 the outputs of the same prompt; with two scopes all outputs of the run, finished or not. In each source the occurrences
 of the longest match of the end of `text` are followed by vote (`token_log.py`). A later source replaces an earlier one
-if its match is at least as long and its expected accepted length (the sum of the path's probabilities) is larger; a
-source without a guess is replaced by any. Where the texts end before the window is full, the search goes on with the
-guess as context. Tails never enter an index.
+if its match is at least as long and its expected accepted length (the sum of the path's probabilities) is larger; any
+source replaces one without a guess. If the texts end before the window is full, the search continues with the guess as
+context. Tails never enter an index.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from specactor_ray.messages import FinishedOutput
 class LookupProposer(SlotProposer):
     """Drafts by look-ups, on token ids of any vocabulary.
 
-    `extend` fills the windows of all requests that were opened or advanced since the last call and reports each of them
+    `extend` fills the windows of all requests that were opened or advanced since the last call and returns each of them
     once, also without a guess.
 
-    The outputs of the run are in one `TokenLog`, each visible to all requests from its first token on and behind the
-    end of its prompt, which is context only, so that its start is found too. An output that is closed unfinished
-    (moved, or opened again) is continued when its request returns, so that no token counts twice.
+    The outputs of the run are in one `TokenLog`, each visible to all requests from its first token on. Before it is the
+    end of its prompt as context only, so that the start of an output is found, too. An output that is closed unfinished
+    (moved, or opened again) is continued when its request returns, so no token counts twice.
 
     Args:
         min_match: Shortest suffix that counts as a match, at least 1.
@@ -54,7 +54,7 @@ class LookupProposer(SlotProposer):
     history: int
     """Default of `history_tokens`."""
     scopes: int
-    """1: outputs of the same prompt are looked up. 2: also outputs of all prompts."""
+    """1: outputs of the same prompt are searched. 2: also outputs of all prompts."""
     _by_slot = (*SlotProposer._by_slot, "_indexed", "_groups", "_lasts", "_written", "_seeds", "_bases", "_noisy")
 
     def __init__(
@@ -79,12 +79,12 @@ class LookupProposer(SlotProposer):
         self._log_shape = max(kept, 1), min_match, max_match, self.scopes
         self._log, self._has_history = TokenLog(*self._log_shape), kept > 0
         self._unfinished: OrderedDict[str, tuple[int, int, np.ndarray]] = OrderedDict()
-        """Request that was closed unfinished → group, number of the last row, and output tokens in the history then."""
+        """Request that was closed unfinished → its group, number of the last row, and output tokens in the history."""
         self._indexed, self._groups, self._lasts, self._written = np.zeros((4, 0), np.int64)
         self._seeds, self._bases = np.zeros(0, np.uint64), np.zeros(0, np.int64)
         self._noisy, self._odds = np.zeros(0, np.bool_), np.zeros((0, 0))
         self._own_rows, self._own_heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
-        """These ten: see `_token_log_numba.Texts`."""
+        """These ten arrays: see `_token_log_numba.Texts`."""
         nothing = np.zeros(0, np.int32)  # compiles or loads the kernels (some seconds on the first run of a machine)
         self._log.write(nothing, 0, -1)
         self._write(nothing)
@@ -104,14 +104,14 @@ class LookupProposer(SlotProposer):
             self._unfinished.pop(request_id, None)
 
     def forget_history(self) -> None:
-        """Clear the history; requests that are open add nothing to the new one."""
+        """Clear the history; open requests add nothing to the new one."""
         self._log = TokenLog(*self._log_shape)
         self._unfinished.clear()
         self._groups[:] = -1
 
     @property
     def history_tokens(self) -> int:
-        """Tokens kept of outputs, with the ends of their prompts."""
+        """Tokens of outputs, with the ends of their prompts, in the history."""
         return self._log.num_tokens
 
     @property
@@ -154,7 +154,7 @@ class LookupProposer(SlotProposer):
                 self._unfinished.popitem(last=False)
 
     def _write(self, slots: np.ndarray) -> None:
-        """Bring the logs up to what is committed."""
+        """Add the newly committed tokens to the logs."""
         log, (have, width) = self._log, self.mirrors.lines.shape
         if self._odds.shape != (have, width):  # the lines have grown: index all texts again
             columns = len(log.arrays[2])

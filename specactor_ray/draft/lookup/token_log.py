@@ -38,7 +38,7 @@ class TokenLog:
         self.arrays = (self.rows, self.heads, np.array(levels, np.int32), scopes)
         """See `_token_log_numba.Log`."""
         self.count = 0
-        """Tokens ever written."""
+        """Total of written tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +55,6 @@ class TokenLog:
         return 0 <= number >= self.count - len(self.rows)
 
     def write(self, text: np.ndarray, group: int, last: int, begin: int = 0) -> int:
-        """Write `text[begin:]` (int32) behind the row number `last` (-1: none). Returns the number of its last row."""
+        """Append `text[begin:]` (int32) after the row number `last` (-1: none). Returns the number of its last row."""
         self.count, last = kernels.write(self.arrays, self.count, text, begin, len(text), group, last)
         return last
