@@ -9,7 +9,7 @@ from zlib import crc32
 from specactor_ray.draft.proposer import Checkpoint, Traits
 
 ENOUGH = 200
-"""Wrong draft tokens in a row that raise the alarm. With 3% right tokens, one row of wrong tokens in 400 is as long."""
+"""Wrong draft tokens in a row that raise the alarm. With 3% right tokens, one such row in 440 is a false alarm."""
 _SAMPLED = 1024
 """Most values of a tensor in a checksum, evenly spread."""
 
