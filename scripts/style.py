@@ -1,0 +1,163 @@
+#!/usr/bin/env python
+"""Size and language of the package, as a table; exit code 1 if docstrings or comments contain a phrase to avoid.
+
+    python scripts/style.py
+    python scripts/style.py --largest 10    # the largest files, classes and functions, too
+
+Phrases to avoid: processes are not persons (`who`, `nobody`, ...), and a docstring begins with a noun or a verb.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import statistics
+import sys
+import tokenize
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from specactor_ray.observability.console import make_console, make_table
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "specactor_ray"
+PHRASES = (
+    r"\b(who|whom|nobody|somebody|anybody|everybody|everyone)\b",
+    r"^(Of|They themselves)\b",
+    r"\b([Hh]armless|as one who)\b",
+)
+_AVOIDED = re.compile("|".join(PHRASES))
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Part(NamedTuple):
+    """A file, a class or a function."""
+
+    lines: int
+    name: str
+
+
+class Source(NamedTuple):
+    """A Python file."""
+
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def module(self) -> str:
+        """Dotted name."""
+        parts = self.path.relative_to(ROOT).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources(folder: Path) -> list[Source]:
+    """All Python files below a folder."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
+    return [Source(path, text, ast.parse(text, str(path))) for path, text in texts.items()]
+
+
+def parts(files: list[Source], kinds: tuple[type[ast.AST], ...]) -> list[Part]:
+    """Classes or functions, with their docstrings."""
+    found = []
+    for file in files:
+        for node in ast.walk(file.tree):
+            if isinstance(node, kinds) and isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                found.append(Part(node.end_lineno - node.lineno + 1, f"{file.module}.{node.name}"))
+    return found
+
+
+def imports(file: Source, modules: set[str]) -> set[str]:
+    """Modules of the package that a file imports."""
+    found = set()
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in modules else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & modules
+
+
+def circles(files: list[Source], modules: set[str]) -> int:
+    """Pairs of packages that import each other, directly or through others."""
+    edges: dict[str, set[str]] = {}
+    for file in files:
+        edges.setdefault(_package(file.module), set()).update(map(_package, imports(file, modules)))
+    reach = {name: targets - {name} for name, targets in edges.items()}
+    while True:
+        wider = {name: some.union(*(reach.get(one, set()) for one in some)) for name, some in reach.items()}
+        if wider == reach:
+            break
+        reach = wider
+    return sum(a < b and b in reach[a] and a in reach[b] for a in reach for b in reach)
+
+
+def _package(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def prose(file: Source) -> Iterator[tuple[int, str]]:
+    """Line number and text of every docstring and comment."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+    for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def repeated(files: list[Source]) -> int:
+    """Class names that exist more than once."""
+    names = sorted(node.name for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef))
+    return len({one for one, other in pairwise(names) if one == other})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--largest", type=int, default=0, metavar="N", help="list the N largest of each kind")
+    options = parser.parse_args()
+    files = sources(PACKAGE)
+    modules = {file.module for file in files}
+    lines = [Part(file.text.count("\n"), file.module) for file in files]
+    classes, functions = parts(files, (ast.ClassDef,)), parts(files, _FUNCTIONS)
+    spoken = sum(text.count("\n") + 1 for file in files for _, text in prose(file))
+    total = sum(one.lines for one in lines)
+    avoided = [
+        (file.path.relative_to(ROOT), number, found.group())
+        for file in files
+        for number, text in prose(file)
+        if (found := _AVOIDED.search(text))
+    ]
+    figures = {
+        "lines of the package": f"{total:,}",
+        "files / classes": f"{len(files)} / {len(classes)}",
+        "internal imports a file": f"{statistics.mean(len(imports(file, modules)) for file in files):.1f}",
+        "largest class / file / function": f"{max(classes).lines} / {max(lines).lines} / {max(functions).lines}",
+        "median function": f"{statistics.median(one.lines for one in functions):g}",
+        "pairs of packages in import circles": str(circles(files, modules)),
+        "modules beside packages": str(sum(path.name != "__init__.py" for path in PACKAGE.glob("*.py"))),
+        "class names that exist twice": str(repeated(files)),
+        "lines of docstrings and comments": f"{spoken / total:.0%}",
+        "lines of scripts": f"{sum(file.text.count(chr(10)) for file in sources(ROOT / 'scripts')):,}",
+        "lines of tests": f"{sum(file.text.count(chr(10)) for file in sources(ROOT / 'tests')):,}",
+        "phrases to avoid": str(len(avoided)),
+    }
+    console = make_console()
+    console.print(make_table(("figure", "now"), figures.items(), text=("figure",)))
+    for kind, found in (("files", lines), ("classes", classes), ("functions", functions)):
+        for one in sorted(found, reverse=True)[: options.largest]:
+            console.print(f"{kind}: {one.lines} {one.name}", highlight=False)
+    for path, number, phrase in avoided:
+        console.print(f"{path}:{number}: avoid {phrase!r}", highlight=False)
+    return int(bool(avoided))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
