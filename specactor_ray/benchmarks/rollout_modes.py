@@ -31,7 +31,7 @@ from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import ProgressState, rollout_progress
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import require_gpus
-from specactor_ray.rollout.preflight import check_target, require_named, start_note
+from specactor_ray.rollout.preflight import check_target, require_named, start_notes
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.target.vllm_version import require_vllm
@@ -126,7 +126,7 @@ def run_bench(
     _reject_existing(output)
     require_folder(output.parent, "--output")
     variants = _checked_variants(config, modes, batches, peers)
-    if note := start_note(config):
+    for note in start_notes(config):
         say(console, note)
     made = make_folder(output.parent, "--output")
     report = _head(config, workloads, output)

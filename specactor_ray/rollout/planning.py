@@ -394,6 +394,16 @@ def existing_devices(config: Config) -> Devices | None:
     return Devices(cores, gpus or 0)
 
 
+def idle_cores(config: Config) -> tuple[int, int, int]:
+    """CPU cores that a run in a cluster of its own uses and has, and how many more each verifier could have. The last
+    is 0 for a target on GPUs and in other clusters."""
+    devices, (_, used) = existing_devices(config), _devices_of(config)
+    if devices is None or config.target.gpus:
+        return used, 0, 0
+    more = max(0, devices.cores - used - _trainer_cores(config)) // config.target.replicas
+    return used, devices.cores, more - more % config.target.tensor_parallel
+
+
 def require_devices(config: Config, trains: bool = False) -> None:
     """Refuse a layout that needs more GPUs or CPU cores than the cluster to be started here has; `trains` includes the
     trainer. `mode: auto` must be resolved before.

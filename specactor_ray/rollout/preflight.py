@@ -28,7 +28,7 @@ from specactor_ray.models.loading import (
     require_head,
     require_model,
 )
-from specactor_ray.rollout.planning import require_devices, resolve
+from specactor_ray.rollout.planning import idle_cores, require_devices, resolve
 from specactor_ray.speculation.profile import load_profile
 from specactor_ray.target.vllm_version import require_engine_arguments, require_vllm
 
@@ -171,12 +171,16 @@ def context_tokens(config: Config) -> int:
     return min(longest, context_of(load_target_config(config).get_text_config()) or longest)
 
 
-def start_note(config: Config) -> str:
-    """Message before a start that takes minutes; empty otherwise."""
-    target = config.target
-    if target.backend != "vllm" or not target.compiled or target.gpus:
-        return ""
-    return "vLLM compiles the model at every start, minutes on a CPU; target.compiled=false starts sooner, runs slower"
+def start_notes(config: Config) -> list[str]:
+    """Messages before a start: about one that takes minutes, and about CPU cores that it leaves idle."""
+    target, notes = config.target, []
+    if target.backend == "vllm" and target.compiled and not target.gpus:
+        compiling = "vLLM compiles the model at every start, minutes on a CPU"
+        notes.append(f"{compiling}; target.compiled=false starts sooner, runs slower")
+    used, there, more = idle_cores(config)
+    if more:
+        notes.append(f"{used:g} of {there} CPU cores are used; target.cores={target.cores + more} uses more")
+    return notes
 
 
 def _reject_encoder_decoder(config: Config, model: Any) -> None:

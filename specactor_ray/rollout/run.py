@@ -34,7 +34,7 @@ from specactor_ray.rollout.output import (
     discard_run_folder,
     save_run_config,
 )
-from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_note
+from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
 from specactor_ray.rollout.resume import find_unfinished, read_finished
 from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
@@ -199,7 +199,7 @@ def _run(
     if there:
         total = len(prompts) * config.data.n
         say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")
-    if note := start_note(config):
+    for note in start_notes(config):
         say(console, note)
     status, error, tally = "failed", "", Tally(max_tokens=config.sampling.max_tokens)
     for row in there:

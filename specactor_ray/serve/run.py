@@ -16,7 +16,7 @@ from specactor_ray.errors import InputError
 from specactor_ray.models.loading import require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
-from specactor_ray.rollout.preflight import check_target, refuse_early, start_note
+from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.key import read_key
 from specactor_ray.serve.protocol import http_protocol
@@ -86,7 +86,7 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
         config, lines = refuse_early(config)
         require_tokenizer(config.target.model)
         check_target(config)
-        for line in (*lines, *filter(None, [start_note(config)])):
+        for line in (*lines, *start_notes(config)):
             say(console, line)
         shown = functools.partial(say, console)
         try:

@@ -14,7 +14,7 @@ from specactor_ray.models.cache_size import available_bytes
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.memory import MemoryItem, check_memory, gib, memory_lines
-from specactor_ray.rollout.preflight import max_prompt_tokens, start_note
+from specactor_ray.rollout.preflight import max_prompt_tokens, start_notes
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.turns import ChatTurns
 from specactor_ray.training.conversations import Conversations
@@ -100,7 +100,7 @@ def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], con
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")
-    if note := start_note(config):
+    for note in start_notes(config):
         say(console, note)
     if run.checkpoint is not None:
         say(console, f"run {config.run.name}: continues from {run.checkpoint} (step {run.state.step})")

@@ -143,6 +143,23 @@ def test_a_missing_model_is_named_with_its_key(backend: str) -> None:
 
 
 def test_a_start_that_compiles_is_announced() -> None:
-    assert "target.compiled=false" in preflight.start_note(config_with())
-    assert not preflight.start_note(config_with(compiled=False))
-    assert not preflight.start_note(config_with(backend="hf"))
+    def notes(**target: Any) -> list[str]:
+        return [note for note in preflight.start_notes(config_with(**target)) if "compiled" in note]
+
+    assert "target.compiled=false" in notes()[0]
+    assert not notes(compiled=False) and not notes(backend="hf")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        ({"mode": "plain"}, "1 of 16 CPU cores are used; target.cores=16 uses more"),
+        ({"mode": "plain", "target": {"cores": 16}}, ""),
+        ({"mode": "plain", "target": {"replicas": 3}}, "3 of 16 CPU cores are used; target.cores=5 uses more"),
+        ({"mode": "plain", "target": {"gpus": 1, "cores": 1}}, ""),
+        ({"mode": "plain", "cluster": {"address": "auto"}}, ""),
+    ],
+)
+def test_cores_that_are_left_idle_are_announced(overrides: dict[str, Any], note: str) -> None:
+    settings = {"cluster": {"num_cpus": 16}, **overrides}
+    assert preflight.start_notes(from_mapping(settings)) == [note] * bool(note)
