@@ -53,6 +53,9 @@ JOB_RUNS = "~/specactor-runs"
 JOB_DEFAULTS = ("cluster.address=auto", f"run.dir={JOB_RUNS}")
 """Overrides inside a Ray job. Ray removes the job's own folder when it ends."""
 
+_MOST_PENDING = 3
+"""Most draft actors without room that `scale` names."""
+
 app = typer.Typer(
     name="specactor",
     no_args_is_help=True,
@@ -192,9 +195,12 @@ def scale(
     shown = (f"{method}={'auto' if count is None else count}" for method, count in wanted.items())
     say(console, f"run {name}: wanted now {', '.join(shown)}")
     console.print(status_table(rows))
-    for row in rows:
-        if row["phase"] == "pending" and row["method"] in wanted:
-            say(console, f"{row['id']} cannot start yet: it {row['note']} It starts when there is room.")
+    pending = [row for row in rows if row["phase"] == "pending" and row["method"] in wanted]
+    for row in pending[:_MOST_PENDING]:
+        reason = f": it {row['note']}" if row["note"] else "."
+        say(console, f"{row['id']} cannot start yet{reason} It starts when there is room.")
+    if len(pending) > _MOST_PENDING:
+        say(console, f"{len(pending) - _MOST_PENDING} more cannot start yet")
 
 
 @app.command()

@@ -201,7 +201,11 @@ class ServerClient(_Client):
 
     def __init__(self, trainer: Any, url: str, weights_folder: str | None = None) -> None:
         super().__init__(trainer)
-        self._url, self._folder = url.rstrip("/"), weights_folder
+        self._url, self._folder = url.rstrip("/").removesuffix("/v1"), weights_folder
+        if weights_folder is not None and not Path(weights_folder).is_dir():
+            raise InputError(
+                f"attach: weights_folder={weights_folder!r} is no folder; name one that the server sees, too"
+            )
         self._model = self._ask("/v1/models")["data"][0]["id"]
         text = "specactor: 3 rivers, naïve \u6cb3 \n\tx = 1"
         here = trainer._tokenizer(text, add_special_tokens=False)["input_ids"]

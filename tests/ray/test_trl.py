@@ -113,7 +113,7 @@ def test_a_server_in_place_of_the_rollout_changes_nothing(drafting: Rollout, tmp
     over_http = trainer(tmp_path / "server")
     with serving(drafting) as server:
         version = drafting.weight_version
-        attach(over_http, server.url, str(tmp_path))
+        attach(over_http, f"{server.url}/v1", str(tmp_path))
         over_http.train()
         assert drafting.weight_version == version + STEPS
     assert not list(tmp_path.glob("specactor-weights-*")), "a version of the weights is removed when it was read"
@@ -127,6 +127,8 @@ def test_a_server_in_place_of_the_rollout_changes_nothing(drafting: Rollout, tmp
 def test_a_server_that_cannot_be_used_is_refused(drafting: Rollout, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not answer"):
         attach(trainer(tmp_path), "http://127.0.0.1:9")
+    with pytest.raises(InputError, match="is no folder"):
+        attach(trainer(tmp_path), "http://127.0.0.1:9", str(tmp_path / "none"))
     with serving(drafting) as server:
         other = trainer(tmp_path)
         other._tokenizer.add_tokens(["rivers"])
