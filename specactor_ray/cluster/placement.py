@@ -6,6 +6,7 @@ compares the demand with the resources of each node.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -108,9 +109,12 @@ def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> boo
 
 
 def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> str:
-    """A readable table: the demand of every actor, the resources of every node, and the fix."""
+    """A readable table: the demand of the actors, the resources of every node, and the fix."""
     lines = ["Demand:"]
-    lines += [f"  {demand.owner:<24} {_amounts(demand.bundle())}" for demand in demands]
+    for amounts, equal in itertools.groupby(demands, lambda demand: _amounts(demand.bundle())):
+        owners = [demand.owner for demand in equal]
+        owner = owners[0] if len(owners) == 1 else f"{owners[0]} to {owners[-1]} ({len(owners)})"
+        lines.append(f"  {owner:<24} {amounts}")
     total = {name: sum(demand.bundle().get(name, 0.0) for demand in demands) for name in ("CPU", "GPU")}
     lines += [f"  {'in all':<24} {_amounts(total)}", "Supply (total, and free before this request):"]
     lines += [

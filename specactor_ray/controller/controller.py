@@ -361,7 +361,7 @@ class Controller:
         self._members[actor_id] = Member(actor_id, key, seat, created_at=now, since=now)
 
     def _settle_pending(self) -> None:
-        now = self._clock.now()
+        now, waiting = self._clock.now(), list[str]()
         for member in self._members.values():
             if member.phase is not Phase.PENDING:
                 continue
@@ -369,15 +369,18 @@ class Controller:
                 if self._seating.settle(member.seat):
                     self._launch(member, now)
                 elif not member.note and now - member.since > 2.0:
-                    table = placing.demand_against_supply(self._seating.demands(), self._backend.supply())
-                    member.note = f"waits for room on the cluster.\n{table}"
-                    logger.warning("%s %s", member.actor_id, member.note)
+                    member.note = "waits for room on the cluster."
+                    waiting.append(member.actor_id)
             except ClusterError as error:
                 if not self._first.is_placed:
                     raise
                 if str(error) != member.note:
                     member.note = str(error)
                     logger.warning("%s waits: %s", member.actor_id, error)
+        if waiting:
+            table = placing.demand_against_supply(self._seating.demands(), self._backend.supply())
+            more = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
+            logger.warning("%s%s: no room on the cluster yet.\n%s", waiting[0], more, table)
 
     def _launch(self, member: Member, now: float) -> None:
         seat = member.seat

@@ -212,7 +212,8 @@ def test_demand_and_supply_are_shown_with_the_fix() -> None:
     demands = [Demand("verifier-0", 3), Demand("verifier-1", 3), Demand("ngram-0", 1, 1)]
     table = placing.demand_against_supply(demands, [node(4), node(2, 2)])
     for line in (
-        "verifier-1 .*3 CPU, 0 GPU",
+        r"verifier-0 to verifier-1 \(2\) +3 CPU, 0 GPU",
+        "ngram-0 .*1 CPU, 1 GPU",
         "in all .*7 CPU, 1 GPU",
         "4 CPU, 0 GPU, free 4 CPU",
         "2 CPU, 2 GPU, free",

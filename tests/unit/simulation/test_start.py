@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from specactor_ray.controller import controller
 from specactor_ray.controller.state import Phase, Policy
 from specactor_ray.errors import ClusterError, ModelLoadError, SpecActorError, UserError
 from specactor_ray.simulation.host import SimulatedHost
@@ -102,12 +103,15 @@ def test_scaling_up_and_then_down_does_not_end_a_start(downs: int) -> None:
     assert seen == [["starting"] * 3, ["ready"] * downs]
 
 
-def test_what_is_scaled_up_beyond_the_room_stays_pending_and_the_run_starts() -> None:
-    start, rows = Start(cpus=3.0), list[dict[str, Any]]()
-    start.at(2.0, lambda: start.scale(ngram=4))
+def test_what_is_scaled_up_beyond_the_room_stays_pending_and_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, rows, warnings = Start(cpus=3.0), list[dict[str, Any]](), list[str]()
+    monkeypatch.setattr(controller.logger, "warning", lambda text, *values: warnings.append(text % values))
+    start.at(2.0, lambda: start.scale(ngram=40))
     assert start.play(lambda: rows.extend(start.status())) is None
     waiting = [row for row in rows if row["phase"] == "pending"]
-    assert len(waiting) == 2 and all("waits for room" in row["note"] for row in waiting)
+    assert len(waiting) == 38 and all("waits for room" in row["note"] for row in waiting)
+    (shown,) = [text for text in warnings if "no room on the cluster" in text]
+    assert "and 37 more" in shown and shown.count("\n") < 12, "one table for all of them"
 
 
 def test_what_is_scaled_up_takes_no_room_from_what_is_configured() -> None:
