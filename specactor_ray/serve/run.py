@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -45,6 +46,8 @@ class Server(uvicorn.Server):
         self._service = service
         self.cut_off = 0
         """Number of requests that were open at the time limit."""
+        self.on_end: Callable[[int], None] = lambda count: None
+        """Called with the number of open requests when the end begins."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for one in sockets or ():
@@ -53,6 +56,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.is_ending = True
+        self.on_end(len(self.server_state.tasks))
         cutting = asyncio.get_running_loop().call_later(self._service.limits.drain_s, self._cut_off)
         await super().shutdown(sockets)
         cutting.cancel()
@@ -109,6 +113,7 @@ def server_of(service: Service, token: str | None = None) -> Server:
         make_app(service, token),
         http=http_protocol(limits.max_header_bytes),
         ws="none",
+        lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -127,6 +132,13 @@ def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: 
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
     say(console, f"serving {model} at {url}; OpenAI clients: base_url={url}/v1")
     server = server_of(service, token)
+
+    def on_end(count: int) -> None:
+        if count:
+            limit = f"waiting up to {service.limits.drain_s:g} s for {count} request{'s' * (count > 1)}"
+            say(console, f"{limit}; Ctrl-C cuts them off")
+
+    server.on_end = on_end
     try:
         server.run(sockets=[listener])
     except KeyboardInterrupt as interrupt:  # raised after an orderly end
