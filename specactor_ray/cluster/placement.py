@@ -111,10 +111,10 @@ def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> boo
 def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> str:
     """A readable table: the demand of the actors, the resources of every node, and the fix."""
     lines = ["Demand:"]
-    for amounts, equal in itertools.groupby(demands, lambda demand: _amounts(demand.bundle())):
+    for (_, amounts), equal in itertools.groupby(demands, lambda one: (_kind(one.owner), _amounts(one.bundle()))):
         owners = [demand.owner for demand in equal]
-        owner = owners[0] if len(owners) == 1 else f"{owners[0]} to {owners[-1]} ({len(owners)})"
-        lines.append(f"  {owner:<24} {amounts}")
+        names = " to ".join(dict.fromkeys((owners[0], owners[-1])))
+        lines.append(f"  {names + (f' ({len(owners)})' if len(owners) > 1 else ''):<24} {amounts}")
     total = {name: sum(demand.bundle().get(name, 0.0) for demand in demands) for name in ("CPU", "GPU")}
     lines += [f"  {'in all':<24} {_amounts(total)}", "Supply (total, and free before this request):"]
     lines += [
@@ -122,6 +122,11 @@ def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply
         for node in supply
     ] or ["  no live node"]
     return "\n".join([*lines, _FIX])
+
+
+def _kind(owner: str) -> str:
+    """`ngram` of `ngram-0`."""
+    return owner.rpartition("-")[0]
 
 
 def on_node(node_id: str) -> dict[str, Any]:

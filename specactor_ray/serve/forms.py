@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -88,12 +88,8 @@ class Form:
             "stop_reason": output.stop_reason,
             "seed": output.sampling.seed,
             "weight_versions": versions,
-            **({} if output.prompt_logprobs is None else {"prompt_logprobs": self._of_prompt(output)}),
+            **({} if output.prompt_logprobs is None else {"prompt_logprobs": prompt_report(self._service, output)}),
         }
-
-    def _of_prompt(self, output: Trajectory) -> list[dict[str, Any] | None]:
-        """Per prompt token, as in vLLM: its id → its log-probability and text; None for the first token."""
-        return prompt_report(output, lambda token: self._service.token_texts[token].text)
 
     def _usage(self, outputs: Sequence[Trajectory]) -> dict[str, int]:
         prompt, output = sum(map(len, self._prompts)), sum(len(one.token_ids) for one in outputs)
@@ -177,7 +173,7 @@ class ChatForm(Form):
     def whole(self, outputs: Sequence[Trajectory]) -> dict[str, Any]:
         answer = super().whole(outputs)
         if outputs[0].prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._of_prompt(outputs[0])
+            answer["prompt_logprobs"] = prompt_report(self._service, outputs[0])
         return answer | ({"prompt_token_ids": self._prompts[0]} if self._with_ids else {})
 
     def first_events(self, choices: int) -> Iterator[str]:
@@ -239,11 +235,13 @@ def with_json(known: dict[str, Any], name: str, value: str) -> str:
     return f'{as_json(known)[:-1]},"{name}":{value}}}'
 
 
-def prompt_report(output: Trajectory, text: Callable[[int], str]) -> list[dict[str, Any] | None]:
-    """Log-probabilities of a prompt in vLLM's form."""
-    ids, values = output.prompt_token_ids[1:], output.prompt_logprobs or ()
-    pairs = zip(ids, values, strict=True)
-    return [None, *({str(one): {"logprob": finite(value), "decoded_token": text(one)}} for one, value in pairs)]
+def prompt_report(service: Service, output: Trajectory) -> list[dict[str, Any] | None] | None:
+    """Log-probabilities of a prompt in the form of vLLM: None for the first token. None if they were not computed."""
+    if output.prompt_logprobs is None:
+        return None
+    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs, strict=True)
+    texts = service.token_texts
+    return [None, *({str(one): {"logprob": finite(value), "decoded_token": texts[one].text}} for one, value in pairs)]
 
 
 def tokens_of(output: Trajectory) -> list[Token]:

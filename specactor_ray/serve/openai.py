@@ -56,7 +56,8 @@ def router(service: Service) -> APIRouter:
         if given.pop("echo", None):
             if body.stream:
                 raise Refusal("echo is not available in a stream; leave out one of them", param="echo")
-            given["prompt_logprobs"] = body.logprobs is not None or body.prompt_logprobs
+            if body.logprobs is not None and not body.prompt_logprobs:
+                given["prompt_logprobs"] = True
         wanted = service.wanted(given)
         return await _answer(service, request, body, prompts, wanted, CompletionForm(service, body, prompts, wanted))
 

@@ -270,7 +270,7 @@ class _Form:
             "output_mode": "tokens",
             "model": self._service.model,
             "usage": self._usage(sum(len(output.token_ids) for output in outputs)),
-            "prompt_logprobs": self._of_prompt(outputs[0]),
+            "prompt_logprobs": prompt_report(self._service, outputs[0]),
             "prompt_token_ids": self._body.token_ids if self._body.return_token_ids else None,
             "kv_transfer_params": None,
         }
@@ -299,15 +299,10 @@ class _Form:
         if output is not None:
             choice |= {"weight_versions": self._service.control.spans(output), "seed": output.sampling.seed}
             if output.prompt_logprobs is not None and self._body.stream:
-                choice["prompt_logprobs"] = self._of_prompt(output)
+                choice["prompt_logprobs"] = prompt_report(self._service, output)
         if self._wanted.logprobs is None:
             return as_json(choice | {"logprobs": None})
         return with_json(choice, "logprobs", f'{{"content":[{",".join(map(_reported, tokens))}]}}')
-
-    def _of_prompt(self, output: Trajectory) -> list[dict[str, Any] | None] | None:
-        if output.prompt_logprobs is None:
-            return None
-        return prompt_report(output, lambda token: self._service.token_texts[token].text)
 
     def _usage(self, tokens: int) -> dict[str, int]:
         prompt = len(self._body.token_ids)

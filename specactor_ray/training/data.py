@@ -112,7 +112,7 @@ class GymSource:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         except ImportError:
-            fix = "pip install math-verify reasoning-gym."
+            fix = "pip install reasoning-gym."
             raise ConfigError("data.path", "generated tasks need the package reasoning-gym.", fix) from None
         if task not in DATASETS:
             known = ", ".join(sorted(DATASETS))
@@ -149,7 +149,7 @@ def _load_table(path: str, config: DataConfig) -> Any:
     try:
         import datasets
     except ImportError:
-        fix = "pip install math-verify reasoning-gym."
+        fix = "pip install datasets."
         raise ConfigError("data.path", "parquet files and hub datasets need the package datasets.", fix) from None
     try:
         if path.startswith(_HUB):

@@ -107,7 +107,7 @@ def _require(name: str) -> None:
         try:
             importlib.import_module(module)
         except ImportError:
-            fix = "pip install math-verify reasoning-gym."
+            fix = f"pip install {module}."
             raise ConfigError("reward.functions", f"{name!r} needs the package {module}.", fix) from None
 
 

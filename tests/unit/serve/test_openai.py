@@ -86,6 +86,7 @@ class TestErrors:
             (b'{"prompt": "a", "min_p": 0.2}', "min_p"),
             (b'{"prompt": "a", "echo": true, "stream": true}', "echo"),
             (b'{"prompt": "a", "prompt_logprobs": 5}', "prompt_logprobs"),
+            (b'{"prompt": "a", "prompt_logprobs": 5, "echo": true, "logprobs": 0}', "prompt_logprobs"),
             (b'{"prompt": "a", "n": 1024, "top_k": 99999999999}', "top_k"),
         ],
     )
