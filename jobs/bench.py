@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from specactor_ray.cli import run_as_job
+from specactor_ray.cli.main import run_as_job
 
 if __name__ == "__main__":
     run_as_job(["bench", "rollout"], sys.argv[1:])

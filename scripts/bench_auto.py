@@ -29,13 +29,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.benchmarks.by_turns import TurnTaker
-from specactor_ray.benchmarks.comparison import ratio_with_error
+from specactor_ray.bench.by_turns import TurnTaker
+from specactor_ray.bench.comparison import ratio_with_error
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.console import make_console
+from specactor_ray.core.phase_progress import PhaseProgress
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.observability.console import make_console
-from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.rollout.planning import DEFAULT_METHOD
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
 from specactor_ray.target.base import TargetRequest

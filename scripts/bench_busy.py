@@ -84,9 +84,9 @@ def verifier_speeds(prompts_file: Path, batch: int, tokens: int, cores: int, sli
     """Variant → tokens per second."""
     import torch
 
-    from specactor_ray.benchmarks.by_turns import TurnTaker
+    from specactor_ray.bench.by_turns import TurnTaker
     from specactor_ray.config.schema import DrafterConfig, TargetConfig
-    from specactor_ray.messages import SamplingParams
+    from specactor_ray.core.types import SamplingParams
     from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.planning import DEFAULT_METHOD
     from specactor_ray.rollout.prompts import encode_prompt, read_prompts

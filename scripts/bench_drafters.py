@@ -33,11 +33,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.corpus import CorpusRecord
+from specactor_ray.distill.evaluation import replay
 from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
 from specactor_ray.draft.proposer import packed
-from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.drafter_training.evaluation import replay
-from specactor_ray.messages import SamplingParams
 
 HistoryProposer = NgramProposer | SuffixProposer
 WINDOW = 8
@@ -152,7 +152,7 @@ def cost_table(sizes: Sequence[int]) -> Table:
 # ---- acceptance ----
 
 
-Epochs = list[list[Record]]
+Epochs = list[list[CorpusRecord]]
 """What the model answered in each epoch."""
 
 
@@ -161,7 +161,7 @@ def record(args: argparse.Namespace, console: Console) -> Epochs:
     import torch
 
     from specactor_ray.config.schema import TargetConfig
-    from specactor_ray.drafter_training.corpus import RecordStore, RolloutRequest, collect
+    from specactor_ray.distill.corpus import RecordStore, RolloutRequest, collect
     from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.prompts import encode_prompt, read_prompts
     from specactor_ray.sampling.seeds import derive_seed
@@ -188,7 +188,7 @@ def load(path: Path) -> Epochs:
     epochs = json.loads(path.read_text())
     for row in itertools.chain(*epochs):
         row["sampling"] = SamplingParams(**row["sampling"])
-    return [[Record(**row) for row in epoch] for epoch in epochs]
+    return [[CorpusRecord(**row) for row in epoch] for epoch in epochs]
 
 
 CONTENDERS: dict[str, Callable[[], HistoryProposer]] = {

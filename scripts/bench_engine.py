@@ -29,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.ragged_model import RaggedModel
@@ -61,7 +61,7 @@ def transformers_peer(config: TargetConfig) -> Decode:
 
 
 def vllm_peer(config: TargetConfig) -> Decode:
-    from specactor_ray.benchmarks.vllm_peer import generate, start
+    from specactor_ray.bench.vllm_peer import generate, start
 
     llm = start(config, config.max_batch, None)
 

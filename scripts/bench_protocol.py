@@ -37,29 +37,29 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from specactor_ray.actors.specs import ClusterView
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
-from specactor_ray.controller.state import ClusterView
+from specactor_ray.core.types import SamplingParams  # fmt: skip
 from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.messages import (
+from specactor_ray.models.paged_cache import LayerShape, PagedCache
+from specactor_ray.models.ragged_model import RaggedOutput
+from specactor_ray.rollout.dispatch import Dispatcher
+from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.target.base import Drafts, StepResult, TargetRequest
+from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.messages import (
     NO_BRANCHES,
     Branches,
     CommitBatch,
     DraftOpen,
     Progress,
-    SamplingParams,
     TailBatch,
     ToRollout,
-)  # fmt: skip
-from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from specactor_ray.models.ragged_model import RaggedOutput
-from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.rollout.dispatch import Dispatcher
-from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.target.base import Drafts, StepResult, TargetRequest
+)
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink

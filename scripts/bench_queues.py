@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.messages import TailBatch
-from specactor_ray.queues.inbox import MOST_WAITING, for_verifier
-from specactor_ray.queues.link import Link
+from specactor_ray.transport.inbox import MOST_WAITING, for_verifier
+from specactor_ray.transport.link import Link
+from specactor_ray.transport.messages import TailBatch
 
 WINDOW = 8
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.keyed import sample_rows, verify_arrays, warm_up
 from specactor_ray.sampling.rules import Rules
 

@@ -31,8 +31,8 @@ from typing import NamedTuple
 import aiohttp
 import psutil
 
+from specactor_ray.core.console import make_console, make_table
 from specactor_ray.models.builtin import builtin_dir
-from specactor_ray.observability.console import make_console, make_table
 from specactor_ray.rollout.prompts import read_prompts
 
 MODEL = "smollm2-135m"

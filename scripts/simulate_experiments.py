@@ -50,7 +50,7 @@ def main() -> None:
             output = Path(folder) / "out"
             arguments = ["simulate", *EXPERIMENTS[name], "--output", str(output)]
             print(f"\n{name}: specactor {' '.join(arguments[:-2])}", flush=True)
-            subprocess.run([sys.executable, "-m", "specactor_ray.cli", *arguments], cwd=ROOT, check=True, stdout=2)
+            subprocess.run([sys.executable, "-m", "specactor_ray.cli.main", *arguments], cwd=ROOT, check=True, stdout=2)
             for plot, suffix in (("sweep", ""), ("running", "_running"), ("phases", "_phases")):
                 if (output / f"{plot}.png").exists():
                     shutil.copy(output / f"{plot}.png", FIGURES / f"simulation_{name}{suffix}.png")

@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from specactor_ray.observability.console import make_console, make_table
+from specactor_ray.core.console import make_console, make_table
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "specactor_ray"

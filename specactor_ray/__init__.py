@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specactor_ray.messages import SamplingParams
+    from specactor_ray.core.types import SamplingParams
     from specactor_ray.rollout.engine import Engine
     from specactor_ray.rollout.rollout import Rollout
     from specactor_ray.rollout.trajectory import Trajectory
@@ -21,7 +21,7 @@ __all__ = ["Engine", "Rollout", "SamplingParams", "Trajectory", "__version__"]
 _PLACES = {
     "Engine": "specactor_ray.rollout.engine",
     "Rollout": "specactor_ray.rollout.rollout",
-    "SamplingParams": "specactor_ray.messages",
+    "SamplingParams": "specactor_ray.transport.messages",
     "Trajectory": "specactor_ray.rollout.trajectory",
 }
 

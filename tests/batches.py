@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from specactor_ray.messages import CommitBatch, DraftOpen, Features, SamplingParams
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, Features
 
 
 def opening(

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.proposer import Proposer, packed
-from specactor_ray.messages import SamplingParams
 
 _NEVER_OPEN = 10**6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specactor_ray.clock import SystemClock
+from specactor_ray.core.clock import SystemClock
 
 
 class HandClock(SystemClock):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.rollout.turns import Message
-from specactor_ray.training.data import Task
-from specactor_ray.training.environment import Environment, Reply, Turn
-from specactor_ray.training.shipped_environments import Calculator
+from specactor_ray.trainer.data import Task
+from specactor_ray.trainer.environment import Environment, Reply, Turn
+from specactor_ray.trainer.shipped_environments import Calculator
 
 
 class Echo(Environment):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 
 ALPHA = 1e-4
 """Tests are seeded, so one that passes goes on passing."""

@@ -10,27 +10,26 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.actors.specs import ClusterView, Departure
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.state import ClusterView, Departure
-from specactor_ray.errors import SpecActorError
-from specactor_ray.messages import (
-    Finished,
-    FinishedOutput,
-    Progress,
-    Refused,
-    RequestStats,
-    SamplingParams,
-    TopTokens,
-    ToRollout,
-    WeightSet,
-)
+from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.types import SamplingParams, TopTokens
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.kernel import Kernel
 from specactor_ray.simulation.network import Network, Reference, VirtualActor
 from specactor_ray.simulation.text import true_output, true_token
 from specactor_ray.target.base import TargetRequest
+from specactor_ray.transport.messages import (
+    Finished,
+    FinishedOutput,
+    Progress,
+    Refused,
+    RequestStats,
+    ToRollout,
+    WeightSet,
+)
 from tests.virtual import Bench
 
 STEP_S = 0.05

@@ -58,8 +58,8 @@ def _server() -> subprocess.Popen[str]:
 
 def serve() -> None:
     """Fork a process for each line of standard input; answer with its exit code."""
-    from specactor_ray import cli
-    from specactor_ray.rollout import run  # noqa: F401 - what most commands import
+    from specactor_ray.cli import main as cli
+    from specactor_ray.runs import rollout as run  # noqa: F401 - what most commands import
 
     with contextlib.redirect_stdout(io.StringIO()):
         cli.app(["config", "--help-keys"], standalone_mode=False)

@@ -21,8 +21,8 @@ from typing import Any
 
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.schema import Config
-from specactor_ray.errors import ActorLostError, RemoteError, SpecActorError
-from specactor_ray.training.trainer_ranks import TrainerRanks
+from specactor_ray.core.errors import ActorLostError, RemoteError, SpecActorError
+from specactor_ray.trainer.trainer_ranks import TrainerRanks
 from tests.hand_transport import LocalObjects
 from tests.ports import free_port
 

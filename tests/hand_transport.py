@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specactor_ray.errors import SpecActorError
+from specactor_ray.core.errors import SpecActorError
 
 
 @dataclass(eq=False)

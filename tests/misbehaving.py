@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.draft.proposer import Proposer, Tails, Traits
-from specactor_ray.messages import Branches
+from specactor_ray.config.methods import Traits
+from specactor_ray.draft.proposer import Proposer, Tails
+from specactor_ray.transport.messages import Branches
 
 
 class Liar(Proposer):

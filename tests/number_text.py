@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.simulation.text import HashedText, true_output
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.config.methods import Traits
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.proposer import Traits
 from specactor_ray.draft.slots import RowProposer
-from specactor_ray.messages import Features
+from specactor_ray.transport.messages import Features
 
 
 class Model(RowProposer):

@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from specactor_ray.training.rewards import RewardSample
+from specactor_ray.trainer.rewards import RewardSample
 
 
 def sleepy(sample: RewardSample) -> float:

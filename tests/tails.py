@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from specactor_ray.messages import SamplingParams
-from specactor_ray.ragged import begins
+from specactor_ray.core.ragged import begins
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.keyed import SamplingError, verify_arrays
 from specactor_ray.sampling.rules import Rules
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.files import cache_dir
+from specactor_ray.core.files import cache_dir
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.cache import cached_dir
 
@@ -215,9 +215,9 @@ def _rows(tokenizer: Any, length: int) -> list[list[int]]:
 def _build_eagle(folder: Path) -> None:
     import torch
 
+    from specactor_ray.distill.eagle import expected_counts, make_batch, new_head
+    from specactor_ray.distill.eagle_unroll import unroll_loss
     from specactor_ray.draft.eagle.checkpoint import save_head
-    from specactor_ray.drafter_training.eagle import expected_counts, make_batch, new_head
-    from specactor_ray.drafter_training.eagle_unroll import unroll_loss
     from specactor_ray.models.loading import load_model
 
     target = load_model(str(tiny_target()))
@@ -257,8 +257,8 @@ def _eagle_examples() -> list[Any]:
     """Rollouts of the tiny target with the states of all its layers."""
     import torch
 
-    from specactor_ray.drafter_training.eagle import EagleExample
-    from specactor_ray.messages import SamplingParams
+    from specactor_ray.core.types import SamplingParams
+    from specactor_ray.distill.eagle import EagleExample
     from specactor_ray.models.loading import load_model
     from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
     from specactor_ray.models.wire import from_wire

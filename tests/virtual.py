@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.errors import SpecActorError
+from specactor_ray.core.errors import SpecActorError
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.network import Network, Node, Reference, VirtualActor, VirtualTransport
 

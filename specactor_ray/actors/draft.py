@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from specactor_ray.actors.process import ActorHost, LoopActor
-from specactor_ray.controller.state import DraftActorSpec
+from specactor_ray.actors.specs import DraftActorSpec
+from specactor_ray.core.metrics import drafter_rows
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.messages import CommitBatch, TailBatch
-from specactor_ray.observability.metrics import drafter_rows
-from specactor_ray.queues.link import Link
+from specactor_ray.transport.link import Link
+from specactor_ray.transport.messages import CommitBatch, TailBatch
 
 
 class DraftActor(LoopActor[DraftActorSpec, DraftLoop]):

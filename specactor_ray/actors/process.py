@@ -11,15 +11,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.actors.specs import DraftActorSpec, VerifierSpec
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import bind_to_cores, limit_spins
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.controller.state import DraftActorSpec, VerifierSpec
+from specactor_ray.core.clock import SYSTEM, Clock
+from specactor_ray.core.types import Mode
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.messages import Mode, WeightSet
 from specactor_ray.target.base import TargetEngine
+from specactor_ray.transport.messages import WeightSet
 
 if TYPE_CHECKING:
     from specactor_ray.models.weight_buckets import WeightBucket
@@ -127,7 +128,7 @@ def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Cal
     return WeightSet(version, tuple(references), num_bytes)
 
 
-class Loop(Protocol):
+class RunsInThread(Protocol):
     """Interface of a loop that `LoopThread` runs."""
 
     def run(self) -> None: ...
@@ -135,7 +136,7 @@ class Loop(Protocol):
     def stop(self) -> None: ...
 
 
-L = TypeVar("L", bound=Loop)
+L = TypeVar("L", bound=RunsInThread)
 
 
 class LoopThread(Generic[L]):
@@ -179,7 +180,7 @@ class LoopThread(Generic[L]):
         loop.run()
 
 
-class ModelLoop(Loop, Protocol):
+class ModelLoop(RunsInThread, Protocol):
     """The loop of a `LoopActor`."""
 
     @property

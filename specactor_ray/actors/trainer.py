@@ -14,9 +14,9 @@ from specactor_ray.actors.taught_drafter import TaughtDrafter
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.learner.batching import Sample
-from specactor_ray.learner.saving import Progress, SavedPart
+from specactor_ray.learner.saving import SavedPart, WorkCounter
 from specactor_ray.learner.trainer import Trainer, TrainerSpec
-from specactor_ray.messages import WeightSet
+from specactor_ray.transport.messages import WeightSet
 
 T = TypeVar("T")
 HEARTBEAT = "heartbeat"
@@ -34,7 +34,7 @@ class TrainerActor:
         self._calls = calls if calls is not None else Calls()
         self._trainer: Trainer | None = None
         self._pupil: TaughtDrafter | None = None
-        self._progress = Progress()
+        self._progress = WorkCounter()
         self._last: dict[str, tuple[Hashable, Any]] = {}
 
     @ray.method(concurrency_group=HEARTBEAT)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from specactor_ray.actors.process import LoopActor
+from specactor_ray.actors.specs import VERIFIER, DraftEndpoint, VerifierSpec
 from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.controller.state import VERIFIER, DraftEndpoint, VerifierSpec
+from specactor_ray.core.metrics import verifier_rows
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.messages import FinishedOutput, TailBatch, ToRollout, WeightSet
-from specactor_ray.observability.metrics import verifier_rows
-from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.target.base import TargetRequest
+from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout, WeightSet
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import ray
 from ray import exceptions as ray_errors
 
-from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.cluster.metrics import RayMetrics
-from specactor_ray.errors import (
+from specactor_ray.core.clock import SYSTEM, Clock
+from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
     CallError,
@@ -27,8 +27,8 @@ from specactor_ray.errors import (
     RemoteError,
     SpecActorError,
 )
-from specactor_ray.observability.metrics import Row
-from specactor_ray.queues.link import Delivery
+from specactor_ray.core.metrics import Row
+from specactor_ray.transport.link import Delivery
 
 _RETRY_S, _RETRY_MAX_S = 0.1, 2.0
 """Seconds before a call to an unavailable actor is sent again: doubles from the first to the second value."""

@@ -31,9 +31,9 @@ from specactor_ray.cluster.token import (
     why_withheld,
 )
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.errors import ClusterError
-from specactor_ray.leftovers import make_owned_folder, remove_abandoned
-from specactor_ray.signals import blocked, signals_deferred
+from specactor_ray.core.errors import ClusterError
+from specactor_ray.core.leftovers import make_owned_folder, remove_abandoned
+from specactor_ray.core.signals import blocked, signals_deferred
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from specactor_ray.errors import ClusterError
+from specactor_ray.core.errors import ClusterError
 
 _ROUNDING = 1e-6
 """Tolerance of sums of shares: ten shares of 0.1 fill a core despite float rounding."""

@@ -12,7 +12,7 @@ import psutil
 
 from specactor_ray.cluster.token import private_clusters
 from specactor_ray.config.validate import why_no_address
-from specactor_ray.errors import ClusterError
+from specactor_ray.core.errors import ClusterError
 
 _NOTE = "ray_current_cluster"
 """File in Ray's temporary folder with the address of the newest `ray start` there. Private clusters write none."""

@@ -12,7 +12,7 @@ from specactor_ray.cluster.connection import connect
 from specactor_ray.cluster.discovery import clusters_to_look_into
 from specactor_ray.cluster.names import NAMESPACE, actor_name, controller_name, run_of_controller
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.errors import ClusterError, InputError, NoRunError
+from specactor_ray.core.errors import ClusterError, InputError, NoRunError
 
 
 def list_runs() -> list[str]:

@@ -10,9 +10,9 @@ from typing import Any
 import ray
 from ray.util.metrics import Counter, Gauge
 
-from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.names import run_of_actor
-from specactor_ray.observability.metrics import METRICS, Kind, Row
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.metrics import METRICS, Kind, Row
 
 logger = logging.getLogger(__name__)
 

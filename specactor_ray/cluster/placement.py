@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from specactor_ray.errors import ClusterError
+from specactor_ray.core.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.calls import Calls, Transport
 from specactor_ray.cluster.cores import usable_cores
 from specactor_ray.cluster.placement import on_node
-from specactor_ray.errors import SpecActorError
-from specactor_ray.leftovers import start_ticks
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.leftovers import start_ticks
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.cluster.processes import ProcessFacts, process_facts
-from specactor_ray.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, SpecActorError, UserError
+from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, SpecActorError, UserError
 
 logger = logging.getLogger(__name__)
 

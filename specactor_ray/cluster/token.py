@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from specactor_ray.leftovers import living_folders
+from specactor_ray.core.leftovers import living_folders
 
 PRIVATE_FOLDER = "specactor-"
 """Prefix of the folder of a cluster that was started here."""

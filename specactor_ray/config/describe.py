@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from specactor_ray.config.schema import Config
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specactor_ray.config import methods
 from specactor_ray.config.drafting import is_hosted
+from specactor_ray.config.methods import NO_TRAITS, Traits
 from specactor_ray.config.schema import MAX_BRANCHES, VERIFIERS_PER_GROUP, Config, DrafterConfig, ModeName
 from specactor_ray.config.validate import reject_keys_against_traits
-from specactor_ray.draft import registry
-from specactor_ray.draft.proposer import Proposer, Traits
 
 WINDOW = 8
 """Draft window if `speculation.window` is `auto` and there are no branches."""
@@ -26,7 +26,7 @@ class DrafterSpec(DrafterConfig):
     """Most requests drafted for at once: that of the section, else all that its verifiers run at once."""
     branches: int = 0
     """Most branches of a request; 0 if its proposers cannot branch, or nothing is verified while they draft."""
-    traits: Traits = Proposer.traits
+    traits: Traits = NO_TRAITS
     """Properties of its proposers."""
 
 
@@ -62,7 +62,7 @@ def drafter_spec(
 ) -> DrafterSpec:
     """The record of a section at `key`. `window` and `max_batch` are used if it sets none, `branches` if its proposers
     can branch; None stands for `auto`. Raises as `drafter_specs`."""
-    traits = registry.traits(drafter.method, f"{key}.method")
+    traits = methods.traits(drafter.method, f"{key}.method")
     reject_keys_against_traits(drafter, key, traits)
     if not traits.branches:
         branches = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
-from specactor_ray.draft.registry import traits
 
 
 def is_hosted(drafter: DrafterConfig, mode: ModeName, key: str = "drafters.N") -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specactor_ray.config.schema import Config
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 
 SET_BY_KEYS = {
     "model": "target.model",

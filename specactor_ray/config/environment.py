@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 from omegaconf.resolvers import oc
 
-from specactor_ray.errors import ConfigError, clipped
+from specactor_ray.core.errors import ConfigError, clipped
 
 KeyPath = tuple[str | int, ...]
 _IS_2_3 = version("omegaconf").startswith("2.3.")

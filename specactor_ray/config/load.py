@@ -26,8 +26,8 @@ from specactor_ray.config.environment import KeyPath, dotted, resolve, texts, va
 from specactor_ray.config.schema import AUTO, Config
 from specactor_ray.config.shipped import find_file, shipped_names
 from specactor_ray.config.validate import validate
-from specactor_ray.errors import ConfigError, RangeError, clipped, clipped_text, did_you_mean
-from specactor_ray.files import write_text
+from specactor_ray.core.errors import ConfigError, RangeError, clipped, clipped_text, did_you_mean
+from specactor_ray.core.files import write_text
 
 Tree = dict[str, Any]
 S = TypeVar("S")

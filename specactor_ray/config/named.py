@@ -6,7 +6,7 @@ import importlib
 import re
 from typing import Any
 
-from specactor_ray.errors import ConfigError, clipped_text
+from specactor_ray.core.errors import ConfigError, clipped_text
 
 
 def is_named(name: str) -> bool:

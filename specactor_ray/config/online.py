@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from specactor_ray.config.ranges import at_least, limited, positive
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from specactor_ray.config.schema import Config, DrafterConfig

@@ -8,7 +8,7 @@ from dataclasses import field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
-from specactor_ray.errors import ConfigError, clipped, did_you_mean
+from specactor_ray.core.errors import ConfigError, clipped, did_you_mean
 
 _CHECK = "check"
 

@@ -22,7 +22,7 @@ from specactor_ray.config.training_schema import (
     TrackingConfig,
     TrainerConfig,
 )
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 
 AUTO = "auto"
 """A value that is derived from the device. `auto` for a number is read as null."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from specactor_ray.errors import InputError
-from specactor_ray.files import make_folder
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.files import make_folder
 
 SHIPPED = Path(__file__).parents[1] / "conf"
 

@@ -10,13 +10,12 @@ from typing import Any
 
 from specactor_ray.config.drafting import is_hosted
 from specactor_ray.config.engine_arguments import reject_engine_arguments
+from specactor_ray.config.methods import BUILT_IN, Checkpoint, Traits
 from specactor_ray.config.named import is_named
 from specactor_ray.config.online import OnlineWhere, reject_batch_above_buffer, reject_two_sources_of_weights
 from specactor_ray.config.ranges import reject_unlisted, reject_values_not_allowed
 from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
-from specactor_ray.draft.proposer import Checkpoint, Traits
-from specactor_ray.draft.registry import BUILT_IN
-from specactor_ray.errors import ConfigError, clipped
+from specactor_ray.core.errors import ConfigError, clipped
 
 TRAINING_SECTIONS = ("algorithm", "reward", "environment", "trainer", "checkpoint", "tracking")
 """Sections that `validate_training` checks."""

@@ -10,7 +10,7 @@ from specactor_ray.config.ranges import reject_values_not_allowed
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmName, TrainerBackend
 from specactor_ray.config.validate import TRAINING_SECTIONS
-from specactor_ray.errors import ConfigError, clipped, clipped_text
+from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
 
 def validate_training(config: Config) -> None:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from specactor_ray.clock import Thread
+from specactor_ray.actors.specs import VERIFIER, ClusterView, Departure, Phase
 from specactor_ray.cluster import placement as placing
 from specactor_ray.cluster.backend import Backend, RayBackend
 from specactor_ray.cluster.names import actor_name, new_actor_id
@@ -24,29 +24,28 @@ from specactor_ray.cluster.supervised import SupervisedActor, stop_in_order
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.decide import decide, has_lasted, record_failure
 from specactor_ray.controller.elastic import Elastic
 from specactor_ray.controller.first_start import FirstStart
 from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
-from specactor_ray.controller.seats import Seating, scale_refusal
-from specactor_ray.controller.state import (
-    VERIFIER,
+from specactor_ray.controller.reconcile import (
     Action,
-    ClusterView,
     Create,
-    Departure,
     DesiredState,
     Drain,
     FailureRecord,
     ObservedState,
-    Phase,
-    Policy,
     Remove,
+    ReplacementLimits,
+    decide,
+    has_lasted,
+    record_failure,
 )
+from specactor_ray.controller.seats import Seating, scale_refusal
 from specactor_ray.controller.weights import WeightNews
-from specactor_ray.errors import ActorLostError, ClusterError, SpecActorError
-from specactor_ray.messages import WeightSet
-from specactor_ray.observability.metrics import Row, controller_rows
+from specactor_ray.core.clock import Thread
+from specactor_ray.core.errors import ActorLostError, ClusterError, SpecActorError
+from specactor_ray.core.metrics import Row, controller_rows
+from specactor_ray.transport.messages import WeightSet
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class Controller:
         config: Config,
         run: str,
         classes: ActorClasses | None = None,
-        policy: Policy | None = None,
+        policy: ReplacementLimits | None = None,
         priors: Mapping[str, float] | None = None,
         backend: Backend | None = None,
     ) -> None:
@@ -84,7 +83,7 @@ class Controller:
         self._config, self._run = config, run
         self._classes = classes or ActorClasses()
         self._priors = dict(priors or {})
-        self._policy = policy or Policy.from_config(config.cluster)
+        self._policy = policy or ReplacementLimits.from_config(config.cluster)
         self._drafters = drafter_specs(config)
         self._desired = DesiredState(config.target.replicas, draft_actors(config))
         self._first = FirstStart(self._desired, config.cluster.placement_timeout_s, self._policy.max_start_failures)

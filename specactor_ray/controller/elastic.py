@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.drafting import acting_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
-from specactor_ray.controller.state import VERIFIER, Phase
-from specactor_ray.speculation.plan import best_ahead
+from specactor_ray.plan.plan import best_ahead
+from specactor_ray.plan.step_cost import range_number
+from specactor_ray.plan.tgs import geometric
 from specactor_ray.verify.acceptance import DEFAULT_PRIOR
-from specactor_ray.verify.cost import range_number
-from specactor_ray.verify.tgs import geometric
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class LearnedCost:
 
 
 @dataclass(frozen=True)
-class Load:
+class VerifierLoad:
     """Load of verifiers since the last look."""
 
     verifiers: int = 0
@@ -111,8 +111,8 @@ class Standing:
     """Requests in a step at which drafts last did not pay."""
 
 
-def tokens_per_s(number: int, load: Load, figures: Figures, bounds: Bounds) -> float:
-    """Predicted tokens per second of a verifier with `number` draft actors, as in the plan (`speculation/plan.py`)."""
+def tokens_per_s(number: int, load: VerifierLoad, figures: Figures, bounds: Bounds) -> float:
+    """Predicted tokens per second of a verifier with `number` draft actors, as in the plan (`plan/plan.py`)."""
     plain = load.rows / max(figures.verify.seconds(load.rows, load.rows, 0.0), 1e-9)
     if not number:
         return plain
@@ -122,7 +122,7 @@ def tokens_per_s(number: int, load: Load, figures: Figures, bounds: Bounds) -> f
     return max(plain, load.rows * step.tgs)
 
 
-def best_number(present: int, load: Load, figures: Figures, bounds: Bounds, refused_rows: float) -> int:
+def best_number(present: int, load: VerifierLoad, figures: Figures, bounds: Bounds, refused_rows: float) -> int:
     """The best number of draft actors; `present` where no other is much better."""
     if not load.rows or load.suspended > _SUSPENDED:
         return bounds.least
@@ -141,7 +141,7 @@ def best_number(present: int, load: Load, figures: Figures, bounds: Bounds, refu
 
 
 def revise(
-    standing: Standing, present: int, best: int, load: Load, now: float, up_s: float, down_s: float
+    standing: Standing, present: int, best: int, load: VerifierLoad, now: float, up_s: float, down_s: float
 ) -> tuple[Standing, int]:
     """The pending change after a look, and the number of draft actors from now on, which changes once the same
     direction was better for `up_s` or `down_s` seconds. `now`: seconds."""
@@ -231,7 +231,7 @@ class Elastic:
                 logger.info("%s: %d draft actors in place of %d: %s", method, number, present, load)
         return changed
 
-    def _look(self, members: list[Member]) -> Load | None:
+    def _look(self, members: list[Member]) -> VerifierLoad | None:
         """Take the reports since the last look; None: there were none."""
         reports = {m.actor_id: m.actor.counters for m in members if m.actor is not None and m.phase is Phase.READY}
         verifiers = [m.actor_id for m in members if m.key == VERIFIER and "steps" in reports.get(m.actor_id, {})]
@@ -255,9 +255,9 @@ class Elastic:
                 self._figures[member.key].draft.take(points)
         steps, rows, supplied, suspended = sums.tolist()
         if not rows:
-            return Load()
+            return VerifierLoad()
         verifiers_busy = max(round(busy * len(verifiers) / len(fresh)), 1)
-        return Load(verifiers_busy, rows / steps, supplied / rows, suspended / steps)
+        return VerifierLoad(verifiers_busy, rows / steps, supplied / rows, suspended / steps)
 
     def _learn(self, counters: Mapping[str, Any]) -> None:
         for method, figures in self._figures.items():

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
 from specactor_ray.controller.members import Member
-from specactor_ray.controller.state import VERIFIER, ClusterView, DesiredState, FailureRecord, Phase
-from specactor_ray.errors import ActorLostError, SpecActorError, UserError
+from specactor_ray.controller.reconcile import DesiredState, FailureRecord
+from specactor_ray.core.errors import ActorLostError, SpecActorError, UserError
 
 
 @dataclass

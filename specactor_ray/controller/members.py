@@ -6,25 +6,24 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.drafting import inline_drafters
-from specactor_ray.config.schema import Config
-from specactor_ray.controller.groups import Service, assign_drafters, group_of
-from specactor_ray.controller.seats import Seat
-from specactor_ray.controller.state import (
+from specactor_ray.actors.specs import (
     VERIFIER,
     ClusterView,
     Departure,
     DraftActorSpec,
     DraftEndpoint,
-    FailureRecord,
-    ObservedActor,
     Phase,
     VerifierSpec,
 )
-from specactor_ray.errors import SpecActorError
-from specactor_ray.messages import Mode
+from specactor_ray.cluster.supervised import SupervisedActor
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.drafting import inline_drafters
+from specactor_ray.config.schema import Config
+from specactor_ray.controller.groups import Service, assign_drafters, group_of
+from specactor_ray.controller.reconcile import FailureRecord, ObservedActor
+from specactor_ray.controller.seats import Seat
+from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.types import Mode
 
 
 @dataclass(frozen=True)

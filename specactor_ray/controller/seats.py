@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specactor_ray.actors.specs import VERIFIER
 from specactor_ray.cluster.backend import Backend
 from specactor_ray.cluster.cores import CoreLedger
 from specactor_ray.cluster.names import actor_name
 from specactor_ray.cluster.placement import Demand, Placement
 from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.controller.state import VERIFIER
-from specactor_ray.errors import ClusterError, ConfigError
+from specactor_ray.core.errors import ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from specactor_ray.cluster.names import CONTROLLER, actor_name, new_run_name
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Controller
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.controller.state import Policy
-from specactor_ray.errors import CallError, ConfigError, SpecActorError
+from specactor_ray.controller.reconcile import ReplacementLimits
+from specactor_ray.core.errors import CallError, ConfigError, SpecActorError
 
 _MOST_CALLS = 1000
 """Most calls that an asynchronous actor serves at a time."""
@@ -41,7 +41,7 @@ def start_actor(run: str, actor_id: str, cls: type, *arguments: Any) -> Any:
 def start_controller(
     config: Config,
     classes: ActorClasses | None = None,
-    policy: Policy | None = None,
+    policy: ReplacementLimits | None = None,
     priors: Mapping[str, float] | None = None,
 ) -> tuple[Any, str]:
     """Make the controller of a new run, a named actor that ends with this process, and start the run. The arguments are
@@ -57,7 +57,9 @@ def start_controller(
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
     handle = start_actor(run, CONTROLLER, Controller, config, run, classes, policy, priors)
-    attempts = (policy or Policy()).max_start_failures  # the controller ends a start long before, unless it hangs
+    attempts = (
+        policy or ReplacementLimits()
+    ).max_start_failures  # the controller ends a start long before, unless it hangs
     limit_s = attempts * (config.cluster.placement_timeout_s + config.cluster.start_timeout_s)
     try:
         Calls().ask(handle, "start", deadline_s=limit_s + STOP_TIMEOUT_S + GONE_TIMEOUT_S + 30.0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.config.drafting import inline_drafters
 from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
-from specactor_ray.controller.state import VERIFIER, Phase
-from specactor_ray.errors import ActorLostError, InputError, SpecActorError
-from specactor_ray.messages import WeightSet
+from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
+from specactor_ray.transport.messages import WeightSet
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specactor_ray.core.jit import kernel
 from specactor_ray.draft import _mirror_numba
 from specactor_ray.draft._mirror_numba import Lines, agreed
-from specactor_ray.jit import kernel
 from specactor_ray.sampling import candidates
 
 _jit: Any = kernel(sources=(candidates, _mirror_numba))

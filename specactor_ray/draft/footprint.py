@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from specactor_ray.config.methods import reads_head
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.draft.registry import reads_head
 from specactor_ray.models.cache_size import count_parameters, drafter_cache_bytes
 from specactor_ray.models.loading import parse_dtype
 

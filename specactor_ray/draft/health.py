@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
-from specactor_ray.draft.proposer import Checkpoint, Traits
+from specactor_ray.config.methods import Checkpoint, Traits
 
 ENOUGH = 200
 """Wrong draft tokens in a row that raise the alarm. With 3% right tokens, one such row in 440 is a false alarm."""

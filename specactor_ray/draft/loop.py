@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.config.schema import MAX_BRANCHES
+from specactor_ray.core.clock import SYSTEM, Clock
+from specactor_ray.core.fallbacks import fallbacks
+from specactor_ray.core.loop import IDLE_WAIT_S, Loop
 from specactor_ray.draft.health import Health, checksum
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.requests import DraftRequests
-from specactor_ray.fallbacks import fallbacks
-from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
-from specactor_ray.messages import CommitBatch, TailBatch
-from specactor_ray.queues import inbox
-from specactor_ray.queues.link import Link
-from specactor_ray.verify.cost import StepCost
+from specactor_ray.plan.step_cost import StepCost
+from specactor_ray.transport import inbox
+from specactor_ray.transport.link import Link
+from specactor_ray.transport.messages import CommitBatch, TailBatch
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specactor_ray.core.ragged import enlarged
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import _mirror_numba as kernels
 from specactor_ray.draft.proposer import Tails
-from specactor_ray.messages import SamplingParams
-from specactor_ray.ragged import enlarged
 
 _MOST = 2**31 - 1
 

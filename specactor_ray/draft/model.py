@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import BUILT_IN
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.ragged import places
 from specactor_ray.draft.branches import Chains
 from specactor_ray.draft.model_proposer import ModelProposer
-from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.ragged import places
 
 
 class DraftModelProposer(ModelProposer):

@@ -9,44 +9,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from specactor_ray.messages import NO_BRANCHES, Branches, Features, FinishedOutput, SamplingParams
+from specactor_ray.config.methods import NO_TRAITS
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.transport.messages import NO_BRANCHES, Branches, Features, FinishedOutput
 
 if TYPE_CHECKING:
     from specactor_ray.config.drafter_spec import DrafterSpec
     from specactor_ray.config.schema import TargetConfig
-
-
-class Checkpoint(Enum):
-    """Kinds of checkpoints for `drafters.N.model`."""
-
-    NONE = "nothing"
-    MODEL = "a local directory or a Hugging Face id of the same vocabulary"
-    HEAD = "the directory of a head that was trained for this target"
-    """An EAGLE head, which can be taught online."""
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """Properties of a proposer that its callers use."""
-
-    looks_up: bool = False
-    """Whether it fills whole windows in microseconds: it follows every request for which it has room, and its seconds
-    per token are not measured."""
-    keeps_history: bool = False
-    """Whether it learns from finished outputs, receives their last tokens, and implements `forget_history`."""
-    reads_features: bool = False
-    """Whether it receives the target's hidden states of committed positions and implements `add_features`."""
-    draws_noise: bool = False
-    """Whether it samples, so that `drafters.N.shared_noise` changes its drafts."""
-    branches: bool = False
-    """Whether it drafts branches beside its tails, up to `speculation.branches` per request."""
-    checkpoint: Checkpoint = Checkpoint.NONE
 
 
 class Tails(NamedTuple):
@@ -85,7 +58,7 @@ class Proposer(abc.ABC):
     """Name of the method: `ngram`, `draft_model`, ..."""
     vocab_size: int | None
     """Number of tokens of the drafter's vocabulary; None: any vocabulary."""
-    traits = Traits()
+    traits = NO_TRAITS
     budget: int = 0
     """Most rows of a forward, set before `extend`; 0: unknown, without branches."""
     forward_s: np.ndarray = np.zeros(0)

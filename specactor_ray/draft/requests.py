@@ -11,8 +11,8 @@ import numpy as np
 
 from specactor_ray.draft.failures import Failures
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
-from specactor_ray.queues.link import Link
+from specactor_ray.transport.link import Link
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, TailBatch
 
 _NONE = -1
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specactor_ray.core.ragged import enlarged
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.failures import Failures
 from specactor_ray.draft.mirror import MirrorTable, warm_up
 from specactor_ray.draft.proposer import Proposer, Tails
-from specactor_ray.messages import SamplingParams
-from specactor_ray.ragged import enlarged
 
 
 class SlotProposer(Proposer):

@@ -19,8 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specactor_ray.errors import InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_model_config, load_tokenizer
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse

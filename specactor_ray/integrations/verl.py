@@ -20,8 +20,8 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutRep
 
 from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.integrations.verl_server import NAME, Server, require_supported
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.integrations.verl_server import NAME, VerlServer, require_supported
 
 SUPPORTED = "0.9"
 _SERVER = f"{NAME}_server_"
@@ -59,7 +59,7 @@ class Replica(RolloutReplica):  # type: ignore[misc]
         model, config = self.model_config, self.config
         sleeps = bool(config.free_cache_engine) and self.rollout_mode is RolloutMode.HYBRID
         server = (
-            ray.remote(Server)
+            ray.remote(VerlServer)
             .options(name=f"{_SERVER}{self.replica_rank}", num_cpus=0, max_concurrency=self.max_concurrency)
             .remote(
                 config,

@@ -15,12 +15,13 @@ from omegaconf import OmegaConf
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, TargetConfig
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
+from specactor_ray.transport.messages import WeightSet
 
 NAME = "specactor"
 """Name of the rollout, the section of `engine_kwargs` and the checkpoint engine in verl's configuration."""
@@ -114,7 +115,7 @@ def configuration(rollout: Any, model_path: str, trust_remote_code: bool, has_gp
 
 
 @dataclass(frozen=True)
-class Limits:
+class ReplicaLimits:
     """Settings of verl that apply to all requests."""
 
     prompt_length: int
@@ -203,7 +204,7 @@ class Seeds:
             self._aborted.popitem(last=False)
 
 
-class Server:
+class VerlServer:
     """Serves one replica of verl with its own rollout in verl's Ray cluster; an asynchronous actor.
 
     Args:
@@ -239,7 +240,7 @@ class Server:
         engine.max_waiting = _ANY_NUMBER  # verl limits its requests
         engine.tokenizer = None  # it exchanges token ids
         settings = self._settings
-        self._limits = Limits(settings.prompt_length, settings.response_length, length or 0, settings.ignore_eos)
+        self._limits = ReplicaLimits(settings.prompt_length, settings.response_length, length or 0, settings.ignore_eos)
         return self._rollout.run_name
 
     async def generate(

@@ -22,7 +22,7 @@ class TokenScores(NamedTuple):
     """`(B, T)` values of the value head; zeros without one."""
 
 
-class Policy(nn.Module):
+class PolicyModel(nn.Module):
     """A transformers causal language model with an optional value head on its last hidden states.
 
     Only the positions that predict output tokens go through the output layer, the widest one: a hook in front of it

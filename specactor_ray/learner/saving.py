@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
-class Progress:
+class WorkCounter:
     """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files.
 
     One thread counts; others may read. If the count does not change during work, the rank hangs.
@@ -43,7 +43,7 @@ class PartWriter:
     A disk error is recorded, not raised: a rank that left a save early would block the others in a collective.
     """
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
+    def __init__(self, folder: Path, progress: WorkCounter) -> None:
         self.folder = folder
         self.problem = ""
         """The first disk error."""

@@ -15,9 +15,9 @@ from specactor_ray.learner.batching import MicroBatch, Sample
 from specactor_ray.learner.engines.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
 from specactor_ray.learner.engines.torch_engine import TorchEngine, autocast
 from specactor_ray.learner.hidden_states import hidden_states
-from specactor_ray.learner.policy import Policy, TokenScores
+from specactor_ray.learner.policy import PolicyModel, TokenScores
 from specactor_ray.learner.recipe import make_recipe
-from specactor_ray.learner.saving import PartWriter, Progress, SavedPart
+from specactor_ray.learner.saving import PartWriter, SavedPart, WorkCounter
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_model, load_tokenizer, parse_dtype
@@ -46,10 +46,10 @@ class Trainer:
         ConfigError: The back end is not installed.
     """
 
-    def __init__(self, spec: TrainerSpec, progress: Progress | None = None) -> None:
+    def __init__(self, spec: TrainerSpec, progress: WorkCounter | None = None) -> None:
         config = spec.config
         self._config = config
-        self.progress = progress if progress is not None else Progress()
+        self.progress = progress if progress is not None else WorkCounter()
         self._device = torch.device("cuda" if config.trainer.gpus else "cpu")
         self._source = str(Path(spec.checkpoint) / WEIGHTS) if spec.checkpoint else config.target.model
         self._recipe = make_recipe(config)
@@ -65,9 +65,9 @@ class Trainer:
         if spec.checkpoint:
             self._engine.load(Path(spec.checkpoint) / ENGINE)
             self.progress.tick()
-        self._reference: Policy | None = None
+        self._reference: PolicyModel | None = None
         if config.algorithm.kl_coef:
-            self._reference = Policy(self._load(config.target.model), config.sampling.temperature)
+            self._reference = PolicyModel(self._load(config.target.model), config.sampling.temperature)
         reference = self._score_reference if self._reference is not None else None
         self._updater = PolicyUpdater(self._engine, self._recipe, config.trainer, config.sampling.max_tokens, reference)
 
@@ -133,14 +133,14 @@ class Trainer:
     def close(self) -> None:
         self._engine.close()
 
-    def _make_policy(self) -> Policy:
+    def _make_policy(self) -> PolicyModel:
         model = self._load(self._source).requires_grad_(True)
         if self._config.trainer.gradient_checkpointing:
             model.gradient_checkpointing_enable()
             model.train()
         algorithm = self._config.algorithm
         self.progress.tick()
-        policy = Policy(
+        policy = PolicyModel(
             model, self._config.sampling.temperature, self._recipe.uses_values, bool(algorithm.entropy_coef)
         )
         return policy.to(self._device)

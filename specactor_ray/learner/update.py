@@ -25,7 +25,7 @@ from specactor_ray.learner.policy import TokenScores
 from specactor_ray.learner.recipe import Recipe
 
 
-class Engine(Protocol):
+class TrainEngine(Protocol):
     """Holder of the policy and its optimizer: one process, or one rank of several."""
 
     rank: int
@@ -74,7 +74,7 @@ class PolicyUpdater:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TrainEngine,
         recipe: Recipe,
         config: TrainerConfig,
         max_tokens: int,
@@ -259,7 +259,7 @@ class _Sums:
         self.add("logprob_gap", gap, batch.mask)
         self._gap_max = max(self._gap_max, float(gap.max()))
 
-    def reduced(self, engine: Engine) -> dict[str, float]:
+    def reduced(self, engine: TrainEngine) -> dict[str, float]:
         """The metrics over all ranks."""
         names, losses = sorted(self._means), sorted(self._losses)
         steps = max(len(self.grad_norms) + self.skipped, 1)

@@ -11,7 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from specactor_ray.jit import c_function, kernel
+from specactor_ray.core.jit import c_function, kernel
 from specactor_ray.models import lanes
 from specactor_ray.models.lanes import BFLOAT16, FLOAT16, FLOAT32, LANES, SIZE, add_product, load, splat, store, widen
 from specactor_ray.models.openmp import padded

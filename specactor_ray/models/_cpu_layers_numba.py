@@ -12,7 +12,7 @@ import numba
 import numpy as np
 from numba import types
 
-from specactor_ray.jit import c_function
+from specactor_ray.core.jit import c_function
 from specactor_ray.models import lanes
 from specactor_ray.models.lanes import LANES, SIZE, load_kind, narrow, rotate, splat, store_kind, take_ticket, widen
 

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specactor_ray.errors import ModelLoadError
+from specactor_ray.core.errors import ModelLoadError
 
 SPLIT = 512
 """Keys of a split."""

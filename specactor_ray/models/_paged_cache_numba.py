@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specactor_ray.jit import kernel
+from specactor_ray.core.jit import kernel
 
 _jit: Any = kernel()
 

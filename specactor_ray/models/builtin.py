@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.errors import ModelLoadError
-from specactor_ray.files import cache_dir
+from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.files import cache_dir
 from specactor_ray.models.cache import cached_dir
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from specactor_ray.files import flush_entry, locked
+from specactor_ray.core.files import flush_entry, locked
 
 logger = logging.getLogger(__name__)
 

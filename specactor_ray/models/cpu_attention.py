@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.models.openmp import KINDS, padded, run, workspace
 from specactor_ray.models.paged_cache import Groups
 

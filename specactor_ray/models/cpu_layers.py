@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.models.cpu_attention import compiled_layers
 from specactor_ray.models.openmp import KINDS, run
 from specactor_ray.models.packed_linear import PackedLinear

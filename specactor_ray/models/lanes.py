@@ -29,7 +29,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from specactor_ray.jit import kernel
+from specactor_ray.core.jit import kernel
 
 LANES = 16
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.errors import ModelLoadError
-from specactor_ray.json_text import MOST_BYTES, parse_json, read_foreign
+from specactor_ray.core.environment import fitting_dtype
+from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.json_text import MOST_BYTES, parse_json, read_foreign
+from specactor_ray.core.signals import signals_deferred
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
-from specactor_ray.observability.environment import fitting_dtype
-from specactor_ray.signals import signals_deferred
 
 if TYPE_CHECKING:
     import torch

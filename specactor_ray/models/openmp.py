@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from specactor_ray.jit import CFunction
+from specactor_ray.core.jit import CFunction
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Data types that compiled functions read and write → their kind."""

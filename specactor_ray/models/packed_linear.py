@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 
 _ROWS_HINT = 16
 

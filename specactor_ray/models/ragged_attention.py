@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from specactor_ray.errors import ModelLoadError
+from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.ragged import begins, places
 from specactor_ray.models.cpu_attention import PageRows, Rotary, attend_pages, store_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from specactor_ray.ragged import begins, places
 
 ATTENTION_NAME = "specactor_ragged"
 

@@ -12,19 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from specactor_ray.errors import ModelLoadError
+from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.ragged import places
 from specactor_ray.models.cpu_layers import fuse
-from specactor_ray.models.packed_linear import (
-    PackedLinear,
-    assign_weights,
-    can_pack,
-    cheapest_row_counts,
-    pack_linears,
-)
+from specactor_ray.models.packed_linear import PackedLinear, assign_weights, can_pack, cheapest_row_counts, pack_linears
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ShapeProbe, register, to_device
 from specactor_ray.models.threads import thread_count
-from specactor_ray.ragged import places
 
 HEAD_INPUT = -1
 """Entry of `hidden_layers` for the inputs of the output layer (after the last norm), which gives the logits."""

@@ -7,10 +7,10 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.clock import SYSTEM
+from specactor_ray.actors.specs import ClusterView, Phase
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.controller.state import ClusterView, Phase
-from specactor_ray.errors import CallError, ClusterError, NoRunError, SpecActorError
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.errors import CallError, ClusterError, NoRunError, SpecActorError
 
 if TYPE_CHECKING:
     from specactor_ray.cluster.calls import Calls

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from specactor_ray.clock import Event
+from specactor_ray.actors.specs import Departure
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.controller.state import Departure
-from specactor_ray.messages import Finished, Progress, Refused, RequestStats, ToRollout
+from specactor_ray.core.clock import Event
 from specactor_ray.rollout.backlog import Backlog, Batches
 from specactor_ray.rollout.journal import Journal, JournalEntry
 from specactor_ray.rollout.rebalance import RunningRequest, expected_remaining, plan_moves
 from specactor_ray.rollout.sharing import OutputSharing
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
+from specactor_ray.transport.messages import Finished, Progress, Refused, RequestStats, ToRollout
 
 logger = logging.getLogger(__name__)
 

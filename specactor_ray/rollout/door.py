@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
-from specactor_ray.clock import SYSTEM, Thread
 from specactor_ray.cluster.calls import Call, Calls, translate_ray_error
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.errors import ActorLostError, InputError, SpecActorError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.clock import SYSTEM, Thread
+from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Generates, Handle, Token
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.rollout.trajectory import Trajectory

@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from specactor_ray.clock import Clock, Thread
-from specactor_ray.errors import ActorLostError, InputError, OverloadedError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.clock import Clock, Thread
+from specactor_ray.core.errors import ActorLostError, InputError, OverloadedError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
 from specactor_ray.rollout.door import RemoteEngine, connect_engine
 from specactor_ray.rollout.handle import Generates, Handle

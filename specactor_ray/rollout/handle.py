@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from specactor_ray.clock import Clock
-from specactor_ray.errors import InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.clock import Clock
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.rollout.trajectory import Trajectory
 

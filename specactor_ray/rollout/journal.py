@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.messages import Finished, Progress, SamplingParams, TopTokens
-from specactor_ray.ragged import begins
+from specactor_ray.core.ragged import begins
+from specactor_ray.core.types import SamplingParams, TopTokens
 from specactor_ray.rollout.stops import Stop, StopFinder
 from specactor_ray.target.base import TargetRequest
+from specactor_ray.transport.messages import Finished, Progress
 
 RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])
 """Record of one token: 8 bytes."""

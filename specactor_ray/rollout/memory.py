@@ -10,8 +10,9 @@ from specactor_ray.cluster.discovery import is_connected
 from specactor_ray.config.drafter_spec import DrafterSpec, drafter_specs
 from specactor_ray.config.drafting import inline_drafters, is_hosted
 from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.core.environment import gpu_memories
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.footprint import footprint
-from specactor_ray.errors import ConfigError
 from specactor_ray.models.cache_size import (
     GIB,
     available_bytes,
@@ -22,7 +23,6 @@ from specactor_ray.models.cache_size import (
     room_on_cpu,
     room_on_gpu,
 )
-from specactor_ray.observability.environment import gpu_memories
 
 PROCESS_BYTES = 0.35 * 2**30
 """Memory of Python, torch and Ray in one process."""

@@ -15,10 +15,9 @@ from typing import Any
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.drafting import acting_drafters
+from specactor_ray.config.methods import Checkpoint, reads_head
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.draft.proposer import Checkpoint
-from specactor_ray.draft.registry import reads_head
-from specactor_ray.errors import ConfigError, ModelLoadError
+from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.models.cache_size import BLOCK_TOKENS, GIB, context_of, itemsize_of, key_value_heads, token_bytes
 from specactor_ray.models.loading import (
     describes_head,
@@ -28,8 +27,8 @@ from specactor_ray.models.loading import (
     require_head,
     require_model,
 )
+from specactor_ray.plan.profile import load_profile
 from specactor_ray.rollout.planning import idle_cores, require_devices, resolve
-from specactor_ray.speculation.profile import load_profile
 from specactor_ray.target.vllm_version import require_engine_arguments, require_vllm
 
 logger = logging.getLogger(__name__)
@@ -272,7 +271,7 @@ def export_what_drafters_read(config: Config) -> Config:
 
 def _check_card(head: str, key: str, config: Config) -> None:
     """Compare the target with the one in the `drafter.json` of a trained head."""
-    from specactor_ray.drafter_training.card import identify, read_card
+    from specactor_ray.distill.card import identify, read_card
 
     card = read_card(Path(head).expanduser())
     if card is None:

@@ -11,20 +11,20 @@ from typing import Any, Self
 
 import ray
 
-from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.cluster.metrics import INTERVAL_S
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.drafter_spec import unused_branches
 from specactor_ray.controller.start import start_actor, start_controller
-from specactor_ray.errors import InputError, SpecActorError
-from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.console import log_by_default
+from specactor_ray.core.errors import InputError, SpecActorError
+from specactor_ray.core.heartbeat import Heartbeat, elapsed
+from specactor_ray.core.signals import interruption
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import locate_model, weight_shapes
 from specactor_ray.models.policy_weights import WeightLayout, Weights
-from specactor_ray.observability.console import log_by_default
-from specactor_ray.observability.heartbeat import Heartbeat, elapsed
-from specactor_ray.observability.report import drafter_health
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.door import ENGINE, Doorman, EngineActor
 from specactor_ray.rollout.journal import JournalEntry
@@ -38,10 +38,11 @@ from specactor_ray.rollout.preflight import (
     warn_without_drafters,
 )
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
+from specactor_ray.rollout.report import drafter_health
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
 from specactor_ray.sampling.seeds import sample_of
-from specactor_ray.signals import interruption
+from specactor_ray.transport.messages import WeightSet
 
 logger = logging.getLogger(__name__)
 

@@ -7,19 +7,19 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.process import put_weights
+from specactor_ray.actors.specs import ClusterView, Phase
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.drafting import inline_drafters
+from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.state import ClusterView, Phase
-from specactor_ray.draft.registry import traits
-from specactor_ray.errors import ActorLostError, InputError
-from specactor_ray.messages import WeightSet
-from specactor_ray.observability.metrics import DRIVER, Row, row, verifier_rows
+from specactor_ray.core.errors import ActorLostError, InputError
+from specactor_ray.core.metrics import DRIVER, Row, row, verifier_rows
 from specactor_ray.rollout.attach import actors_status
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
 from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.transport.messages import WeightSet
 
 if TYPE_CHECKING:
     from specactor_ray.models.weight_buckets import WeightBucket

@@ -9,9 +9,9 @@ import numpy as np
 
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.schema import VERIFIERS_PER_GROUP
-from specactor_ray.messages import FinishedOutput
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.verifiers import VerifierLink
+from specactor_ray.transport.messages import FinishedOutput
 
 _MOST_WAITING = 256
 """Most outputs that wait for a verifier; the oldest are dropped beyond."""

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specactor_ray.errors import InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
 
 _MARGIN = 8
 """Additional characters before the longest stop text in a decoded part: its first ones may differ from those of the

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.messages import RequestStats, SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.stops import decoded
+from specactor_ray.transport.messages import RequestStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.rollout.prompts import render_messages, tokenize_text
 
 Message = dict[str, Any]

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from specactor_ray.actors.specs import ClusterView, Departure
 from specactor_ray.cluster.calls import Call, Calls
-from specactor_ray.controller.state import ClusterView, Departure
-from specactor_ray.errors import ActorLostError, SpecActorError
-from specactor_ray.messages import ToRollout
+from specactor_ray.core.errors import ActorLostError, SpecActorError
 from specactor_ray.target.base import TargetRequest
+from specactor_ray.transport.messages import ToRollout
 
 logger = logging.getLogger(__name__)
 

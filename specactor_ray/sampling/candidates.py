@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specactor_ray.jit import kernel
+from specactor_ray.core.jit import kernel
 from specactor_ray.sampling import keyed
 from specactor_ray.sampling import numba as base
 from specactor_ray.sampling.keyed import Backend
-from specactor_ray.sampling.rules import Batch, Rules
+from specactor_ray.sampling.rules import Rules, SamplingBatch
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def candidates(
         from specactor_ray.sampling import fused
 
         return unpacked(
-            fused.verify_on_host(Batch(logits, rows, none, none[:0], 1, positions, slots, rules, most)), most
+            fused.verify_on_host(SamplingBatch(logits, rows, none, none[:0], 1, positions, slots, rules, most)), most
         )
     from specactor_ray.sampling import torch as torch_kernels
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import triton as kernels
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import Backend, verify_arrays
-from specactor_ray.sampling.rules import Batch, Rules
+from specactor_ray.sampling.rules import Rules, SamplingBatch
 
 _FEWEST_CHUNKS = 64
 """Least number of chunks, with which vocabularies up to 262,144 share their compiled kernels."""
@@ -66,7 +66,7 @@ def verify(
     return out
 
 
-def verify_on_host(batch: Batch) -> np.ndarray:
+def verify_on_host(batch: SamplingBatch) -> np.ndarray:
     """`verify` with host arrays: one copy to the device, one back. Drafts on the device stay there."""
     logits, drafts, on_device = batch.logits, batch.drafts, isinstance(batch.drafts, Tensor)
     parts = [batch.offsets, batch.tail_offsets, batch.positions, batch.slots, *([] if on_device else [drafts])]

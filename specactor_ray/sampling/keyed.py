@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from specactor_ray.errors import SpecActorError
-from specactor_ray.fallbacks import fall_back
-from specactor_ray.messages import SamplingParams
-from specactor_ray.ragged import places
+from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.fallbacks import fall_back
+from specactor_ray.core.ragged import places
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import numba as kernels
-from specactor_ray.sampling.rules import Batch, Rules
+from specactor_ray.sampling.rules import Rules, SamplingBatch
 
 if TYPE_CHECKING:  # lookups draw noise without torch
     import torch
@@ -192,7 +192,7 @@ def verify_arrays(
     width, ranks = 1 + longest(logits, offsets, tail_offsets, positions, slots, rules), 1 + record_margins
     if not len(slots):
         return Found(np.empty((0, 5), np.int64))
-    batch = Batch(logits.detach(), offsets, tail_offsets, drafts, width, positions, slots, rules, ranks)
+    batch = SamplingBatch(logits.detach(), offsets, tail_offsets, drafts, width, positions, slots, rules, ranks)
     name = fitting(logits, ranks) if backend == "auto" else backend
     if name == "triton":
         from specactor_ray.sampling import fused
@@ -241,7 +241,7 @@ def longest(
     return int(longest)
 
 
-def _run_numba(batch: Batch) -> np.ndarray:
+def _run_numba(batch: SamplingBatch) -> np.ndarray:
     x, packed = batch.logits.cpu().float().contiguous().numpy(), _unfilled(batch)
     tails = (batch.offsets, batch.tail_offsets, np.asarray(batch.drafts, np.int32))
     out, margins = (packed, packed.view(np.float64)), batch.ranks > 1
@@ -249,7 +249,7 @@ def _run_numba(batch: Batch) -> np.ndarray:
     return packed
 
 
-def _run_torch(batch: Batch) -> np.ndarray:
+def _run_torch(batch: SamplingBatch) -> np.ndarray:
     """Sample all rows at once, then compare them with the tails on the host."""
     import torch
 
@@ -275,7 +275,7 @@ def _run_torch(batch: Batch) -> np.ndarray:
     return packed
 
 
-def _unfilled(batch: Batch) -> np.ndarray:
+def _unfilled(batch: SamplingBatch) -> np.ndarray:
     return np.full((len(batch.slots), 2 + 3 * batch.width), -1, np.int64)
 
 

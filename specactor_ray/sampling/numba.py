@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.jit import kernel
+from specactor_ray.core.jit import kernel
 
 OK, ERR_NAN, ERR_POS_INF, ERR_ALL_NEG_INF, ERR_TOO_LARGE = 0, 1, 2, 3, 4
 MAX_LOGIT = 1e30

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specactor_ray.messages import TopTokens
-from specactor_ray.ragged import places
+from specactor_ray.core.ragged import places
+from specactor_ray.core.types import TopTokens
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.numba import GREEDY_BELOW
 from specactor_ray.sampling.rules import Rules

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from specactor_ray.messages import SamplingParams
-from specactor_ray.ragged import enlarged
+from specactor_ray.core.ragged import enlarged
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.numba import GREEDY_BELOW
 
 if TYPE_CHECKING:  # lookups draw noise without torch
@@ -62,7 +62,7 @@ class Rules:
         return self._words
 
 
-class Batch(NamedTuple):
+class SamplingBatch(NamedTuple):
     """The arguments of `sampling.verify_arrays`, which documents them; `width`: most drafts of a request plus one."""
 
     logits: torch.Tensor

@@ -6,8 +6,8 @@ import hashlib
 import struct
 from dataclasses import replace
 
-from specactor_ray.errors import InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
 
 
 def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from specactor_ray.errors import UnavailableError, clipped
+from specactor_ray.core.errors import UnavailableError, clipped
 
 _LOGITS = "a draft token is verified against the model's own logits"
 _CONTEXT = "a token depends on weights, context, seed and position only"

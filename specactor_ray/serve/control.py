@@ -7,10 +7,11 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.errors import SpecActorError, UserError
-from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.core.errors import SpecActorError, UserError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.serve.refusal import UNAVAILABLE, Refusal, refusal_of
+from specactor_ray.transport.messages import WeightSet
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-from specactor_ray.errors import InputError
-from specactor_ray.json_text import read_foreign
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.json_text import read_foreign
 from specactor_ray.serve.guard import is_loopback
 
 KEY, KEY_PATH = "SPECACTOR_API_KEY", "SPECACTOR_API_KEY_PATH"

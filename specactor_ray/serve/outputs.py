@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from specactor_ray.errors import SpecActorError
+from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.handle import Handle, Token
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.serve.refusal import Refusal, refusal_at_end, refusal_of

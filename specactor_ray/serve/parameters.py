@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specactor_ray.errors import InputError, clipped, did_you_mean
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import InputError, clipped, did_you_mean
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
 from specactor_ray.serve.refusal import Refusal, refusal_of
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specactor_ray.errors import CallError, InputError, OverloadedError, RangeError, SpecActorError, UnavailableError
+from specactor_ray.core.errors import (
+    CallError,
+    InputError,
+    OverloadedError,
+    RangeError,
+    SpecActorError,
+    UnavailableError,
+)
 
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, TOO_LARGE, HEAD_TOO_LARGE = 400, 401, 403, 404, 413, 431
 OVERLOADED, CLIENT_GONE, FAILED, UNAVAILABLE = 429, 499, 500, 503

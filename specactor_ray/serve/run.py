@@ -13,16 +13,16 @@ import uvicorn
 from rich.console import Console
 
 from specactor_ray.config import Config
-from specactor_ray.errors import InputError
+from specactor_ray.core.console import say
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.heartbeat import Heartbeat, elapsed
+from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.loading import require_tokenizer
-from specactor_ray.observability.console import say
-from specactor_ray.observability.heartbeat import Heartbeat, elapsed
 from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.key import read_key
 from specactor_ray.serve.protocol import http_protocol
 from specactor_ray.serve.service import Service
-from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout

@@ -52,7 +52,7 @@ _IGNORED = frozenset(
 _MOST_PROMPTS = 1024
 
 
-class GenerateBody(Body):
+class SglangGenerateBody(Body):
     """Body of `/generate`."""
 
     text: str | list[str] | None = None
@@ -72,7 +72,7 @@ class PauseBody(Body):
     mode: Literal["abort", "retract", "in_place"] | None = None
 
 
-class AbortBody(Body):
+class SglangAbortBody(Body):
     """Body of `/abort_request`."""
 
     rid: str | None = None
@@ -106,7 +106,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/generate")
     @routes.put("/generate")
-    async def generate(body: GenerateBody, request: Request) -> Response:
+    async def generate(body: SglangGenerateBody, request: Request) -> Response:
         """Outputs of one or several prompts."""
         return await _generate(service, body, request)
 
@@ -151,7 +151,7 @@ def router(service: Service) -> APIRouter:
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     @routes.post("/abort_request")
-    async def abort(body: AbortBody) -> dict[str, Any]:
+    async def abort(body: SglangAbortBody) -> dict[str, Any]:
         """Abort the requests with one name, or all."""
         if not body.rid and not body.abort_all:
             raise Refusal("send rid, or abort_all true", param="rid")
@@ -236,7 +236,7 @@ def server_args(service: Service) -> dict[str, Any]:
     }
 
 
-async def _generate(service: Service, body: GenerateBody, request: Request) -> Response:
+async def _generate(service: Service, body: SglangGenerateBody, request: Request) -> Response:
     extra = body.model_extra or {}
     for name, value in extra.items():
         if name not in _IGNORED and value not in (None, False, [], {}):
@@ -245,7 +245,7 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
         raise Refusal("logprob_start_len must be -1: prompts get no log-probabilities", param="logprob_start_len")
     prompts, is_batch = await _prompts(service, body)
     wanted = _wanted(service, body, prompts)
-    form = _Form(service, body, wanted, is_batch or wanted.n > 1)
+    form = _SglangForm(service, body, wanted, is_batch or wanted.n > 1)
     session, priority = request.headers.get("x-smg-routing-key"), extra.get("priority")
     if type(priority) is not int or abs(priority) >= 2**31:
         priority = 0
@@ -257,7 +257,7 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
     return Response(form.whole(await service.outputs_for(request, handles)), media_type="application/json")
 
 
-async def _prompts(service: Service, body: GenerateBody) -> tuple[list[tuple[int, ...]], bool]:
+async def _prompts(service: Service, body: SglangGenerateBody) -> tuple[list[tuple[int, ...]], bool]:
     """Token ids of each prompt, and whether there is a list of them.
 
     Raises:
@@ -277,7 +277,7 @@ async def _prompts(service: Service, body: GenerateBody) -> tuple[list[tuple[int
     return [tuple(one) if isinstance(one, list) else await service.encode(one) for one in each], is_batch
 
 
-def _wanted(service: Service, body: GenerateBody, prompts: Sequence[Sequence[int]]) -> Wanted:
+def _wanted(service: Service, body: SglangGenerateBody, prompts: Sequence[Sequence[int]]) -> Wanted:
     """Convert SGLang's names to ours. The seed applies to positions of the whole text, so that an output that was cut
     off and is resent as part of the prompt continues with the same tokens."""
     given = {_RENAMED.get(name, name): value for name, value in (body.sampling_params or {}).items()}
@@ -290,10 +290,10 @@ def _wanted(service: Service, body: GenerateBody, prompts: Sequence[Sequence[int
     return service.wanted(given)
 
 
-class _Form:
+class _SglangForm:
     """Answer to one request, complete or as events, each of which repeats the earlier content."""
 
-    def __init__(self, service: Service, body: GenerateBody, wanted: Wanted, is_list: bool) -> None:
+    def __init__(self, service: Service, body: SglangGenerateBody, wanted: Wanted, is_list: bool) -> None:
         self.name = body.rid or secrets.token_hex(16)
         self._service, self._wanted, self._is_list = service, wanted, is_list
         given = body.sampling_params or {}

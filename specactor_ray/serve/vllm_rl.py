@@ -20,10 +20,10 @@ from specactor_ray.serve.outputs import EventStream, Part, merged, parts_of
 from specactor_ray.serve.refusal import Refusal, openai_error
 
 if TYPE_CHECKING:
-    from specactor_ray.messages import WeightSet
     from specactor_ray.rollout.trajectory import Trajectory
     from specactor_ray.serve.parameters import Wanted
     from specactor_ray.serve.service import Service
+    from specactor_ray.transport.messages import WeightSet
 
 CONTROL = (
     *("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/abort_requests", "/sleep", "/wake_up"),
@@ -55,7 +55,7 @@ Mode = Annotated[Literal["abort", "wait", "keep"], Query()]
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
-class GenerateBody(Body):
+class VllmGenerateBody(Body):
     """Body of `/inference/v1/generate`."""
 
     token_ids: list[TokenId]
@@ -69,7 +69,7 @@ class GenerateBody(Body):
     priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
 
 
-class AbortBody(Body):
+class VllmAbortBody(Body):
     """Body of `/abort_requests`; without names all requests are aborted."""
 
     request_ids: list[str] | str | None = None
@@ -100,7 +100,7 @@ def router(service: Service) -> APIRouter:
     refuse_paths(routes, _ABSENT)
 
     @routes.post("/inference/v1/generate")
-    async def generate(body: GenerateBody, request: Request) -> Response:
+    async def generate(body: VllmGenerateBody, request: Request) -> Response:
         """Outputs of one prompt, as token ids."""
         return await _generate(service, body, request)
 
@@ -124,7 +124,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/abort_requests")
     @routes.post("/inference/v1/abort_requests")
-    async def abort(body: AbortBody | None = None) -> dict[str, Any]:
+    async def abort(body: VllmAbortBody | None = None) -> dict[str, Any]:
         """Abort requests by their names, or all."""
         names = body.request_ids if body else None
         each: list[str | None] = [*([names] if isinstance(names, str) else names or [])] or [None]
@@ -223,7 +223,7 @@ class _Transfer:
         await self._control.update(weights, WeightPolicy.KEEP, label)
 
 
-async def _generate(service: Service, body: GenerateBody, request: Request) -> Response:
+async def _generate(service: Service, body: VllmGenerateBody, request: Request) -> Response:
     service.require_model(body.model)
     for name, value in (body.model_extra or {}).items():
         if name not in _IGNORED and value is not None:
@@ -233,7 +233,7 @@ async def _generate(service: Service, body: GenerateBody, request: Request) -> R
     name = body.request_id or headers.get("x-request-id") or f"generate-tokens-{secrets.token_hex(16)}"
     session = headers.get("x-session-id")
     handles = service.submit([body.token_ids], wanted, name=name, session=session, priority=body.priority or 0)
-    form = _Form(service, body, wanted, name)
+    form = _VllmForm(service, body, wanted, name)
     if body.stream:
         streams = [parts_of(service, handle, index) for index, handle in enumerate(handles)]
         events = form.events(merged(streams))
@@ -255,10 +255,10 @@ def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
     return sampling
 
 
-class _Form:
+class _VllmForm:
     """The answer to one request, whole or as events."""
 
-    def __init__(self, service: Service, body: GenerateBody, wanted: Wanted, name: str) -> None:
+    def __init__(self, service: Service, body: VllmGenerateBody, wanted: Wanted, name: str) -> None:
         self._service, self._body, self._wanted, self._name = service, body, wanted, name
         options = body.stream_options
         self._with_usage = bool(options and options.include_usage)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from specactor_ray.plan.step_cost import StepCost
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.world import World
 from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.cost import StepCost
 from specactor_ray.verify.table import RequestTable
 
 _POINTS = 33

@@ -20,7 +20,7 @@ LINGER_S = (0.0, 1.5)
 
 
 @dataclass(eq=False)
-class Group:
+class VirtualGroup:
     """A placement group of one bundle."""
 
     demand: Demand
@@ -33,7 +33,7 @@ class Machines:
     """The nodes of a cluster, and their CPUs and GPUs in use."""
 
     nodes: list[Node]
-    groups: list[Group] = field(default_factory=list)
+    groups: list[VirtualGroup] = field(default_factory=list)
 
     def free(self, node: Node) -> tuple[float, float]:
         """Free CPUs and GPUs of a node."""
@@ -42,7 +42,7 @@ class Machines:
         here = [group.demand for group in self.groups if group.node is node]
         return node.cpus - sum(demand.cpus for demand in here), node.gpus - sum(demand.gpus for demand in here)
 
-    def place(self, group: Group) -> None:
+    def place(self, group: VirtualGroup) -> None:
         """Assign a node with room to the group, if it has no live node."""
         if group.node is None or not group.node.alive:
             group.node = None
@@ -99,17 +99,17 @@ class VirtualBackend:
                 supplies.append(NodeSupply(node.name, node.name, {"CPU": node.cpus, "GPU": node.gpus}, free))
         return supplies
 
-    def request(self, name: str, demand: Demand) -> Group:
-        group = Group(demand)
+    def request(self, name: str, demand: Demand) -> VirtualGroup:
+        group = VirtualGroup(demand)
         self.machines.groups.append(group)
         self.machines.place(group)
         return group
 
-    def resolve(self, group: Group) -> Placement | None:
+    def resolve(self, group: VirtualGroup) -> Placement | None:
         self.machines.place(group)
         return Placement(group, 0, group.node.name, group.node.name) if group.node is not None else None
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: VirtualGroup) -> None:
         if not group.removed:
             group.removed = True
             self.machines.groups.remove(group)

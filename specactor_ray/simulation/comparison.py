@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.observability.environment import versions
+from specactor_ray.core.environment import versions
+from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.simulation.costs import build_world
 from specactor_ray.simulation.jobs import run_jobs
 from specactor_ray.simulation.kernel import SimulationError

@@ -9,15 +9,15 @@ from dataclasses import replace
 from statistics import fmean
 
 from specactor_ray.config.drafting import inline_drafters
+from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import DrafterConfig, ModeName
-from specactor_ray.draft.registry import traits
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.plan.costs import CostPoint, cost_grids
 from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import find_model, load_models
-from specactor_ray.simulation.roofline import RooflineCost, StepCost
+from specactor_ray.simulation.roofline import ForwardCost, RooflineCost
 from specactor_ray.simulation.scenario import ScenarioConfig, SkillConfig
 from specactor_ray.simulation.world import DraftTime, LinearTime, Times, World
-from specactor_ray.speculation.costs import CostPoint, cost_grids
 
 _LOOKUP = LinearTime(0.0, row_s=5e-6)
 """Time of a lookup without a profile: 3.3 us an answer and 0.74 us a committed token
@@ -92,7 +92,7 @@ def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_
         return DraftTime(LinearTime(forward_ms / 1e3), is_lookup)
     try:
         if isinstance(hardware, ProfiledHardware):
-            cost: StepCost = hardware.draft_cost(drafter.method, max(1, round(drafter.cores)))
+            cost: ForwardCost = hardware.draft_cost(drafter.method, max(1, round(drafter.cores)))
             return DraftTime(_Lookup(cost) if is_lookup else cost, is_lookup)
         if is_lookup:
             return DraftTime(_LOOKUP, is_lookup)
@@ -110,7 +110,7 @@ def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_
 class _Lookup:
     """Seconds of a lookup: those of one token times the tokens of each row, at least one, whether found or not."""
 
-    def __init__(self, token: StepCost) -> None:
+    def __init__(self, token: ForwardCost) -> None:
         self._token = token
 
     def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.errors import InputError
-from specactor_ray.ragged import enlarged
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.ragged import enlarged
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor

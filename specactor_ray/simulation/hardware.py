@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from specactor_ray.errors import ConfigError, InputError, did_you_mean
+from specactor_ray.core.errors import ConfigError, InputError, did_you_mean
+from specactor_ray.plan.costs import GridCost, Point
+from specactor_ray.plan.profile import load_profile
 from specactor_ray.simulation.hardware_files import (
     HARDWARE,
     Section,
@@ -21,9 +23,7 @@ from specactor_ray.simulation.hardware_files import (
     read_file,
     shipped_hardware,
 )
-from specactor_ray.simulation.roofline import DeviceSpec, RooflineCost, StepCost
-from specactor_ray.speculation.costs import GridCost, Point
-from specactor_ray.speculation.profile import load_profile
+from specactor_ray.simulation.roofline import DeviceSpec, ForwardCost, RooflineCost
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Hardware(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def target_cost(self, model: str, gpus: int = 1) -> StepCost:
+    def target_cost(self, model: str, gpus: int = 1) -> ForwardCost:
         """Seconds of a target's step on this many GPUs of a node."""
 
-    def draft_cost(self, model: str, gpus: int = 1) -> StepCost:
+    def draft_cost(self, model: str, gpus: int = 1) -> ForwardCost:
         """Seconds of a drafter's step."""
         return self.target_cost(model, gpus)
 

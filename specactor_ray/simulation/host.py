@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
+from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.controller.state import VerifierSpec
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.draft.registry import build_proposer, traits
-from specactor_ray.messages import WeightSet
+from specactor_ray.draft.registry import build_proposer
 from specactor_ray.simulation.clairvoyant import KnownAcceptance, KnownCost
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import VirtualClock
@@ -20,6 +20,7 @@ from specactor_ray.simulation.network import Network, VirtualActor, VirtualTrans
 from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
 from specactor_ray.simulation.text import RecordedText
 from specactor_ray.simulation.world import World
+from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify.drafting import Drafting
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from specactor_ray.child import Child, Done
+from specactor_ray.core.child import Child, Done
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result
 from specactor_ray.simulation.run import silence

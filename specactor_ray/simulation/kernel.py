@@ -48,12 +48,12 @@ class Process:
     frozen: bool = False
     spent_s: float = 0.0
     """Real seconds of its code, if the kernel measures them."""
-    held: list[tuple[Task, int]] = field(default_factory=list)
+    held: list[tuple[Fiber, int]] = field(default_factory=list)
     """Tasks that became ready while it was frozen, each with the number of its wait."""
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class Fiber:
     """One coroutine."""
 
     target: Callable[[], None]
@@ -65,7 +65,7 @@ class Task:
     wake_id: int = 0
     """Number of its current wait; a wake-up of an earlier wait has no effect."""
     done: bool = False
-    waiters: list[tuple[Task, int]] = field(default_factory=list)
+    waiters: list[tuple[Fiber, int]] = field(default_factory=list)
 
 
 class Kernel:
@@ -82,24 +82,24 @@ class Kernel:
         """Names and errors of tasks that raised, in processes that were not killed."""
         self.closed = False
         self._random = random.Random(f"kernel {seed}").random
-        self._heap: list[tuple[float, float, int, Task | None, Any]] = []
+        self._heap: list[tuple[float, float, int, Fiber | None, Any]] = []
         self._number = self._tasks = self.reads = 0
         self._hub = getcurrent()
         self._trace = trace
-        self._running: Task | None = None
+        self._running: Fiber | None = None
         self._measures, self._resumed_at = False, 0.0
-        self._alive: dict[Task, None] = {}
+        self._alive: dict[Fiber, None] = {}
         self._idle: list[greenlet] = []
         """Coroutines whose task has ended."""
-        self._dead: list[Task] = []
+        self._dead: list[Fiber] = []
         """Tasks of killed processes, kept so that none of their `finally` blocks runs during the simulation."""
 
     # ---- tasks ----
 
-    def spawn(self, target: Callable[[], None], name: str, process: Process) -> Task:
+    def spawn(self, target: Callable[[], None], name: str, process: Process) -> Fiber:
         """Start a task, which runs at the kernel's next opportunity."""
         self._tasks += 1
-        task = Task(target, name, process, self._tasks)
+        task = Fiber(target, name, process, self._tasks)
         self._alive[task] = None
         self._push(self.now, task, 0)
         return task
@@ -120,7 +120,7 @@ class Kernel:
             self._idle.append(getcurrent())
             self._hub.switch()
 
-    def current(self) -> Task:
+    def current(self) -> Fiber:
         """The running task. Its coroutine is the current greenlet."""
         if self._running is None:
             raise SimulationError("a wait outside a task of the simulation")
@@ -140,13 +140,13 @@ class Kernel:
         self.reads = 0
         self._hub.switch()
 
-    def arm(self) -> tuple[Task, int]:
+    def arm(self) -> tuple[Fiber, int]:
         """Begin a wait. Returns the running task and the number of the wait, for `wake`."""
         task = self.current()
         task.wake_id += 1
         return task, task.wake_id
 
-    def wake(self, waiter: tuple[Task, int]) -> None:
+    def wake(self, waiter: tuple[Fiber, int]) -> None:
         """End a wait. Idempotent."""
         task, wake_id = waiter
         if wake_id == task.wake_id:
@@ -231,7 +231,7 @@ class Kernel:
         """Names of the tasks that have not ended."""
         return [f"{task.process.name}/{task.name}" for task in self._alive]
 
-    def _resume(self, task: Task, wake_id: int) -> None:
+    def _resume(self, task: Fiber, wake_id: int) -> None:
         if wake_id != task.wake_id or task.done or task.process.dead:
             return
         if task.process.frozen:
@@ -252,7 +252,7 @@ class Kernel:
             coroutine.switch()
         self._running = None
 
-    def _push(self, time: float, task: Task | None, what: Any) -> None:
+    def _push(self, time: float, task: Fiber | None, what: Any) -> None:
         self._number += 1
         heapq.heappush(self._heap, (time, self._random(), self._number, task, what))
 
@@ -314,7 +314,7 @@ class VirtualEvent:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel, self._is_set = kernel, False
-        self._waiters: list[tuple[Task, int]] = []
+        self._waiters: list[tuple[Fiber, int]] = []
 
     def set(self) -> None:
         self._is_set = True
@@ -369,7 +369,7 @@ class VirtualCondition:
 class VirtualThread:
     """`threading.Thread` on virtual time."""
 
-    def __init__(self, kernel: Kernel, task: Task) -> None:
+    def __init__(self, kernel: Kernel, task: Fiber) -> None:
         self._kernel, self._task = kernel, task
 
     def is_alive(self) -> bool:

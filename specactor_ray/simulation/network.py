@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.cluster.processes import ProcessFacts
-from specactor_ray.errors import (
+from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
     CallError,
@@ -25,9 +25,9 @@ from specactor_ray.errors import (
     RemoteError,
     SpecActorError,
 )
-from specactor_ray.messages import CommitBatch, DraftOpen, Features, TailBatch
-from specactor_ray.simulation.kernel import Kernel, Process, Task, VirtualClock
+from specactor_ray.simulation.kernel import Fiber, Kernel, Process, VirtualClock
 from specactor_ray.target.base import TargetRequest
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, Features, TailBatch
 
 _CONCURRENCY = 8
 _DETECTION_S = (0.01, 1.0)
@@ -74,7 +74,7 @@ class Reference:
     done: bool = False
     value: Any = None
     error: SpecActorError | None = None
-    waiters: list[tuple[Task, int]] = field(default_factory=list)
+    waiters: list[tuple[Fiber, int]] = field(default_factory=list)
     callbacks: list[Callable[[Reference], None]] = field(default_factory=list)
 
     def add_done_callback(self, done: Callable[[Reference], None]) -> None:

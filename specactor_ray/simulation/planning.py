@@ -1,4 +1,4 @@
-"""Plan search (`speculation/plan.py`) on a scenario's cost models, workload and skills."""
+"""Plan search (`plan/plan.py`) on a scenario's cost models, workload and skills."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from statistics import NormalDist
 import numpy as np
 
 from specactor_ray.config.drafter_spec import drafter_specs
+from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import ModeName
-from specactor_ray.draft.registry import traits
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
+from specactor_ray.plan.plan import Method, Plan, SliceLoad, search_plan
 from specactor_ray.simulation.costs import build_world
-from specactor_ray.simulation.roofline import StepCost
+from specactor_ray.simulation.roofline import ForwardCost
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, SkillConfig
 from specactor_ray.simulation.workload import draw_lengths
 from specactor_ray.simulation.world import DraftTime
-from specactor_ray.speculation.costs import CostPoint, GridCost, cost_grids
-from specactor_ray.speculation.plan import Load, Method, Plan, search_plan
 
 _BATCHES = tuple(1 << power for power in range(14))
 _WINDOWS = (0, 1, 2, 4, 8, 16)
@@ -62,10 +62,10 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
     total, most = requests, config.target.max_batch
 
     @cache
-    def slices(places: int) -> tuple[Load, ...]:
+    def slices(places: int) -> tuple[SliceLoad, ...]:
         return tuple(_slices(lengths, workload.prompt_tokens, total, places))
 
-    def loads(verifiers: int) -> tuple[Load, ...]:
+    def loads(verifiers: int) -> tuple[SliceLoad, ...]:
         return slices(min(verifiers * most, total)) if shrinks else ()
 
     limits = {drafter.method: drafter.max_batch for drafter in config.drafters}
@@ -83,7 +83,7 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
     return search_plan(verify, methods, **whole, context=mean, modes=modes, loads=loads, profiled=False)
 
 
-def _grid(cost: StepCost, windows: tuple[int, ...], devices: int, row_s: float) -> GridCost:
+def _grid(cost: ForwardCost, windows: tuple[int, ...], devices: int, row_s: float) -> GridCost:
     if isinstance(cost, GridCost):
         return cost
     points = [
@@ -116,7 +116,7 @@ def _draft_grid(time: DraftTime, window: int, devices: int, row_s: float) -> Gri
     return cost_grids(points)[devices]
 
 
-def _slices(lengths: np.ndarray, prompt: int, requests: int, places: int) -> Iterator[Load]:
+def _slices(lengths: np.ndarray, prompt: int, requests: int, places: int) -> Iterator[SliceLoad]:
     """Running requests and their context at the middle of equal slices of a rollout. `requests` run in `places`; the
     next request takes the place of one that ends."""
     free, begins = [0.0] * max(len(lengths) * places // requests, 1), np.zeros(len(lengths))
@@ -127,7 +127,7 @@ def _slices(lengths: np.ndarray, prompt: int, requests: int, places: int) -> Ite
     for middle in (np.arange(_SLICES) + 0.5) * ends.max() / _SLICES:
         runs = (begins <= middle) & (middle < ends)
         if runs.any():
-            yield Load(requests * float(runs.mean()), prompt + float((middle - begins[runs]).mean()))
+            yield SliceLoad(requests * float(runs.mean()), prompt + float((middle - begins[runs]).mean()))
 
 
 def _survival(skill: SkillConfig, window: int, position: float) -> np.ndarray:

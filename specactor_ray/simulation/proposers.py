@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.config.methods import Traits
+from specactor_ray.core.ragged import enlarged
 from specactor_ray.draft.branches import MAIN, RANKS, BranchTable, Chains, warm_up
-from specactor_ray.draft.proposer import Proposer, Tails, Traits
+from specactor_ray.draft.proposer import Proposer, Tails
 from specactor_ray.draft.slots import SlotProposer
-from specactor_ray.messages import NO_BRANCHES, Branches, FinishedOutput
-from specactor_ray.ragged import enlarged
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import guesses
 from specactor_ray.simulation.world import World
+from specactor_ray.transport.messages import NO_BRANCHES, Branches, FinishedOutput
 
 _PAGE = 256
 """Tokens per page of a GPU's cache."""

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
+from specactor_ray.actors.specs import VERIFIER
 from specactor_ray.config.drafting import acting_drafters
 from specactor_ray.config.schema import ModeName
-from specactor_ray.controller.state import VERIFIER
-from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.simulation.kernel import SimulationError
@@ -21,7 +21,8 @@ from specactor_ray.simulation.run import VirtualRun
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig
 from specactor_ray.simulation.text import GeneratedText, RecordedText, Skill
 from specactor_ray.simulation.workload import Recording, draw_arrivals, draw_lengths
-from specactor_ray.simulation.world import MeasuredPython, PythonTime, Record, World
+from specactor_ray.simulation.world import MeasuredPython, PythonTime, StepRecorder, World
+from specactor_ray.transport.messages import WeightSet
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run counts as endless."""
@@ -142,7 +143,7 @@ class Result:
         }
 
 
-class Recorder(Record):
+class Recorder(StepRecorder):
     """Keeps the first and the last spans, and the number of requests that are drafted for at once."""
 
     def __init__(self, now: Callable[[], float]) -> None:

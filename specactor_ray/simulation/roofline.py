@@ -30,7 +30,7 @@ _PROMPT_TOKENS = 2048
 """Largest assumed prompt length of a step, which is the number of tokens to which a prompt position attends."""
 
 
-class StepCost(Protocol):
+class ForwardCost(Protocol):
     """Seconds of one forward step."""
 
     def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
@@ -141,7 +141,7 @@ class ModelSpec:
 
 
 class RooflineCost:
-    """A `StepCost` of a model on GPUs of one node.
+    """A `ForwardCost` of a model on GPUs of one node.
 
     Args:
         device: The GPU.

@@ -17,10 +17,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.branches import GAPS, ranges_of
-from specactor_ray.messages import SamplingParams
+from specactor_ray.plan.tgs import RIGHT_BEHIND_WRONG
 from specactor_ray.simulation._kernels import NO_GUESS
-from specactor_ray.verify.tgs import RIGHT_BEHIND_WRONG
 
 
 class Text(Protocol):

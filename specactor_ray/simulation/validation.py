@@ -11,22 +11,22 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.benchmarks.comparison import Output, Place
-from specactor_ray.benchmarks.profile import parse_axes
-from specactor_ray.benchmarks.profile_process import Axes, ProfileSession, Share
-from specactor_ray.benchmarks.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload, plan_workloads
-from specactor_ray.benchmarks.variants import Variant, draft_cores
+from specactor_ray.bench.comparison import Output, Place
+from specactor_ray.bench.profile import parse_axes
+from specactor_ray.bench.profile_process import Axes, ProfileSession, Share
+from specactor_ray.bench.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload, plan_workloads
+from specactor_ray.bench.variants import Variant, draft_cores
+from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import validate
-from specactor_ray.draft.registry import traits
-from specactor_ray.observability.console import say
+from specactor_ray.core.console import say
+from specactor_ray.plan.costs import CostPoint
 from specactor_ray.rollout.preflight import check_target, require_named
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
 from specactor_ray.simulation.costs import profile_world
 from specactor_ray.simulation.rollouts import SimulatedRollouts
 from specactor_ray.simulation.scenario import MachinesConfig, PythonConfig, ScenarioConfig, StepsConfig
 from specactor_ray.simulation.workload import RecordedRequest, Recording
-from specactor_ray.speculation.costs import CostPoint
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.errors import InputError
-from specactor_ray.json_text import parse_json
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.json_text import parse_json
 from specactor_ray.simulation.scenario import SkillConfig, WorkloadConfig
 from specactor_ray.simulation.text import RecordedText
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from specactor_ray.simulation.kernel import Kernel, Process
-from specactor_ray.simulation.roofline import StepCost
+from specactor_ray.simulation.roofline import ForwardCost
 from specactor_ray.simulation.text import HashedText, Text
 
 
@@ -77,7 +77,7 @@ class Times:
 class DraftTime:
     """Durations of a draft method."""
 
-    forward: StepCost
+    forward: ForwardCost
     """Cost of one forward, which drafts one token for each of its rows; for a lookup, which drafts whole tails, the
     seconds of `positions` found tokens."""
     is_lookup: bool = False
@@ -105,7 +105,7 @@ class DraftTime:
         return seconds
 
 
-class Record:
+class StepRecorder:
     """Record of steps; this base class keeps nothing."""
 
     def span(self, actor: str, what: str, begin: float, end: float, rows: int, positions: int) -> None:
@@ -120,7 +120,7 @@ class World:
     """Ground truth of a simulation."""
 
     text: Text = field(default_factory=HashedText)
-    target: StepCost = LinearTime(0.02, 0.0002)
+    target: ForwardCost = LinearTime(0.02, 0.0002)
     drafting: Mapping[str, DraftTime] = field(default_factory=dict)
     """Draft method → its durations; others take 4 ms per forward."""
     python: PythonTime = PythonTime()
@@ -134,7 +134,7 @@ class World:
     """Bytes of a drafter's cache per token of its requests."""
     vocab_size: int | None = None
     """Vocabulary size of the target model; None: any token is valid."""
-    record: Record = field(default_factory=Record)
+    record: StepRecorder = field(default_factory=StepRecorder)
     poison: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Seed of a request → its fault (`crash` or `wedge` of the engine), and the output position of the fault."""
     wedged: set[str] = field(default_factory=set)

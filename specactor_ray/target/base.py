@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from specactor_ray.messages import SamplingParams, TopTokens
+from specactor_ray.core.types import SamplingParams, TopTokens
 
 
 @dataclass(frozen=True, slots=True)

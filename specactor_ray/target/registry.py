@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.environment import fitting_dtype
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_here
-from specactor_ray.observability.environment import fitting_dtype
 from specactor_ray.target.base import TargetEngine
 
 BACKENDS = ("hf", "vllm")

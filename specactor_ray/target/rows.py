@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specactor_ray.errors import InputError
-from specactor_ray.messages import TopTokens
-from specactor_ray.ragged import begins, enlarged, places
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.ragged import begins, enlarged, places
+from specactor_ray.core.types import TopTokens
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.base import Drafts, Finish, States, StepResult, TargetRequest

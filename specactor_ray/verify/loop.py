@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.clock import SYSTEM, Clock
-from specactor_ray.fallbacks import fallbacks
-from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
-from specactor_ray.messages import FinishedOutput, TailBatch, ToRollout
-from specactor_ray.queues.link import Link, direct_sender
+from specactor_ray.core.clock import SYSTEM, Clock
+from specactor_ray.core.fallbacks import fallbacks
+from specactor_ray.core.loop import IDLE_WAIT_S, Loop
 from specactor_ray.target.base import TargetEngine, TargetRequest
+from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
 from specactor_ray.verify.policy import Seconds

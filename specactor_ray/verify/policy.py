@@ -18,11 +18,11 @@ import numpy as np
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
+from specactor_ray.plan.step_cost import StepCost
+from specactor_ray.plan.tgs import window_rates
 from specactor_ray.verify import _kernels
 from specactor_ray.verify.acceptance import BUCKET_NAMES, Acceptance
-from specactor_ray.verify.cost import StepCost
 from specactor_ray.verify.table import RequestTable
-from specactor_ray.verify.tgs import window_rates
 from specactor_ray.verify.waiting import Waiting
 
 _FIRST_ROUNDS = 3
@@ -138,7 +138,7 @@ class Suspension:
             self._spell = _SHORTEST
 
 
-class Policy:
+class DraftPolicy:
     """The decisions of one verifier, without clock, messages and models. `drafters`: seat → its drafter."""
 
     def __init__(

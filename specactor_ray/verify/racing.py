@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.verify.policy import Policy
+from specactor_ray.verify.policy import DraftPolicy
 
 REVISE_EVERY = 16
 """Steps between two revisions of all requests."""
@@ -32,7 +32,7 @@ def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:
 class Places:
     """A new assignment. `level`: share the requests of a method evenly among its drafters with room."""
 
-    def __init__(self, policy: Policy, level: bool) -> None:
+    def __init__(self, policy: DraftPolicy, level: bool) -> None:
         self._assigned, self._level = policy.table.assigned, level
         self.drafters = {seat: one for seat, one in sorted(policy.drafters.items()) if one.able}
         self.wanted = np.zeros_like(self._assigned)
@@ -92,7 +92,7 @@ class Assigner:
     `coupled`: all drafters take turns with the verifier, so there is no race unless `race` is `always`; `max_batch`:
     most requests the verifier runs at once."""
 
-    def __init__(self, config: SpeculationConfig, policy: Policy, coupled: bool, max_batch: int) -> None:
+    def __init__(self, config: SpeculationConfig, policy: DraftPolicy, coupled: bool, max_batch: int) -> None:
         self._policy, self._table = policy, policy.table
         self._race, self._coupled = config.race, coupled
         self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below

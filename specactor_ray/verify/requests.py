@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from specactor_ray.clock import SYSTEM, Clock
-from specactor_ray.errors import InputError
-from specactor_ray.messages import Finished, Progress, Refused, RequestStats, ToRollout
-from specactor_ray.queues.events import EventQueue
+from specactor_ray.core.clock import SYSTEM, Clock
+from specactor_ray.core.errors import InputError
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
+from specactor_ray.transport.events import EventQueue
+from specactor_ray.transport.messages import Finished, Progress, Refused, RequestStats, ToRollout
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics

@@ -11,8 +11,8 @@ import numpy as np
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.messages import CommitBatch, DraftOpen, Features
-from specactor_ray.queues.link import Link
+from specactor_ray.transport.link import Link
+from specactor_ray.transport.messages import CommitBatch, DraftOpen, Features
 from specactor_ray.verify.policy import Drafter
 from specactor_ray.verify.table import RequestTable
 
@@ -60,7 +60,7 @@ class FeatureLog:
         self._kept.pop(row, None)
 
 
-class Seat(Drafter):
+class DrafterSeat(Drafter):
     """A drafter and the data that is still to be sent to it. For the verifier's thread.
 
     `number`: index of the seat in the table; `session`: see `CommitBatch`; `drafter_id`: incarnation id of the draft

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specactor_ray.config.schema import MAX_METHODS
-from specactor_ray.ragged import enlarged
+from specactor_ray.core.ragged import enlarged
 from specactor_ray.verify import _kernels
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.acceptance import Acceptance, bucket_of

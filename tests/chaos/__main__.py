@@ -22,8 +22,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.observability.console import make_console, say
-from specactor_ray.signals import sigterm_interrupts
+from specactor_ray.core.console import make_console, say
+from specactor_ray.core.signals import sigterm_interrupts
 from tests.chaos.machine import MARK, await_gone, end_run, release_disk, release_memory
 from tests.chaos.record import TRIALS, Stage, by_kind
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from specactor_ray.leftovers import SHARED_MEMORY, mapped_segments, start_ticks
+from specactor_ray.core.leftovers import SHARED_MEMORY, mapped_segments, start_ticks
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 MARK = "SPECACTOR_CHAOS"

@@ -27,7 +27,7 @@ import ray
 
 from specactor_ray import Rollout
 from specactor_ray.config.load import from_mapping
-from specactor_ray.observability.console import make_console, say
+from specactor_ray.core.console import make_console, say
 from specactor_ray.serve.run import listening_socket, server_of
 from specactor_ray.serve.service import Service
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target

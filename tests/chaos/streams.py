@@ -22,12 +22,12 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config import Config
 from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.load import from_mapping
-from specactor_ray.errors import SpecActorError
-from specactor_ray.messages import WeightSet
+from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.phase_progress import PhaseProgress
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.weight_buckets import pack
-from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.transport.messages import WeightSet
 from tests.chaos.faults import Injector, Schedule
 from tests.chaos.machine import OutOfMemory, SharedMemoryWatch, alive
 from tests.chaos.nodes import TwoNodes

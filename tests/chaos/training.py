@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from specactor_ray.observability.phase_progress import PhaseProgress
-from specactor_ray.training.run_folder import read_metrics
+from specactor_ray.core.phase_progress import PhaseProgress
+from specactor_ray.runs.folder import read_metrics
 from tests import tiny
 from tests.chaos.faults import Schedule
 from tests.chaos.machine import SharedMemoryWatch, SmallDisk, marked_processes
@@ -69,7 +69,7 @@ class Run:
         self.output = folder / f"{name}.log"
 
     def start(self) -> Run:
-        command = [sys.executable, "-m", "specactor_ray.cli", "train", *self._arguments]
+        command = [sys.executable, "-m", "specactor_ray.cli.main", "train", *self._arguments]
         with self.output.open("ab") as file:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
         return self

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.errors import SpecActorError
+from specactor_ray.core.errors import SpecActorError
 from tests.chaos.record import Fault
 
 LOOK_S = 0.1

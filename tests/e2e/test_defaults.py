@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_rollout_without_a_configuration(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("Name three rivers.\nWrite the numbers from 1 to 20.\n")
     done = subprocess.run(
-        [sys.executable, "-m", "specactor_ray.cli", "rollout", "data.path=prompts.txt", "sampling.max_tokens=32"],
+        [sys.executable, "-m", "specactor_ray.cli.main", "rollout", "data.path=prompts.txt", "sampling.max_tokens=32"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

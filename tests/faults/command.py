@@ -12,11 +12,11 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from specactor_ray.files import write_json
-from specactor_ray.observability.console import make_console, say
-from specactor_ray.observability.phase_progress import PhaseProgress
-from specactor_ray.signals import sigterm_interrupts
+from specactor_ray.core.console import make_console, say
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from specactor_ray.core.files import write_json
+from specactor_ray.core.phase_progress import PhaseProgress
+from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.simulation.run import silence
 from tests.faults.campaign import Campaign, replay_line, run_campaign, shrink
 from tests.faults.injector import KINDS, FaultPlan

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specactor_ray.config.drafting import draft_actors
-from specactor_ray.controller.state import Policy
-from specactor_ray.messages import Branches, CommitBatch, TailBatch
+from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
+from specactor_ray.transport.messages import Branches, CommitBatch, TailBatch
 
 if TYPE_CHECKING:
     from tests.faults.run import Simulation
@@ -116,7 +116,7 @@ class Injector:
             return True
         weights = {kind: 1 + (kind in _DELAYS) for kind in struck if kind not in _HARMLESS_TO_STARTS}
         total = self._lasting + sum(weight * struck[kind] for kind, weight in weights.items())
-        return total >= Policy().max_start_failures
+        return total >= ReplacementLimits().max_start_failures
 
     def resume(self) -> None:
         """The run has started."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
-from specactor_ray.errors import ActorLostError, ConfigError, SpecActorError
-from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.core.errors import ActorLostError, ConfigError, SpecActorError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.simulation.cluster import LINGER_S
@@ -20,6 +20,7 @@ from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.run import VirtualRun
 from specactor_ray.simulation.text import HashedText
 from specactor_ray.simulation.world import World
+from specactor_ray.transport.messages import WeightSet
 from tests.faults.injector import FaultPlan, Injector
 from tests.faults.training import Training
 from tests.number_text import NumberText, stopped_output

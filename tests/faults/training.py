@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.trainer import TrainerActor
-from specactor_ray.errors import SpecActorError
-from specactor_ray.learner.saving import PartWriter, Progress, SavedPart
-from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.learner.saving import PartWriter, SavedPart, WorkCounter
+from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import VirtualActor, VirtualTransport
-from specactor_ray.training.checkpoint import CheckpointStore, TrainState
-from specactor_ray.training.saver import Saver
-from specactor_ray.training.steps import TrainingParts, TrainOutcome, run_steps
-from specactor_ray.training.trainer_ranks import TrainerRanks
+from specactor_ray.trainer.saver import Saver
+from specactor_ray.trainer.steps import TrainingParts, TrainOutcome, run_steps
+from specactor_ray.trainer.trainer_ranks import TrainerRanks
+from specactor_ray.transport.messages import WeightSet
 from tests.number_text import stopped_output
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def learn(weights: int, samples: int, step: int) -> int:
 class _Rank:
     """What `learner.trainer.Trainer` is to the actor: one rank's state and work."""
 
-    def __init__(self, rank: int, weights: int, clock: VirtualClock, progress: Progress) -> None:
+    def __init__(self, rank: int, weights: int, clock: VirtualClock, progress: WorkCounter) -> None:
         self.rank, self.weights = rank, weights
         self._clock, self._progress = clock, progress
 
@@ -78,7 +79,7 @@ class SimulatedTrainerActor(TrainerActor):
     """The product's trainer actor, without a model."""
 
     def __init__(self, actor: VirtualActor, simulation: Simulation, rank: int, weights: int) -> None:
-        self._pupil, self._progress, self._last = None, Progress(), {}
+        self._pupil, self._progress, self._last = None, WorkCounter(), {}
         clock = VirtualClock(simulation.kernel, actor.process)
         self._trainer: Any = _Rank(rank, weights, clock, self._progress)
         self._transport = VirtualTransport(simulation.network, actor)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.benchmarks.gpu_check.attention import measure_attention
-from specactor_ray.benchmarks.gpu_check.settings import ON_GPU
-from specactor_ray.benchmarks.gpu_check.stages import Stage
-from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
-from specactor_ray.messages import SamplingParams
+from specactor_ray.bench.gpu_check.attention import measure_attention
+from specactor_ray.bench.gpu_check.settings import ON_GPU
+from specactor_ray.bench.gpu_check.stages import Stage
+from specactor_ray.bench.gpu_check.triton_kernels import measure_triton
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling import keyed as sampling
 from specactor_ray.sampling.candidates import candidates

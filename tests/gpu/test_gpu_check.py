@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from specactor_ray.benchmarks.gpu_check import command
-from specactor_ray.benchmarks.gpu_check.forwards import StaticForward
-from specactor_ray.benchmarks.gpu_check.models import random_model
-from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN, TINY
+from specactor_ray.bench.gpu_check import command
+from specactor_ray.bench.gpu_check.forwards import StaticForward
+from specactor_ray.bench.gpu_check.models import random_model
+from specactor_ray.bench.gpu_check.settings import DRY_RUN, TINY
 from specactor_ray.models.ragged_model import RaggedModel
 
 pytestmark = [

@@ -9,7 +9,7 @@ import sys
 import psutil
 
 from specactor_ray.cluster.processes import ProcessFacts, family, is_alive
-from specactor_ray.leftovers import start_ticks
+from specactor_ray.core.leftovers import start_ticks
 
 PARENT = """
 import subprocess, sys

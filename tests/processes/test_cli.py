@@ -18,18 +18,19 @@ import pytest
 import yaml
 from rich.console import Console
 
-from specactor_ray import cli
+from specactor_ray.cli import main as cli
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.errors import ClusterError, InputError, ModelLoadError, UserError
-from specactor_ray.files import write_json
-from specactor_ray.messages import RequestStats, SamplingParams
-from specactor_ray.observability.report import cut_line, failed_prompts_line
+from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, UserError
+from specactor_ray.core.files import write_json
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.output import TrajectoryWriter
-from specactor_ray.rollout.run import RunOutcome, run_rollout
+from specactor_ray.rollout.report import cut_line, failed_prompts_line
 from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.runs.output import TrajectoryWriter
+from specactor_ray.runs.rollout import RunOutcome, run_rollout
 from specactor_ray.sampling.seeds import derive_seed
+from specactor_ray.transport.messages import RequestStats
 from tests.forked_command import specactor
 from tests.tiny import tiny_draft, tiny_target
 
@@ -314,7 +315,7 @@ class TestDemo:
         assert not (folder / "runs").exists()
 
     def test_ctrl_c_shows_what_was_measured(self, folder: Path, tiny_model_dir: Path) -> None:
-        command = ["-m", "specactor_ray.cli", "demo", "--skip-training", "--model", str(tiny_model_dir)]
+        command = ["-m", "specactor_ray.cli.main", "demo", "--skip-training", "--model", str(tiny_model_dir)]
         process = subprocess.Popen(
             [sys.executable, *command, "--minutes", "9", "--output", "out"],
             cwd=folder,
@@ -338,7 +339,7 @@ class TestLogByDefault:
     PROGRAM = (
         "import logging, sys\n"
         "if sys.argv[1]: logging.basicConfig(level=sys.argv[1])\n"
-        "from specactor_ray.observability.console import log_by_default\n"
+        "from specactor_ray.core.console import log_by_default\n"
         "log_by_default(); log_by_default()\n"
         "logging.getLogger('specactor_ray.rollout').info('mode: coupled')\n"
     )
@@ -504,7 +505,7 @@ class TestRun:
     @pytest.fixture(autouse=True)
     def _fake_rollout(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr("specactor_ray.rollout.rollout.Rollout", FakeRollout)
-        monkeypatch.setattr("specactor_ray.rollout.run._cluster_resources", dict)
+        monkeypatch.setattr("specactor_ray.runs.rollout._cluster_resources", dict)
         monkeypatch.chdir(tmp_path)
 
     def run(
@@ -716,7 +717,7 @@ def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path)
         (folder / f"{module}.py").write_text("open('planted', 'w')\n")
     (folder / "mine.py").write_text("open('wanted', 'w')\ndef reward(sample):\n    return 1.0\n")
     script = tmp_path / "specactor"  # as pip writes it: its own folder comes first, not the current one
-    script.write_text("from specactor_ray.cli import main\nmain()\n")
+    script.write_text("from specactor_ray.cli.main import main\nmain()\n")
     done = run_program(folder, [str(script)], "status", "--address", "127.0.0.1:1")
     assert "no Ray cluster answers" in error_line(done)
     rewards = "reward.functions=[{name: 'mine:reward'}, {name: 'mine:other'}]"

@@ -13,21 +13,22 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.clock import SYSTEM
 from specactor_ray.config.load import from_mapping
-from specactor_ray.errors import ActorLostError
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.errors import ActorLostError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.learner.recipe import make_recipe
-from specactor_ray.messages import RequestStats, SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.training import worker_pool
-from specactor_ray.training.conversations import Conversations, Episode
-from specactor_ray.training.data import Task, TaskOrder, TaskStream
-from specactor_ray.training.experience import ExperienceMaker
-from specactor_ray.training.reward_runner import RewardRunner
+from specactor_ray.trainer import worker_pool
+from specactor_ray.trainer.conversations import Conversations, Episode
+from specactor_ray.trainer.data import Task, TaskOrder, TaskStream
+from specactor_ray.trainer.experience import ExperienceMaker
+from specactor_ray.trainer.reward_runner import RewardRunner
+from specactor_ray.transport.messages import RequestStats
 from tests import tiny
 
 SEED = 7

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.learner.engines import deepspeed_engine as engines
-from specactor_ray.learner.saving import PartWriter, Progress
+from specactor_ray.learner.saving import PartWriter, WorkCounter
 from tests.forked_ranks import run_forked
 from tests.ports import free_port
 
@@ -44,12 +44,12 @@ def save_and_spoil(stage: int, folder: Path) -> None:
     assert listening == {"127.0.0.1"}
 
     model = torch.nn.Linear(4, 4)
-    engine = engines.DeepSpeedEngine(model, TrainerConfig(zero_stage=stage), here, torch.device("cpu"), Progress())
+    engine = engines.DeepSpeedEngine(model, TrainerConfig(zero_stage=stage), here, torch.device("cpu"), WorkCounter())
     train_once(engine)
     with engine.gathered([model.weight]):
         trained = model.weight.detach().clone()
     checkpoint = Path("checkpoint")
-    engine.save(checkpoint, PartWriter(checkpoint, Progress()))
+    engine.save(checkpoint, PartWriter(checkpoint, WorkCounter()))
     train_once(engine)
     engine.load(checkpoint)
     with engine.gathered([model.weight]):

@@ -15,8 +15,8 @@ from specactor_ray.cluster.connection import connect
 from specactor_ray.cluster.discovery import clusters_to_look_into, started_clusters
 from specactor_ray.cluster.token import PRIVATE_FOLDER, note_address
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.errors import ClusterError
-from specactor_ray.leftovers import make_owned_folder
+from specactor_ray.core.errors import ClusterError
+from specactor_ray.core.leftovers import make_owned_folder
 
 OTHER_USER = 54321
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 import yaml
 
-from specactor_ray.benchmarks.gpu_check import command
-from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN, STAGES, TINY
-from specactor_ray.child import Report, run_in_child
+from specactor_ray.bench.gpu_check import command
+from specactor_ray.bench.gpu_check.settings import DRY_RUN, STAGES, TINY
+from specactor_ray.core.child import Report, run_in_child
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "gpu-check"

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.plan.profile import load_profile
 from specactor_ray.rollout.planning import as_decoupled, ladder_priors, make_plan
-from specactor_ray.speculation.profile import load_profile
 from tests import tiny
 from tests.forked_command import specactor
 

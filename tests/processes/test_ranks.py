@@ -13,10 +13,10 @@ import torch
 
 from specactor_ray.config.online import OnlineConfig, OnlineWhere
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.core.errors import ActorLostError, RemoteError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
-from specactor_ray.errors import ActorLostError, RemoteError
 from specactor_ray.models.weight_buckets import unpack
-from specactor_ray.training.checkpoint import CheckpointStore, TrainState, find_damage
+from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, find_damage
 from tests.forked_ranks import ForkedRanks
 from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.training.test_update import config as make_config

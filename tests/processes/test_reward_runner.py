@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
-from specactor_ray.errors import ConfigError
-from specactor_ray.leftovers import start_ticks
-from specactor_ray.training import worker_pool
-from specactor_ray.training.reward_runner import RewardRunner, Scores
-from specactor_ray.training.rewards import RewardSample
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.leftovers import start_ticks
+from specactor_ray.trainer import worker_pool
+from specactor_ray.trainer.reward_runner import RewardRunner, Scores
+from specactor_ray.trainer.rewards import RewardSample
 
 PATIENCE_S = 60.0
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.child import Report, run_in_child
 from specactor_ray.cluster.connection import Connection
-from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
+from specactor_ray.core.child import Report, run_in_child
+from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from tests.tiny import tiny_target
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ LOOKS_AT_THE_TOKEN = """
 import sys
 from pathlib import Path
 from specactor_ray.cluster.token import PRIVATE_FOLDER, new_token, remove_with_token
-from specactor_ray.leftovers import make_owned_folder
+from specactor_ray.core.leftovers import make_owned_folder
 
 def look(event, arguments):
     if event == "shutil.rmtree":
@@ -139,7 +139,7 @@ class Sender:
 
 sys.meta_path.insert(0, Sender())
 from specactor_ray.models import loading
-from specactor_ray.signals import Terminated, sigterm_interrupts
+from specactor_ray.core.signals import Terminated, sigterm_interrupts
 
 with sigterm_interrupts():
     try:

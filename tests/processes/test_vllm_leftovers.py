@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specactor_ray.leftovers import SHARED_MEMORY
+from specactor_ray.core.leftovers import SHARED_MEMORY
 from specactor_ray.target import vllm_bridge
 
 ROOT = Path(__file__).parents[2]

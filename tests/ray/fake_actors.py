@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from specactor_ray.errors import ModelLoadError
+from specactor_ray.core.errors import ModelLoadError
 
 
 class FakeActor:

@@ -38,7 +38,7 @@ connect(ClusterConfig(address="auto"))
 
 LEAVES_A_FOLDER = '''
 import os, signal, sys
-from specactor_ray.leftovers import make_owned_folder
+from specactor_ray.core.leftovers import make_owned_folder
 make_owned_folder("specactor-", sys.argv[1])
 os.kill(os.getpid(), signal.SIGKILL)
 '''

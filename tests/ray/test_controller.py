@@ -17,19 +17,20 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 import tests.ray.fake_actors as fake_actors
+from specactor_ray.actors.specs import Phase
 from specactor_ray.cluster.lookup import find_controller, list_runs
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.controller.members import ActorClasses
+from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.controller.start import start_controller
-from specactor_ray.controller.state import Phase, Policy
-from specactor_ray.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
+from specactor_ray.core.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
 from tests.ray.fake_actors import FakeDrafter, FakeVerifier
 
 pytestmark = pytest.mark.ray
 
 DEADLINE_S = 60.0
 FAKES = ActorClasses(FakeVerifier, FakeDrafter)
-QUICK = Policy(health_timeout_s=5.0, start_timeout_s=60.0, backoff_s=0.2, max_start_failures=2)
+QUICK = ReplacementLimits(health_timeout_s=5.0, start_timeout_s=60.0, backoff_s=0.2, max_start_failures=2)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def run(cluster: Cluster) -> Iterator[Callable[..., Any]]:
     """Starts controllers; at the end each is shut down and must leave nothing."""
     handles: list[Any] = []
 
-    def start(config: Config, policy: Policy = QUICK) -> Any:
+    def start(config: Config, policy: ReplacementLimits = QUICK) -> Any:
         handle, _ = start_controller(config, FAKES, policy)
         handles.append(handle)
         return handle
@@ -174,7 +175,7 @@ def test_killed_and_stopped_actors_are_replaced_in_their_seats(run: Callable[...
 
 
 def test_a_stuck_drafter_holds_up_nobody(run: Callable[..., Any]) -> None:
-    handle = run(make_config(verifiers=1, ngram=2), Policy(health_timeout_s=1000.0))
+    handle = run(make_config(verifiers=1, ngram=2), ReplacementLimits(health_timeout_s=1000.0))
     stuck = rows(handle, "drafter")[0]
     os.kill(stuck["pid"], signal.SIGSTOP)
     ray.get(handle.scale.remote({"ngram": 3}))

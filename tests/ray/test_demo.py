@@ -14,8 +14,8 @@ import pytest
 
 from specactor_ray.config import load_config
 from specactor_ray.rollout.preflight import refuse_early
-from specactor_ray.training.run_folder import open_run
-from specactor_ray.training.setup import checked_tasks, prepare
+from specactor_ray.runs.folder import open_run
+from specactor_ray.trainer.setup import checked_tasks, prepare
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "COLUMNS"))}
-    program = [sys.executable, "-m", "specactor_ray.cli", "demo", "--model", str(tiny_model_dir)]
+    program = [sys.executable, "-m", "specactor_ray.cli.main", "demo", "--model", str(tiny_model_dir)]
     done = subprocess.run(
         [*program, "--minutes", "0.01", "--output", "out"],
         cwd=tmp_path,

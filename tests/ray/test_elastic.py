@@ -20,7 +20,7 @@ from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.start import start_controller
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.rollout.prompts import encode_prompts
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.rollout.run_client import SHUTDOWN_S, RunClient

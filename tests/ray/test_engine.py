@@ -17,7 +17,7 @@ from specactor_ray import Engine, Rollout, SamplingParams
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
 from specactor_ray.controller.start import start_actor
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.models.loading import load_model
 from specactor_ray.rollout.door import ALL, EngineActor, RemoteEngine
 from specactor_ray.rollout.trajectory import Trajectory

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
-from specactor_ray.observability.metrics import METRICS
+from specactor_ray.core.metrics import METRICS
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 

@@ -21,7 +21,7 @@ from specactor_ray.cluster import placement as placing
 from specactor_ray.cluster.connection import connect
 from specactor_ray.cluster.placement import Demand, NodeSupply
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.errors import ClusterError
+from specactor_ray.core.errors import ClusterError
 
 pytestmark = pytest.mark.ray
 
@@ -65,7 +65,7 @@ PRIVATE = """
 import os, stat, sys, ray
 from specactor_ray.cluster.connection import _probe, connect
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.errors import ClusterError
+from specactor_ray.core.errors import ClusterError
 
 def refusal(token):
     try:

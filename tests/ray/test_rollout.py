@@ -22,10 +22,10 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import RaceName
+from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
-from specactor_ray.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.models.weight_buckets import pack
-from specactor_ray.observability.report import alarm_lines
+from specactor_ray.rollout.report import alarm_lines
 from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
 from tests.plain_decoding import cut_at_stops
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompt_ids, tiny_prompts, tiny_target

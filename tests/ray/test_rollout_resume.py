@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_prompts, tiny_target
 
@@ -34,7 +34,7 @@ def command(folder: Path) -> subprocess.Popen[str]:
         f"run.dir={folder / 'runs'}",
         "resume=auto",
     ]
-    arguments = [sys.executable, "-m", "specactor_ray.cli", "rollout", *overrides]
+    arguments = [sys.executable, "-m", "specactor_ray.cli.main", "rollout", *overrides]
     return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from specactor_ray.signals import interruption, sigterm_interrupts
+from specactor_ray.core.signals import interruption, sigterm_interrupts
 from tests.tiny import tiny_target
 
 pytestmark = pytest.mark.ray
@@ -44,7 +44,7 @@ def test_sigterm_during_the_start_ends_in_order(delay_s: float, tmp_path: Path, 
         "cluster.num_cpus=2",
     ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "specactor_ray.cli", "rollout", *overrides],
+        [sys.executable, "-m", "specactor_ray.cli.main", "rollout", *overrides],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(short_folder)},
         stdout=subprocess.PIPE,

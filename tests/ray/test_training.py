@@ -17,13 +17,14 @@ import ray
 
 from specactor_ray import Rollout
 from specactor_ray.config import load_config
-from specactor_ray.messages import SamplingParams, WeightSet
-from specactor_ray.observability.console import make_console
-from specactor_ray.training.conversations import Conversations, Episode
-from specactor_ray.training.experience import Experience, ExperienceMaker
-from specactor_ray.training.loop import TrainOutcome, train
-from specactor_ray.training.run_folder import read_metrics
-from specactor_ray.training.tracking import numbers
+from specactor_ray.core.console import make_console
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.runs.folder import read_metrics
+from specactor_ray.trainer.conversations import Conversations, Episode
+from specactor_ray.trainer.experience import Experience, ExperienceMaker
+from specactor_ray.trainer.run import TrainOutcome, train
+from specactor_ray.trainer.tracking import numbers
+from specactor_ray.transport.messages import WeightSet
 from tests import tiny
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -74,7 +75,7 @@ def records(outcome_folder: Path) -> list[dict[str, Any]]:
 
 
 def command(overrides: Sequence[str]) -> subprocess.Popen:
-    arguments = [sys.executable, "-m", "specactor_ray.cli", "train", *overrides]
+    arguments = [sys.executable, "-m", "specactor_ray.cli.main", "train", *overrides]
     return subprocess.Popen(
         arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

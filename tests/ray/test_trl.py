@@ -12,7 +12,7 @@ import ray
 
 from specactor_ray import Rollout
 from specactor_ray.config.load import from_mapping
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.integrations.trl import attach
 from specactor_ray.models.loading import load_model, load_tokenizer
 from tests.ray.test_serve import serving

@@ -12,7 +12,7 @@ import torch
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.models.loading import load_model, load_tokenizer
 from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_draft, tiny_target

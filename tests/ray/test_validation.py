@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specactor_ray.cli import app
+from specactor_ray.cli.main import app
 from specactor_ray.simulation import validation
 from tests.tiny import tiny_prompts, tiny_target
 

@@ -12,8 +12,8 @@ import pytest
 import ray
 
 from specactor_ray import Rollout, SamplingParams
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.integrations.verl_server import Seeds, Server
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.integrations.verl_server import Seeds, VerlServer
 from specactor_ray.models.loading import load_model, load_tokenizer
 from tests.tiny import tiny_prompts, tiny_target
 
@@ -86,17 +86,17 @@ def server(manager: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def local() -> Iterator[Server]:
+def local() -> Iterator[VerlServer]:
     """A server in this process whose rollout decodes plainly and gives up its memory."""
     config = omega_conf_to_dataclass(configured(["mode=plain"]).actor_rollout_ref.rollout)
-    server = Server(config, str(tiny_target()), False, False, replica_rank=1, sleeps=True)
+    server = VerlServer(config, str(tiny_target()), False, False, replica_rank=1, sleeps=True)
     asyncio.run(server.start())
     yield server
     asyncio.run(server.close())
 
 
 @pytest.fixture(scope="module")
-def plain(local: Server) -> Rollout:
+def plain(local: VerlServer) -> Rollout:
     return local._rollout
 
 
@@ -217,7 +217,7 @@ def weights(scale: float) -> Iterator[tuple[str, Any]]:
         yield name, tensor.detach() * (scale if name == "lm_head.weight" else 1.0)
 
 
-def test_weights_change_tokens_and_back(manager: Any, server: Any, local: Server, plain: Rollout) -> None:
+def test_weights_change_tokens_and_back(manager: Any, server: Any, local: VerlServer, plain: Rollout) -> None:
     prompt, asked = ids(2), {**SAMPLED, "seed": 5}
     before = ray.get(ask(server, prompt, asked))
     pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
@@ -241,7 +241,7 @@ def test_weights_change_tokens_and_back(manager: Any, server: Any, local: Server
         asyncio.run(adapter.update_weights(weights(1.0), peft_config={"r": 8}))
 
 
-def test_sleep_and_wake(local: Server, plain: Rollout) -> None:
+def test_sleep_and_wake(local: VerlServer, plain: Rollout) -> None:
     """Weights that come in between are taken."""
 
     async def run() -> list[Any]:

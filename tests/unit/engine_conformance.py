@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.errors import InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.target.base import Drafts, Finish, StepResult, TargetEngine, TargetRequest
 from tests.tiny import tiny_prompt_ids
 

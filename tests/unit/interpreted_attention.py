@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from triton import language as tl
 from triton.runtime import interpreter
 
-from specactor_ray.errors import ModelLoadError
+from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.models import _paged_attention_triton as kernels
 from specactor_ray.models import paged_cache, ragged_model
 from specactor_ray.models.ragged_attention import attend_on_cpu, attend_on_gpu

@@ -14,10 +14,10 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN
-from specactor_ray.benchmarks.gpu_check.stages import Stage
-from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
-from specactor_ray.messages import SamplingParams
+from specactor_ray.bench.gpu_check.settings import DRY_RUN
+from specactor_ray.bench.gpu_check.stages import Stage
+from specactor_ray.bench.gpu_check.triton_kernels import measure_triton
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import fused
 from specactor_ray.sampling import triton as triton_kernels
 from specactor_ray.sampling.candidates import MOST, candidates

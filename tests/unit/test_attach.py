@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.errors import ClusterError, InputError, NoRunError
+from specactor_ray.core.errors import ClusterError, InputError, NoRunError
 from specactor_ray.rollout import attach
 
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from specactor_ray.cli_options import planned_side_by_side
+from specactor_ray.cli.options import planned_side_by_side
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import ModeName
 from specactor_ray.config.validate import validate
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.rollout import planning
 from specactor_ray.rollout.planning import Devices, as_decoupled, existing_devices, resolve, resolve_mode
 from specactor_ray.simulation.scenario import load_scenario
@@ -197,8 +197,8 @@ def test_a_simulated_run_is_resolved_by_its_own_machines(tmp_path: Path) -> None
 def test_a_run_is_resolved_before_anything_is_written(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specactor_ray.rollout import run
-    from specactor_ray.training import loop
+    from specactor_ray.runs import rollout as run
+    from specactor_ray.trainer import run as loop
 
     seen: list[Config] = []
 

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.backlog import Backlog
 from specactor_ray.rollout.journal import Journal, JournalEntry
 

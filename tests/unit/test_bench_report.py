@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from specactor_ray.benchmarks import rollout_modes
-from specactor_ray.benchmarks.comparison import Output, Place, differences
-from specactor_ray.benchmarks.peers import _peers
-from specactor_ray.benchmarks.rollout_modes import all_identical, describe_variant, measured_figures, with_ratios
-from specactor_ray.benchmarks.variants import BenchMode, Variant, plan_variants
+from specactor_ray.bench import rollout_modes
+from specactor_ray.bench.comparison import Output, Place, differences
+from specactor_ray.bench.peers import _peers
+from specactor_ray.bench.rollout_modes import all_identical, describe_variant, measured_figures, with_ratios
+from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.messages import SamplingParams
-from specactor_ray.observability.report import (
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.report import (
     alarm_lines,
     difference_lines,
     drafter_health,
@@ -31,7 +32,6 @@ from specactor_ray.observability.report import (
     status_table,
     time_table,
 )
-from specactor_ray.rollout.metrics import RolloutMetrics
 
 HEALTH = {
     "method": "eagle",

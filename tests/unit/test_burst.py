@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from specactor_ray.core.fallbacks import fallbacks
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import burst
 from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.model_proposer import ModelProposer
-from specactor_ray.fallbacks import fallbacks
-from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.transport.messages import Features
 from tests.attention import attending
 from tests.batches import news, opening
 from tests.by_name import ByName

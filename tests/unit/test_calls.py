@@ -14,7 +14,7 @@ from ray import exceptions as ray_errors
 from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
 
 from specactor_ray.cluster.calls import translate_ray_error
-from specactor_ray.errors import (
+from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
     CallError,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.candidates import MOST, Candidates, candidates
 from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.rules import Rules

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.clock import SYSTEM, SystemClock
+from specactor_ray.core.clock import SYSTEM, SystemClock
 
 PACKAGE = Path(__file__).parents[2] / "specactor_ray"
 CLOCKED = (
@@ -26,7 +26,7 @@ CLOCKED = (
     "verify/",
 )
 """Folders and files that are held to it."""
-FOR_PEOPLE = ("rollout/run.py",)
+FOR_PEOPLE = ("runs/rollout.py",)
 """Tells people how long things took; runs in no simulation."""
 WAITING = frozenset({"Barrier", "BoundedSemaphore", "Condition", "Event", "Semaphore", "Thread", "Timer"})
 """What `threading` has that waits; plain locks are fine where nothing waits while it holds one."""

@@ -11,9 +11,9 @@ import pytest
 
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
+from specactor_ray.core.errors import ConfigError, ModelLoadError
+from specactor_ray.distill.card import identify, write_card
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
-from specactor_ray.drafter_training.card import identify, write_card
-from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.rollout.preflight import export_what_drafters_read, require_named, warn_without_drafters
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 

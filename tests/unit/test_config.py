@@ -29,8 +29,8 @@ from specactor_ray.config.schema import (
     TargetConfig,
     VerifyPolicy,
 )
-from specactor_ray.errors import ConfigError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.types import SamplingParams
 
 REPOSITORY = Path(__file__).parents[2]
 NGRAM = "drafters=[{method: ngram}]"

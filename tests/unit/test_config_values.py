@@ -14,7 +14,7 @@ from specactor_ray.config.describe import describe
 from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate_training import validate_training
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 
 DRAFTER = "drafters=[{method: suffix}]"
 KEYS = [doc.key.replace(".N.", ".0.") for doc in describe()]

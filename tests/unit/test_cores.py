@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.cluster.cores import CoreLedger, bind_to_cores, cores_needed
-from specactor_ray.errors import ClusterError
+from specactor_ray.core.errors import ClusterError
 
 
 def ledger(**nodes: list[int]) -> CoreLedger:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.errors import InputError
-from specactor_ray.speculation.costs import CostPoint, cost_grids
+from specactor_ray.core.errors import InputError
+from specactor_ray.plan.costs import CostPoint, cost_grids
 
 
 def grid(seconds, devices=(1,), windows=(0, 4), contexts=(64, 512), batches=(1, 4, 16)) -> list[CostPoint]:

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.ragged import begins
 from specactor_ray.models import cpu_attention, openmp
 from specactor_ray.models.cpu_attention import PageRows, attend_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from specactor_ray.ragged import begins
 from tests.page_attention import Sequence, attend, reference, same_bits, sequence
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.controller.decide import backoff_s, decide, record_failure
-from specactor_ray.controller.state import (
-    VERIFIER,
+from specactor_ray.actors.specs import VERIFIER, Phase
+from specactor_ray.controller.reconcile import (
     Create,
     DesiredState,
     Drain,
@@ -19,12 +18,16 @@ from specactor_ray.controller.state import (
     GiveUp,
     ObservedActor,
     ObservedState,
-    Phase,
-    Policy,
     Remove,
+    ReplacementLimits,
+    backoff_s,
+    decide,
+    record_failure,
 )
 
-POLICY = Policy(health_timeout_s=10.0, start_timeout_s=50.0, drain_timeout_s=5.0, stable_s=30.0, backoff_s=1.0)
+POLICY = ReplacementLimits(
+    health_timeout_s=10.0, start_timeout_s=50.0, drain_timeout_s=5.0, stable_s=30.0, backoff_s=1.0
+)
 KEYS = (VERIFIER, "ngram", "draft_model")
 TICK_S = 1.0
 

@@ -12,20 +12,19 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
-from specactor_ray import fallbacks
 from specactor_ray.config import Config, load_config, to_yaml
 from specactor_ray.config.drafter_spec import drafter_specs, unused_branches
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.config.validate import validate
-from specactor_ray.errors import ConfigError
+from specactor_ray.core import environment, fallbacks
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
-from specactor_ray.observability import environment
-from specactor_ray.observability.report import rollout_table
 from specactor_ray.rollout import memory
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import Devices, as_decoupled, resolve_mode, settle
+from specactor_ray.rollout.report import rollout_table
 from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_draft, tiny_target
 
@@ -224,7 +223,7 @@ def test_a_cache_is_planned_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_resumed_rollout_keeps_its_data_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from specactor_ray.config.load import save_config
-    from specactor_ray.rollout.resume import find_unfinished
+    from specactor_ray.runs.resume import find_unfinished
 
     monkeypatch.setattr(environment, "fitting_dtype", lambda *_: pytest.fail("it is not asked"))
     saved = load_config(None, ["target.dtype=bfloat16", "run.name=r", f"run.dir={tmp_path}"])

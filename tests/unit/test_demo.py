@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from specactor_ray.benchmarks.by_turns import TurnTaker
-from specactor_ray.benchmarks.comparison import ratio_with_error
-from specactor_ray.benchmarks.demo import speed_figures, training_figures
-from specactor_ray.benchmarks.demo_tasks import edit_prompts, rename_tasks, similarity
-from specactor_ray.benchmarks.side_by_side import Round, Speed, play_round
+from specactor_ray.bench.by_turns import TurnTaker
+from specactor_ray.bench.comparison import ratio_with_error
+from specactor_ray.bench.demo import speed_figures, training_figures
+from specactor_ray.bench.demo_report import DEMO_COLUMNS, demo_table, verdict_lines, write_demo_plot
+from specactor_ray.bench.demo_tasks import edit_prompts, rename_tasks, similarity
+from specactor_ray.bench.side_by_side import Round, Speed, play_round
 from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig, VerifyPolicy
-from specactor_ray.messages import SamplingParams
-from specactor_ray.observability.demo_report import DEMO_COLUMNS, demo_table, verdict_lines, write_demo_plot
-from specactor_ray.observability.training_display import ALL_COLUMNS, TrainingDisplay
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.target.base import TargetRequest
-from specactor_ray.training.rewards import RewardSample
+from specactor_ray.trainer.display import ALL_COLUMNS, TrainingDisplay
+from specactor_ray.trainer.rewards import RewardSample
 from tests.tiny import tiny_prompt_ids
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from specactor_ray.controller.state import Departure
-from specactor_ray.errors import ActorLostError, InputError, SpecActorError
-from specactor_ray.messages import WeightSet
+from specactor_ray.actors.specs import Departure
+from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.transport.messages import WeightSet
 from tests.fake_cluster import FakeCluster, entries
 
 STALL_S = 40.0

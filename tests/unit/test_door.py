@@ -6,7 +6,7 @@ import asyncio
 
 from ray.exceptions import OwnerDiedError
 
-from specactor_ray.errors import SpecActorError
+from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout import door
 from specactor_ray.rollout.door import ALL, Command, EngineActor, OutputPart
 

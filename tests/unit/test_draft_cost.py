@@ -13,9 +13,9 @@ from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.messages import TailBatch
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.queues.link import Link, direct_sender
+from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.messages import TailBatch
 from tests.batches import news, opening
 from tests.clocks import HandClock
 from tests.tiny import tiny_draft

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.messages import SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specactor_ray.config.methods import Traits
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.proposer import Proposer, Traits
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.slots import RowProposer
-from specactor_ray.messages import Features, SamplingParams, TailBatch
-from specactor_ray.queues.inbox import MOST_MALFORMED
-from specactor_ray.queues.link import Link, direct_sender
+from specactor_ray.transport.inbox import MOST_MALFORMED
+from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.messages import Features, TailBatch
 from tests.batches import news, opening
 from tests.clocks import HandClock
 from tests.tiny import tiny_draft

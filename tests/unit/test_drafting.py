@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from specactor_ray.actors.process import ActorHost
+from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import Traits, traits
 from specactor_ray.config.schema import SpeculationConfig, TargetConfig
-from specactor_ray.controller.state import Mode, VerifierSpec
+from specactor_ray.controller.reconcile import Mode
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.draft.proposer import Traits
-from specactor_ray.draft.registry import traits
 from specactor_ray.draft.requests import DraftRequests
-from specactor_ray.messages import CommitBatch, SamplingParams, TailBatch
-from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.target.base import States, TargetRequest
+from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.messages import CommitBatch, TailBatch
 from specactor_ray.verify import seat
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.drafting import Drafting

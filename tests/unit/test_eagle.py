@@ -13,17 +13,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.eagle import EagleExample, expected_counts, make_batch, most_frequent_ids
+from specactor_ray.distill.eagle_unroll import EagleBatch, unroll
 from specactor_ray.draft.eagle.checkpoint import load_head, read_head_config, save_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
-from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, most_frequent_ids
-from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll
-from specactor_ray.errors import ModelLoadError
-from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.seeds import own_noise
+from specactor_ray.transport.messages import Features
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
 

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
+from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.config.load import from_mapping
 from specactor_ray.controller.elastic import (
     Bounds,
     Elastic,
     Figures,
     LearnedCost,
-    Load,
     Standing,
+    VerifierLoad,
     best_number,
     revise,
     tokens_per_s,
 )
-from specactor_ray.controller.state import VERIFIER, Phase
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 
 NEVER = float("inf")
 BOUNDS = Bounds(least=0, most=8, devices=1.0, verifying=8.0, weight=1.0, window=16, branches=0)
@@ -40,7 +40,7 @@ def figures(draft: LearnedCost, verify: LearnedCost | None = None, probability: 
 
 
 FAST = cost(p1=0.8, p64=1.0, p256=1.6, p1024=5.0)
-BUSY = Load(verifiers=2, rows=32.0, supply=0.5)
+BUSY = VerifierLoad(verifiers=2, rows=32.0, supply=0.5)
 
 
 def test_a_slow_drafter_is_given_fewer_requests() -> None:
@@ -61,12 +61,12 @@ def test_predictions_rise_with_draft_actors_and_never_fall_below_plain() -> None
 def test_no_draft_actors_where_drafts_are_wrong_or_verifying_them_costs_too_much() -> None:
     assert best_number(4, BUSY, figures(FAST, probability=0.02), BOUNDS, NEVER) == 0
     saturated = cost(p128=10.0, p256=20.0, p512=40.0, p1024=80.0)
-    assert best_number(4, Load(2, 256.0, 0.9), figures(FAST, saturated), BOUNDS, NEVER) == 0
+    assert best_number(4, VerifierLoad(2, 256.0, 0.9), figures(FAST, saturated), BOUNDS, NEVER) == 0
 
 
 def test_idle_verifiers_and_those_that_leave_drafts_alone_need_the_fewest() -> None:
     bounds = replace(BOUNDS, least=1)
-    assert best_number(4, Load(), figures(FAST), bounds, NEVER) == 1
+    assert best_number(4, VerifierLoad(), figures(FAST), bounds, NEVER) == 1
     assert best_number(4, replace(BUSY, suspended=0.9), figures(FAST), bounds, NEVER) == 1
 
 
@@ -95,11 +95,11 @@ def test_without_a_price_of_devices_speed_decides() -> None:
 def test_bounds_hold_also_for_a_number_outside_them() -> None:
     bounds = replace(BOUNDS, least=2, most=3)
     for present in range(9):
-        for load in (BUSY, Load(), replace(BUSY, supply=0.99)):
+        for load in (BUSY, VerifierLoad(), replace(BUSY, supply=0.99)):
             assert 2 <= best_number(present, load, figures(FAST), bounds, NEVER) <= 3
 
 
-def look(standing: Standing, present: int, best: int, now: float, load: Load = BUSY) -> tuple[Standing, int]:
+def look(standing: Standing, present: int, best: int, now: float, load: VerifierLoad = BUSY) -> tuple[Standing, int]:
     return revise(standing, present, best, load, now, up_s=10.0, down_s=60.0)
 
 

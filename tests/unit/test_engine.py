@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.controller.state import Departure
-from specactor_ray.errors import ActorLostError, InputError, OverloadedError
-from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.actors.specs import Departure
+from specactor_ray.core.errors import ActorLostError, InputError, OverloadedError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.rollout.trajectory import trajectory_of
 from specactor_ray.simulation.text import true_output, true_token
+from specactor_ray.transport.messages import WeightSet
 from tests.fake_cluster import STEP_S, FakeCluster, entries
 from tests.number_text import NumberText, stopped_output
 

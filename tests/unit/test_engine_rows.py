@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.messages import SamplingParams
-from specactor_ray.ragged import begins
+from specactor_ray.core.ragged import begins
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.keyed import sample_rows, verify_arrays
 from specactor_ray.target.base import Drafts, Finish, TargetRequest
 from specactor_ray.target.rows import EngineRows

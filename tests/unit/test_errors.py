@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.config import load_config
-from specactor_ray.errors import ClusterError, ConfigError, InputError, ModelLoadError, clipped, redacted
+from specactor_ray.core.errors import ClusterError, ConfigError, InputError, ModelLoadError, clipped, redacted
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.files import replacing, write_json, write_text
+from specactor_ray.core.files import replacing, write_json, write_text
 
 
 def names(folder: Path) -> list[str]:

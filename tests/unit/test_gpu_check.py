@@ -18,22 +18,22 @@ import pytest
 import torch
 import yaml
 
-from specactor_ray.benchmarks.gpu_check import attention, triton_kernels, vllm
-from specactor_ray.benchmarks.gpu_check.drafting import measure_drafting
-from specactor_ray.benchmarks.gpu_check.flips import compare, measure_flips
-from specactor_ray.benchmarks.gpu_check.forwards import StaticForward, measure_forwards
-from specactor_ray.benchmarks.gpu_check.hardware import measure_hardware
-from specactor_ray.benchmarks.gpu_check.models import ragged_model as made_model
-from specactor_ray.benchmarks.gpu_check.models import random_model, spread_head
-from specactor_ray.benchmarks.gpu_check.report import Report, hardware_yaml, slug, tables
-from specactor_ray.benchmarks.gpu_check.rollouts import Batch, OracleProposer, measure_engine
-from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN, LARGE, ON_GPU, SMALL, TINY, Cell
-from specactor_ray.benchmarks.gpu_check.stages import OutOfTime, Stage, StageFunction, TooSlow, run_stages
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.bench.gpu_check import attention, triton_kernels, vllm
+from specactor_ray.bench.gpu_check.drafting import measure_drafting
+from specactor_ray.bench.gpu_check.flips import compare, measure_flips
+from specactor_ray.bench.gpu_check.forwards import StaticForward, measure_forwards
+from specactor_ray.bench.gpu_check.hardware import measure_hardware
+from specactor_ray.bench.gpu_check.models import ragged_model as made_model
+from specactor_ray.bench.gpu_check.models import random_model, spread_head
+from specactor_ray.bench.gpu_check.report import Report, hardware_yaml, slug, tables
+from specactor_ray.bench.gpu_check.rollouts import CellRequests, OracleProposer, measure_engine
+from specactor_ray.bench.gpu_check.settings import DRY_RUN, LARGE, ON_GPU, SMALL, TINY, Cell
+from specactor_ray.bench.gpu_check.stages import OutOfTime, Stage, StageFunction, TooSlow, run_stages
+from specactor_ray.core.console import make_console
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models import ragged_attention, ragged_model
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.observability.console import make_console
 from specactor_ray.target.hf import HfEngine
 from tests.by_name import ByName
 from tests.clocks import HandClock
@@ -328,7 +328,7 @@ def test_ways_of_drafting_are_compared_over_what_both_drafted(monkeypatch: pytes
 def test_batches_decode_alike_in_every_way_and_leave_the_engine_free() -> None:
     stage, cell = stage_of(), Cell(TINY, "float32", 4)
     engine = HfEngine(made_model(TINY, "float32", "cpu", 4 * 300), max_batch=4)
-    batch = Batch(stage, engine, cell, {"engine": "hf"})
+    batch = CellRequests(stage, engine, cell, {"engine": "hf"})
     for way in ("plain", "k=2", "auto"):
         assert "tokens/s" in batch.run(way)
     plain, fixed, auto = stage.entry["points"]
@@ -402,8 +402,8 @@ def test_a_report_refuses_files_that_exist(tmp_path: Path) -> None:
 )
 def test_it_needs_few_packages(missing: tuple[str, ...], code: int, said: str) -> None:
     modules = sorted((REPOSITORY / "specactor_ray/benchmarks/gpu_check").glob("[a-z]*.py"))
-    imports = "; ".join(f"import specactor_ray.benchmarks.gpu_check.{path.stem}" for path in modules)
-    started = "import runpy; runpy.run_module('specactor_ray.benchmarks.gpu_check', None, '__main__')"
+    imports = "; ".join(f"import specactor_ray.bench.gpu_check.{path.stem}" for path in modules)
+    started = "import runpy; runpy.run_module('specactor_ray.bench.gpu_check', None, '__main__')"
     run = started if code else imports
     program = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); {run}"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)

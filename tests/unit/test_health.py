@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specactor_ray.config.methods import BUILT_IN, Checkpoint, Traits
 from specactor_ray.draft.health import ENOUGH, Health, checksum, is_alarmed
-from specactor_ray.draft.proposer import Checkpoint, Traits
-from specactor_ray.draft.registry import BUILT_IN
 
 MODEL = Traits(checkpoint=Checkpoint.MODEL)
 

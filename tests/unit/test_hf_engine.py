@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.errors import InputError, ModelLoadError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import InputError, ModelLoadError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.models.wire import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest

@@ -11,7 +11,7 @@ from specactor_ray.config.drafting import draft_actors, inline_drafters
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.controller.seats import scale_refusal
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.rollout.planning import Devices, resolve_mode, settle
 from tests.tiny import tiny_draft, tiny_eagle
 from tests.unit.test_loops import EAGLE_LAYERS

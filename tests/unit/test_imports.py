@@ -38,8 +38,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("drafter_training",),
     ("queues",),
     ("cluster",),
-    ("controller.state",),
-    ("controller.decide",),
+    ("controller.reconcile",),
+    ("controller.reconcile",),
     ("loops",),
     ("draft.requests",),
     ("draft.loop",),
@@ -66,14 +66,14 @@ MAY_IMPORT = {
         "actors/trainer.py",
         "controller/start.py",
         "rollout/rollout.py",
-        "rollout/run.py",  # shows the cluster's resources
+        "runs/rollout.py",  # shows the cluster's resources
         "integrations/verl.py",
         "integrations/verl_server.py",
-        "training/trainer_group.py",
+        "trainer/trainer_group.py",
         "submission.py",
     ),
     "greenlet": ("simulation/kernel.py",),
-    "vllm": ("target/vllm_bridge.py", "target/vllm_worker.py", "benchmarks/vllm_peer.py"),
+    "vllm": ("target/vllm_bridge.py", "target/vllm_worker.py", "bench/vllm_peer.py"),
     "trl": ("integrations/trl.py",),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
@@ -90,8 +90,8 @@ MAY_IMPORT = {
         "drafter_training/",
         "actors/",
         "training/",
-        "benchmarks/side_by_side.py",
-        "benchmarks/vllm_peer.py",
+        "bench/side_by_side.py",
+        "bench/vllm_peer.py",
         "benchmarks/gpu_check/",
     ),
 }
@@ -134,7 +134,7 @@ def _is_for_type_checkers(node: ast.AST) -> bool:
 
 
 def part_of(module: str) -> str:
-    """`models` for `models.loading`, `controller.state` for itself: the longest part that has a layer."""
+    """`models` for `models.loading`, `controller.reconcile` for itself: the longest part that has a layer."""
     first, _, rest = module.partition(".")
     two = f"{first}.{rest.partition('.')[0]}"
     return two if two in LAYER_OF else first
@@ -216,10 +216,10 @@ def loaded_by(code: str) -> str:
 
 
 def specactor(*arguments: str) -> str:
-    """Code that runs the command line as `python -m specactor_ray.cli` does."""
+    """Code that runs the command line as `python -m specactor_ray.cli.main` does."""
     return (
         f"import runpy, sys; sys.argv = {['specactor', *arguments]!r}; "
-        "runpy.run_module('specactor_ray.cli', run_name='__main__')"
+        "runpy.run_module('specactor_ray.cli.main', run_name='__main__')"
     )
 
 

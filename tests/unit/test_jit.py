@@ -7,7 +7,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 KERNEL = """
-from specactor_ray.jit import kernel
+from specactor_ray.core.jit import kernel
 
 @kernel()
 def kind(value):
@@ -69,7 +69,7 @@ def test_one_of_the_processes_that_need_the_same_code_compiles_it(tmp_path: Path
 
 def test_code_is_stale_where_a_source_has_changed(tmp_path: Path) -> None:
     (tmp_path / "one_kernel.py").write_text(
-        "import parts\nfrom specactor_ray.jit import kernel\n"
+        "import parts\nfrom specactor_ray.core.jit import kernel\n"
         "@kernel(sources=[parts])\ndef value():\n    return parts.VALUE\n"
     )
     for value in ("1", "2.5"):

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from specactor_ray.messages import Finished, Progress, RequestStats, SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import Journal, JournalEntry
+from specactor_ray.transport.messages import Finished, Progress, RequestStats
 
 VERIFIERS = ("v-1#a", "v-1#b", "v-2#c")
 OUTPUT = tuple(range(100, 140))

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray import leftovers
+from specactor_ray.core import leftovers
 
 MAKE = """
 import sys
 from pathlib import Path
-from specactor_ray.leftovers import make_owned_folder
+from specactor_ray.core.leftovers import make_owned_folder
 folder = make_owned_folder("specactor-", sys.argv[1])
 (folder / "sub").mkdir()
 (folder / "sub" / "file").write_text("x")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specactor_ray import json_text
-from specactor_ray.errors import ModelLoadError
-from specactor_ray.files import cache_dir
+from specactor_ray.core import json_text
+from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.files import cache_dir
 from specactor_ray.models import builtin, loading
 from specactor_ray.models.cache import cached_dir
 

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import Checkpoint, Traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import loop as draft_loop
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer
@@ -26,19 +28,19 @@ from specactor_ray.draft.health import ENOUGH, checksum
 from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.proposer import Checkpoint, Proposer, Traits
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.slots import RowProposer
-from specactor_ray.messages import Features, Finished, Progress, SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.queues import inbox
-from specactor_ray.queues.link import Link, direct_sender
+from specactor_ray.plan.step_cost import StepCost
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.hf import HfEngine
+from specactor_ray.transport import inbox
+from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.messages import Features, Finished, Progress
 from specactor_ray.verify import racing
-from specactor_ray.verify.cost import StepCost
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.policy import Policy, Suspension
+from specactor_ray.verify.policy import DraftPolicy, Suspension
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
@@ -300,14 +302,14 @@ def test_races_and_reconfigurations_change_no_token(
     reorders."""
     monkeypatch.setattr(racing, "REVISE_EVERY", 1)
     monkeypatch.setattr(racing, "SWITCH_GAIN", -0.2)  # restless: whatever it has is never good enough
-    rng, choose = np.random.default_rng(7), Policy.choose
+    rng, choose = np.random.default_rng(7), DraftPolicy.choose
 
-    def whims(self: Policy, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def whims(self: DraftPolicy, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         seats, lengths = choose(self, rows)
         return seats, rng.integers(0, lengths, endpoint=True, dtype=np.int32)
 
-    monkeypatch.setattr(Policy, "choose", whims)
-    monkeypatch.setattr(Policy, "plan_rounds", lambda self, rows: int(rng.integers(0, 9)))
+    monkeypatch.setattr(DraftPolicy, "choose", whims)
+    monkeypatch.setattr(DraftPolicy, "plan_rounds", lambda self, rows: int(rng.integers(0, 9)))
     batch = requests(8, temperature)
     drafters = {name: proposer for name, proposer in {**proposers("all"), "liar": Liar()}.items() if name in names}
     faults = random.Random(len(names)) if lossy else None
@@ -416,7 +418,7 @@ def test_a_drafter_may_have_a_larger_window_than_the_others() -> None:
 def test_a_model_is_told_at_its_turn_what_happened_since(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message a step would fill its inbox while it does not pay, and it would have to read everything again."""
     turns = itertools.chain([4] * 4, [0] * (inbox.MOST_WAITING + 50), itertools.repeat(4))
-    monkeypatch.setattr(Policy, "plan_rounds", lambda self, rows: next(turns))
+    monkeypatch.setattr(DraftPolicy, "plan_rounds", lambda self, rows: next(turns))
     batch = requests(2, 1.0, max_tokens=400, ignore_eos=True)
     bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True)
     try:

@@ -9,7 +9,7 @@ import pytest
 
 from specactor_ray.cluster.calls import Calls, RayTransport
 from specactor_ray.config.load import from_mapping
-from specactor_ray.errors import ActorLostError
+from specactor_ray.core.errors import ActorLostError
 from specactor_ray.rollout.run_client import RunClient
 
 

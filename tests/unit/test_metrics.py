@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.cluster import metrics as exporting
-from specactor_ray.observability.metrics import METRICS, controller_rows, row
+from specactor_ray.core.metrics import METRICS, controller_rows, row
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 

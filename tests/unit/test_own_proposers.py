@@ -13,19 +13,21 @@ from rich.console import Console
 from specactor_ray.config.drafter_spec import WINDOW, drafter_specs
 from specactor_ray.config.drafting import is_hosted
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, SpeculationConfig, TargetConfig, VerifyPolicy
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.corpus import CorpusRecord
+from specactor_ray.distill.measuring import measure
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer, packed
-from specactor_ray.draft.registry import build_proposer, traits
-from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.drafter_training.measuring import measure
-from specactor_ray.errors import ConfigError
-from specactor_ray.messages import Finished, Progress, SamplingParams
-from specactor_ray.queues.link import Link, direct_sender
+from specactor_ray.draft.registry import build_proposer
 from specactor_ray.rollout.preflight import export_what_drafters_read
+from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.messages import Finished, Progress
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
@@ -170,7 +172,7 @@ def test_a_noisy_model_of_ones_own_is_measured_with_both_noises() -> None:
     batch = requests(2, 1.0)
     outputs = truth_of(batch)
     records = [
-        Record(index, one.prompt_token_ids, tuple(outputs[one.request_id]), one.sampling, "length")
+        CorpusRecord(index, one.prompt_token_ids, tuple(outputs[one.request_id]), one.sampling, "length")
         for index, one in enumerate(batch)
     ]
     corpus: Any = SimpleNamespace(held_out=lambda: {"heldout": records}, limits=SimpleNamespace(device="cpu"))

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.config.schema import ModeName
-from specactor_ray.errors import InputError
-from specactor_ray.speculation.costs import CostPoint, GridCost, cost_grids
-from specactor_ray.speculation.plan import Candidate, Load, Method, search_plan
-from specactor_ray.verify.tgs import geometric
+from specactor_ray.core.errors import InputError
+from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
+from specactor_ray.plan.plan import Candidate, Method, SliceLoad, search_plan
+from specactor_ray.plan.tgs import geometric
 
 PROBABILITIES = st.one_of(st.sampled_from([0.0, 1.0, 1e-300, 1 - 2**-53, 0.5]), st.floats(0.0, 1.0))
 
@@ -181,7 +181,7 @@ class TestSearch:
 
     def test_a_rollout_that_shrinks_is_predicted_slice_by_slice(self) -> None:
         problem = self.even(0.7)
-        slices = [Load(16, CONTEXT), Load(4, CONTEXT)]
+        slices = [SliceLoad(16, CONTEXT), SliceLoad(4, CONTEXT)]
         whole, shrinking = search_plan(**problem).chosen, search_plan(**problem, loads=lambda verifiers: slices).chosen
         few = search_plan(**{**problem, "requests": 4}, modes=[shrinking.mode])
         alone = next(one for one in few.predictions if layout_of(one) == layout_of(shrinking))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specactor_ray.errors import InputError, ModelLoadError
+from specactor_ray.core.errors import InputError, ModelLoadError
 from specactor_ray.models.loading import load_model, weight_shapes
 from specactor_ray.models.policy_weights import fitting_weights
 from specactor_ray.models.weight_buckets import pack_as_they_come, unpack

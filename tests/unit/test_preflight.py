@@ -9,7 +9,7 @@ from transformers import BartConfig, LlamaConfig
 
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
-from specactor_ray.errors import ConfigError, ModelLoadError
+from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.rollout import memory, preflight
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.target import vllm_version

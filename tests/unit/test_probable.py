@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.keyed import verify_arrays
 from specactor_ray.sampling.probable import most_probable
 from specactor_ray.sampling.rules import Rules

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.benchmarks.drafting_on_text import TextStream, measure_acceptance, seconds_per_token
-from specactor_ray.benchmarks.profile import default_devices, parse_axes, run_profile
-from specactor_ray.benchmarks.profile_process import measure_verify, record_outputs
+from specactor_ray.bench.drafting_on_text import TextStream, measure_acceptance, seconds_per_token
+from specactor_ray.bench.profile import default_devices, parse_axes, run_profile
+from specactor_ray.bench.profile_process import measure_verify, record_outputs
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.methods import Traits
 from specactor_ray.config.schema import Config, TargetConfig
-from specactor_ray.draft.proposer import Traits
+from specactor_ray.core.console import make_console
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.draft.registry import build_proposer
 from specactor_ray.draft.slots import RowProposer
-from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.messages import SamplingParams
-from specactor_ray.observability.console import make_console
 from specactor_ray.target.base import Drafts, TargetRequest
 from specactor_ray.target.hf import HfEngine
 from tests import tiny
@@ -51,7 +51,7 @@ def configuration(target: Path, **sections: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def recorded(engine: HfEngine, tiny_model_dir: Path) -> list[Record]:
+def recorded(engine: HfEngine, tiny_model_dir: Path) -> list[CorpusRecord]:
     config = configuration(tiny_model_dir, data={"n": 2})
     return record_outputs(engine, config, tiny.tiny_prompts(6), max_requests=9)
 
@@ -59,7 +59,7 @@ def recorded(engine: HfEngine, tiny_model_dir: Path) -> list[Record]:
 class TestAcceptance:
     @pytest.mark.parametrize("method", ["ngram", "draft_model"])
     def test_equal_to_what_a_target_accepts_step_by_step(
-        self, engine: HfEngine, recorded: list[Record], tiny_draft_model_dir: Path, method: str
+        self, engine: HfEngine, recorded: list[CorpusRecord], tiny_draft_model_dir: Path, method: str
     ) -> None:
         """Keyed sampling makes the recorded output the truth: no target is needed to measure a draft method."""
         model = str(tiny_draft_model_dir) if method == "draft_model" else None
@@ -88,7 +88,7 @@ class TestAcceptance:
         # An engine cuts the last tail by the token it adds itself.
         assert accepted <= found.accepted <= accepted + len(recorded)
 
-    def test_a_drafter_that_is_always_right_and_one_that_never_is(self, recorded: list[Record]) -> None:
+    def test_a_drafter_that_is_always_right_and_one_that_never_is(self, recorded: list[CorpusRecord]) -> None:
         oracle = Oracle({(*one.prompt_token_ids, one.sampling.seed): one.output_token_ids for one in recorded})
         assert set(measure_acceptance(oracle, recorded, WINDOW, batch=4).survival) == {1.0}
         wrong = Oracle({(*one.prompt_token_ids, one.sampling.seed): [9999] * 200 for one in recorded})
@@ -96,7 +96,7 @@ class TestAcceptance:
         assert not oracle.open_requests and oracle.finished == len(recorded)
 
     def test_a_step_at_the_end_of_an_output_tells_nothing_beyond_it(self) -> None:
-        one = Record(0, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100), "length")
+        one = CorpusRecord(0, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100), "length")
         oracle = Oracle({(1, 2, 0): [5, 6, 7, 8, 9]})
         assert measure_acceptance(oracle, [one], 8, batch=1).survival == (1.0, 1.0)
         with pytest.raises(InputError, match="no draft could be held against"):
@@ -104,8 +104,8 @@ class TestAcceptance:
 
     def test_greater_depths_are_never_right_more_often(self) -> None:
         """Of the first tokens of two outputs one is right; only that output has a second one, and it is right too."""
-        short = Record(0, (1, 2), (5, 6), SamplingParams(max_tokens=100, seed=1), "length")
-        long = Record(1, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100, seed=2), "length")
+        short = CorpusRecord(0, (1, 2), (5, 6), SamplingParams(max_tokens=100, seed=1), "length")
+        long = CorpusRecord(1, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100, seed=2), "length")
         oracle = Oracle({(1, 2, 1): [5, 9], (1, 2, 2): [5, 6, 7]})
         assert measure_acceptance(oracle, [short, long], 8, batch=1).survival == (0.5, 0.5)
 
@@ -138,14 +138,14 @@ class Oracle(RowProposer):
 
 
 class TestCosts:
-    def test_samples_are_recorded_in_the_order_of_the_prompts(self, recorded: list[Record]) -> None:
+    def test_samples_are_recorded_in_the_order_of_the_prompts(self, recorded: list[CorpusRecord]) -> None:
         assert len(recorded) == 9
         assert recorded[0].prompt_token_ids == recorded[1].prompt_token_ids != recorded[2].prompt_token_ids
         assert len({one.sampling.seed for one in recorded}) == 9
         assert all(0 < len(one.output_token_ids) <= 24 for one in recorded)
 
     def test_every_point_of_the_grid_is_measured_and_the_engine_is_left_empty(
-        self, engine: HfEngine, recorded: list[Record]
+        self, engine: HfEngine, recorded: list[CorpusRecord]
     ) -> None:
         axes = parse_axes([4, 1], [2, 1], [16, 64], 2)
         points = measure_verify(engine, TextStream(recorded), recorded[0].sampling, 1, axes, lambda text: None)
@@ -155,7 +155,7 @@ class TestCosts:
         assert all(point.seconds > 0.0 for point in points)
         assert not engine.has_work() and not len(engine.decoding())
 
-    def test_exported_features_reach_the_proposer_with_their_tokens(self, recorded: list[Record]) -> None:
+    def test_exported_features_reach_the_proposer_with_their_tokens(self, recorded: list[CorpusRecord]) -> None:
         """Each position's state once, in order, up to the one that predicted the newest committed token."""
         with_states = [replace(r, states=np.arange(r.num_tokens - 1.0)[:, None]) for r in recorded]
         oracle = Oracle({(*one.prompt_token_ids, one.sampling.seed): one.output_token_ids for one in recorded})
@@ -167,7 +167,9 @@ class TestCosts:
             assert together == list(range(len(one.prompt_token_ids) + len(one.output_token_ids) - 1))
             assert all(states[0] == begin for begin, states in spans)
 
-    def test_a_cache_too_small_to_draft_is_refused(self, recorded: list[Record], tiny_draft_model_dir: Path) -> None:
+    def test_a_cache_too_small_to_draft_is_refused(
+        self, recorded: list[CorpusRecord], tiny_draft_model_dir: Path
+    ) -> None:
         """Otherwise the time of doing nothing would pass for the cost of drafting."""
         drafter = DrafterSpec("draft_model", model=str(tiny_draft_model_dir), kv_cache_gb=0.05, max_batch=8)
         text, endless = TextStream(recorded), SamplingParams(max_tokens=1000)
@@ -215,5 +217,5 @@ class TestRefused:
 
 def specactor(folder: Path, *arguments: str) -> Any:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "specactor_ray.cli", *arguments]
+    command = [sys.executable, "-m", "specactor_ray.cli.main", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=env)

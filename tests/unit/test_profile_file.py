@@ -12,18 +12,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from specactor_ray import cli
+from specactor_ray.cli import main as cli
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.config.validate import validate
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.files import write_json
+from specactor_ray.core.environment import hardware, versions
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.files import write_json
 from specactor_ray.models.identity import method_identity, model_identity
-from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.plan.costs import CostPoint
+from specactor_ray.plan.plan import ALL_MODES
+from specactor_ray.plan.profile import KIND, SCHEMA, load_profile
 from specactor_ray.rollout.planning import _devices_of, apply_plan, as_decoupled, make_plan, requests_of, resolve_plan
-from specactor_ray.speculation.costs import CostPoint
-from specactor_ray.speculation.plan import ALL_MODES
-from specactor_ray.speculation.profile import KIND, SCHEMA, load_profile
 
 WINDOWS, CONTEXTS, BATCHES, CORES = (0, 1, 4), (32, 256), (1, 8), (1, 2)
 

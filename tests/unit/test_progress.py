@@ -9,14 +9,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from specactor_ray.observability.heartbeat import Heartbeat, elapsed
-from specactor_ray.observability.phase_progress import (
-    PhaseProgress,
-    ProgressState,
-    figures,
-    rollout_progress,
-    show_tokens,
-)
+from specactor_ray.core.heartbeat import Heartbeat, elapsed
+from specactor_ray.core.phase_progress import PhaseProgress, ProgressState, figures, rollout_progress, show_tokens
 
 
 @pytest.mark.parametrize(("first", "rate", "left"), [(0, "20.0", "0:40"), (500, "20.0", "0:15")])
@@ -66,7 +60,7 @@ class TestRollout:
         assert "failed" not in figures(ProgressState(tokens=10), 1.0)
 
     def test_a_state_that_cannot_be_read_ends_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("specactor_ray.observability.phase_progress._POLL_S", 0.001)
+        monkeypatch.setattr("specactor_ray.core.phase_progress._POLL_S", 0.001)
         reads, twice = list[int](), threading.Event()
 
         def read() -> ProgressState:

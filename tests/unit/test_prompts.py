@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from specactor_ray.errors import InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import encode_prompt, encode_prompts, read_prompts
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.sampling.seeds import derive_seed

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.benchmarks.gpu_check.rollouts import OracleProposer
+from specactor_ray.bench.gpu_check.rollouts import OracleProposer
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.draft.slots import RowProposer, SlotProposer
-from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
 from specactor_ray.simulation.world import World
+from specactor_ray.transport.messages import Features
 from tests import own_proposers as own
 from tests.tiny import tiny_draft
 from tests.unit.test_loops import eagle, ragged

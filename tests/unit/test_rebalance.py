@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.rollout.rebalance import (
-    MAX_MOVES,
-    Move,
-    RunningRequest,
-    expected_remaining,
-    gain,
-    plan_moves,
-)
+from specactor_ray.rollout.rebalance import MAX_MOVES, Move, RunningRequest, expected_remaining, gain, plan_moves
 
 VERIFIERS = ("a", "b", "c", "d")
 Placed = dict[str, list[RunningRequest]]

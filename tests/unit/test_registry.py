@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.registry import build_proposer
-from specactor_ray.errors import ConfigError
 
 
 @pytest.mark.parametrize(

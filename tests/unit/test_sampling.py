@@ -17,16 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from specactor_ray.errors import InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import numba as kernels
 from specactor_ray.sampling import torch as torch_kernels
-from specactor_ray.sampling.keyed import (
-    SamplingError,
-    gumbel_noise,
-    sample_rows,
-    verify_arrays,
-)
+from specactor_ray.sampling.keyed import SamplingError, gumbel_noise, sample_rows, verify_arrays
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.sampling.seeds import derive_seed
 from tests.tails import Verified, verify_tails
@@ -244,7 +239,7 @@ def test_shared_noise_makes_drafter_and_target_agree(noise_of_drafter):
 
 PROBE = """
 import hashlib, torch
-from specactor_ray.messages import SamplingParams
+from specactor_ray.transport.messages import SamplingParams
 from specactor_ray.sampling.keyed import gumbel_noise, sample_rows
 from specactor_ray.sampling.seeds import derive_seed
 logits = torch.linspace(-3, 3, 3000).sin().mul(4).expand(64, -1)

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.errors import InputError
-from specactor_ray.messages import Progress, SamplingParams
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.journal import RECORD, Journal, JournalEntry
 from specactor_ray.rollout.stops import StopFinder, StopTexts
 from specactor_ray.rollout.trajectory import trajectory_of
+from specactor_ray.transport.messages import Progress
 from tests.tiny import tiny_target
 
 

@@ -16,8 +16,8 @@ import ray
 from ray._private.runtime_env.packaging import create_package
 from rich.console import Console
 
-from specactor_ray.errors import InputError
-from specactor_ray.submission import _default_address, read_runtime_env, submit
+from specactor_ray.cluster.submission import _default_address, read_runtime_env, submit
+from specactor_ray.core.errors import InputError
 
 SECRETS = (
     *(".env", ".env.local", "prod.env", ".netrc", ".pypirc", ".git-credentials", "server.pem", "deploy.key"),

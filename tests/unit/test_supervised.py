@@ -9,7 +9,7 @@ import pytest
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.processes import ProcessFacts
 from specactor_ray.cluster.supervised import Errand, SupervisedActor, stop_in_order
-from specactor_ray.errors import (
+from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
     CallTimeoutError,

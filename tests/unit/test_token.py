@@ -18,11 +18,11 @@ from ray.core.generated import gcs_service_pb2
 
 from specactor_ray.cluster import token as tokens
 from specactor_ray.cluster.connection import connect
+from specactor_ray.cluster.submission import submit
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.errors import ClusterError
-from specactor_ray.leftovers import make_owned_folder
+from specactor_ray.core.errors import ClusterError
+from specactor_ray.core.leftovers import make_owned_folder
 from specactor_ray.rollout.attach import status_of_run
-from specactor_ray.submission import submit
 
 SECRET = "5eedfeed" * 8
 OTHER_USER = 54321

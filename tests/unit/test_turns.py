@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.rollout.turns import ChatTurns

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.errors import InputError, UnavailableError
+from specactor_ray.core.errors import InputError, UnavailableError
 from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
 
 

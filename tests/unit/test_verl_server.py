@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.integrations.verl_server import Limits, Seeds, configuration, require_supported
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.integrations.verl_server import ReplicaLimits, Seeds, configuration, require_supported
 
-LIMITS = Limits(prompt_length=8, response_length=16, max_model_len=32, ignore_eos=False)
+LIMITS = ReplicaLimits(prompt_length=8, response_length=16, max_model_len=32, ignore_eos=False)
 ROLLOUT: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,

@@ -11,7 +11,7 @@ import pytest
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB
 from specactor_ray.rollout.preflight import require_parts

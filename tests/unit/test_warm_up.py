@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 from specactor_ray.simulation.comparison import simulate_variant
-from specactor_ray.messages import Branches, TailBatch
-from specactor_ray.queues import inbox
+from specactor_ray.transport.messages import Branches, TailBatch
+from specactor_ray.transport import inbox
 from specactor_ray.verify import _kernels
 from specactor_ray.verify.table import RequestTable
 from specactor_ray.verify.drafting import warm_up

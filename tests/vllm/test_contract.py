@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specactor_ray.config.engine_arguments import REFUSED, SET_BY_KEYS
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.target.vllm_bridge import CoreSettings, _engine_arguments
 from specactor_ray.target.vllm_graphs import capture_sizes
 from specactor_ray.target.vllm_version import TESTED_VERSIONS, require_engine_arguments, require_vllm

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from specactor_ray.benchmarks.gpu_check import vllm
-from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN
-from specactor_ray.benchmarks.gpu_check.stages import Stage
+from specactor_ray.bench.gpu_check import vllm
+from specactor_ray.bench.gpu_check.settings import DRY_RUN
+from specactor_ray.bench.gpu_check.stages import Stage
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.slow, pytest.mark.timeout(500)]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specactor_ray.benchmarks.peers import measure_peers
+from specactor_ray.bench.peers import measure_peers
 from specactor_ray.config.load import from_mapping
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.draft.eagle.head import EagleHead
-from specactor_ray.messages import SamplingParams
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target, tiny_vllm_target
 from tests.vllm import needs_vllm
 

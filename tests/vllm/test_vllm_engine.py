@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray.errors import InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_eos_token_ids
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.wire import from_wire

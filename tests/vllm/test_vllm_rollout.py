@@ -14,7 +14,7 @@ import ray
 
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.rollout import Rollout
 from tests.exact_distribution import assert_sampled_from
 from tests.plain_decoding import plain_tokens

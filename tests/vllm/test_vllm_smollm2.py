@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
 from specactor_ray.target.base import TargetRequest

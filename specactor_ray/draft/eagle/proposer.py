@@ -19,18 +19,18 @@ import numpy as np
 import torch
 
 from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import BUILT_IN
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.ragged import places
 from specactor_ray.draft.branches import MAIN, Chains
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.footprint import head_text
 from specactor_ray.draft.model_proposer import ModelProposer
-from specactor_ray.draft.registry import BUILT_IN
-from specactor_ray.messages import Features
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.ragged_attention import to_device
 from specactor_ray.models.wire import from_wire
-from specactor_ray.ragged import places
+from specactor_ray.transport.messages import Features
 
 
 class EagleProposer(ModelProposer):

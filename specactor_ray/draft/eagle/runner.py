@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.draft.eagle.head import EagleHead
-from specactor_ray.errors import ModelLoadError
 from specactor_ray.models.cpu_layers import fuse
 from specactor_ray.models.packed_linear import assign_weights, can_pack, pack_linears
 from specactor_ray.models.paged_cache import LayerShape, PagedCache

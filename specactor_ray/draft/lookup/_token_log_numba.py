@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specactor_ray.core.jit import kernel
 from specactor_ray.draft import _mirror_numba
 from specactor_ray.draft._mirror_numba import Lines
-from specactor_ray.jit import kernel
 from specactor_ray.sampling import numba as sampling_numba
 from specactor_ray.sampling.numba import keyed_gumbel
 

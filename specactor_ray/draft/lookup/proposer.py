@@ -18,12 +18,12 @@ from zlib import crc32
 
 import numpy as np
 
+from specactor_ray.config.methods import BUILT_IN
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.draft.lookup import _token_log_numba as kernels
 from specactor_ray.draft.lookup.token_log import TokenLog
-from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.draft.slots import SlotProposer
-from specactor_ray.messages import FinishedOutput
+from specactor_ray.transport.messages import FinishedOutput
 
 
 class LookupProposer(SlotProposer):

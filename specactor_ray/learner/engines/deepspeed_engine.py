@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
-from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.learner.batching import MicroBatch
 from specactor_ray.learner.engines.torch_engine import autocast, parameter_groups
-from specactor_ray.learner.policy import Policy, TokenScores
-from specactor_ray.learner.saving import PartWriter, Progress
+from specactor_ray.learner.policy import PolicyModel, TokenScores
+from specactor_ray.learner.saving import PartWriter, WorkCounter
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
@@ -97,15 +97,15 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PolicyModel,
         config: TrainerConfig,
         rendezvous: Rendezvous,
         device: torch.device,
-        progress: Progress | None = None,
+        progress: WorkCounter | None = None,
     ) -> None:
         import deepspeed
 
-        self._progress = progress if progress is not None else Progress()
+        self._progress = progress if progress is not None else WorkCounter()
         self.rank, self.world_size, self.device = rendezvous.rank, rendezvous.world_size, device
         self._config, self._stage = config, config.zero_stage
         self.policy = policy

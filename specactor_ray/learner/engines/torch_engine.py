@@ -12,8 +12,8 @@ import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.learner.batching import MicroBatch
-from specactor_ray.learner.policy import Policy, TokenScores
-from specactor_ray.learner.saving import PartWriter, Progress
+from specactor_ray.learner.policy import PolicyModel, TokenScores
+from specactor_ray.learner.saving import PartWriter, WorkCounter
 
 _STATE_FILE = "optimizer.pt"
 
@@ -28,9 +28,9 @@ class TorchEngine:
 
     rank, world_size = 0, 1
 
-    def __init__(self, policy: Policy, config: TrainerConfig, progress: Progress | None = None) -> None:
+    def __init__(self, policy: PolicyModel, config: TrainerConfig, progress: WorkCounter | None = None) -> None:
         self.policy, self._config = policy, config
-        self._progress = progress if progress is not None else Progress()
+        self._progress = progress if progress is not None else WorkCounter()
         self.device = next(policy.parameters()).device
         self._optimizer = torch.optim.AdamW(
             parameter_groups(policy, config.weight_decay),

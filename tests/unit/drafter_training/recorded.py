@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.drafter_training.corpus import Record, RecordStore, RolloutRequest, collect
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.corpus import CorpusRecord, RecordStore, RolloutRequest, collect
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.target.hf import HfEngine
@@ -33,7 +33,7 @@ def requests(n: int, seed: int, temperature: float = 1.0, max_tokens: int = 40) 
 
 
 @functools.cache
-def recorded(part: str) -> tuple[list[Record], RecordStore]:
+def recorded(part: str) -> tuple[list[CorpusRecord], RecordStore]:
     """`train` (80 rollouts), `heldout` (20) and `greedy` (8), with the states of a head's layers."""
     folder = Path(tempfile.mkdtemp(prefix="specactor-test-corpus-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

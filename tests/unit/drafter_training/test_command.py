@@ -16,17 +16,17 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from specactor_ray import cli
+from specactor_ray.cli import main as cli
+from specactor_ray.cli.train_drafter import TrainPaths, train_drafter
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.errors import InputError
+from specactor_ray.distill.measuring import drafter_of
+from specactor_ray.distill.recipe import CorpusRecipe, TrainRecipe
+from specactor_ray.distill.rollouts import EngineLimits, split_prompts
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.registry import build_proposer
-from specactor_ray.drafter_training.command import TrainPaths, train_drafter
-from specactor_ray.drafter_training.measuring import drafter_of
-from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
-from specactor_ray.drafter_training.rollouts import EngineLimits, split_prompts
-from specactor_ray.errors import InputError
 from specactor_ray.models.loading import load_tokenizer
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specactor_ray.drafter_training.corpus import RecordStore, claim_corpus, collect
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
+from specactor_ray.distill.corpus import RecordStore, claim_corpus, collect
 from specactor_ray.models.loading import load_model
 from tests.tiny import tiny_target
 from tests.unit.drafter_training.recorded import make_engine, recorded, requests

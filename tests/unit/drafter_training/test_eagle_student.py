@@ -7,18 +7,18 @@ import torch
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.errors import InputError
+from specactor_ray.distill.corpus import CorpusRecord, RecordStore, collect
+from specactor_ray.distill.eagle_student import Batch, EagleStudent, reject_foreign_layers
+from specactor_ray.distill.evaluation import replay
+from specactor_ray.distill.measuring import head_config
+from specactor_ray.distill.recipe import CorpusRecipe, TrainRecipe
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.registry import build_proposer
-from specactor_ray.drafter_training.corpus import Record, RecordStore, collect
-from specactor_ray.drafter_training.eagle_student import Batch, EagleStudent, reject_foreign_layers
-from specactor_ray.drafter_training.evaluation import replay
-from specactor_ray.drafter_training.measuring import head_config
-from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
-from specactor_ray.errors import InputError
-from specactor_ray.messages import Features
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
+from specactor_ray.transport.messages import Features
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.drafter_training.recorded import make_engine, requests
@@ -42,7 +42,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> RecordStore:
     return store
 
 
-def load(store: RecordStore, records: list[Record]) -> Batch:
+def load(store: RecordStore, records: list[CorpusRecord]) -> Batch:
     return [(record, store.states(record.index)) for record in records]
 
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.corpus import CorpusRecord
+from specactor_ray.distill.evaluation import AcceptanceCounts, replay
 from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.drafter_training.evaluation import AcceptanceCounts, replay
-from specactor_ray.messages import SamplingParams
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.target.base import Drafts, TargetRequest
@@ -40,7 +40,9 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
 }
 
 
-def coupled(engine: HfEngine, proposer: ByName, record: Record, window: int) -> tuple[list[int], AcceptanceCounts]:
+def coupled(
+    engine: HfEngine, proposer: ByName, record: CorpusRecord, window: int
+) -> tuple[list[int], AcceptanceCounts]:
     """Real coupled decoding of one request: draft from the newest commit, verify all of it, commit."""
     counts, request_id = AcceptanceCounts(window), "real"
     tokens: list[int] = []
@@ -128,7 +130,7 @@ def test_a_perfect_drafter_and_none_at_all() -> None:
         def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> range:
             return range(len(output), len(output) + room)
 
-    record = Record(0, (100, 101), tuple(range(21)), SamplingParams(max_tokens=21), "length")
+    record = CorpusRecord(0, (100, 101), tuple(range(21)), SamplingParams(max_tokens=21), "length")
     perfect = replay(Oracle(SimpleNamespace(window=4)), [record], 4)
     assert (perfect.steps, perfect.committed, perfect.by_position) == (4, 20, [1.0] * 4)
     nothing = replay(NgramProposer(), [record], 4)

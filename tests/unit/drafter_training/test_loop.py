@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray.drafter_training.eagle_student import EagleStudent
-from specactor_ray.drafter_training.loop import CHECKPOINT_FILE, LoopProgress, TrainLoop, learning_rate
-from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
+from specactor_ray.distill.eagle_student import EagleStudent
+from specactor_ray.distill.loop import CHECKPOINT_FILE, LoopProgress, TrainLoop, learning_rate
+from specactor_ray.distill.recipe import CorpusRecipe, TrainRecipe
 from tests.tiny import tiny_target
 from tests.unit.drafter_training.recorded import recorded
 

@@ -16,19 +16,20 @@ from hypothesis import strategies as st
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.online import OnlineConfig
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.eagle import EagleExample, expected_counts, make_batch, new_head
+from specactor_ray.distill.eagle_unroll import unroll_loss
+from specactor_ray.distill.online import EagleLearner, choose_samples, load_learner
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.registry import build_proposer
-from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, new_head
-from specactor_ray.drafter_training.eagle_unroll import unroll_loss
-from specactor_ray.drafter_training.online import EagleLearner, choose_samples, load_learner
-from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.wire import from_wire, to_wire
+from specactor_ray.transport.messages import Features
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.drafter_training.recorded import make_engine

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.drafter_training.loop import batches_of_epoch
-from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe, check
-from specactor_ray.errors import InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.corpus import CorpusRecord
+from specactor_ray.distill.loop import batches_of_epoch
+from specactor_ray.distill.recipe import CorpusRecipe, TrainRecipe, check
 
 RECIPE = TrainRecipe(CorpusRecipe("target"))
 
@@ -45,7 +45,7 @@ def test_what_cannot_be_trained_is_refused(changes: dict[str, Any], problem: str
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 200), st.integers(0, 5), st.integers(0, 3))
 def test_every_record_is_in_one_batch_of_an_epoch(lengths: list[int], most: int, seed: int, epoch: int) -> None:
-    records = [Record(i, (1,), (2,) * length, SamplingParams(), "stop") for i, length in enumerate(lengths)]
+    records = [CorpusRecord(i, (1,), (2,) * length, SamplingParams(), "stop") for i, length in enumerate(lengths)]
     batches = batches_of_epoch(records, most, seed, epoch)
     assert sorted(i for batch in batches for i in batch) == list(range(len(records)))
     for batch in batches:

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.messages import NO_BRANCHES, Branches, CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
-from specactor_ray.queues import inbox
-from specactor_ray.queues.inbox import MOST_MALFORMED, MOST_WAITING, UNKNOWN
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.transport import inbox
+from specactor_ray.transport.inbox import MOST_MALFORMED, MOST_WAITING, UNKNOWN
+from specactor_ray.transport.messages import NO_BRANCHES, Branches, CommitBatch, DraftOpen, Features, TailBatch
 from specactor_ray.verify.table import RequestTable
 from tests.unit.verify.tables import ints, request
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from specactor_ray.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, RemoteError
-from specactor_ray.queues.link import Link, direct_sender
+from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, RemoteError
+from specactor_ray.transport.link import Link, direct_sender
 from tests.clocks import HandClock
 
 CALM = {"failed": "", "retries": 0, "rejected": 0}

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 
-from specactor_ray.clock import SYSTEM
 from specactor_ray.config.schema import Config
-from specactor_ray.errors import OverloadedError, SpecActorError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.errors import OverloadedError, SpecActorError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.metrics import RolloutMetrics

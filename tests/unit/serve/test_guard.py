@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.serve.guard import is_loopback
 from specactor_ray.serve.key import read_key
 from specactor_ray.serve.service import Limits

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specactor_ray.errors import ActorLostError
+from specactor_ray.core.errors import ActorLostError
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.service import Service
 from tests.unit.serve.scripted import ScriptedEngine, client_of, make_service

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.serve.parameters import wanted_of
 from specactor_ray.serve.refusal import Refusal
 

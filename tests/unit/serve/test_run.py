@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from specactor_ray.errors import InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.serve.run import listen, listening_socket, url_of
 
 HOST = "127.0.0.1"

@@ -16,10 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from specactor_ray.cli import app
-from specactor_ray.errors import ConfigError, InputError, SpecActorError
-from specactor_ray.observability.phase_progress import PhaseProgress
-from specactor_ray.observability.scenario_report import (
+from specactor_ray.cli.main import app
+from specactor_ray.cli.scenario_report import (
     chrome_trace,
     phase_seconds,
     running_over_time,
@@ -31,6 +29,8 @@ from specactor_ray.observability.scenario_report import (
     write_plots,
     write_sweep_plot,
 )
+from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
+from specactor_ray.core.phase_progress import PhaseProgress
 from specactor_ray.simulation.comparison import (
     Sweep,
     build_report,

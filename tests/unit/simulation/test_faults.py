@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.controller.state import Policy, VerifierSpec
+from specactor_ray.actors.specs import VerifierSpec
+from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.host import SimulatedHost
 from specactor_ray.simulation.network import VirtualActor
@@ -92,7 +93,7 @@ def test_a_start_whose_verifiers_die_again_and_again_fails(monkeypatch: pytest.M
     simulation.kernel.at(4.0, kill)
     report = simulation.run()
     assert "verifier-0" in report.violations[-1]
-    assert len(killed) == Policy().max_start_failures
+    assert len(killed) == ReplacementLimits().max_start_failures
 
 
 @pytest.mark.parametrize("kind", [*OF_TRAINING, "kill controller", "kill verifier", "bad links"])

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.errors import ConfigError, InputError, UserError
+from specactor_ray.core.errors import ConfigError, InputError, UserError
+from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.simulation.hardware import MeasuredHardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import SHIPPED, load_models, shipped_hardware
-from specactor_ray.speculation.costs import CostPoint, GridCost, cost_grids
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup.proposer import NgramProposer
-from specactor_ray.errors import InputError
-from specactor_ray.messages import SamplingParams, TailBatch
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.network import Network, Node, VirtualActor, payload_bytes
@@ -27,6 +27,7 @@ from specactor_ray.simulation.text import guesses as first_candidates
 from specactor_ray.simulation.workload import draw_lengths, load_recording
 from specactor_ray.simulation.world import DraftTime, LinearTime, MeasuredPython, PythonTime, World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult, TargetRequest
+from specactor_ray.transport.messages import TailBatch
 from tests.unit.engine_conformance import Driver, EngineConformance
 
 LENGTH, REQUESTS = 640, 200

@@ -11,13 +11,13 @@ import pytest
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.supervised import SupervisedActor
 from specactor_ray.controller.controller import Controller
-from specactor_ray.controller.state import Remove
+from specactor_ray.controller.reconcile import Remove
 from specactor_ray.controller.weights import WeightNews
-from specactor_ray.errors import SpecActorError
-from specactor_ray.messages import WeightSet
-from specactor_ray.queues.events import EventQueue
+from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.quarantine import Quarantine
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
+from specactor_ray.transport.events import EventQueue
+from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify.requests import Requests
 from tests.faults.injector import FaultPlan
 from tests.faults.run import FaultScenario, simulate

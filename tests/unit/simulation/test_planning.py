@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specactor_ray.cli import app
+from specactor_ray.cli.main import app
 from specactor_ray.config.schema import ModeName
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.simulation.planning import plan_scenario
 from specactor_ray.simulation.scenario import load_scenario
 

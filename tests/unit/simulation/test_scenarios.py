@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.config.schema import ModeName
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.simulation.scenario import ScenarioConfig, load_scenario, variant_of
 from tests.unit.simulation.scenarios import SMALL, write_scenario
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from specactor_ray.actors.specs import Phase
 from specactor_ray.controller import controller
-from specactor_ray.controller.state import Phase, Policy
-from specactor_ray.errors import ClusterError, ModelLoadError, SpecActorError, UserError
+from specactor_ray.controller.reconcile import ReplacementLimits
+from specactor_ray.core.errors import ClusterError, ModelLoadError, SpecActorError, UserError
 from specactor_ray.simulation.host import SimulatedHost
 from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.run import VirtualRun
@@ -150,7 +151,7 @@ def test_actors_that_are_killed_again_and_again_end_the_start_which_is_not_the_u
     error = start.play()
     assert error is not None and not isinstance(error, UserError)
     assert f"{killed[-1]} did not" in str(error) and "failure 4 in a row" in str(error)
-    assert len(killed) == Policy().max_start_failures
+    assert len(killed) == ReplacementLimits().max_start_failures
 
 
 def test_an_actor_whose_model_cannot_be_loaded_ends_the_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

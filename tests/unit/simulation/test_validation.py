@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specactor_ray.cli import app
+from specactor_ray.cli.main import app
 from specactor_ray.config.load import from_mapping
-from specactor_ray.errors import ConfigError
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.simulation.validation import Point, accuracy_of, median_round, variants_of
 
 CONFIG = from_mapping({"drafters": [{"method": "ngram", "hosted": False}, {"method": "draft_model", "model": "m"}]})

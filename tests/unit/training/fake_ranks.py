@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specactor_ray.clock import SystemClock
-from specactor_ray.errors import SpecActorError
+from specactor_ray.core.clock import SystemClock
+from specactor_ray.core.errors import SpecActorError
 from tests.hand_transport import LocalObjects
 
 NEVER = float("inf")

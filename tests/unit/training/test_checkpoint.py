@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.errors import InputError
-from specactor_ray.json_text import MOST_BYTES
-from specactor_ray.training.checkpoint import (
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.json_text import MOST_BYTES
+from specactor_ray.runs.checkpoint import (
     CheckpointStore,
     TrainState,
     find_damage,
@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from specactor_ray.training.checkpoint import CheckpointStore, TrainState
+from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 store = CheckpointStore(Path({str(tmp_path)!r}), 1, False)
 def write(size):
     def fill(folder):

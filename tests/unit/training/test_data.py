@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.training.data import TaskOrder, TaskStream, open_source
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.trainer.data import TaskOrder, TaskStream, open_source
 
 
 def write(path: Path, rows: list) -> str:

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.training.drafter_watchdog import DrafterWatchdog
+from specactor_ray.trainer.drafter_watchdog import DrafterWatchdog
 
 
 def step(rng: random.Random, rate: float, drafted: int = 1000) -> dict[str, tuple[int, int]]:

@@ -12,23 +12,23 @@ import pytest
 
 from specactor_ray.config import load_config
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig, RewardFunctionConfig
-from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.rollout.prompts import read_jsonl
-from specactor_ray.training.data import Task
-from specactor_ray.training.environment import Reply, Turn
-from specactor_ray.training.environment_work import (
+from specactor_ray.runs.settings import settings_of
+from specactor_ray.trainer.data import Task
+from specactor_ray.trainer.environment import Reply, Turn
+from specactor_ray.trainer.environment_work import (
     Close,
     EnvironmentWork,
     Reset,
-    Step,
+    TurnStep,
     find_environment,
     make_environment,
 )
-from specactor_ray.training.rewards import RewardSample, Scorer
-from specactor_ray.training.run_settings import settings_of
-from specactor_ray.training.setup import checked_tasks, prepare
-from specactor_ray.training.shipped_environments import Calculator, Retry, evaluate
-from specactor_ray.training.worker_process import answer
+from specactor_ray.trainer.rewards import RewardSample, Scorer
+from specactor_ray.trainer.setup import checked_tasks, prepare
+from specactor_ray.trainer.shipped_environments import Calculator, Retry, evaluate
+from specactor_ray.trainer.worker_process import answer
 from tests.environments import BAD_REPLIES
 from tests.tiny import tiny_target
 
@@ -127,8 +127,8 @@ def ask(name: str, *requests: Any, options: dict[str, Any] | None = None) -> tup
     return outcome
 
 
-def step(state: bytes, text: str, number: int = 0) -> Step:
-    return Step(state, RewardSample("p", text, "7", finish_reason="stop"), (1, 2), number, False)
+def step(state: bytes, text: str, number: int = 0) -> TurnStep:
+    return TurnStep(state, RewardSample("p", text, "7", finish_reason="stop"), (1, 2), number, False)
 
 
 def test_an_instance_is_kept_between_its_steps() -> None:
@@ -153,7 +153,7 @@ def test_turns_are_scored_by_the_reward_functions() -> None:
     assert ask("retry", step(state, "it is 7"))[0][1] == Reply([], 1.0, True)
     (state, reply), _ = ask("retry", step(state, "it is 8"))
     assert not reply.done
-    nothing = Step(state, RewardSample("p", "8", None), (1,), 1, False)
+    nothing = TurnStep(state, RewardSample("p", "8", None), (1,), 1, False)
     assert "no reference answer" in ask("retry", nothing)[1]
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.learner.recipe import make_recipe
-from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.training.data import Task, TaskOrder, TaskStream
-from specactor_ray.training.experience import Experience, ExperienceMaker
-from specactor_ray.training.reward_runner import Scores
-from specactor_ray.training.rewards import RewardSample, RewardWork
-from specactor_ray.training.worker_process import answer
+from specactor_ray.trainer.data import Task, TaskOrder, TaskStream
+from specactor_ray.trainer.experience import Experience, ExperienceMaker
+from specactor_ray.trainer.reward_runner import Scores
+from specactor_ray.trainer.rewards import RewardSample, RewardWork
+from specactor_ray.trainer.worker_process import answer
 
 RAISES = "tests.reward_functions:number_or_raises"
 

@@ -12,17 +12,18 @@ import pytest
 from rich.console import Console
 
 from specactor_ray.config import Config
-from specactor_ray.errors import SpecActorError
-from specactor_ray.messages import RequestStats, SamplingParams
-from specactor_ray.observability.training_display import TrainingDisplay
-from specactor_ray.observability.training_report import write_report
+from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.training.checkpoint import CheckpointStore, TrainState
-from specactor_ray.training.experience import Experience
-from specactor_ray.training.record import StepRecorder, _totals
-from specactor_ray.training.run_folder import TrainingRun
-from specactor_ray.training.tracking import numbers
+from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
+from specactor_ray.runs.folder import TrainingRun
+from specactor_ray.trainer.display import TrainingDisplay
+from specactor_ray.trainer.experience import Experience
+from specactor_ray.trainer.record import StepRecorder, _totals
+from specactor_ray.trainer.report import write_report
+from specactor_ray.trainer.tracking import numbers
+from specactor_ray.transport.messages import RequestStats
 
 
 def record(step: int, by_method: dict[str, list[int]]) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import pytest
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
 from specactor_ray.config.validate_training import validate_training
-from specactor_ray.errors import ConfigError
-from specactor_ray.training import worker_process
-from specactor_ray.training.rewards import REWARDS, RewardSample, RewardWork, Scorer, extract_answer, find_reward
-from specactor_ray.training.worker_process import Outcome
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.trainer import worker_process
+from specactor_ray.trainer.rewards import REWARDS, RewardSample, RewardWork, Scorer, extract_answer, find_reward
+from specactor_ray.trainer.worker_process import Outcome
 
 EXPENSIVE = (
     "9^{9^{9}}",

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.clock import SystemClock, Thread
-from specactor_ray.errors import SpecActorError
-from specactor_ray.training.run_lease import LOCK_FILE, RunInUseError, RunLease
+from specactor_ray.core.clock import SystemClock, Thread
+from specactor_ray.core.errors import SpecActorError
+from specactor_ray.runs.lease import LOCK_FILE, RunInUseError, RunLease
 
 
 class _NoThread:
@@ -62,7 +62,7 @@ def test_a_killed_process_leaves_its_lease(tmp_path: Path) -> None:
     script = f"""
 import sys, time
 from pathlib import Path
-from specactor_ray.training.run_lease import RunLease
+from specactor_ray.runs.lease import RunLease
 lease = RunLease(Path({str(tmp_path)!r}))
 print("held", flush=True)
 time.sleep(600)

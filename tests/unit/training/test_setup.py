@@ -12,12 +12,12 @@ import pytest
 
 from specactor_ray.config import Config, load_config, validate_training
 from specactor_ray.config.load import from_mapping
-from specactor_ray.errors import ConfigError, InputError, UserError
+from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.rollout.memory import check_memory
-from specactor_ray.training.memory import FIXES, plan_memory
-from specactor_ray.training.run_folder import open_run, read_metrics
-from specactor_ray.training.run_settings import compare_settings, settings_of
-from specactor_ray.training.setup import checked_tasks, prepare
+from specactor_ray.runs.folder import open_run, read_metrics
+from specactor_ray.runs.settings import compare_settings, settings_of
+from specactor_ray.trainer.memory import FIXES, plan_memory
+from specactor_ray.trainer.setup import checked_tasks, prepare
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from specactor_ray.config.schema import Config
-from specactor_ray.errors import ActorLostError, SpecActorError
-from specactor_ray.messages import SamplingParams, WeightSet
-from specactor_ray.training.checkpoint import CheckpointStore, TrainState
-from specactor_ray.training.saver import Saver
-from specactor_ray.training.steps import TrainingParts, TrainOutcome, run_steps
+from specactor_ray.core.errors import ActorLostError, SpecActorError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
+from specactor_ray.trainer.saver import Saver
+from specactor_ray.trainer.steps import TrainingParts, TrainOutcome, run_steps
+from specactor_ray.transport.messages import WeightSet
 
 
 class World:
@@ -280,6 +281,6 @@ def test_a_run_that_was_taken_over_writes_no_checkpoint(world: World) -> None:
 
 
 def test_the_steps_need_neither_ray_nor_torch() -> None:
-    code = "import sys, specactor_ray.training.steps as s; print(sorted({'ray', 'torch'} & set(sys.modules)))"
+    code = "import sys, specactor_ray.trainer.steps as s; print(sorted({'ray', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

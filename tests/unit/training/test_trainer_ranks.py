@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.errors import ActorLostError, ActorUnavailableError, ModelLoadError, RemoteError
-from specactor_ray.learner.saving import PartWriter, Progress, SavedPart, is_disk_error
-from specactor_ray.training.trainer_ranks import TrainerRanks
+from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, ModelLoadError, RemoteError
+from specactor_ray.learner.saving import PartWriter, SavedPart, WorkCounter, is_disk_error
+from specactor_ray.trainer.trainer_ranks import TrainerRanks
 from tests.unit.training.fake_ranks import NEVER, FakeRank, FakeTransport, JumpingClock
 
 LIMIT_S = 600.0
@@ -132,7 +132,7 @@ def test_each_save_has_a_number_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_writer_remembers_what_the_disk_refuses_and_raises_all_else(tmp_path: Path) -> None:
-    progress = Progress()
+    progress = WorkCounter()
     writer = PartWriter(tmp_path, progress)
     with writer.writing(tmp_path / "a"):
         (tmp_path / "a").write_text("abc")

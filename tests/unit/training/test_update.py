@@ -17,7 +17,7 @@ from specactor_ray.learner.algorithms import clipped_policy_loss, token_weights
 from specactor_ray.learner.batching import MicroBatch, Sample, collate
 from specactor_ray.learner.engines.torch_engine import TorchEngine
 from specactor_ray.learner.hidden_states import hidden_states
-from specactor_ray.learner.policy import Policy
+from specactor_ray.learner.policy import PolicyModel
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.learner.update import PolicyUpdater, learning_rate
 from specactor_ray.models.loading import load_model
@@ -36,10 +36,10 @@ def config(**algorithm: object) -> Config:
     return from_mapping(settings)
 
 
-def make_policy(settings: Config) -> Policy:
+def make_policy(settings: Config) -> PolicyModel:
     model = load_model(str(tiny_target())).requires_grad_(True)
     recipe = make_recipe(settings)
-    return Policy(model, settings.sampling.temperature, recipe.uses_values, bool(recipe.entropy_coef))
+    return PolicyModel(model, settings.sampling.temperature, recipe.uses_values, bool(recipe.entropy_coef))
 
 
 def make_samples(count: int = 8, seed: int = 0) -> list[Sample]:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specactor_ray.messages import Branches, SamplingParams, TailBatch
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.target.base import TargetRequest
+from specactor_ray.transport.messages import Branches, TailBatch
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.acceptance import Acceptance
 from specactor_ray.verify.table import RequestTable

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
-from specactor_ray.draft.registry import traits
+from specactor_ray.plan.step_cost import StepCost
+from specactor_ray.plan.tgs import geometric, iterations
 from specactor_ray.verify import _kernels
 from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.cost import StepCost
-from specactor_ray.verify.policy import Drafter, Policy, Seconds
+from specactor_ray.verify.policy import Drafter, DraftPolicy, Seconds
 from specactor_ray.verify.table import RequestTable
-from specactor_ray.verify.tgs import geometric, iterations
 from tests.unit.verify.tables import commit, ints, request, say
 
 WINDOW = 8
@@ -183,7 +183,7 @@ class Bench:
         self.acceptance = Acceptance(dict.fromkeys(("eagle", "draft_model", "ngram"), prior))
         config = SpeculationConfig(window=WINDOW, **speculation)
         self.drafters = dict(enumerate(map(replace, drafters)))
-        self.policy = Policy(config, self.table, self.acceptance, cost or step_cost(), self.drafters)
+        self.policy = DraftPolicy(config, self.table, self.acceptance, cost or step_cost(), self.drafters)
         self.rows = ints([self.table.open(request(str(number), (), room + 1)) for number in range(rows)])
         self.table.fit_seats(len(drafters))
         for seat, drafter in self.drafters.items():

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.draft.registry import traits
+from specactor_ray.plan.step_cost import StepCost
 from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.cost import StepCost
-from specactor_ray.verify.policy import Drafter, Policy
+from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import REVISE_EVERY, SWITCH_SHARE, Assigner, Places, draft_ladder
 from specactor_ray.verify.table import RequestTable
 from tests.unit.verify.tables import ints, request
@@ -63,7 +63,7 @@ def race(stragglers, ranking, workers, loads, serving):  # type: ignore[no-untyp
     """What the product's own adds, as (worker, request)."""
     table = RequestTable(8)
     table.fit_seats(8)
-    places = Places(Policy(SpeculationConfig(), table, Acceptance(), StepCost(), workers), level=False)
+    places = Places(DraftPolicy(SpeculationConfig(), table, Acceptance(), StepCost(), workers), level=False)
     places.loads = list(loads)
     for row, methods in serving.items():
         for method in methods:
@@ -116,7 +116,7 @@ class Bench:
             cost.record(count, 0.05 + 0.0001 * count)
         config = SpeculationConfig(**{"race": RaceName.off, **speculation})
         self.drafters: dict[int, Drafter] = {}
-        self.policy = Policy(config, self.table, self.acceptance, cost, self.drafters)
+        self.policy = DraftPolicy(config, self.table, self.acceptance, cost, self.drafters)
         self.assigner = Assigner(config, self.policy, coupled, 16)
         self.open: set[tuple[int, int]] = set()
         """(seat, row), by what drafters were told."""

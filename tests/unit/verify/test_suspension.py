@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
+from specactor_ray.plan.step_cost import StepCost
 from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.cost import StepCost
-from specactor_ray.verify.policy import PROBE_STEPS, TELL_EVERY, Policy, Seconds, Suspension
+from specactor_ray.verify.policy import PROBE_STEPS, TELL_EVERY, DraftPolicy, Seconds, Suspension
 from specactor_ray.verify.table import RequestTable
 
 PLAIN_S, OWN_S, PLAIN_OWN_S = 0.01, 0.0006, 0.0002
@@ -105,9 +105,9 @@ def test_new_drafters_are_tried_at_once() -> None:
     assert all(steps(suspension, PROBE_STEPS, accepted=0, drafting_s=0.002))
 
 
-def policy_after(config: SpeculationConfig, seconds: Seconds) -> Policy:
+def policy_after(config: SpeculationConfig, seconds: Seconds) -> DraftPolicy:
     """After many steps of 16 rows with 48 draft tokens, of which none is right."""
-    policy = Policy(config, RequestTable(8), Acceptance(), StepCost(), {})
+    policy = DraftPolicy(config, RequestTable(8), Acceptance(), StepCost(), {})
     for _ in range(PROBE_STEPS + 1):
         policy.record(16, 64, 0, 0, seconds)
     return policy
@@ -123,13 +123,13 @@ def test_the_configuration_may_demand_drafts() -> None:
 def test_the_time_of_prompts_says_nothing_of_drafts() -> None:
     """Of 100 positions 40 are prompts: a request has them once, however fast it is decoded. Drafts that save a fifth
     of the rest save less than what is waited for them."""
-    policy = Policy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost(), {})
+    policy = DraftPolicy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost(), {})
     for number in (16, 60, 100):
         policy.cost.record(number, number / 1000.0)
     for _ in range(PROBE_STEPS + 1):
         policy.record(50, 100, 40, 10, Seconds(0.1 + 0.003, 0.1, 0.003))
     assert policy.suspension.is_on
-    policy = Policy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost(), {})
+    policy = DraftPolicy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost(), {})
     for _ in range(PROBE_STEPS + 1):
         policy.record(50, 200, 140, 0, Seconds(0.3, 0.2, 0.1))
     assert not policy.suspension.is_on and not policy.cost.is_known, "steps of prompts alone are not judged"

@@ -1,0 +1,104 @@
+"""Specifications of the actors, and the view of them that the controller publishes; plain data, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.schema import SpeculationConfig, TargetConfig
+from specactor_ray.core.types import Mode
+
+VERIFIER = "verifier"
+"""Key of the verifiers wherever drafters are keyed by their method."""
+
+
+class Departure(StrEnum):
+    """Reason why a verifier left the view."""
+
+    FAILED = "failed"
+    """Its process died, stalled or fell silent; its requests may have been the cause."""
+    NODE_LOST = "node lost"
+    """Its node was lost; its requests are not the cause."""
+    RELEASED = "released"
+    """It was ended in order."""
+
+
+class Phase(StrEnum):
+    """Phase of an actor's life."""
+
+    PENDING = "pending"
+    """Its placement group waits for room, or its cores are not free yet."""
+    STARTING = "starting"
+    """Its process exists or is being made; the model loads."""
+    READY = "ready"
+    DRAINING = "draining"
+    """It is being removed: verifiers already use other draft actors."""
+    DEAD = "dead"
+    """It is gone, or not used any more."""
+
+
+@dataclass(frozen=True)
+class VerifierSpec:
+    """Specification of a verifier actor."""
+
+    actor_id: str
+    """Unique for each incarnation, such as `verifier-0#3f2a`."""
+    target: TargetConfig
+    speculation: SpeculationConfig
+    mode: Mode
+    cores: tuple[int, ...] = ()
+    """CPU core ids it may use; empty: do not bind."""
+    log_level: str = "WARNING"
+    priors: Mapping[str, float] = field(default_factory=dict)
+    """Draft method → chance that a draft token is right, from a profile."""
+    max_drafts: int = 0
+    """Most draft tokens of a request in one step."""
+    max_branches: int = 0
+    """Most branches per tail."""
+    inline: tuple[DrafterSpec, ...] = ()
+    """Draft methods that run in its process."""
+
+
+@dataclass(frozen=True)
+class DraftActorSpec:
+    """Specification of a draft actor."""
+
+    actor_id: str
+    """Unique for each incarnation, such as `ngram-1#9c0d`."""
+    drafter: DrafterSpec
+    target: TargetConfig
+    """The target that it drafts for."""
+    cores: tuple[int, ...] = ()
+    """CPU core ids it may use; empty: do not bind."""
+    log_level: str = "WARNING"
+
+
+@dataclass(frozen=True)
+class DraftEndpoint:
+    """A draft actor as verifiers and the rollout see it."""
+
+    actor_id: str
+    drafter: DrafterSpec
+    handle: Any
+    """Ray actor handle; None while the actor is pending."""
+    phase: Phase = Phase.READY
+    note: str = ""
+    """Readable reason why it is not ready."""
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """The current actors. `version` grows with every change of another field."""
+
+    version: int = 0
+    verifiers: Mapping[str, Any] = field(default_factory=dict)
+    """Id → handle of every verifier that is ready."""
+    drafters: tuple[DraftEndpoint, ...] = ()
+    """Every draft actor, whatever its phase."""
+    errors: tuple[str, ...] = ()
+    """Lasting errors, such as a method that was given up."""
+    departed: Mapping[str, Departure] = field(default_factory=dict)
+    """Verifier id → reason of its recent removal."""

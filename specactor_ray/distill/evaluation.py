@@ -1,0 +1,182 @@
+"""Acceptance of a drafter: recorded rollouts of the target, replayed through a proposer.
+
+The replay is coupled speculation without the target: from the last commit the proposer drafts its whole window, the
+draft is compared with the recorded output, the agreeing part and one token of the target's own are committed,
+and so on. With keyed sampling the output does not depend on drafts, so the figures are exactly those of
+verifying every draft token in coupled mode.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specactor_ray.distill.corpus import CorpusRecord
+from specactor_ray.draft.mirror import common_prefix
+from specactor_ray.draft.proposer import Proposer, packed
+from specactor_ray.transport.messages import Features
+
+
+@dataclass(slots=True)
+class AcceptanceCounts:
+    """Counts of drafts by result, without the step that reads the prompt and yields the first token."""
+
+    window: int
+    steps: int = 0
+    """Number of verify steps."""
+    committed: int = 0
+    """Number of output tokens they committed: accepted ones and one of the target's own each (none after a stop)."""
+    drafted: int = 0
+    accepted: int = 0
+    possible: list[int] = field(default_factory=list)
+    """Per draft position: number of steps at which a draft token could be right there, drafted or not."""
+    reached: list[int] = field(default_factory=list)
+    """Per draft position: number of steps with a draft token there after only right ones."""
+    right: list[int] = field(default_factory=list)
+    """Per draft position: number of these steps at which that token was right too."""
+
+    def __post_init__(self) -> None:
+        self.possible = self.possible or [0] * self.window
+        self.reached = self.reached or [0] * self.window
+        self.right = self.right or [0] * self.window
+
+    def add_step(self, tail: Sequence[int], truth: Sequence[int], room: int) -> int:
+        """Compare a tail with the remaining output tokens; returns the number of committed ones.
+
+        Args:
+            tail: At most `room` draft tokens.
+            truth: The rest of the recorded output.
+            room: Draft tokens that could be verified; fewer than the window near the end of max_tokens.
+        """
+        accepted = common_prefix(tail, truth)
+        committed = min(accepted + 1, len(truth))
+        self.steps += 1
+        self.committed += committed
+        self.drafted += len(tail) if accepted < len(truth) else accepted  # no token after the end is right or wrong
+        self.accepted += accepted
+        for position in range(min(room, len(truth))):
+            self.possible[position] += 1
+        for position in range(min(accepted + 1, len(tail), len(truth))):
+            self.reached[position] += 1
+            self.right[position] += position < accepted
+        return committed
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verify step, including the target's own."""
+        return self.committed / self.steps if self.steps else 0.0
+
+    @property
+    def by_position(self) -> list[float | None]:
+        """P(token i is right | all before it were), i = 1 to the window; None if there was no such case."""
+        return [right / reached if reached else None for right, reached in zip(self.right, self.reached, strict=True)]
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """S_1, S_2, ...: share of steps at which the first i draft tokens existed and were right. Depths beyond the end
+        of an output are not counted at that step; depths that no step reaches are left out."""
+        rates = [right / possible for right, possible in zip(self.right, self.possible, strict=True) if possible]
+        return tuple(itertools.accumulate(rates, min))  # fewer steps reach greater depths, by chance with higher rates
+
+    def facts(self) -> dict[str, Any]:
+        """The counts as plain data."""
+        return {
+            "window": self.window,
+            "steps": self.steps,
+            "tokens": self.committed,
+            "acceptance_length": self.acceptance_length,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+            "supply": self.drafted / self.steps if self.steps else 0.0,
+            "by_position": self.by_position,
+        }
+
+
+class _Replay:
+    """One record in replay through a proposer."""
+
+    def __init__(self, slot: int, record: CorpusRecord, states: Any) -> None:
+        self.slot, self.record = slot, record
+        self._states, self._handed_out = states, 0
+        # A prompt of several tokens is prefilled, and its last position yields the first token, without a draft.
+        self.committed = 1 if len(record.prompt_token_ids) > 1 else 0
+
+    @property
+    def done(self) -> bool:
+        return self.committed >= len(self.record.output_token_ids)
+
+    def open(self, proposer: Proposer, window: int) -> None:
+        record = self.record
+        first = record.output_token_ids[: self.committed]
+        proposer.open(self.slot, f"replay-{record.index}", record.prompt_token_ids, first, record.sampling, window)
+        self.add_features(proposer)
+
+    def verify(self, base: int, tail: Sequence[int], counts: AcceptanceCounts) -> tuple[int, int, Sequence[int]]:
+        """Compare the tail; returns the commit: slot, start and tokens."""
+        output, begin = self.record.output_token_ids, self.committed
+        room = min(max(self.record.sampling.max_tokens - begin - 1, 0), counts.window)
+        usable = tail[:room] if base == begin else ()
+        self.committed += counts.add_step(usable, output[begin:], room)
+        return self.slot, begin, output[begin : self.committed]
+
+    def add_features(self, proposer: Proposer) -> None:
+        """Add features of the positions up to the one that predicted the newest token, as a verifier streams them."""
+        if self._states is None:
+            return
+        end = len(self.record.prompt_token_ids) + self.committed - 1
+        proposer.add_features(self.slot, [Features(self._handed_out, self._states[self._handed_out : end])])
+        self._handed_out = end
+
+
+def draft_all(proposer: Proposer, slots: np.ndarray, window: int) -> None:
+    """Extend drafts until all windows are full or none can be extended."""
+    while (proposer.tails(slots).lengths < window).any() and len(proposer.extend()):
+        pass
+
+
+def replay(
+    proposer: Proposer,
+    records: Iterable[CorpusRecord],
+    window: int,
+    batch: int = 16,
+    on_progress: Callable[[int], None] | None = None,
+    features: Callable[[CorpusRecord], Any] | None = None,
+) -> AcceptanceCounts:
+    """Replay recorded rollouts through a proposer.
+
+    Args:
+        proposer: Proposer with room for `batch` requests.
+        records: Records of one temperature, or of several if that does not matter.
+        window: Draft tokens per step.
+        batch: Number of records in progress at once.
+        on_progress: Called with the number of output tokens committed so far.
+        features: The target's states of a record, numpy `(tokens - 1, width)`, for proposers that read them. Default:
+            those in the record.
+    """
+    counts, waiting, running = AcceptanceCounts(window), deque(records), list[_Replay]()
+    free = list(range(batch))
+    while waiting or running:
+        while waiting and free:
+            record = waiting.popleft()
+            running.append(_Replay(free.pop(), record, record.states if features is None else features(record)))
+            running[-1].open(proposer, window)
+        under_way = [entry for entry in running if not entry.done]
+        slots = np.array([entry.slot for entry in under_way], np.int32)
+        draft_all(proposer, slots, window)
+        tails = proposer.tails(slots).rows()
+        commits = [entry.verify(*tail, counts) for entry, tail in zip(under_way, tails, strict=True)]
+        proposer.commit(*packed(commits))
+        for entry in under_way:
+            entry.add_features(proposer)
+        for entry in running:
+            if entry.done:
+                proposer.close(entry.slot, finished=True)
+                free.append(entry.slot)
+        running = [entry for entry in running if not entry.done]
+        if on_progress is not None:
+            on_progress(counts.committed)
+    return counts

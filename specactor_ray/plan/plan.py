@@ -1,0 +1,305 @@
+"""Search of the fastest layout, draft method, mode and window: Algorithm 1 of SpecActor (arXiv 2511.16193, section 4).
+
+The speed of one request, TGS = τ / IL, is in `plan/tgs.py`; D and V are those of `costs.py`.
+
+G devices hold n_v verifiers of g_v devices and, if decoupled, n_d drafters of g_d devices, n_v at most. Each verifier
+runs B / n_v of the B requests (b: rounded up), each drafter drafts for B / n_d. In the paper n_d = n_v, and where
+g_v + g_d divides G this is its b. All B requests run, so layouts are compared by B · TGS, the tokens per second of the
+whole cluster. Where a verifier has a largest batch, the requests beyond it wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from specactor_ray.config.schema import ModeName
+from specactor_ray.core.errors import InputError
+from specactor_ray.plan.costs import GridCost
+from specactor_ray.plan.tgs import TINY_S, iterations, run_ahead, share_right
+
+ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
+_VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Tried values of the most draft tokens of a row in a decoupled step."""
+_BRANCHES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Tried numbers of branches of a row in a draft forward."""
+_NEARLY = 0.99
+"""Ratio of speeds above which two layouts count as equal. The one with the fewest drafters is taken then: its
+verifiers hold more cache."""
+_ROUNDS = 3
+"""Rounds of the fixed point: the duration of a step depends on its positions, and these on the tokens drafted in it."""
+
+
+class SliceLoad(NamedTuple):
+    """Load of a slice of a rollout."""
+
+    requests: float
+    context: float
+    """Mean tokens of prompt and output per request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """Measurements of a draft method."""
+
+    costs: Mapping[int, GridCost]
+    """Device count → D."""
+    survival: np.ndarray
+    """`(depth + 1,)` S_0 = 1, S_1, ...: the share of steps at which the first i draft tokens were there and right."""
+    free: bool = False
+    """Whether it uses none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
+    branches: int = 0
+    """Most branches of a request. A forward over them costs the rows of all, and the context of the request once."""
+    max_batch: int | None = None
+    """Most requests of a drafter; layouts in which it has more are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout at its best window, with its prediction."""
+
+    mode: ModeName
+    method: str | None
+    """None in plain mode."""
+    draft_devices: int
+    """g_d: devices of each drafter; 0 unless it has devices of its own."""
+    verify_devices: int
+    """g_v: devices of each verifier."""
+    drafters: int
+    """n_d; 0 where drafters have no devices of their own."""
+    verifiers: int
+    """n_v."""
+    batch: int
+    """b: requests that each verifier runs at once, at most."""
+    window: int
+    """Draft tokens; 0 in plain mode."""
+    probability: float
+    """p within this window; 0 in plain mode."""
+    draft_s: float
+    """D: seconds to draft a token for the whole batch."""
+    verify_s: float
+    """V: seconds of a verify step."""
+    tokens_per_iteration: float
+    """τ."""
+    tgs: float
+    """Tokens per second of one request; of a rollout that shrinks, over all its slices."""
+    tokens_per_s: float
+    """Tokens per second of the whole cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Result of `search_plan`."""
+
+    devices: int
+    """G."""
+    batch: int
+    """B: requests of the whole cluster."""
+    context: float
+    """Mean tokens of prompt and output per request."""
+    predictions: tuple[Candidate, ...]
+    """Every layout that can be predicted, fastest first."""
+    rejected: tuple[str, ...]
+    """Layouts that cannot be predicted, each with the reason."""
+    notes: tuple[str, ...]
+    """Where the prediction of the choice leaves the measured range."""
+
+    @property
+    def chosen(self) -> Candidate:
+        return self.predictions[0]
+
+    def words(self) -> str:
+        """The choice in one line, with the speed of the best of every mode."""
+        chosen, best = self.chosen, dict[str, float]()
+        for candidate in self.predictions:
+            best.setdefault(candidate.mode.value, candidate.tokens_per_s)
+        layout = _words(
+            chosen.mode, chosen.method, chosen.verifiers, chosen.verify_devices, chosen.drafters, chosen.draft_devices
+        )
+        speeds = ", ".join(f"{mode} {speed:.1f}" for mode, speed in best.items())
+        return f"{layout}, window {chosen.window}, batch {chosen.batch}; predicted tokens/s: {speeds}"
+
+
+def search_plan(
+    verify: Mapping[int, GridCost],
+    methods: Mapping[str, Method],
+    *,
+    devices: int,
+    requests: int,
+    context: float,
+    modes: Sequence[ModeName] = ALL_MODES,
+    loads: Callable[[int], Sequence[SliceLoad]] | None = None,
+    max_batch: int | None = None,
+    profiled: bool = True,
+) -> Plan:
+    """Algorithm 1: predict every layout with every number of drafters and window, and take the one with the most tokens
+    per second.
+
+    Among equals, plain comes before coupled before decoupled, then the smaller verifier, drafter and window. With all
+    modes the result is never below plain decoding.
+
+    Args:
+        verify: Device count → V; these counts are the verifier configurations.
+        methods: Draft methods by name.
+        devices: G.
+        requests: B.
+        context: Tokens of prompt and output that a request has on average.
+        modes: Modes that may be chosen.
+        loads: Number of verifiers → loads of equal slices of a rollout, where requests end and no others come; one
+            layout is chosen for all of them. Default: all requests, always.
+        max_batch: Most requests that a verifier runs at once. Default: no limit.
+        profiled: Whether the notes state that larger windows can be profiled.
+
+    Raises:
+        InputError: No measured layout fits G devices.
+    """
+    predictions: list[Candidate] = []
+    rejected: list[str] = []
+    for mode, name, g_d, g_v in _layouts(verify, methods, modes):
+        size, costs, layout = g_d + g_v, verify[g_v], _words(mode, name, 1, g_v, min(g_d, 1), g_d)
+        if size > devices:
+            rejected.append(f"{layout}: needs {size} devices, and there are {devices}")
+            continue
+        method, found = None if name is None else methods[name], []
+        for n_v, n_d in _counts(devices, requests, g_v, g_d):
+            batches, batch = costs.knots[0], min(-(-requests // n_v), max_batch or requests)
+            if len(batches) == 1 and batch != batches[0]:
+                rejected.append(f"{layout}: batch {batch} was not measured, only {batches[0]:g}")
+                break
+            full, slices = SliceLoad(min(requests, n_v * batch), context), loads(n_v) if loads is not None else ()
+            if n_d and method is not None and full.requests > n_d * (method.max_batch or requests):
+                continue
+            first, *steps = (_best_step(mode, costs, method, g_d or g_v, n_v, n_d, load) for load in (full, *slices))
+            running = sum(load.requests for load in slices) / len(slices) if slices else full.requests
+            tgs = len(steps) / sum(1.0 / step.tgs for step in steps) if slices else first.tgs
+            found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, *first[:-1], tgs, running * tgs))
+        else:
+            if not found and method is not None:
+                rejected.append(f"{layout}: its drafters would have more than max_batch={method.max_batch} requests")
+        least = _NEARLY * max((candidate.tokens_per_s for candidate in found), default=0.0)
+        predictions += [candidate for candidate in found if candidate.tokens_per_s >= least][:1]
+    if not predictions:
+        wanted = " or ".join(mode.value for mode in modes)
+        raise InputError(f"no plan: {wanted} as profiled does not fit {devices} device(s), or was not measured")
+    predictions.sort(key=lambda candidate: -candidate.tokens_per_s)  # equals stay in their order
+    notes = tuple(_notes(predictions[0], verify[predictions[0].verify_devices], context, profiled))
+    return Plan(devices, requests, context, tuple(predictions), tuple(rejected), notes)
+
+
+def _layouts(
+    verify: Mapping[int, GridCost], methods: Mapping[str, Method], modes: Sequence[ModeName]
+) -> Iterator[tuple[ModeName, str | None, int, int]]:
+    """Mode, method, g_d (g_v at most) and g_v of all measured layouts, in the order in which equals are chosen."""
+    for mode in (mode for mode in ALL_MODES if mode in modes):
+        for g_v in verify:
+            if mode is ModeName.plain:
+                yield mode, None, 0, g_v
+                continue
+            for name, method in methods.items():
+                none = mode is ModeName.coupled or method.free
+                for g_d in (0,) if none else range(1, g_v + 1):
+                    if (g_d or g_v) in method.costs:
+                        yield mode, name, g_d, g_v
+
+
+def _counts(devices: int, requests: int, g_v: int, g_d: int) -> Iterator[tuple[int, int]]:
+    """n_v and n_d that fill the devices, the fewest drafters first; every verifier has requests."""
+    if not g_d:
+        yield min(devices // g_v, requests), 0
+        return
+    for n_v in range((devices - g_d) // g_v, devices // (g_v + g_d) - 1, -1):
+        n_v = min(n_v, requests)
+        yield n_v, min(n_v, (devices - n_v * g_v) // g_d)
+
+
+class Cost(Protocol):
+    """Seconds of a step."""
+
+    def seconds(self, rows: float, positions: float, context_tokens: float) -> float:
+        """Positions and context are those of all rows."""
+
+
+class Step(NamedTuple):
+    """Step of every verifier at its best window; see `Candidate`."""
+
+    window: int
+    probability: float
+    draft_s: float
+    verify_s: float
+    tokens: float
+    tgs: float
+
+
+def _best_step(
+    mode: ModeName, costs: GridCost, method: Method | None, devices: int, n_v: int, n_d: int, load: SliceLoad
+) -> Step:
+    """The best step at this load; `devices`: those of a drafter."""
+    batch, context = max(load.requests / n_v, 1.0), load.context
+    if method is None:
+        verify_s = costs.step(batch, context)
+        return Step(0, 0.0, 0.0, verify_s, 1.0, 1.0 / verify_s)
+    rows = max(load.requests / n_d, 1.0) if n_d else batch
+    survival, drafting = method.survival[: int(costs.knots[1][-1])], method.costs[devices]
+    if mode is ModeName.coupled:
+        draft_s = drafting.step(rows, context)
+        verify = np.array([costs.step(batch, context, window) for window in range(len(survival))])
+        tau, iteration_s = iterations(survival[None], draft_s, verify)[0]
+        at = int(np.argmax(tau / iteration_s))
+        p, tokens = share_right(survival[: at + 2]), float(tau[0, at])
+        return Step(at + 1, p, draft_s, float(verify[at + 1]), tokens, tokens / float(iteration_s[at]))
+    return best_ahead(costs, drafting, survival, batch, rows, context, method.branches)
+
+
+def best_ahead(
+    costs: Cost, drafting: Cost, survival: np.ndarray, batch: float, rows: float, context: float, most_branches: int
+) -> Step:
+    """A decoupled step with the best numbers of branches and verified tokens.
+
+    Args:
+        costs, drafting: V and D.
+        survival: `(window + 1,)` S_i.
+        batch, rows: Requests of a verifier, and of a drafter.
+        context: Tokens of prompt and output per request.
+        most_branches: Most branches of a request.
+    """
+    best = Step(len(survival) - 1, share_right(survival), 0.0, 0.0, 0.0, 0.0)
+    for branches in (count for count in _BRANCHES if count <= most_branches):
+        chains = rows * (1.0 + branches)
+        draft_s = drafting.seconds(chains, chains, rows * context)
+        best = max(best, _ahead(best, costs, batch, context, survival, branches, draft_s), key=lambda step: step.tgs)
+    return best
+
+
+def _ahead(
+    step: Step, costs: Cost, batch: float, context: float, survival: np.ndarray, branches: float, draft_s: float
+) -> Step:
+    """A decoupled step with the best number of verified tokens."""
+    step, window = step._replace(draft_s=draft_s, tgs=0.0), len(survival) - 1
+    for most in (*(count for count in _VERIFIED if count < window), window):
+        verified = most / 2.0
+        for _ in range(_ROUNDS):
+            verify_s = costs.seconds(batch, batch * (1.0 + verified), batch * context)
+            forwards = min(verify_s / max(draft_s, TINY_S), window)
+            tau, verified = run_ahead(survival, forwards, most, branches * forwards)
+        if tau / verify_s <= step.tgs:
+            break
+        step = step._replace(verify_s=verify_s, tokens=tau, tgs=tau / verify_s)
+    return step
+
+
+def _notes(chosen: Candidate, verify: GridCost, context: float, profiled: bool) -> Iterator[str]:
+    batches, positions, contexts = verify.knots
+    for what, value, knots in (("context", context, contexts), ("batch", chosen.batch, batches)):
+        if not knots[0] <= value <= knots[-1]:
+            yield f"{what} {value:g} is outside the measured {knots[0]:g} to {knots[-1]:g}; costs are extrapolated"
+    if profiled and chosen.window and chosen.window + 1 == positions[-1]:
+        yield f"window {chosen.window} is the largest that was measured; profile larger --windows too"
+
+
+def _words(mode: ModeName, method: str | None, n_v: int, g_v: int, n_d: int, g_d: int) -> str:
+    """`decoupled draft_model, 3 x 4 + 2 x 1`: verifiers x devices of each + drafters x devices of each."""
+    own = f" + {n_d} x {g_d}" if n_d else ""
+    return f"{mode.value}{f' {method}' if method else ''}, {n_v} x {g_v}{own}"

@@ -1,0 +1,130 @@
+"""The profile: measured costs and acceptance in a JSON file, and the check whether it may be used here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.json_text import parse_json, read_foreign
+from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
+from specactor_ray.plan.plan import Method
+
+KIND, SCHEMA = "specactor profile", 1
+
+LEAST_CPU_SHARE = 0.75
+"""Share of its cores' time below which a measurement counts as disturbed by other work."""
+
+_KINDS = {"device": str, "model": dict, "hardware": dict, "versions": dict, "cpu_share": dict}
+"""Entries that are checked besides costs and acceptance."""
+
+_AGAIN = "Fix: measure it again: specactor profile --output NEW.json"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Contents of a profile."""
+
+    data: Mapping[str, Any]
+    """The whole file."""
+    verify: Mapping[int, GridCost]
+    """Device count → V."""
+    methods: Mapping[str, Method]
+    """Draft methods by name."""
+
+
+def disturbed(data: Mapping[str, Any]) -> list[str]:
+    """One line per core count whose measurement shared its cores with other work; empty on a GPU."""
+    if data["device"] != "cpu":
+        return []
+    return [
+        f"the measurement on {cores} core(s) got {share:.0%} of them: other work ran there, and costs look too high"
+        for cores, share in data["cpu_share"].items()
+        if share < LEAST_CPU_SHARE
+    ]
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        InputError: The file does not exist, is damaged or incomplete, is no profile, or has another schema.
+    """
+    path = Path(path).expanduser()
+    try:
+        data = parse_json(read_foreign(path))
+    except FileNotFoundError:
+        raise InputError(f"profile: there is no file {path}. Fix: specactor profile --output {path}") from None
+    except OSError as error:
+        raise InputError(f"profile: {path} cannot be read ({error.strerror})") from None
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise InputError(f"profile: {path} is truncated or damaged: {error}. {_AGAIN}") from None
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise InputError(f"profile: {path} is no profile of specactor. {_AGAIN}")
+    if data.get("schema") != SCHEMA:
+        problem = f"has schema {data.get('schema')!r}, and this version reads schema {SCHEMA}"
+        raise InputError(f"profile: {path} {problem}. {_AGAIN}")
+    try:
+        methods = {
+            name: Method(_grids(entry["points"]), np.array([1.0, *entry["acceptance"]["survival"]]), entry["free"])
+            for name, entry in data["methods"].items()
+        }
+        for name, kind in _KINDS.items():
+            if not isinstance(data[name], kind):
+                raise TypeError(f"{name} is {data[name]!r}")
+        if not data["prompt_tokens"] > 0.0:
+            raise ValueError(f"prompt_tokens is {data['prompt_tokens']}")
+        return Profile(data, _grids(data["verify"]), methods)
+    except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
+        raise InputError(f"profile: {path} is not sound: {type(error).__name__}: {error}. {_AGAIN}") from None
+
+
+def reject_foreign_profile(
+    profile: Profile, where: str, here: Mapping[str, Mapping[str, Any]], force: bool
+) -> list[str]:
+    """Check that a profile was measured with this model, this hardware and this torch.
+
+    Args:
+        profile, where: The contents, and the file, for messages.
+        here: `model`, `hardware` and `versions` of a profile that is measured here.
+        force: Use it although hardware or versions differ.
+
+    Returns:
+        Warnings about differences of a profile that is used.
+
+    Raises:
+        ConfigError: It was measured with another model; or on other hardware or with another torch, and not forced.
+    """
+    data, there, target = profile.data, profile.data["model"], here["model"]
+    if _differences(data, here, "model", "config_hash", "dtype"):
+        theirs, mine = (f"{one['name']} ({one['dtype']})" for one in (there, target))
+        problem = f"{where} was measured with {theirs}, and the target is {mine}."
+        raise ConfigError("profile", problem, "name a profile of this target, or measure one: specactor profile")
+    foreign = _differences(data, here, "hardware", "cpu", "vector", "gpu")
+    foreign += _differences(data, here, "versions", "torch")
+    if foreign and not force:
+        problem = f"{where} was measured elsewhere: {'; '.join(foreign)}. Its costs say little about this machine."
+        raise ConfigError("profile", problem, "measure one here (specactor profile), or force it: plan_force=true.")
+    warnings = [f"{difference}; used because plan_force is set" for difference in foreign]
+    warnings += _differences(data, here, "versions", "specactor-ray", "transformers") + disturbed(data)
+    return [f"{where}: {warning}" for warning in warnings]
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], section: str, *names: str) -> list[str]:
+    return [
+        f"{section}.{name}: {there[section].get(name)} there, {here[section].get(name)} here"
+        for name in names
+        if there[section].get(name) != here[section].get(name)
+    ]
+
+
+def _grids(rows: Iterable[Mapping[str, Any]]) -> dict[int, GridCost]:
+    points = [CostPoint(**{name: row[name] for name in CostPoint.__slots__}) for row in rows]
+    if not all(0.0 < point.seconds < math.inf for point in points):
+        raise ValueError("a step took no time, or without end")
+    return cost_grids(points)

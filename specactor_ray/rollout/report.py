@@ -1,0 +1,256 @@
+"""Tables for users, made from the plain data in the JSON files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from specactor_ray.config.describe import KeyDoc
+from specactor_ray.core.console import figures_table, make_table
+
+_MOST_REASONS = 3
+_MOST_DIFFERENCES = 10
+_SPLIT = ("forward", "sampling", "protocol", "waiting")
+
+
+def rollout_table(summary: Mapping[str, Any]) -> Table:
+    """The figures of one rollout, one per row."""
+    metrics, counts = summary["metrics"], summary["trajectories"]
+    rescues = metrics["arrival_rescues"] + metrics["commit_rescues"]
+    figures = [
+        ("mode", summary["config"]["mode"]),
+        ("trajectories", f"{counts['finished']} finished, {counts['failed']} failed, {counts['total']} in all"),
+        ("tokens", f"{summary['tokens']:,} in {summary['seconds']:.1f} s"),
+        ("tokens/s", f"{summary['tokens_per_s']:.1f}"),
+        ("acceptance length", f"{metrics['acceptance_length']:.2f} tokens per request and step"),
+        ("acceptance rate", _share(metrics["acceptance_rate"], metrics["drafted_tokens"])),
+        ("supply", f"{metrics['supply']:.2f} draft tokens per request and step"),
+        ("requests with a draft", _share(metrics["supply_share"], metrics["row_steps"])),
+        ("drafts left alone", _share(metrics["suspended_steps"] / max(metrics["steps"], 1), metrics["steps"])),
+        ("tails refuted", f"{metrics['refuted_tails']:,}; branches took the place of {rescues:,}"),
+        ("right by draft position", _by_position(metrics)),
+        ("protocol", f"{1e3 * metrics['protocol_s'] / max(metrics['steps'], 1):.2f} ms per step"),
+    ]
+    if summary["fallbacks"]:
+        figures.append(("fallbacks", "; ".join(summary["fallbacks"])))
+    return figures_table(f"rollout {summary['run']} ({summary['status']})", figures)
+
+
+def reason_lines(reasons: Mapping[str, int]) -> list[str]:
+    """The most frequent reasons of failure, one line each."""
+    ranked = sorted(reasons.items(), key=lambda item: -item[1])
+    lines = [f"  {count} failed: {reason}" for reason, count in ranked[:_MOST_REASONS]]
+    if len(ranked) > _MOST_REASONS:
+        lines.append(f"  and {len(ranked) - _MOST_REASONS} other reasons; each trajectory in the output names its own")
+    return lines
+
+
+def failed_prompts_line(failures: Mapping[str, int]) -> list[str]:
+    """The failed prompts, counted from 1 in the order of the file, and their failures; no line if none failed."""
+    if not failures:
+        return []
+    shown = ", ".join(
+        f"{int(index) + 1}" + (f" ({count} times)" if count > 1 else "")
+        for index, count in list(failures.items())[:_MOST_DIFFERENCES]
+    )
+    rest = f" and {len(failures) - _MOST_DIFFERENCES} more" if len(failures) > _MOST_DIFFERENCES else ""
+    return [f"  failed prompts (counted from 1): {shown}{rest}"]
+
+
+def cut_line(counts: Mapping[str, Any]) -> list[str]:
+    """Number of outputs that the context ended; no line if there are none."""
+    cut = counts["cut_by_context"]
+    return [f"  {cut} outputs were ended by the context before sampling.max_tokens"] if cut else []
+
+
+def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Speed, acceptance and supply of each measured variant, and whether its tokens are those of plain decoding."""
+    figures = ("tokens/s", "ratio", "acc. rate", "acc. length", "supply", "steps supplied", "identical")
+    table = _bench_table("speed and acceptance", figures)
+    for result in results:
+        metrics = result["metrics"]
+        table.add_row(
+            *_variant_cells(result),
+            f"{result['tokens_per_s']:.1f}",
+            f"{result['ratio']:.2f}" + ("*" if result["baseline"] else ""),
+            _share(metrics["acceptance_rate"], metrics["drafted_tokens"]),
+            f"{metrics['acceptance_length']:.2f}",
+            f"{metrics['supply']:.2f}",
+            _share(metrics["supply_share"], metrics["row_steps"]),
+            "-" if result.get("peer") else f"{result['identical']}/{result['requests']}",
+            end_section=result["last_of_group"],
+        )
+    table.caption = (
+        "* baseline: the fastest plain variant of that batch and workload. supply: usable draft tokens per request\n"
+        "and step. variant: verifiers x cores of each, + cores of draft actors. fon: all draft methods together."
+    )
+    return table
+
+
+def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Parts of the time of a step, in milliseconds."""
+    table = _bench_table("ms per step of a verifier", ("steps", *_SPLIT))
+    for result in results:
+        if result.get("peer"):
+            continue  # its steps cannot be timed here
+        split = result["ms_per_step"]
+        table.add_row(
+            *_variant_cells(result),
+            str(result["metrics"]["steps"]),
+            *(f"{split[name]:.2f}" for name in _SPLIT),
+            end_section=result["last_of_group"],
+        )
+    return table
+
+
+def difference_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Differences of tokens from plain decoding: request, position, tokens and distance of the tie."""
+    lines = [
+        f"  {result['variant']}, batch {result['batch']}, {result['workload']}: {_difference(difference)}"
+        for result in results
+        for difference in result["differences"] or ()
+    ]
+    if len(lines) > _MOST_DIFFERENCES:
+        lines[_MOST_DIFFERENCES:] = [f"  and {len(lines) - _MOST_DIFFERENCES} more; all of them are in the JSON file"]
+    return lines
+
+
+def config_keys_table(keys: Iterable[KeyDoc]) -> Table:
+    """Key, allowed values, default and meaning of every configuration key."""
+    columns = ("key", "value", "default", "meaning")
+    rows = ([Text(cell) for cell in (one.key, one.type, _default(one.default), one.doc)] for one in keys)
+    table = make_table(columns, rows, text=columns, wrap=True)
+    table.columns[0].no_wrap = True
+    return table
+
+
+def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per actor of a run, in the state of the controller."""
+    columns = ("actor", "phase", "place", "work", "drafts right", "note")
+    table = make_table(columns, text=columns, wrap=True)
+    for row in rows:
+        drafts = "\n".join(map(_drafts, drafter_health([row])))
+        cells = (row.get("id"), row.get("phase"), _place(row), _work(row), drafts, row.get("note"))
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
+    return table
+
+
+def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Id, `Health.to_dict`, `failures` and `malformed` messages of each drafter in rows of the status, including those
+    inside verifiers."""
+    counters = [(row.get("id"), row.get("counters") or {}) for row in rows]
+    malformed = Counter[str]()
+    for _, mine in counters:
+        malformed.update(mine.get("malformed", {}))
+    drafters = ({actor_id: mine, **mine.get("inline", {})} for actor_id, mine in counters)
+    return [
+        {"id": name, **one["health"], "failures": one.get("failures", 0), "malformed": malformed[name]}
+        for group in drafters
+        for name, one in group.items()
+        if "health" in one
+    ]
+
+
+def alarm_lines(drafters: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each alarm, and for each drafter with failures or malformed messages."""
+    lines = []
+    for one in drafters:
+        found = [_drafts(one)] if one["alarm"] else []
+        found += [f"{one['failures']:,} drafts failed, the log has the first of each kind"] if one["failures"] else []
+        found += [f"{one['malformed']:,} malformed messages were dropped"] if one["malformed"] else []
+        lines += [f"  drafter {one['id']}: {what}" for what in found]
+    return lines
+
+
+def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Statistics of the verifiers on each draft method, per range of output positions; None before any draft.
+
+    For each method and range, the verifier that tried it most is shown.
+    """
+    seen: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in rows:
+        for standing in (row.get("counters") or {}).get("ladder") or ():
+            place = standing["method"], standing["positions"]
+            if place not in seen or standing["drafted"] > seen[place]["drafted"]:
+                seen[place] = standing
+    if not seen:
+        return None
+    columns = ("method", "output positions", "acceptance", "ms per draft token", "predicted tokens/s")
+    rows_shown = (
+        (
+            method,
+            positions,
+            f"{standing['acceptance']:.1%}",
+            f"{1e3 * standing['token_s']:.2f}" if standing["token_s"] else "-",
+            f"{standing['tgs']:.1f}",
+        )
+        for (method, positions), standing in seen.items()
+    )
+    caption = "acceptance: of a draft token after right ones. predicted tokens/s: of one request"
+    return make_table(columns, rows_shown, "draft ladder", text=columns[:2], wrap=True, caption=caption)
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    """`10.0.0.1 pid 123 cores 0,1`"""
+    cores = ",".join(str(core) for core in row.get("cores") or ())
+    parts = (("", row.get("node")), ("pid ", row.get("pid")), ("cores ", cores))
+    return " ".join(f"{name}{value}" for name, value in parts if value not in (None, ""))
+
+
+def _work(row: Mapping[str, Any]) -> str:
+    """Present and past work of an actor, in a few words."""
+    counters = row.get("counters") or {}
+    if row.get("kind") == "verifier":
+        rows, tokens = counters.get("row_steps", 0), counters.get("committed_tokens", 0)
+        length = tokens / rows if rows else 0.0
+        return f"{counters.get('running', 0)} requests run or wait, {tokens:,} tokens, acceptance length {length:.2f}"
+    return f"{counters.get('open_requests', 0)} open, {counters.get('tails', 0):,} tails"
+
+
+def _drafts(drafter: Mapping[str, Any]) -> str:
+    """`eagle 61.2% of 1,234, weights 3 (1a2b3c4d)`; an alarm in capitals."""
+    tried = drafter["tried"]
+    share = f"{drafter['right'] / tried:.1%} of {tried:,}" if tried else "-"
+    if drafter["alarm"]:
+        share = f"NONE RIGHT, last {drafter['missed']:,}"
+    weights = f", weights {drafter['version']} ({drafter['checksum']})" if drafter["checksum"] else ""
+    return f"{drafter['method']} {share}{weights}"
+
+
+def _by_position(metrics: Mapping[str, Any], most: int = 8) -> str:
+    """Share of the 1st, 2nd, ... verified draft tokens that were right."""
+    pairs = list(zip(metrics["accepted_by_position"], metrics["drafted_by_position"], strict=True))[:most]
+    return " ".join(f"{accepted / drafted:.0%}" if drafted else "-" for accepted, drafted in pairs) or "-"
+
+
+def _bench_table(title: str, figures: Sequence[str]) -> Table:
+    return make_table(("batch", "workload", "variant", *figures), title=title, text=("workload", "variant"))
+
+
+def _variant_cells(result: Mapping[str, Any]) -> tuple[str, str, str]:
+    return str(result["batch"]), result["workload"], result["variant"]
+
+
+def _difference(difference: Mapping[str, Any]) -> str:
+    where = f"prompt {difference['prompt_index']}, sample {difference['sample_index']}"
+    if difference["position"] is None:
+        return f"{where}: {difference['note']}"
+    tokens = f"token {difference['token']} in place of {difference['reference_token']}"
+    margin = "not recorded" if difference["margin"] is None else f"{difference['margin']:.6g}"
+    return f"{where}, position {difference['position']}: {tokens}, margin of the reference {margin}"
+
+
+def _share(value: float, of: int) -> str:
+    return f"{value:.1%}" if of else "-"
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(getattr(value, "value", value))

@@ -1,0 +1,253 @@
+"""Checkpoints that are complete or absent, verified when they are read, with older ones kept as a fallback."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.files import flush_entry
+from specactor_ray.core.json_text import parse_json, read_foreign
+
+logger = logging.getLogger(__name__)
+
+_PREFIX, _PARTIAL = "step-", ".partial-"
+_NAME = re.compile(rf"{_PREFIX}(\d+)")
+_STATE, _MANIFEST = "state.json", "manifest.json"
+_WEIGHTS = "weights/"
+_CHUNK = 1 << 22
+_SHARE_OF_A_STEP = 0.2
+
+
+@dataclass(slots=True)
+class TrainState:
+    """State of a training run between two steps, besides the weights and the optimizer's state."""
+
+    step: int = 0
+    """Number of steps done."""
+    position: int = 0
+    """Number of tasks taken from the data."""
+    skipped_tasks: int = 0
+    """Number of tasks skipped because they do not fit the model."""
+    bad_steps: int = 0
+    """Number of latest consecutive steps without training effect: not finite, or every reward failed."""
+    reward: float | None = None
+    """Mean reward over the last steps; see `mean_reward`."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Identity of the target model; see `model_facts`."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the run, by key; see `settings_of`."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in one folder.
+
+    Args:
+        folder: Folder of the checkpoints, created with the first one.
+        keep_last: Number of newest checkpoints to keep.
+    """
+
+    def __init__(self, folder: Path, keep_last: int, keep_best: bool) -> None:
+        self.folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
+
+    def save(self, state: TrainState, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint: `write` fills the folder that it receives. Older ones are removed only afterwards.
+
+        Raises:
+            OSError: It could not be written (a full disk); nothing of it is left, the older ones are untouched.
+        """
+        name = f"{_PREFIX}{state.step:06d}"
+        final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
+        replaced = self.folder / f"{_PARTIAL}replaced-{name}"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write(partial)
+            user = os.environ.get("USER", str(os.getuid()))
+            written_by = {"host": socket.gethostname(), "user": user, "pid": os.getpid()}
+            _write_text(partial / _STATE, {**asdict(state), "written_by": written_by})
+            _write_manifest(partial)
+            if final.exists():  # of a run that was continued from an earlier step
+                shutil.rmtree(replaced, ignore_errors=True)
+                os.rename(final, replaced)
+            os.rename(partial, final)
+            flush_entry(self.folder)
+        except BaseException:
+            if replaced.exists() and not final.exists():
+                os.rename(replaced, final)
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+        self._remove_old(final)
+        return final
+
+    def all(self) -> list[Path]:
+        """Existing checkpoints, oldest first, sound or not."""
+        if not self.folder.is_dir():
+            return []
+        found = (path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
+        return sorted(found, key=_step)
+
+    def newest_sound(self) -> tuple[Path, TrainState] | None:
+        """The newest checkpoint whose files are complete and unchanged; corrupt ones are logged by name."""
+        for path in reversed(self.all()):
+            problem = find_damage(path)
+            if problem is None:
+                return path, read_state(path)
+            logger.warning("checkpoint %s is damaged (%s); the one before it is used", path, problem)
+        return None
+
+    def remove_after(self, step: int) -> None:
+        """Remove checkpoints later than this step, and incomplete ones of killed runs."""
+        for path in self.all():
+            if _step(path) > step:
+                shutil.rmtree(path)
+        if self.folder.is_dir():
+            for path in self.folder.glob(f"{_PARTIAL}*"):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _remove_old(self, newest: Path) -> None:
+        """Remove surplus checkpoints; damaged ones do not count as kept. Judged by names and sizes, since checksums
+        take as long as a save."""
+        try:
+            older = [path for path in self.all() if path != newest]
+            sound = [path for path in older if find_damage(path, sums=False) is None] + [newest]
+            keep = set(sound[-self._keep_last :])
+            if self._keep_best:
+                rewards = {path: reward for path in sound if (reward := read_state(path).reward) is not None}
+                keep |= {max(rewards, key=lambda path: rewards[path])} if rewards else set()
+        except OSError as error:  # the new one is saved nevertheless
+            logger.warning("old checkpoints in %s stay: %s", self.folder, error)
+            return
+        for path in older:
+            if path not in keep:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def open_checkpoint(path: Path) -> tuple[Path, TrainState]:
+    """Open a checkpoint that the user named. Raises InputError if it is missing or damaged."""
+    problem = find_damage(path)
+    if problem is not None:
+        raise InputError(f"resume: {path} cannot be used: {problem}; name another, or use resume=auto")
+    return path, read_state(path)
+
+
+def mean_reward(before: float | None, reward: float | None, steps: int) -> float | None:
+    """Mean reward over all steps for the first few, then an exponential mean (the last five count most).
+
+    Args:
+        before: Mean up to the previous step.
+        reward: Reward of the step; None if nothing was scored.
+        steps: Number of steps, including this one.
+    """
+    if before is None or reward is None:
+        return before if reward is None else reward
+    return before + max(1.0 / max(steps, 1), _SHARE_OF_A_STEP) * (reward - before)
+
+
+def read_state(path: Path) -> TrainState:
+    """State saved in a checkpoint. Raises InputError if it is missing or invalid."""
+    try:
+        saved = parse_json(read_foreign(path / _STATE))
+        known = {entry.name for entry in fields(TrainState)}
+        state = TrainState(**{name: value for name, value in saved.items() if name in known})
+    except (OSError, ValueError, AttributeError, TypeError):
+        raise InputError(f"{path / _STATE} is missing or not readable") from None
+    counts = (state.step, state.position, state.skipped_tasks, state.bad_steps)
+    sound = (
+        all(type(count) is int and count >= 0 for count in counts)
+        and (state.reward is None or type(state.reward) in (int, float))
+        and isinstance(state.model, dict)
+        and isinstance(state.settings, dict)
+    )
+    if not sound:
+        raise InputError(f"{path / _STATE} holds values that are none of a training state")
+    return state
+
+
+def find_damage(path: Path, *, sums: bool = True) -> str | None:
+    """Description of a checkpoint's damage; None if all files that it was saved with exist and are unchanged.
+
+    Args:
+        sums: Also read the files and compare their checksums.
+    """
+    try:
+        manifest = parse_json(read_foreign(path / _MANIFEST))
+    except (OSError, ValueError):
+        return "its manifest is missing or not readable"
+    if not isinstance(manifest, dict) or not all(_is_entry(entry) for entry in manifest.values()):
+        return "its manifest is not one"
+    for name, (size, checksum) in manifest.items():
+        problem = _file_problem(path, name, size, checksum if sums else None)
+        if problem is not None:
+            return problem
+    if _STATE not in manifest or not any(name.startswith(_WEIGHTS) for name in manifest):
+        return "it is not whole: state or weights are missing from its manifest"
+    try:
+        read_state(path)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
+
+
+def _file_problem(folder: Path, name: str, size: int, checksum: int | None) -> str | None:
+    file = folder / name
+    try:
+        if not file.resolve().is_relative_to(folder.resolve()):
+            return f"its manifest names {name}, which is outside its folder"
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if checksum is not None and _checksum(file) != checksum:
+            return f"{name} has changed"
+    except (OSError, ValueError, RuntimeError) as error:  # unreadable; a name with a zero byte; a loop of links
+        return f"{name} cannot be read ({error})"
+    return None
+
+
+def _write_manifest(folder: Path) -> None:
+    """List all files with sizes and checksums, and flush them to the disk.
+
+    Raises:
+        OSError: The folder has no weights.
+    """
+    entries = sorted(folder.rglob("*"))
+    manifest = {}
+    for file in (entry for entry in entries if entry.is_file()):
+        flush_entry(file)
+        manifest[file.relative_to(folder).as_posix()] = (file.stat().st_size, _checksum(file))
+    if not any(name.startswith(_WEIGHTS) for name in manifest):
+        raise OSError(f"{folder} holds no weights; checkpoint.dir must be a folder that all nodes share")
+    _write_text(folder / _MANIFEST, manifest)
+    for entry in (*(entry for entry in entries if entry.is_dir()), folder / _MANIFEST, folder):
+        flush_entry(entry)
+
+
+def _write_text(file: Path, data: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix(_PREFIX))
+
+
+def _checksum(file: Path) -> int:
+    value = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value

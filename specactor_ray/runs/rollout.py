@@ -1,0 +1,330 @@
+"""One rollout from a configuration to files: the implementation of `specactor rollout` and `jobs/rollout.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.console import Console
+
+from specactor_ray.config import Config, to_yaml
+from specactor_ray.config.drafting import draft_actors
+from specactor_ray.config.schema import ModeName
+from specactor_ray.core.console import say
+from specactor_ray.core.environment import hardware, versions
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, ModelLoadError
+from specactor_ray.core.files import write_json
+from specactor_ray.core.heartbeat import Heartbeat, elapsed
+from specactor_ray.core.phase_progress import ProgressState, rollout_progress
+from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
+from specactor_ray.models.loading import load_tokenizer, require_tokenizer
+from specactor_ray.rollout.memory import memory_lines
+from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_notes
+from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
+from specactor_ray.rollout.report import drafter_health
+from specactor_ray.runs.output import (
+    SUMMARY_FILE,
+    TRAJECTORIES_FILE,
+    TrajectoryWriter,
+    claim_run_folder,
+    discard_run_folder,
+    save_run_config,
+)
+from specactor_ray.runs.resume import find_unfinished, read_finished
+
+if TYPE_CHECKING:
+    from specactor_ray.rollout.rollout import Rollout
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of trajectories so far, by result."""
+
+    finished: int = 0
+    failed: int = 0
+    tokens: int = 0
+    """Output tokens of the trajectories that ended."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Reason of failure → number of times."""
+    failed_prompts: Counter[int] = field(default_factory=Counter)
+    """Index of a prompt, from 0 → number of its failures."""
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    max_tokens: int = 0
+    cut: int = 0
+    """Number of outputs that the context ended before `max_tokens`."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count a trajectory in the form of `Trajectory.to_json`."""
+        self.finish_reasons[row["finish_reason"]] += 1
+        self.tokens += len(row["token_ids"])
+        if row["finish_reason"] == "error":
+            self.failed += 1
+            self.reasons[row.get("error", "")] += 1
+            self.failed_prompts[row["prompt_index"]] += 1
+        else:
+            self.finished += 1
+            self.cut += row["finish_reason"] == "length" and len(row["token_ids"]) < self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """Result of `run_rollout`."""
+
+    summary: dict[str, Any]
+    folder: Path
+    trajectories: Path
+    """The file with all trajectories; after an interruption the partial file with the ended ones."""
+
+    @property
+    def exit_code(self) -> int:
+        if self.summary["status"] == "interrupted":
+            return EXIT_INTERRUPTED
+        counts = self.summary["trajectories"]
+        return EXIT_FAILED if counts["failed"] == counts["total"] else 0
+
+
+def run_rollout(config: Config, console: Console) -> RunOutcome:
+    """Roll out the prompts of `data.path` and write trajectories, summary and configuration.
+
+    All checks that need no cluster are made before one is used. An interruption (Ctrl-C, SIGTERM) ends in order: actors
+    stop, finished trajectories are kept, the outcome has `interrupted` set.
+
+    Args:
+        config: The run; `run.name` is set if it has no value. `plan: auto` and `mode: auto` are resolved in a copy
+            before anything is written or started.
+        console: Shows the progress.
+
+    Raises:
+        UserError: The configuration, the prompts or the cluster are wrong; no file is left behind.
+    """
+    if config.data.path is None:
+        raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
+    if config.resume not in ("auto", "never"):
+        raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
+    prompts = read_prompts(config.data.path, config.data.limit)
+    _tokenizer_for(config, prompts, require_tokenizer)
+    with sigterm_interrupts():
+        unfinished = find_unfinished(config) if config.resume == "auto" else None
+        config, lines = refuse_early(config)
+        if config.data.output is not None:  # the run may be continued from another folder
+            config.data.output = str(Path(config.data.output).absolute())
+        folder = unfinished or claim_run_folder(config)
+        shown = functools.partial(say, console)
+        heartbeat = Heartbeat(elapsed(shown, f"run {config.run.name}: checking model, prompts and memory"))
+        try:
+            output = config.data.output or folder / TRAJECTORIES_FILE
+            with heartbeat, TrajectoryWriter(output, resume=unfinished is not None) as writer:
+                there: list[dict[str, Any]] = []
+                if unfinished:
+                    there = read_finished(writer, prompts, config)
+                    save_run_config(config, folder)
+                check_target(config)
+                encoded = _encode(config, prompts)
+                for line in (*lines, *_cut_outputs(config, encoded), *memory_lines(config)):
+                    say(console, line)
+                return _run(config, prompts, encoded, folder, writer, there, console, heartbeat)
+        except BaseException as error:
+            if not unfinished and not (folder / SUMMARY_FILE).exists():
+                discard_run_folder(folder)
+            if isinstance(error, KeyboardInterrupt):
+                say(console, f"{interruption(error)}: ended before it began, nothing was written")
+            raise
+
+
+def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[str], Any]) -> Any:
+    """Result of `find` for the target; None if it fails and no prompt needs a tokenizer.
+
+    Raises:
+        ModelLoadError: `find` fails, and a prompt is text or messages.
+    """
+    text = next((number for number, prompt in enumerate(prompts, start=1) if not is_token_ids(prompt)), None)
+    try:
+        return find(config.target.model)
+    except ModelLoadError as error:
+        if text is None:
+            return None
+        fix = f'Or give prompt {text} and all others as {{"prompt_token_ids": [...]}}.'
+        raise ModelLoadError(f"target.model: {error} {fix}") from None
+
+
+def _encode(config: Config, prompts: Sequence[Prompt]) -> list[Encoded]:
+    """The prompts as token ids. Those that cannot be encoded fail alone, at their turn.
+
+    Raises:
+        ModelLoadError: See `_tokenizer_for`.
+    """
+    load = functools.partial(load_tokenizer, trust_remote_code=config.target.trust_remote_code)
+    return encode_prompts(_tokenizer_for(config, prompts, load), prompts, config.data.chat)
+
+
+def _cut_outputs(config: Config, encoded: Sequence[Encoded]) -> list[str]:
+    """A line if some prompts leave less than `sampling.max_tokens` of the context.
+
+    Raises:
+        ConfigError: All prompts do.
+    """
+    most, limit = config.sampling.max_tokens, max_prompt_tokens(config)
+    cut = sum(limit < len(token_ids) < limit + most for token_ids, _ in encoded)
+    if not cut:
+        return []
+    return [
+        f"warning: {cut} of {len(encoded)} prompts have more than {limit} tokens and so leave less than "
+        f"sampling.max_tokens={most} of the context of {limit + most} (target.max_model_len): their outputs are cut"
+    ]
+
+
+def _run(
+    config: Config,
+    prompts: list[Prompt],
+    encoded: list[Encoded],
+    folder: Path,
+    writer: TrajectoryWriter,
+    there: list[dict[str, Any]],
+    console: Console,
+    heartbeat: Heartbeat,
+) -> RunOutcome:
+    """Roll out the missing trajectories; `there` are those of an interrupted run, `heartbeat` shows the start."""
+    with signals_deferred():
+        from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
+
+    begin = time.monotonic()
+    say(console, f"run {config.run.name}: starting {config.mode.value} actors; results go to {folder}")
+    if there:
+        total = len(prompts) * config.data.n
+        say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")
+    for note in start_notes(config):
+        say(console, note)
+    status, error, tally = "failed", "", Tally(max_tokens=config.sampling.max_tokens)
+    for row in there:
+        tally.add(row)
+    started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
+    heartbeat.beat = elapsed(functools.partial(say, console), f"run {config.run.name}: starting")
+    with Rollout(config) as rollout:
+        heartbeat.stop()
+        writer.keep_empty = True
+        start_seconds = time.monotonic() - begin
+        _announce(rollout, console)
+        begin = time.monotonic()
+        try:
+            _consume(rollout, prompts, encoded, writer, tally, console, there)
+            writer.complete()
+            status = "complete"
+        except KeyboardInterrupt as interrupt:
+            status = "interrupted"
+            error = interruption(interrupt)
+            saved = f"{writer.count} finished trajectories are saved" if writer.count else "nothing was finished yet"
+            say(console, f"{error}: shutting down, {saved}; the same command with resume=auto continues")
+            ignore_signals()
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            actors = _actors(rollout)
+            summary = {
+                "run": rollout.run_name,
+                "status": status,
+                "error": error,
+                "started": started,
+                "start_seconds": round(start_seconds, 3),
+                "resumed": len(there),
+                **_figures(rollout, tally, len(prompts) * config.data.n, time.monotonic() - begin),
+                "output": str(writer.where.resolve()),
+                "config": yaml.safe_load(to_yaml(config)),
+                "fallbacks": rollout.fallbacks(),
+                "drafters": drafter_health(actors),
+                "actors": actors,
+                "versions": versions(),
+                "hardware": {**hardware(), "cluster": _cluster_resources()},
+            }
+            write_json(folder / SUMMARY_FILE, summary)
+    return RunOutcome(summary, folder, writer.where)
+
+
+def _announce(rollout: Rollout, console: Console) -> None:
+    say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
+    if rollout.config.mode is not ModeName.plain:
+        command = f"{_hint(rollout)} --run {rollout.run_name}"
+        say(console, f"run {rollout.run_name}: from another terminal, {command} --address {rollout.address}")
+
+
+def _hint(rollout: Rollout) -> str:
+    """Command to add a drafter if there is a core for it, else the one that shows the actors."""
+    import ray
+
+    methods = draft_actors(rollout.config)
+    if not methods:
+        return "specactor status"
+    drafter = next(drafter for drafter in rollout.config.drafters if drafter.method in methods)
+    free = ray.available_resources()
+    if free.get("CPU", 0.0) >= drafter.cores and free.get("GPU", 0.0) >= drafter.gpus:
+        return f"specactor scale {drafter.method}={drafter.replicas + 1}"
+    return "specactor status"
+
+
+def _consume(
+    rollout: Rollout,
+    prompts: list[Prompt],
+    encoded: list[Encoded],
+    writer: TrajectoryWriter,
+    tally: Tally,
+    console: Console,
+    there: Sequence[Mapping[str, Any]],
+) -> None:
+    skip = {(row["prompt_index"], row["sample_index"]) for row in there}
+
+    def read() -> ProgressState:
+        metrics = rollout.metrics()
+        done = tally.finished + tally.failed
+        return ProgressState(done, tally.failed, rollout.committed_tokens, metrics.acceptance_length, metrics.supply)
+
+    with rollout_progress(console, "rollout", len(prompts) * rollout.config.data.n, read):
+        for trajectory in rollout.stream(prompts, skip=skip, encoded=encoded):
+            row = trajectory.to_json()
+            writer.write(row)
+            tally.add(row)
+
+
+def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict[str, Any]:
+    tokens = rollout.committed_tokens
+    return {
+        "seconds": round(seconds, 3),
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / max(seconds, 1e-9), 3),
+        "trajectories": {
+            "total": total,
+            "finished": tally.finished,
+            "failed": tally.failed,
+            "tokens": tally.tokens,
+            "finish_reasons": dict(tally.finish_reasons),
+            "failures": dict(tally.reasons),
+            "failed_prompts": {str(index): count for index, count in sorted(tally.failed_prompts.items())},
+            "cut_by_context": tally.cut,
+        },
+        "moved_requests": rollout.moved_requests,
+        "reissued_requests": rollout.reissued_requests,
+        "metrics": rollout.metrics().to_dict(),
+    }
+
+
+def _actors(rollout: Rollout) -> list[dict[str, Any]]:
+    """One row per actor; empty if the controller does not answer."""
+    with contextlib.suppress(Exception):
+        return rollout.status()
+    return []
+
+
+def _cluster_resources() -> dict[str, float]:
+    """CPUs, GPUs and accelerator types of the whole cluster."""
+    import ray
+
+    resources = ray.cluster_resources()
+    return {
+        name: amount for name, amount in resources.items() if name in ("CPU", "GPU") or name.startswith("accelerator")
+    }

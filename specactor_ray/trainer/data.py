@@ -1,0 +1,234 @@
+"""Tasks to train on: their sources, their order, and the selection of those that fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from specactor_ray.config.schema import DataConfig
+from specactor_ray.core.errors import ConfigError, InputError, clipped_text
+from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
+
+GENERATED_SIZE = 100_000
+"""Number of tasks of a generated source without `data.limit`; each is made when it is read."""
+_FIX = ". Fix: a higher target.max_model_len, a lower sampling.max_tokens, or shorter prompts"
+_GYM, _HUB = "reasoning_gym:", "hf:"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt, with the input of its reward."""
+
+    index: int
+    """Position in the source."""
+    prompt: Prompt
+    answer: str | None = None
+    """The reference answer, if there is one."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys of the row."""
+
+
+class TaskSource(Protocol):
+    """A fixed sequence of tasks."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Task: ...
+
+
+def open_source(config: DataConfig, seed: int) -> TaskSource:
+    """Open the source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`.
+
+    Raises:
+        ConfigError: The path is not set, a package it needs is not installed, or the task does not exist.
+        InputError: The file is missing, empty or malformed.
+    """
+    path = config.path
+    if path is None:
+        fix = "name a file, reasoning_gym:TASK (such as reasoning_gym:chain_sum) or hf:DATASET."
+        raise ConfigError("data.path", "training needs tasks, and none are named.", fix)
+    if path.startswith(_GYM):
+        return GymSource(path.removeprefix(_GYM), config, seed)
+    if path.startswith(_HUB) or Path(path).suffix == ".parquet":
+        return TableSource(_load_table(path, config), path, config)
+    if Path(path).suffix in (".jsonl", ".json"):
+        rows = [(number, row) for number, row in read_jsonl(path)]
+        return TableSource([row for _, row in rows], path, config, [number for number, _ in rows])
+    return TableSource([{config.prompt_key: line} for line in read_text(path)], path, config)
+
+
+class TableSource:
+    """Rows with a prompt (text, or a list of chat messages), an optional answer, and other keys.
+
+    Args:
+        rows: The rows; read on access.
+        config: The `data` section: key names, system prompt, limit.
+        lines: Line number of every row, for messages.
+    """
+
+    def __init__(self, rows: Any, where: str, config: DataConfig, lines: Sequence[int] | None = None) -> None:
+        self._rows, self._where, self._config, self._lines = rows, where, config, lines
+        self._size = min(len(rows), config.limit or len(rows))
+        if self._size == 0:
+            raise InputError(f"data.path: {where} holds no tasks; write one JSON object with a prompt per line")
+        for index in range(self._size if lines is not None else 1):  # errors of a file are reported at once
+            self[index]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Task:
+        config, row = self._config, self._rows[index]
+        where = f"{self._where}, line {self._lines[index]}" if self._lines else f"{self._where}, row {index}"
+        if not isinstance(row, Mapping):
+            raise InputError(f"{where}: expected an object with {config.prompt_key!r} or 'messages'")
+        key = config.prompt_key if config.prompt_key in row else "messages"
+        if self._lines and key != "messages" and "messages" in row:
+            raise InputError(f"{where}: the line has {key!r} and 'messages', and a prompt is one of them; remove one")
+        if key not in row:
+            keys = ", ".join(sorted(row)) or "none"
+            raise InputError(f"{where}: no key {config.prompt_key!r} (data.prompt_key); its keys are {keys}")
+        prompt, answer = row[key], row.get(config.answer_key)
+        if not prompt or not isinstance(prompt, str | list):
+            raise InputError(f"{where}: {key!r} must be a non-empty text or a list of chat messages")
+        rest = {name: value for name, value in row.items() if name not in (key, config.answer_key)}
+        return Task(index, with_system_prompt(prompt, config), None if answer is None else str(answer), rest)
+
+
+class GymSource:
+    """Procedurally generated tasks of the `reasoning-gym` package; task `i` is a function of (seed, i).
+
+    Args:
+        task: Name of the task, such as `chain_sum`.
+        config: The `data` section; `options` are the task's own parameters.
+    """
+
+    def __init__(self, task: str, config: DataConfig, seed: int) -> None:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError:
+            fix = "pip install reasoning-gym."
+            raise ConfigError("data.path", "generated tasks need the package reasoning-gym.", fix) from None
+        if task not in DATASETS:
+            known = ", ".join(sorted(DATASETS))
+            raise ConfigError("data.path", f"reasoning-gym has no task {task!r}.", f"use one of {known}.")
+        self._config = config
+        self._size = config.limit or GENERATED_SIZE
+        try:
+            self._tasks = reasoning_gym.create_dataset(task, seed=seed, size=self._size, **(config.options or {}))
+        except (TypeError, ValueError, AssertionError) as error:
+            known = ", ".join(one.name for one in fields(DATASETS[task][1]) if one.name not in ("seed", "size"))
+            problem = f"{task} refuses them: {clipped_text(str(error))}."
+            raise ConfigError("data.options", problem, f"its options are {known}; or leave them out.") from None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Task:
+        entry = self._tasks[index]
+        prompt = with_system_prompt(entry["question"], self._config)
+        return Task(index, prompt, str(entry["answer"]), {"entry": dict(entry)})
+
+
+def with_system_prompt(prompt: Prompt, config: DataConfig) -> Prompt:
+    """The prompt with `data.system_prompt` before it: as a separate message, or as text if `chat` is off."""
+    if not config.system_prompt:
+        return prompt
+    if not config.chat and isinstance(prompt, str):
+        return f"{config.system_prompt}\n{prompt}"
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [{"role": "system", "content": config.system_prompt}, *messages]  # type: ignore[list-item]
+
+
+def _load_table(path: str, config: DataConfig) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        fix = "pip install datasets."
+        raise ConfigError("data.path", "parquet files and hub datasets need the package datasets.", fix) from None
+    try:
+        if path.startswith(_HUB):
+            return datasets.load_dataset(path.removeprefix(_HUB), split=config.split, **(config.options or {}))
+        return datasets.load_dataset("parquet", data_files=path, split="train")
+    except Exception as error:  # the package raises any type, from network errors to bad splits
+        raise InputError(f"data.path: {path} cannot be loaded ({type(error).__name__}: {error})") from error
+
+
+class TaskOrder:
+    """Order of the tasks: every epoch has its own permutation, a function of (seed, epoch).
+
+    Args:
+        shuffle: Whether to permute; otherwise every epoch has the order of the source.
+        position: Number of tasks taken so far; the only state to save.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool = True, position: int = 0) -> None:
+        self.size, self.seed, self.shuffle, self.position = size, seed, shuffle, position
+        self._epoch, self._indices = -1, np.empty(0, dtype=np.int64)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            epoch, offset = divmod(self.position, self.size)
+            if epoch != self._epoch:
+                rng = np.random.default_rng([self.seed, epoch])
+                self._indices = rng.permutation(self.size) if self.shuffle else np.arange(self.size)
+                self._epoch = epoch
+            self.position += 1
+            yield int(self._indices[offset])
+
+
+class TaskStream:
+    """Tasks in order, without those that do not fit the model.
+
+    Args:
+        count_tokens: Prompt → number of tokens; raises InputError for one that cannot be encoded.
+        max_prompt_tokens: Longest accepted prompt.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        order: TaskOrder,
+        count_tokens: Callable[[Prompt], int],
+        max_prompt_tokens: int,
+    ) -> None:
+        self.order = order
+        self.skipped = 0
+        """Number of tasks skipped because their prompt is too long or cannot be encoded."""
+        self._source, self._count_tokens, self._max = source, count_tokens, max_prompt_tokens
+
+    def take(self, count: int) -> list[Task]:
+        """The next `count` tasks.
+
+        Raises:
+            InputError: No prompt of a whole epoch fits.
+        """
+        tasks: list[Task] = []
+        passed_over, reason = 0, ""
+        for index in self.order:
+            task = self._source[index]
+            reason = self._why_not(task)
+            if reason:
+                passed_over += 1
+                self.skipped += 1
+                if passed_over >= len(self._source):
+                    total = len(self._source)
+                    raise InputError(f"data: none of the {total} prompts can be used; the last one {reason}{_FIX}")
+                continue
+            passed_over = 0
+            tasks.append(task)
+            if len(tasks) == count:
+                break
+        return tasks
+
+    def _why_not(self, task: Task) -> str:
+        try:
+            tokens = self._count_tokens(task.prompt)
+        except InputError as error:
+            return f"cannot be encoded: {error}"
+        return f"has {tokens} tokens, and {self._max} is the limit" if tokens > self._max else ""

@@ -1,0 +1,264 @@
+"""Output files of a training run: a record per step, shown and kept; at the end a summary, a report and plots."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from statistics import mean, pstdev
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from specactor_ray.config import Config, to_yaml
+from specactor_ray.core.environment import hardware, versions
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.files import write_json
+from specactor_ray.rollout.trajectory import drafted_by_method
+from specactor_ray.runs.folder import TrainingRun, read_metrics
+from specactor_ray.trainer.display import TrainingDisplay
+from specactor_ray.trainer.drafter_watchdog import DrafterWatchdog
+from specactor_ray.trainer.metrics_file import MetricsFile
+from specactor_ray.trainer.report import write_report
+from specactor_ray.trainer.steps import TrainOutcome
+from specactor_ray.trainer.tracking import open_trackers
+
+if TYPE_CHECKING:
+    from specactor_ray.rollout.metrics import RolloutMetrics
+    from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.trainer.experience import Experience
+
+logger = logging.getLogger(__name__)
+
+PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
+
+
+class StepRecorder:
+    """Records one step after the other.
+
+    A record has `train` (training results: equal for equal seeds, regardless of drafts), `gap` (log-probabilities of
+    the rollout against the trainer's), `speed`, `seconds` per phase, and `failures`.
+    """
+
+    def __init__(self, config: Config, run: TrainingRun, rollout: Rollout, display: TrainingDisplay) -> None:
+        self._config, self._run, self._rollout = config, run, rollout
+        self._metrics = MetricsFile(run.metrics_file)
+        self._display = display
+        display.rollout_progress = lambda: rollout.progress
+        self._trackers = open_trackers(config, run.folder, run.state.step)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._began: float | None = None
+        self._counted: RolloutMetrics | None = None
+        """Counters of the rollout at the beginning of the step, if they were not reset."""
+        self._watchdog = DrafterWatchdog()
+        for record in read_metrics(run.metrics_file) if run.metrics_file.exists() else ():  # a resumed run
+            self._watchdog.observe(_counts(record))
+
+    def __enter__(self) -> StepRecorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+    def begin(self, step: int) -> None:
+        """Begin a step; `step` steps are done."""
+        if self._began is None:
+            self._began = time.perf_counter()
+        if self._config.trainer.max_staleness:  # outputs of this step are in progress already
+            self._counted = self._rollout.metrics()
+        else:
+            self._rollout.reset_metrics()
+        self._display.begin(step + 1)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time inside for this phase."""
+        self._display.phase(phase)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - begin
+
+    def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None:
+        """Record a finished step in all outputs.
+
+        A checkpoint is written after its step was recorded, so that no checkpoint is ahead of the records; its time
+        counts for the next step. Records that the disk refuses are kept and written with the next step.
+
+        Raises:
+            SpecActorError: Another process has taken over the run.
+        """
+        self._run.check_lease()
+        now = time.perf_counter()
+        seconds = {**self._seconds, "step": now - (self._began or now)}
+        self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
+        record = {
+            "step": step,
+            "train": self._train_figures(step, experience, update),
+            "gap": {"mean": update["logprob_gap"], "max": update["logprob_gap_max"]},
+            "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
+            "seconds": {name: round(value, 4) for name, value in seconds.items()},
+            "failures": {
+                "reward": dict(experience.reward_failures),
+                "rollout": dict(experience.rollout_failures),
+                "environment": dict(experience.environment_failures),
+            },
+        }
+        self._metrics.append(record)
+        self._display.end(record)
+        self._warn(record)
+        for tracker in self._trackers:
+            try:
+                tracker.write(record)
+            except OSError as error:
+                logger.error("step %d was not tracked: %s", step, error)
+
+    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
+        """Write summary, report and plots, as far as the disk accepts them; nothing if the run was taken over."""
+        self._display.stop()
+        if not self._run.lost:
+            self._metrics.flush()
+        records = self._written() + self._metrics.pending
+        summary = {
+            "run": self._config.run.name,
+            "status": status,
+            "error": error,
+            "steps": records[-1]["step"] if records else 0,
+            "checkpoints": [str(path) for path in self._run.store.all()],
+            "checkpoint_failures": checkpoint_failures,
+            "metrics_failures": self._metrics.failures,
+            "metrics_pending": len(self._metrics.pending),
+            "totals": _totals(records),
+            "fallbacks": self._rollout.fallbacks(),
+            "drafters": self._rollout.drafters(),
+            "config": yaml.safe_load(to_yaml(self._config)),
+            "versions": versions(),
+            "hardware": hardware(),
+        }
+        if not self._run.lost:
+            try:
+                write_json(self._run.summary_file, summary)
+                write_report(self._run.folder, summary, records)
+            except OSError as error:
+                logger.error("the summary or the report could not be written: %s", error)
+        return TrainOutcome(status, self._run.folder, summary)
+
+    def _written(self) -> list[dict[str, Any]]:
+        try:
+            return read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
+        except InputError as error:  # the summary is written nevertheless
+            logger.error("%s", error)
+            return []
+
+    def _train_figures(self, step: int, experience: Experience, update: Mapping[str, float]) -> dict[str, Any]:
+        rewards, config = experience.rewards, self._config
+        lengths = [trajectory.num_own_tokens for trajectory in experience.trajectories]
+        passed = [reward >= config.reward.pass_threshold for reward in rewards]
+        truncated = [trajectory.finish_reason == "length" for trajectory in experience.trajectories]
+        if experience.turns:
+            update = {"turns_mean": experience.turns / max(len(experience.trajectories), 1), **update}
+        if config.trainer.max_staleness:
+            update = {**_staleness(experience, step - 1), **update}
+        learnt = {name: value for name, value in update.items() if not name.startswith("logprob_gap")}
+        return {
+            "reward_mean": mean(rewards) if rewards else 0.0,
+            "reward_std": pstdev(rewards) if rewards else 0.0,
+            "pass_rate": mean(passed) if passed else 0.0,
+            "length_mean": mean(lengths) if lengths else 0.0,
+            "truncated": mean(truncated) if truncated else 0.0,
+            "samples": len(experience.samples),
+            "sampled": len(experience.trajectories),
+            "dull_groups": experience.dull_groups,
+            "sampling_rounds": experience.rounds,
+            **learnt,
+        }
+
+    def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
+        metrics = self._rollout.metrics()
+        if self._counted is not None:
+            metrics = metrics.since(self._counted)
+        during = "step" if self._config.trainer.max_staleness else "rollout"
+        tokens = sum(trajectory.num_own_tokens for trajectory in experience.trajectories)
+        return {
+            "tokens": tokens,
+            "tokens_per_s": tokens / max(seconds[during], 1e-9),
+            "acceptance_length": metrics.acceptance_length,
+            "acceptance_rate": metrics.acceptance_rate,
+            "supply": metrics.supply,
+            "by_method": drafted_by_method(experience.trajectories),
+            "environment_s": experience.environment_s / max(len(experience.trajectories), 1),
+            "drafter_alarms": sum(one["alarm"] for one in self._rollout.drafters()),
+            "rollout_share": seconds["rollout"] / max(seconds["step"], 1e-9),
+        }
+
+    def _warn(self, record: Mapping[str, Any]) -> None:
+        bound = self._config.algorithm.max_logprob_gap
+        if record["gap"]["mean"] > bound and not self._config.trainer.max_staleness:
+            logger.warning(
+                "step %d: the rollout's and the trainer's log-probabilities differ by %.3g on average (bound %g); "
+                "algorithm.importance_cap corrects for it",
+                record["step"],
+                record["gap"]["mean"],
+                bound,
+            )
+        for method, (now, usual) in self._watchdog.observe(_counts(record)).items():
+            logger.warning(
+                "step %d: only %.1f%% of the draft tokens of %s were right, usually %.1f%%: it does not follow the "
+                "policy any more. Tokens are not affected, the speed is. Look at drafters.N.follow_policy and "
+                "drafters.N.online of the method, and at speed.by_method in metrics.jsonl",
+                record["step"],
+                100.0 * now,
+                method,
+                100.0 * usual,
+            )
+        for what in ("reward", "environment"):
+            for reason, count in record["failures"][what].items():
+                logger.warning("step %d: %d %ss failed: %s", record["step"], count, what, reason)
+
+
+def _staleness(experience: Experience, version: int) -> dict[str, float]:
+    """Number of versions between the weights that sampled a token and those trained by it, mean and maximum."""
+    tokens = Counter[int]()
+    for trajectory in experience.trajectories:
+        tokens.update({version - old: own for old, own in trajectory.own_tokens_by_version().items()})
+    mean_staleness = sum(age * own for age, own in tokens.items()) / max(tokens.total(), 1)
+    return {"staleness_mean": mean_staleness, "staleness_max": max((age for age in tokens if tokens[age]), default=0)}
+
+
+def _counts(record: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Method → (drafted, accepted) of a step's record."""
+    return {method: (drafted, accepted) for method, (drafted, accepted) in record["speed"]["by_method"].items()}
+
+
+def _totals(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds per phase, tokens and rewards over the whole run."""
+    phases = (*PHASES, "step")
+    seconds = {phase: round(sum(record["seconds"].get(phase, 0.0) for record in records), 3) for phase in phases}
+    return {
+        "seconds": seconds,
+        "rollout_share": round(seconds["rollout"] / seconds["step"], 4) if seconds["step"] else 0.0,
+        "tokens": sum(record["speed"]["tokens"] for record in records),
+        "first_reward": records[0]["train"]["reward_mean"] if records else None,
+        "last_reward": records[-1]["train"]["reward_mean"] if records else None,
+        "skipped_updates": sum(int(record["train"]["skipped"]) for record in records),
+        "reward_failures": sum(sum(record["failures"]["reward"].values()) for record in records),
+        "drafters": _drafts_by_method(records),
+    }
+
+
+def _drafts_by_method(records: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Method → [drafted, accepted] over all steps."""
+    sums: dict[str, list[int]] = {}
+    for record in records:
+        for method, (drafted, accepted) in _counts(record).items():
+            pair = sums.setdefault(method, [0, 0])
+            pair[0] += drafted
+            pair[1] += accepted
+    return sums

@@ -1,0 +1,223 @@
+"""The steps of training, written as the algorithm.
+
+This module starts nothing and imports neither Ray nor torch: the same code runs with the real parts and with mocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specactor_ray.config.schema import Config
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, SpecActorError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.runs.checkpoint import TrainState, mean_reward
+from specactor_ray.trainer.saver import Saver
+from specactor_ray.transport.messages import WeightSet
+
+if TYPE_CHECKING:
+    from specactor_ray.learner.batching import Sample
+    from specactor_ray.trainer.experience import Experience
+
+logger = logging.getLogger(__name__)
+
+KEEP = "keep"
+"""Policy of `Rollout.update_weights`: requests of later steps continue with the new weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOutcome:
+    """Result of a training run."""
+
+    status: str
+    """`complete`: all steps are done and their weights are saved. `interrupted`: with a checkpoint, by Ctrl-C or
+    SIGTERM. `failed`: by an error, or without the last checkpoint."""
+    folder: Path
+    summary: dict[str, Any]
+
+    @property
+    def exit_code(self) -> int:
+        return {"complete": 0, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}[self.status]
+
+
+class RolloutPart(Protocol):
+    """Methods of a `Rollout` that the steps use."""
+
+    def update_weights(self, weights: WeightSet, policy: str | None = None) -> object: ...
+
+    def update_drafter(self, method: str, weights: WeightSet) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class TrainerPart(Protocol):
+    """Methods of `TrainerRanks` that the steps use."""
+
+    def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]: ...
+
+    def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None: ...
+
+    def export_weights(self, version: int) -> WeightSet: ...
+
+    def offload(self) -> None: ...
+
+    def reload(self) -> None: ...
+
+
+class MakerPart(Protocol):
+    """Methods of an `ExperienceMaker` that the steps use."""
+
+    def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience: ...
+
+
+class RecordPart(Protocol):
+    """Methods of a `StepRecorder` that the steps use."""
+
+    def begin(self, step: int) -> None: ...
+
+    def timed(self, phase: str) -> AbstractContextManager[None]: ...
+
+    def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None: ...
+
+    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome: ...
+
+
+class StopPart(Protocol):
+    """Methods of a `StopSignal` that the steps use."""
+
+    def shielded(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingParts:
+    """Parts that the steps use."""
+
+    config: Config
+    rollout: RolloutPart
+    trainer: TrainerPart
+    maker: MakerPart
+    record: RecordPart
+    saver: Saver
+    """Holds the initial state of the training, and later the present one."""
+    stop: StopPart
+    sampling: SamplingParams
+    pupil: str | None
+    """Method of the drafter that the trainer trains; None if it trains none."""
+    say: Callable[[str], None]
+    """Shows a line to the user."""
+    enough: Callable[[], bool] = lambda: False
+    """Called after every step; returns whether to end before `trainer.steps`."""
+
+
+def run_steps(parts: TrainingParts) -> TrainOutcome:
+    """Train until `trainer.steps` or an interruption. At any end a checkpoint is tried and a summary is written.
+
+    Raises:
+        SpecActorError: A part was lost, or the loss stayed non-finite; the summary has status `failed` then.
+    """
+    saver = parts.saver
+    try:
+        if saver.state.step:  # the weight version is the number of steps done
+            parts.rollout.update_weights(parts.trainer.export_weights(saver.state.step))
+        saver.save()  # the first own checkpoint of a run that begins with another run's
+        while saver.state.step < parts.config.trainer.steps:
+            _step(parts)
+            _refuse_to_learn_nothing(parts)
+            if parts.enough():
+                break
+    except KeyboardInterrupt:  # a StopRequested raised during a wait of Ray arrives as its base class
+        parts.say(f"interrupted after step {saver.state.step}; saving a checkpoint")
+        return _end(parts, "interrupted")
+    except Exception as error:
+        if not isinstance(error, SpecActorError):
+            logger.exception("training ends after step %d", saver.state.step)
+        _end(parts, "failed", str(error) if isinstance(error, SpecActorError) else f"{type(error).__name__}: {error}")
+        raise
+    return _end(parts, "complete")
+
+
+def _step(parts: TrainingParts) -> None:
+    state, record, saver = parts.saver.state, parts.record, parts.saver
+    record.begin(state.step)
+    experience = parts.maker.collect(parts.rollout, parts.sampling, state.step)
+    with parts.stop.shielded():
+        if parts.config.trainer.offload:
+            parts.rollout.sleep()
+            parts.trainer.reload()
+        saver.begin_update()
+        with record.timed("update"):
+            update = parts.trainer.update(experience.samples, state.step, parts.sampling.seed + state.step)
+        saver.advance(_next(state, update, experience))
+        num_bytes = 0
+        try:
+            num_bytes = _hand_over(parts, experience)
+        finally:  # the step counts even if the verifiers did not get the weights
+            record.end(saver.state.step, experience, update, num_bytes)
+        due = saver.state.step % parts.config.checkpoint.every == 0 or saver.state.step == parts.config.trainer.steps
+        if due or saver.problem:
+            with record.timed("checkpoint"):
+                saver.save()
+
+
+def _hand_over(parts: TrainingParts, experience: Experience) -> int:
+    """Send new weights to the verifiers, and those of a trained drafter to its actors. Returns the former's bytes."""
+    rollout, trainer, record, done = parts.rollout, parts.trainer, parts.record, parts.saver.state.step
+    taught = None
+    if parts.pupil is not None:
+        with record.timed("update"):
+            taught = trainer.teach_drafter(experience.samples, done - 1)
+    with record.timed("sync"):
+        weights = trainer.export_weights(done)
+        if parts.config.trainer.offload:
+            trainer.offload()
+            rollout.wake()
+        rollout.update_weights(weights, KEEP if parts.config.trainer.max_staleness else None)
+        if parts.pupil is not None and taught is not None:
+            rollout.update_drafter(parts.pupil, taught)
+    return weights.num_bytes
+
+
+def _end(parts: TrainingParts, status: str, reason: str = "") -> TrainOutcome:
+    """Save the unsaved state and write the summary. A run without its last checkpoint has failed."""
+    saver = parts.saver
+    with parts.stop.shielded():
+        try:
+            problem = "" if saver.save() else saver.problem
+        except SpecActorError as error:  # the trainer itself may be lost
+            problem = str(error)
+        if problem:
+            status = "failed"
+            lost = f"the checkpoint of step {saver.state.step} could not be written: {problem}"
+            reason = f"{reason}; {lost}" if reason else lost
+            parts.say(lost)
+        return parts.record.finish(status, saver.failures, reason)
+
+
+def _next(state: TrainState, update: Mapping[str, float], experience: Experience) -> TrainState:
+    rewards = experience.rewards
+    bad = experience.unscored or (update["skipped"] > 0 and update["grad_norm"] == 0.0)
+    reward = sum(rewards) / len(rewards) if rewards else None
+    return replace(
+        state,
+        step=state.step + 1,
+        position=experience.position[0],
+        skipped_tasks=experience.position[1],
+        bad_steps=state.bad_steps + 1 if bad else 0,
+        reward=mean_reward(state.reward, reward, state.step + 1),
+    )
+
+
+def _refuse_to_learn_nothing(parts: TrainingParts) -> None:
+    state = parts.saver.state
+    if state.bad_steps >= parts.config.trainer.max_bad_steps:
+        raise SpecActorError(
+            f"{state.bad_steps} steps in a row taught nothing: the loss or the gradient was not finite, or "
+            f"every reward failed (the warnings say which). The run stops with a checkpoint of step "
+            f"{state.step}. Fix: a lower trainer.learning_rate, or the reward function"
+        )

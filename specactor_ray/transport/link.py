@@ -1,0 +1,170 @@
+"""The producer's side of a queue: at most one delivery per consumer is in flight, and later news are merged.
+
+Producers keep state, not messages: the next message is made when it can be sent (`offer`), from the difference between
+the current state and the state that was sent. So a slow or stopped consumer slows no producer and costs it no memory.
+
+A delivery that does not arrive is sent again until the consumer is gone for good. It may have arrived nevertheless:
+the protocol tolerates repetition and reordering (`messages.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any, Generic, Protocol, TypeVar
+
+from specactor_ray.core.clock import SYSTEM, Clock
+from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError
+
+M = TypeVar("M")
+
+logger = logging.getLogger(__name__)
+
+_DEADLINE_S = 10.0
+"""Seconds after which a delivery counts as not arrived. Consumers only put a message into a queue."""
+_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
+"""Pause before the next attempt: doubles from the first to the second."""
+
+
+class Delivery(Protocol):
+    """A message in flight; the part of `concurrent.futures.Future` that is used here."""
+
+    def add_done_callback(self, done: Callable[[Any], None]) -> object:
+        """Call `done` with this delivery when it has ended, at once if it has."""
+
+    def exception(self) -> BaseException | None:
+        """Why it failed; None when it arrived."""
+
+
+class Link(Generic[M]):
+    """The way to one consumer. `offer` is for the producer's loop, everything else for any thread.
+
+    A delivery that ends in `ActorUnavailableError` or `CallTimeoutError`, or has not ended by its deadline, is tried
+    again by a later `offer`; `ActorLostError` ends the link for good; of any other error (the consumer raised it) the
+    message is the cause: it is dropped.
+
+    Args:
+        send: Starts a delivery and returns at once; raises like `Delivery.exception`.
+        on_free: Called when a delivery has ended, in any thread: the loop may `offer` again.
+        clock: Clock of deadlines and pauses.
+        deadline_s: Seconds after which a delivery counts as not arrived.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[M], Delivery],
+        on_free: Callable[[], object] = lambda: None,
+        *,
+        clock: Clock = SYSTEM,
+        deadline_s: float = _DEADLINE_S,
+    ) -> None:
+        self._send, self._clock, self._deadline_s = send, clock, deadline_s
+        self.on_free = on_free
+        self._lock = threading.Lock()
+        self._sent = 0
+        """Number of deliveries so far, and number of the newest one."""
+        self._flying: M | None = None
+        """The message of the newest delivery that has not arrived."""
+        self._pausing = False
+        """Whether the newest message is sent again at `_again_at`."""
+        self._sent_at = self._again_at = 0.0
+        self._pause_s = _RETRY_S
+        self.failed: BaseException | None = None
+        """Why the consumer is gone for good; None while it is not. A failed link stays failed: make a new one."""
+        self._retries = self._rejected = 0
+        self.trip_s = math.inf
+        """Seconds of the shortest delivery, there and back."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a message can be sent now, or has to be sent again."""
+        if self.failed is not None or self._flying is None:
+            return self.failed is None
+        return self._clock.now() >= (self._again_at if self._pausing else self._sent_at + self._deadline_s)
+
+    def offer(self, make: Callable[[], M | None]) -> bool:
+        """Send the result of `make`, unless a delivery is under way. Returns whether a message was sent.
+
+        `make` is called only when its message can be sent; it returns None if there is nothing to send.
+        """
+        with self._lock:
+            if not self.is_free:
+                return False
+            if self._flying is not None and not self._pausing:
+                self._send_again_later()
+                return False
+            message = self._flying if self._flying is not None else make()
+            if message is None:
+                return False
+            self._flying, self._pausing, self._sent_at = message, False, self._clock.now()
+            self._sent += 1
+            number = self._sent
+        # Outside the lock: a delivery that is done already calls back at once, in this thread.
+        try:
+            delivery = self._send(message)
+        except Exception as error:  # noqa: BLE001 - an error of the transport is one of the delivery
+            self._end(number, error)
+        else:
+            delivery.add_done_callback(functools.partial(self._on_done, number))
+        return True
+
+    def snapshot(self) -> dict[str, Any]:
+        """For status displays. `failed`: why the link has ended, empty while it has not; `retries`: deliveries that did
+        not arrive in time; messages `rejected` by the consumer."""
+        return {
+            "failed": "" if self.failed is None else str(self.failed) or type(self.failed).__name__,
+            "retries": self._retries,
+            "rejected": self._rejected,
+        }
+
+    def _on_done(self, number: int, delivery: Delivery) -> None:
+        try:
+            error = delivery.exception()
+        except CancelledError as cancelled:
+            error = cancelled
+        self._end(number, error)
+
+    def _end(self, number: int, error: BaseException | None) -> None:
+        """Handle the end of a delivery. One that was given up before is ignored."""
+        with self._lock:
+            if number != self._sent or self._flying is None or self._pausing:
+                return
+            if isinstance(error, ActorUnavailableError | CallTimeoutError):
+                self._send_again_later()
+            else:
+                self._settle(error)
+        self.on_free()
+
+    def _settle(self, error: BaseException | None) -> None:
+        """Mark the newest delivery as arrived, or as lost for good."""
+        self.trip_s = min(self.trip_s, self._clock.now() - self._sent_at)
+        self._flying, self._pause_s = None, _RETRY_S
+        if isinstance(error, ActorLostError):
+            self.failed = error
+        elif error is not None:
+            if not self._rejected:
+                logger.warning("a consumer does not take what it is sent; further cases are only counted: %s", error)
+            self._rejected += 1
+
+    def _send_again_later(self) -> None:
+        self._pausing, self._again_at = True, self._clock.now() + self._pause_s
+        self._retries += 1
+        self._pause_s = min(2.0 * self._pause_s, _RETRY_MAX_S)
+
+
+_DELIVERED: Future[None] = Future()
+_DELIVERED.set_result(None)
+
+
+def direct_sender(receive: Callable[[Any], Any]) -> Callable[[Any], Delivery]:
+    """A `send` for `Link` within a process: the message is delivered when `receive` returns."""
+
+    def send(message: Any) -> Delivery:
+        receive(message)
+        return _DELIVERED
+
+    return send

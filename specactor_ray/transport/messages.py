@@ -1,0 +1,212 @@
+"""Messages between the parts: one frozen dataclass per message.
+
+Drafts are predictions for absolute output positions. Output position 0 is the first generated token of a request;
+"committed length" counts output tokens, never prompt tokens. Every message may be lost, repeated, reordered or late;
+the receiver checks it against its own state (`verify/table.py`, `draft/mirror.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specactor_ray.core.types import SamplingParams, TopTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The target's hidden states of consecutive sequence positions, for drafters that read them (EAGLE)."""
+
+    begin: int
+    """Sequence position of the first one; 0 is the first token of the prompt."""
+    states: Any
+    """numpy `(n, layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/wire.py`)."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOpen:
+    """Start (or start again) a mirror of this request."""
+
+    row: int
+    generation: int
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    committed_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    window: int
+    """Most draft tokens past the last commit that the drafter has received."""
+    features: tuple[Features, ...] = ()
+    """States that the verifier still has of the positions so far; only for drafters that request them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CommitBatch:
+    """Verifier → drafter: tokens of all requests that became final since the last batch.
+
+    A handle names a request: `rows[i]`, its place in the verifier's table, and `generations[i]`, which is used once in
+    the life of a verifier. Commits come before closes, and closes before opens.
+
+    A verifier numbers its seats; `session` is the number. On a newer session the drafter closes all requests of the
+    verifier; it ignores batches of older ones. The first batch of a seat is sent even if it is empty, so requests that
+    a seat leaves open end with the next seat. Tails have no session: a handle names the same request in all of them, so
+    a late tail is a draft like any other, a late `lost` costs one opening, and a tail of a request that the seat does
+    not draft for is answered with a close.
+    """
+
+    verifier_id: str
+    rows: np.ndarray
+    """int32 `(n,)`, like `generations`, `starts` and `lengths`."""
+    generations: np.ndarray
+    starts: np.ndarray
+    """Output position of the first token."""
+    lengths: np.ndarray
+    tokens: np.ndarray
+    """int32, the tokens of all rows one after the other."""
+    opened: tuple[DraftOpen, ...] = ()
+    closed: tuple[tuple[int, int, bool], ...] = ()
+    """Row, generation, and whether the output ended by itself (it may be used for training) or moved away."""
+    features: tuple[tuple[int, tuple[Features, ...]], ...] = ()
+    """Row and the states of its positions that were computed since the last commit, up to the one that predicted the
+    last of its tokens; only for drafters that request them."""
+    session: int = 0
+    """Number of the seat's session, from 1; a newer one replaces all requests of older ones."""
+
+
+class Branches(NamedTuple):
+    """Alternatives to the ends of `n` tails: after the first `ats[j]` tokens of tail `tails[j]`, then these tokens.
+
+    The first token of a branch differs from the tail's token at `ats[j]`.
+    """
+
+    tails: np.ndarray
+    """int32 `(m,)`, ascending: index of the tail."""
+    ats: np.ndarray
+    """int32 `(m,)`: 0 to the tail's length."""
+    lengths: np.ndarray
+    """int32 `(m,)`, at least 1."""
+    tokens: np.ndarray
+    """int32 `(sum of lengths,)`, branch by branch."""
+
+
+NO_BRANCHES = Branches(*[np.frombuffer(b"", np.int32)] * 4)
+"""Read-only, like the arrays of messages that an inbox has accepted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TailBatch:
+    """Drafter → verifier: draft tokens for request `rows[i]` after the committed prefix of length `bases[i]`.
+
+    A tail is always the whole unverified tail, with its branches. It replaces an earlier one, unless that has a newer
+    base, or the same base and more tokens. An empty tail means that the drafter has the prefix up to its base, and no
+    draft.
+    """
+
+    drafter_id: str
+    rows: np.ndarray
+    """int32 `(n,)`, like `generations`, `bases` and `lengths`."""
+    generations: np.ndarray
+    bases: np.ndarray
+    lengths: np.ndarray
+    tokens: np.ndarray
+    """int32, the tokens of all tails one after the other."""
+    branches: Branches = NO_BRANCHES
+    token_s: float = 0.0
+    """Seconds in which a model drafts one token for each of its requests, at its present load; 0 if unknown."""
+    lost: tuple[tuple[int, int], ...] = ()
+    """Handles of requests that the drafter does not have, or of which it missed a commit: they must be opened again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Progress:
+    """Verifier → rollout: commits of one step (the journal)."""
+
+    requests: tuple[tuple[str, int], ...]
+    """Request and attempt, as in `TargetRequest.attempt`."""
+    starts: np.ndarray
+    """int32 `(n,)`: output position of the first token."""
+    lengths: np.ndarray
+    tokens: np.ndarray
+    """int32, the tokens of all requests one after the other; `logprobs` (float32) and `margins` likewise."""
+    logprobs: np.ndarray
+    margins: np.ndarray | None = None
+    tops: TopTokens | None = None
+    """Most probable tokens; None if no request needs any."""
+
+    def rows(self) -> Iterator[tuple[str, list[int], list[float], list[float]]]:
+        """Yield request, tokens, log-probabilities and margins (empty without any), one request after the other."""
+        end, tokens, logprobs = 0, self.tokens.tolist(), self.logprobs.tolist()
+        margins = self.margins.tolist() if self.margins is not None else []
+        for (request_id, _), length in zip(self.requests, self.lengths.tolist(), strict=True):
+            begin, end = end, end + length
+            yield request_id, tokens[begin:end], logprobs[begin:end], margins[begin:end]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Counters of one finished request."""
+
+    steps: int = 0
+    """Number of decode steps (forwards that committed at least one token)."""
+    drafted: int = 0
+    """Number of verified draft tokens."""
+    accepted: int = 0
+    """Number of right draft tokens."""
+    by_method: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Draft method → (drafted, accepted)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Verifier → rollout: the request ended; sent exactly once, after its last `Progress`."""
+
+    request_id: str
+    finish_reason: str
+    """`stop` (end-of-sequence or stop id), `length` (max_tokens or context full) or `error`."""
+    stats: RequestStats
+    error: str = ""
+    num_tokens: int = 0
+    """Total number of output tokens; the journal must hold as many."""
+    attempt: int = 0
+    """Attempt of the request, as in `TargetRequest.attempt`."""
+    prompt_logprobs: Any = None
+    """float32 `(prompt - 1,)`: log-probabilities of the prompt's tokens from the second on, with
+    `SamplingParams.prompt_logprobs`."""
+
+
+class FinishedOutput(NamedTuple):
+    """Rollout → verifier: an output that another verifier finished, for the histories of hosted lookups."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: np.ndarray
+    """int32 `(n,)`: output tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Verifier → rollout: this attempt was not begun, because the weights have another version than it requires."""
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSet:
+    """One version of the policy's weights."""
+
+    version: int
+    """Version number, from 1; version 0 is the configured model."""
+    buckets: tuple[Any, ...]
+    """Object references of `WeightBucket`s."""
+    num_bytes: int = 0
+
+
+ToRollout = Progress | Finished | Refused
