@@ -12,7 +12,7 @@ from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.target.base import TargetRequest
 from tests.unit.engine_conformance import run
-from tests.unit.test_hf_engine import load, make
+from tests.unit.target.test_hf_engine import load, make
 
 
 def plain_tokens(

@@ -31,7 +31,7 @@ from specactor_ray.runs.output import TrajectoryWriter
 from specactor_ray.runs.rollout import RunOutcome, run_rollout
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.transport.messages import RequestStats
-from tests.forked_command import specactor
+from tests.fakes.forked_command import specactor
 from tests.tiny import tiny_draft, tiny_target
 
 REPOSITORY = Path(__file__).parents[2]

@@ -98,7 +98,7 @@ def script(*turns: str) -> Callable[[list[int], SamplingParams], str]:
 def converse(
     rollout: Scripted, tasks: Sequence[Task], n: int = 1, max_tokens: int = 64, context: int = 512, **settings: Any
 ) -> list[Episode]:
-    environment = {"name": "tests.environments:Echo", **settings}
+    environment = {"name": "tests.fakes.environments:Echo", **settings}
     sampling = {"max_tokens": max_tokens, "seed": SEED}
     functions = [{"name": "exact_match"}]
     config = from_mapping(
@@ -132,7 +132,7 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
     config = from_mapping(
         {
             "mode": "plain",
-            "environment": {"name": "tests.environments:Echo"},
+            "environment": {"name": "tests.fakes.environments:Echo"},
             "reward": {"functions": [{"name": "exact_match"}], "failure_value": failure_value},
             "sampling": {"max_tokens": 64},
             "data": {"n": 4},
@@ -145,7 +145,7 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
         maker = ExperienceMaker(*arguments)
         mixed = maker.collect(rollout, config.sampling, 0)
         failed = maker.collect(rollout, replace(config.sampling, seed=1), 1)
-    reason = "tests.environments:Echo: RuntimeError: no such move"
+    reason = "tests.fakes.environments:Echo: RuntimeError: no such move"
     assert [one.reward for one in mixed.samples] == [0.0, *([] if failure_value is None else [-1.0]), 1.0, 0.0]
     own = [int(one.loss_mask.sum()) for one in mixed.samples if one.reward == 1.0]
     words = len(rollout.tokenizer("the red fox bye")["input_ids"])
@@ -281,9 +281,9 @@ def test_a_failure_costs_its_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     episodes = converse(Scripted(says), tasks, timeout_s=0.5, options={"marks": str(tmp_path)})
     for name, episode in zip([*names, "reset"], episodes, strict=True):
         if name == "reset":
-            assert episode.failure == "tests.environments:Echo: RuntimeError: no board" and not episode.turns
+            assert episode.failure == "tests.fakes.environments:Echo: RuntimeError: no board" and not episode.turns
         elif name in FAILURES:
-            assert episode.failure == f"tests.environments:Echo: {FAILURES[name]}"
+            assert episode.failure == f"tests.fakes.environments:Echo: {FAILURES[name]}"
             assert len(episode.turns) == 2 and episode.environment_s > 0
         else:
             assert not episode.failure and len(episode.turns) == 3 and episode.reward == 3.0

@@ -15,7 +15,7 @@ from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.learner.engines import deepspeed_engine as engines
 from specactor_ray.learner.saving import PartWriter, WorkCounter
-from tests.forked_ranks import run_forked
+from tests.fakes.forked_ranks import run_forked
 from tests.ports import free_port
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")

@@ -10,7 +10,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.plan.profile import load_profile
 from specactor_ray.rollout.planning import as_decoupled, ladder_priors, make_plan
 from tests import tiny
-from tests.forked_command import specactor
+from tests.fakes.forked_command import specactor
 
 
 def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from specactor_ray.core.errors import ActorLostError, RemoteError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.models.weight_buckets import unpack
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, find_damage
-from tests.forked_ranks import ForkedRanks
+from tests.fakes.forked_ranks import ForkedRanks
 from tests.tiny import tiny_eagle, tiny_target
-from tests.unit.training.test_update import config as make_config
-from tests.unit.training.test_update import make_samples
+from tests.unit.learner.test_update import config as make_config
+from tests.unit.learner.test_update import make_samples
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 STEPS = 3

@@ -27,7 +27,7 @@ def samples(count: int) -> list[RewardSample]:
 
 
 def config(name: str, **values: float | None) -> RewardConfig:
-    where = "" if name == "length" else "tests.reward_functions:"
+    where = "" if name == "length" else "tests.fakes.reward_functions:"
     return RewardConfig(functions=[RewardFunctionConfig(where + name)], **values)  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_command import specactor
+from tests.fakes.forked_command import specactor
 
 
 @pytest.mark.parametrize(

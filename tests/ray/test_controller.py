@@ -16,7 +16,7 @@ import ray.cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-import tests.ray.fake_actors as fake_actors
+import tests.fakes.actors as fake_actors
 from specactor_ray.actors.specs import Phase
 from specactor_ray.cluster.lookup import find_controller, list_runs
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
@@ -24,7 +24,7 @@ from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.controller.start import start_controller
 from specactor_ray.core.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
-from tests.ray.fake_actors import FakeDrafter, FakeVerifier
+from tests.fakes.actors import FakeDrafter, FakeVerifier
 
 pytestmark = pytest.mark.ray
 

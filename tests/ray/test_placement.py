@@ -107,7 +107,7 @@ def test_a_private_cluster_leaves_no_file_and_says_nothing() -> None:
 
 DRIVER = """
 import sys, time
-import tests.ray.fake_actors as fake_actors
+import tests.fakes.actors as fake_actors
 from specactor_ray.cluster.connection import connect
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.start import start_controller

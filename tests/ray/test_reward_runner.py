@@ -24,7 +24,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.mark.parametrize(("name", "reward"), [("forks", 1.0), ("asks_ray", 0.0)])
 def test_a_function_cannot_touch_the_cluster(name: str, reward: float, tmp_path: Path) -> None:
-    config = RewardConfig(functions=[RewardFunctionConfig(f"tests.reward_functions:{name}")])
+    config = RewardConfig(functions=[RewardFunctionConfig(f"tests.fakes.reward_functions:{name}")])
     forking = [RewardSample("p", "x", what, metadata={"marks": str(tmp_path)}) for what in ("raises", "comes back")]
     with RewardRunner(config) as runner:
         assert runner.score(forking).rewards == [reward] * 2

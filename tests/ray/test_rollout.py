@@ -152,7 +152,7 @@ def test_fastest_of_n_is_token_for_token_plain(plain: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["decoupled", "coupled"])
 def test_misbehaving_drafters_change_nothing(mode: str, plain: Any) -> None:
-    drafters = [{"method": f"tests.misbehaving:{name}"} for name in ("Liar", "Crasher", "Flooder")]
+    drafters = [{"method": f"tests.fakes.misbehaving:{name}"} for name in ("Liar", "Crasher", "Flooder")]
     with running(config(mode, [*drafters, NGRAM], verifiers=1)) as rollout:
         assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
 
@@ -164,7 +164,7 @@ def test_a_request_moves_once_to_the_verifier_that_has_none_left() -> None:
         sampling = [SamplingParams(temperature=1.0, max_tokens=length, seed=3, ignore_eos=True) for length in lengths]
         return [trajectory.token_ids for trajectory in rollout.generate(tiny_prompt_ids(4), sampling)]
 
-    settings = config("coupled", [{"method": "tests.misbehaving:Sluggard"}])
+    settings = config("coupled", [{"method": "tests.fakes.misbehaving:Sluggard"}])
     settings.speculation.race = RaceName.always  # else drafting is suspended
     with running(settings) as rollout:
         together = generated(rollout, 40, 1, 40, 1)  # handed out in turn, so the long ones meet at one verifier
@@ -224,7 +224,7 @@ def test_drafters_are_asked_for_their_health() -> None:
             if health["right"]:
                 break
         assert health["tried"] >= health["right"] > 0
-    with running(config("coupled", [{"method": "tests.own_proposers:Raises"}], 1, cluster=rare)) as rollout:
+    with running(config("coupled", [{"method": "tests.fakes.own_proposers:Raises"}], 1, cluster=rare)) as rollout:
         rollout.generate(tiny_prompts(4), SAMPLING)
         (line,) = alarm_lines(rollout.drafters())
         assert "drafts failed, the log has the first of each kind" in line

@@ -105,7 +105,7 @@ def test_a_submitted_job_succeeds_and_its_log_is_followed(head: Head, tmp_path: 
 
 
 def test_an_interrupt_stops_a_training_job_with_a_checkpoint(head: Head, tmp_path: Path) -> None:
-    rewards = "reward.functions=[{name: 'tests.reward_functions:sleepy'}]"
+    rewards = "reward.functions=[{name: 'tests.fakes.reward_functions:sleepy'}]"
     training = (rewards, "trainer.prompts_per_step=2", "trainer.steps=500")
     process = head.specactor("submit", "--address", head.address, "train", *overrides(tmp_path, *training))
     metrics = tmp_path / "runs" / "job" / "metrics.jsonl"

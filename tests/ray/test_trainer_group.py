@@ -19,10 +19,10 @@ from specactor_ray.actors.trainer import HEARTBEAT
 from specactor_ray.core.errors import ActorLostError
 from specactor_ray.models.weight_buckets import unpack
 from specactor_ray.trainer.trainer_group import TrainerGroup
-from tests.forked_ranks import ForkedRanks
+from tests.fakes.forked_ranks import ForkedRanks
 from tests.processes.test_ranks import assert_close, settings
 from tests.processes.test_ranks import weights_of as forked_weights
-from tests.unit.training.test_update import make_samples
+from tests.unit.learner.test_update import make_samples
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -29,7 +29,7 @@ from specactor_ray.target.base import TargetRequest
 from tests.ray.test_serve import Served, serving
 from tests.tiny import tiny_prompt_ids, tiny_target
 from tests.unit.engine_conformance import run
-from tests.unit.test_hf_engine import load, make
+from tests.unit.target.test_hf_engine import load, make
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]

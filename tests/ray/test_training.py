@@ -56,7 +56,7 @@ def settings(tasks: Path, folder: Path, name: str, *more: str) -> list[str]:
         "target.kv_cache_gb=0.05",
         "target.max_batch=64",
         "drafters=[{method: ngram, hosted: false}]",
-        "reward.functions=[{name: 'tests.reward_functions:sleepy'}]",
+        "reward.functions=[{name: 'tests.fakes.reward_functions:sleepy'}]",
         "data.n=8",
         "sampling.max_tokens=32",
         "trainer.prompts_per_step=8",
@@ -247,7 +247,7 @@ def sums(folder: Path) -> Path:
 
 
 CONVERSATION = (
-    "environment.name=tests.environments:Sums",
+    "environment.name=tests.fakes.environments:Sums",
     "environment.turn_tokens=24",
     "sampling.max_tokens=64",
     "reward.functions=[{name: length, weight: -1.0}]",

@@ -99,7 +99,7 @@ def test_updates_reach_verifiers_also_a_replacement_for_a_killed_one() -> None:
 
 
 def test_drafters_that_follow_the_policy_get_every_version() -> None:
-    method = "tests.own_proposers:Brittle"
+    method = "tests.fakes.own_proposers:Brittle"
     drafter = {"method": method, "model": str(tiny_target()), "kv_cache_gb": 0.05, "follow_policy": True}
     settings = config("decoupled", drafters=[drafter], speculation={"verify": "all", "draft_wait_s": 1.0})
     policy = load_model(str(tiny_target())).state_dict()

@@ -24,12 +24,12 @@ from specactor_ray.models import paged_cache, ragged_model
 from specactor_ray.models.ragged_attention import attend_on_cpu, attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.attention import attending
-from tests.fake_capturer import FakeCapturer
+from tests.fakes.capturer import FakeCapturer
 from tests.page_attention import attend, reference, same_bits, sequence
-from tests.unit import test_hf_engine
+from tests.unit.draft.test_burst import MAKERS, history
 from tests.unit.interpreted_kernels import quick_interpreter  # noqa: F401
-from tests.unit.test_burst import MAKERS, history
-from tests.unit.test_ragged_attention import load
+from tests.unit.models.test_ragged_attention import load
+from tests.unit.target import test_hf_engine
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

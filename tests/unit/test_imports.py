@@ -13,51 +13,34 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "specactor_ray"
 
-# A module may import its own part and the parts of lower layers. Parts on one line know nothing of each other.
-# What a proposer is lies below the configuration, whose checks ask for it.
-# The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("clock", "errors", "fallbacks", "json_text", "leftovers", "ragged", "signals"),
-    ("child", "files"),
-    ("jit",),
-    ("messages",),
-    ("config.named",),
-    ("draft.proposer",),
-    ("draft.registry",),
-    ("config",),
-    ("sampling",),
-    ("verify._kernels", "verify.acceptance", "verify.cost", "verify.tgs"),
-    ("verify.table",),
-    ("verify.waiting",),
-    ("verify.policy",),
-    ("verify.racing",),
-    ("speculation",),
-    ("observability",),
-    ("models",),
-    ("draft", "target", "learner"),
-    ("drafter_training",),
-    ("queues",),
-    ("cluster",),
-    ("controller.reconcile",),
-    ("controller.reconcile",),
-    ("loops",),
-    ("draft.requests",),
-    ("draft.loop",),
-    ("verify",),
-    ("actors",),
-    ("controller",),
-    ("rollout",),
-    ("integrations", "serve"),
-    ("training",),
-    ("simulation", "benchmarks", "submission", "drafter_training.command"),
-    ("simulation.validation",),
-    ("cli_options",),
-    ("cli_scenario", "cli_validate"),
-    ("cli_demo", "cli_plan", "cli_serve", "cli_setup", "cli_simulate", "drafter_cli"),
-    ("cli",),
-    ("__main__",),
+# A module may import its own package and the packages before it, imports for type checkers included.
+LAYERS = (
+    "core",
+    "config",
+    "plan",
+    "sampling",
+    "models",
+    "transport",
+    "target",
+    "draft",
+    "verify",
+    "learner",
+    "distill",
+    "cluster",
+    "actors",
+    "controller",
+    "rollout",
+    "runs",
+    "trainer",
+    "integrations",
+    "serve",
+    "bench",
+    "simulation",
+    "cli",
 )
-LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+LAYER_OF = {package: number for number, package in enumerate(LAYERS)}
+BESIDE = ("__init__", "__main__")
+"""Modules beside the packages."""
 
 # Heavy package → the modules (or folders) that may import it at all, inside functions included.
 MAY_IMPORT = {
@@ -70,7 +53,6 @@ MAY_IMPORT = {
         "integrations/verl.py",
         "integrations/verl_server.py",
         "trainer/trainer_group.py",
-        "submission.py",
     ),
     "greenlet": ("simulation/kernel.py",),
     "vllm": ("target/vllm_bridge.py", "target/vllm_worker.py", "bench/vllm_peer.py"),
@@ -79,20 +61,22 @@ MAY_IMPORT = {
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
     "triton": ("sampling/triton.py", "models/_paged_attention_triton.py"),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
-    "transformers": ("models/", "draft/eagle/head.py", "training/", "drafter_training/", "benchmarks/gpu_check/"),
+    "transformers": ("models/", "draft/eagle/head.py", "trainer/", "distill/", "bench/gpu_check/", "runs/"),
     "torch": (
         "sampling/",
         "models/",
         "draft/",
-        "drafter_training/",
+        "distill/",
         "target/",
         "learner/",
-        "drafter_training/",
         "actors/",
-        "training/",
+        "runs/",
+        "trainer/",
         "bench/side_by_side.py",
         "bench/vllm_peer.py",
-        "benchmarks/gpu_check/",
+        "bench/gpu_check/",
+        "cli/train_drafter.py",
+        "integrations/trl.py",
     ),
 }
 # These take seconds to import: only inside the function that needs them.
@@ -113,12 +97,13 @@ def sources() -> list[Path]:
 
 
 def imports_of(path: Path, *, top_level: bool = False) -> Iterator[str]:
-    """Full names of the imported modules, those for type checkers left out."""
+    """Full names of the imported modules; `top_level`: without those of functions and for type checkers."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    skipped = {id(node) for guard in ast.walk(tree) if _is_for_type_checkers(guard) for node in ast.walk(guard)}
+    skipped: set[int] = set()
     if top_level:
-        functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
-        skipped |= {id(node) for function in functions for node in ast.walk(function)}
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        outer = (node for node in ast.walk(tree) if isinstance(node, kinds) or _is_for_type_checkers(node))
+        skipped = {id(node) for one in outer for node in ast.walk(one)}
     for node in ast.walk(tree):
         if id(node) in skipped:
             continue
@@ -133,13 +118,6 @@ def _is_for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def part_of(module: str) -> str:
-    """`models` for `models.loading`, `controller.reconcile` for itself: the longest part that has a layer."""
-    first, _, rest = module.partition(".")
-    two = f"{first}.{rest.partition('.')[0]}"
-    return two if two in LAYER_OF else first
-
-
 def module_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
@@ -150,18 +128,18 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)
 def test_imports_go_down_the_layers(path: Path) -> None:
-    part = part_of(module_of(path))
-    if part == "__init__":
+    package = module_of(path).partition(".")[0]
+    if package in BESIDE:
         assert not [name for name in imports_of(path, top_level=True) if name.startswith("specactor_ray")]
         return
-    assert part in LAYER_OF, f"{part} has no place in the layers: add it to LAYERS and to docs/architecture.md"
+    assert package in LAYER_OF, f"{package} has no layer: add it to LAYERS and to docs/architecture.md"
     for name in imports_of(path):
         root, _, rest = name.partition(".")
-        imported = part_of(rest)
-        if root != "specactor_ray" or imported in ("", part, "__version__"):
+        imported = rest.partition(".")[0]
+        if root != "specactor_ray" or imported in (package, "__version__"):
             continue
         assert imported in LAYER_OF, f"{name_of(path)} imports {name}, which has no layer"
-        assert LAYER_OF[imported] < LAYER_OF[part], f"{name_of(path)} imports {name}, which is not below it"
+        assert LAYER_OF[imported] < LAYER_OF[package], f"{name_of(path)} imports {name}, which is not below it"
 
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)
@@ -177,7 +155,8 @@ def test_heavy_packages_stay_in_their_leaves(path: Path) -> None:
 
 
 PURE = [
-    f"verify/{name}.py" for name in ("_kernels", "acceptance", "cost", "policy", "racing", "table", "tgs", "waiting")
+    *(f"plan/{name}.py" for name in ("step_cost", "tgs")),
+    *(f"verify/{name}.py" for name in ("_kernels", "acceptance", "policy", "racing", "table", "waiting")),
 ]
 
 
@@ -187,14 +166,9 @@ def test_what_is_decided_depends_on_arguments_only(path: Path) -> None:
     pure = ("__future__", "collections", "dataclasses", "typing", "enum", "math", "numpy", "operator")
     for name in imports_of(path):
         root, _, rest = name.partition(".")
-        mine = part_of(rest).startswith(("verify.", "config", "jit", "ragged"))
+        mine = rest.startswith(("verify.", "plan.", "config.", "core.jit", "core.ragged"))
         good = mine if root == "specactor_ray" else root in pure
         assert good and not name.startswith("numpy.random"), f"{name_of(path)} imports {name}"
-
-
-def test_type_checking_imports_are_told_apart() -> None:
-    path, name = PACKAGE / "training" / "record.py", "specactor_ray.rollout.rollout.Rollout"
-    assert name in path.read_text(encoding="utf-8").replace(" import ", ".") and name not in set(imports_of(path))
 
 
 HEAVY = ("ray", "torch", "vllm", "deepspeed", "transformers", "numba", "triton")

@@ -20,8 +20,8 @@ from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_vllm_target
 from tests.unit.engine_conformance import Driver, noisy_oracle, requests
-from tests.unit.test_hf_engine import load
-from tests.unit.test_hf_engine import make as make_hf
+from tests.unit.target.test_hf_engine import load
+from tests.unit.target.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
 from tests.vllm.test_vllm_engine import answers_of, make, states_of
 from tests.vllm.test_vllm_rollout import NGRAM, config, plain_truth, tokens_of

@@ -25,8 +25,8 @@ from specactor_ray.target.vllm_bridge import CoreSettings
 from tests.exact_distribution import assert_sampled_from
 from tests.tiny import tiny_prompt_ids, tiny_vllm_target
 from tests.unit.engine_conformance import Collected, Driver, Guess, ModelConformance, noisy_oracle, requests, run
-from tests.unit.test_hf_engine import load
-from tests.unit.test_hf_engine import make as make_hf
+from tests.unit.target.test_hf_engine import load
+from tests.unit.target.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]

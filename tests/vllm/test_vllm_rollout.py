@@ -19,7 +19,7 @@ from specactor_ray.rollout.rollout import Rollout
 from tests.exact_distribution import assert_sampled_from
 from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_draft, tiny_prompts, tiny_vllm_target
-from tests.unit.test_hf_engine import load
+from tests.unit.target.test_hf_engine import load
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.ray, pytest.mark.timeout(400)]

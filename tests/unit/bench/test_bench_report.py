@@ -1,0 +1,418 @@
+"""The comparison of modes: equal cores for all, exact comparison of tokens, ratios to the best plain variant."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from specactor_ray.bench import rollout_modes
+from specactor_ray.bench.comparison import Output, Place, differences
+from specactor_ray.bench.peers import _peers
+from specactor_ray.bench.rollout_modes import all_identical, describe_variant, measured_figures, with_ratios
+from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.report import (
+    alarm_lines,
+    difference_lines,
+    drafter_health,
+    ladder_table,
+    speed_table,
+    status_table,
+    time_table,
+)
+
+HEALTH = {
+    "method": "eagle",
+    "version": 5,
+    "checksum": "00c0ffee",
+    "tried": 400,
+    "right": 0,
+    "missed": 0,
+    "alarm": False,
+}
+ALL = [BenchMode.plain, BenchMode.coupled, BenchMode.decoupled]
+
+
+def config(replicas: int = 1, cores: int = 1, drafters: int = 1, **target: Any) -> Config:
+    return from_mapping(
+        {
+            "mode": "decoupled",
+            "target": {"replicas": replicas, "cores": cores, **target},
+            "drafters": [{"method": "ngram", "replicas": drafters, "hosted": False}],
+        }
+    )
+
+
+def layouts(variants: list[Variant], mode: ModeName) -> list[tuple[int, int, int]]:
+    """(verifiers, cores of each, rows of each)."""
+    targets = [variant.config.target for variant in variants if variant.mode is mode]
+    return [(target.replicas, target.cores, target.max_batch) for target in targets]
+
+
+class TestVariants:
+    def test_two_cores(self) -> None:
+        variants = plan_variants(config(), ALL, [4])
+        assert [variant.label for variant in variants] == [
+            "plain 1x2",
+            "plain 2x1",
+            "plain 1x1",
+            "coupled 1x2",
+            "decoupled 1x1 + 1",
+        ]
+        assert layouts(variants, ModeName.plain) == [(1, 2, 4), (2, 1, 2), (1, 1, 4)]
+        assert layouts(variants, ModeName.coupled) == [(1, 2, 4)]
+        assert layouts(variants, ModeName.decoupled) == [(1, 1, 4)]
+
+    def test_a_batch_of_one_is_not_shared_out(self) -> None:
+        assert layouts(plan_variants(config(), ALL, [1]), ModeName.plain) == [(1, 2, 1), (1, 1, 1)]
+
+    def test_batch_by_batch_plain_first(self) -> None:
+        variants = plan_variants(config(), [BenchMode.decoupled, BenchMode.plain], [1, 8])
+        assert [variant.batch for variant in variants] == sorted(variant.batch for variant in variants)
+        for batch in (1, 8):
+            modes = [variant.mode for variant in variants if variant.batch == batch]
+            assert modes[0] is ModeName.plain and modes[-1] is ModeName.decoupled
+
+    def test_margins_are_recorded_and_names_are_not_shared(self) -> None:
+        base = config()
+        base.run.name = "mine"
+        for variant in plan_variants(base, ALL, [4]):
+            assert variant.config.target.record_margins and variant.config.run.name is None
+        assert base.run.name == "mine" and not base.target.record_margins, "the configuration was changed"
+
+    @settings(max_examples=25)
+    @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(1, 16))
+    def test_every_mode_has_the_same_cores_and_room_for_as_many_requests(
+        self, replicas: int, cores: int, drafters: int, batch: int
+    ) -> None:
+        base = config(replicas, cores, drafters)
+        if drafters % replicas:
+            with pytest.raises(ConfigError, match=r"drafters: .* cannot be shared out evenly"):
+                plan_variants(base, ALL, [batch])
+            return
+        variants = plan_variants(base, ALL, [batch])
+        total = replicas * cores + drafters
+        assert variants[-1].total_cores == total and variants[0].total_cores == total
+        assert all(variant.total_cores <= total for variant in variants)
+        assert {variant.total_cores for variant in variants if variant.mode is not ModeName.plain} == {total}
+        rooms = [variant.config.target.replicas * variant.config.target.max_batch for variant in variants]
+        assert set(rooms) == {batch * replicas}
+
+    def test_shares_of_a_core_count_as_the_cores_they_take(self) -> None:
+        base = config(2, 1, drafters=4)
+        base.drafters[0].cores = 0.3  # three to a core, and a second core for the fourth
+        variants = plan_variants(base, ALL, [4])
+        assert variants[-1].label == "decoupled 2x1 + 2" and variants[-1].total_cores == 4
+        assert layouts(variants, ModeName.plain)[0] == (2, 2, 4)
+
+    def test_each_method_alone_and_all_of_them_together(self) -> None:
+        base = config()
+        methods = [("ngram", 0.5, False), ("suffix", 0.25, False), ("tests.fakes.own_proposers:Lookup", 1.0, True)]
+        base.drafters = [DrafterConfig(method, cores=cores, hosted=hosted) for method, cores, hosted in methods]
+        variants = plan_variants(base, list(BenchMode), [2])
+        assert [variant.label for variant in variants][3:] == [
+            "coupled ngram 1x2",
+            "coupled suffix 1x2",
+            "coupled tests.fakes.own_proposers:Lookup 1x2",
+            "decoupled ngram 1x1 + 1",
+            "decoupled suffix 1x1 + 1",
+            "fon 1x1 + 1",
+            "fon coupled 1x2",
+        ]
+        assert all([one.method for one in v.config.drafters] == [v.method] for v in variants[3:8])
+        assert all([(d.cores, d.replicas) for d in v.config.drafters] == [(1.0, 1)] for v in variants[6:8])
+        assert all([d.method for d in v.config.drafters] == [one[0] for one in methods] for v in variants[8:])
+        assert all(variant.config.speculation.race is base.speculation.race for variant in variants[8:])
+        assert {variant.total_cores for variant in variants[3:]} == {2}
+
+    @pytest.mark.parametrize(
+        ("modes", "batches", "problem"),
+        [
+            ([BenchMode.decoupled], [4], "--modes must contain plain"),
+            ([*ALL, BenchMode.fon], [4], "fewer than two"),
+            (ALL, [], "--batch"),
+            (ALL, [4, 0], "--batch"),
+        ],
+    )
+    def test_refusals(self, modes: list[BenchMode], batches: list[int], problem: str) -> None:
+        with pytest.raises(InputError, match=problem):
+            plan_variants(config(), modes, batches)
+
+    def test_a_batch_that_contradicts_another_key(self) -> None:
+        with pytest.raises(ConfigError, match=r"target\.max_step_tokens"):
+            plan_variants(config(max_step_tokens=32), ALL, [64])
+
+    def test_drafters_on_gpus_are_refused(self) -> None:
+        base = config()
+        base.drafters[0].gpus = 1
+        with pytest.raises(ConfigError, match=r"drafters\.0\.gpus"):
+            plan_variants(base, ALL, [4])
+
+
+def output(*tokens: int, reason: str = "length", error: str = "", margins: bool = True) -> Output:
+    return Output(tokens, reason, error, tuple(token / 10 for token in tokens) if margins else None)
+
+
+class TestComparison:
+    def test_the_first_differing_position_with_both_margins(self) -> None:
+        found = differences({(3, 1): output(5, 6, 7, 8)}, {(3, 1): output(5, 6, 9, 1)})
+        assert found == [
+            {
+                "prompt_index": 3,
+                "sample_index": 1,
+                "position": 2,
+                "token": 9,
+                "reference_token": 7,
+                "margin": 0.7,
+                "own_margin": 0.9,
+                "note": "",
+            }
+        ]
+
+    @pytest.mark.parametrize(
+        ("other", "note"),
+        [
+            ({(0, 0): output(5, 6)}, "2 tokens (length) in place of 3"),
+            ({(0, 0): output(5, 6, 7, 8)}, "4 tokens (length) in place of 3"),
+            ({(0, 0): output(5, 6, 7, reason="stop")}, "ended by stop in place of length"),
+            ({(0, 0): output(reason="error", error="too long")}, "0 tokens (error) in place of 3 too long"),
+            ({}, "this variant has no such request"),
+        ],
+        ids=["shorter", "longer", "ended otherwise", "failed", "missing"],
+    )
+    def test_other_differences_have_a_note(self, other: dict[Place, Output], note: str) -> None:
+        (found,) = differences({(0, 0): output(5, 6, 7)}, other)
+        assert found["position"] is None and found["note"] == note
+
+    def test_a_request_that_plain_does_not_have(self) -> None:
+        (found,) = differences({}, {(0, 0): output(1)})
+        assert found["note"] == "the reference has no such request"
+
+    def test_a_prompt_that_fails_the_same_way_in_both_is_the_same(self) -> None:
+        failed = {(0, 0): output(reason="error", error="the prompt is longer than the context")}
+        assert differences(failed, dict(failed)) == []
+
+    @given(st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 2)), st.lists(st.integers(0, 9), max_size=6)))
+    def test_finds_exactly_what_was_changed(self, tokens: dict[Place, list[int]]) -> None:
+        reference = {place: output(*ids) for place, ids in tokens.items()}
+        changed = {place: ids for place, ids in tokens.items() if ids and sum(place) % 2}
+        other = {
+            place: output(*([*ids[:-1], ids[-1] + 10] if place in changed else ids)) for place, ids in tokens.items()
+        }
+        found = differences(reference, other)
+        assert [(one["prompt_index"], one["sample_index"]) for one in found] == sorted(changed)
+        assert [one["position"] for one in found] == [len(changed[place]) - 1 for place in sorted(changed)]
+
+
+def measured(
+    label: str, batch: int, tokens_per_s: float, differing: int = 0, workload: str = "chat T=1"
+) -> dict[str, Any]:
+    found = [
+        {**differences({(n, 0): output(1, 2)}, {(n, 0): output(1, 3)})[0], "prompt_index": n} for n in range(differing)
+    ]
+    metrics = RolloutMetrics(steps=10, row_steps=40, committed_tokens=60, drafted_tokens=50, accepted_tokens=20)
+    variant = Variant(label, batch, config())
+    return {
+        **describe_variant(variant),
+        "mode": label.partition(" ")[0],
+        "workload": workload,
+        **measured_figures({(n, 0): output(1, 2) for n in range(16)}, 1.0, metrics),
+        "tokens_per_s": tokens_per_s,
+        "failures": {},
+        "differences": found,
+    }
+
+
+class TestReport:
+    def test_the_fastest_plain_variant_of_the_batch_is_the_baseline(self) -> None:
+        results = with_ratios(
+            [
+                measured("plain 1x2", 1, 20.0),
+                measured("plain 1x1", 1, 10.0),
+                measured("decoupled", 1, 30.0),
+                measured("plain 1x2", 4, 40.0),
+                measured("plain 2x1", 4, 50.0),
+                measured("decoupled", 4, 45.0),
+                measured("plain 1x2", 4, 10.0, workload="chat T=0"),
+                measured("decoupled", 4, 20.0, workload="chat T=0"),
+            ]
+        )
+        assert [result["ratio"] for result in results] == [1.0, 0.5, 1.5, 0.8, 1.0, 0.9, 1.0, 2.0]
+        assert [result["baseline"] for result in results] == [True, False, False, False, True, False, True, False]
+        ends = [number for number, result in enumerate(results) if result["last_of_group"]]
+        assert ends == [2, 5, 7]
+
+    def test_one_differing_request_is_enough(self) -> None:
+        same = [measured("plain 1x2", 4, 1.0), measured("decoupled", 4, 1.0)]
+        assert all_identical({"results": with_ratios(same)})
+        results = with_ratios([*same, measured("coupled", 4, 1.0, differing=1)])
+        assert not all_identical({"results": results})
+        assert results[-1]["identical"] == 15
+
+    def test_a_step_is_split_into_its_parts(self) -> None:
+        metrics = RolloutMetrics(steps=4, forward_s=0.4, sampling_s=0.04, protocol_s=0.004, waiting_s=0.008)
+        figures = measured_figures({(0, 0): output(1, 2, 3), (1, 0): output(4)}, 2.0, metrics)
+        assert (figures["tokens"], figures["tokens_per_s"], figures["requests"]) == (4, 2.0, 2)
+        parts = {"forward": 100.0, "sampling": 10.0, "protocol": 1.0, "waiting": 2.0}
+        assert figures["ms_per_step"] == pytest.approx(parts)
+
+    def test_nothing_measured_divides_by_nothing(self) -> None:
+        figures = measured_figures({}, 0.0, RolloutMetrics())
+        assert figures["tokens_per_s"] == 0.0 and figures["ms_per_step"]["forward"] == 0.0
+
+    def test_the_tables_say_it_all(self) -> None:
+        results = with_ratios([measured("plain 1x2", 4, 40.0), measured("decoupled 1x1 + 1", 4, 60.0, differing=2)])
+        text = rendered(speed_table(results)) + rendered(time_table(results))
+        for expected in ("plain 1x2", "1.00*", "1.50", "14/16", "16/16", "40.0%", "protocol"):
+            assert expected in text
+        lines = difference_lines(results)
+        assert lines[1].strip() == (
+            "decoupled 1x1 + 1, batch 4, chat T=1: prompt 1, sample 0, position 1: token 3 in place of 2, "
+            "margin of the reference 0.2"
+        )
+
+    def test_many_differences_are_cut_and_counted(self) -> None:
+        lines = difference_lines(with_ratios([measured("plain 1x2", 4, 1.0, differing=14)]))
+        assert len(lines) == 11 and "4 more" in lines[-1]
+
+
+def rendered(table: Any, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+class TestStatus:
+    ROWS: ClassVar[list[dict[str, Any]]] = [
+        {
+            "id": "verifier-0#1a2b",
+            "kind": "verifier",
+            "phase": "ready",
+            "pid": 41,
+            "cores": (0, 1),
+            "counters": {
+                "running": 3,
+                "row_steps": 40,
+                "committed_tokens": 60,
+                "inline": {"eagle-0#1a2b in verifier-0#1a2b": {"health": {**HEALTH, "missed": 240, "alarm": True}}},
+            },
+        },
+        {"id": "ngram-0#3c4d", "kind": "drafter", "phase": "pending", "note": "[no room]", "counters": {}},
+        {
+            "id": "eagle-0#7a8b",
+            "kind": "drafter",
+            "phase": "ready",
+            "counters": {"open_requests": 2, "tails": 9, "health": {**HEALTH, "right": 300}},
+        },
+    ]
+
+    def test_one_row_per_actor(self) -> None:
+        text = rendered(status_table(self.ROWS), 250)
+        for expected in (
+            "verifier-0#1a2b",
+            "0,1",
+            "3 requests run or wait, 60 tokens, acceptance length 1.50",
+            "[no room]",
+            "0 open",
+            "2 open, 9 tails",
+            "eagle 75.0% of 400, weights 5 (00c0ffee)",
+            "eagle NONE RIGHT, last 240, weights 5 (00c0ffee)",
+        ):
+            assert expected in text
+
+    def test_drafters_are_found_in_their_own_actors_and_inside_verifiers(self) -> None:
+        inside, own = drafter_health(self.ROWS)
+        assert (inside["id"], own["id"], own["right"]) == ("eagle-0#1a2b in verifier-0#1a2b", "eagle-0#7a8b", 300)
+        (line,) = alarm_lines([inside, own])
+        assert "verifier-0#1a2b: eagle NONE RIGHT" in line
+        sick = {"counters": {"malformed": {own["id"]: 3}}}
+        failed = {"id": own["id"], "counters": {**self.ROWS[2]["counters"], "failures": 1200}}
+        lines = alarm_lines(drafter_health([sick, failed]))
+        assert ["1,200 drafts failed" in lines[0], "3 malformed messages" in lines[1]] == [True, True]
+
+    def test_the_ladder_of_the_verifier_that_has_seen_most(self) -> None:
+        assert ladder_table(self.ROWS) is None
+
+        def row(drafted: float, acceptance: float) -> dict[str, Any]:
+            figures = {"drafted": drafted, "acceptance": acceptance, "token_s": 0.002, "tgs": 31.5}
+            return {"counters": {"ladder": [{"method": "eagle", "positions": "0-63", **figures}]}}
+
+        text = rendered(ladder_table([row(10.0, 0.25), row(400.0, 0.625), {"counters": None}]))
+        for expected in ("eagle", "0-63", "62.5%", "2.00", "31.5"):
+            assert expected in text
+        assert "25.0%" not in text
+
+
+def test_more_cores_than_there_are_is_said_before_anything_starts(tmp_path: Path) -> None:
+    settings = config(drafters=2)
+    settings.cluster.num_cpus = 2
+    with pytest.raises(ConfigError, match=r"plain.*3 cores.*there are 2.*drafters\.N\.cores"):
+        rollout_modes.run_bench(settings, ALL, [4], [], tmp_path / "bench.json", Console(file=io.StringIO()))
+    assert not list(tmp_path.iterdir())
+
+
+def test_peers_need_vllm_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specactor_ray.target.vllm_version.DISTRIBUTIONS", ())
+    settings = config()
+    settings.cluster.num_cpus = 2
+    report, console = tmp_path / "bench.json", Console(file=io.StringIO())
+    with pytest.raises(ConfigError, match="vllm is not installed"):
+        rollout_modes.run_bench(settings, ALL, [4], [], report, console, peers=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_peers_decode_plainly_on_all_cores_and_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 7})
+    drafters = [{"method": "ngram", "hosted": False, "cores": 0.5}, {"method": "eagle", "cores": 0.5, "model": "m"}]
+    found = list(_peers(from_mapping({"mode": "decoupled", "drafters": drafters}), 16))
+    assert [label for label, _, _ in found] == [
+        f"vllm {name}" for name in ("plain 1x2", "plain 1x1", "ngram 1x2", "eagle3 1x2")
+    ]
+    assert [cores for _, _, cores in found] == [(3, 5), (3,), (3, 5), (3, 5)]
+
+
+class TestFiles:
+    def test_an_existing_report_is_refused_before_anything_starts(self, tmp_path: Path) -> None:
+        (tmp_path / "bench.json").write_text("{}")
+        with pytest.raises(InputError, match=r"bench\.json exists"):
+            rollout_modes.run_bench(config(), ALL, [4], [], tmp_path / "bench.json", Console(file=io.StringIO()))
+
+    def test_every_file_at_every_temperature_is_a_workload(self, tmp_path: Path) -> None:
+        for name in ("chat", "code"):
+            (tmp_path / f"{name}.txt").write_text("one\ntwo\n")
+        paths = [tmp_path / "chat.txt", tmp_path / "code.txt"]
+        workloads = rollout_modes.plan_workloads(config(), paths, [0.0, 1.0])
+        assert [w.name for w in workloads] == ["chat T=0", "chat T=1", "code T=0", "code T=1"]
+        assert [[s.temperature for s in w.sampling] for w in workloads] == [[0.0, 0.0], [1.0, 1.0]] * 2
+        assert all(w.prompts == ("one", "two") for w in workloads)
+        with pytest.raises(InputError, match="same name"):
+            rollout_modes.plan_workloads(config(), [paths[0], paths[0]], [])
+        with pytest.raises(ConfigError, match=r"data\.path"):
+            rollout_modes.plan_workloads(config(), [], [])
+
+    def test_a_long_tail_has_lengths_of_its_own_whatever_is_sampled(self, tmp_path: Path) -> None:
+        (tmp_path / "chat.txt").write_text("one\ntwo\nthree\nfour\n")
+        settings = config()
+        settings.sampling = SamplingParams(max_tokens=60, stop_token_ids=(3,))
+        (workload,) = rollout_modes.plan_workloads(settings, [tmp_path / "chat.txt"], [1.0], long_tail=True)
+        assert sorted(s.max_tokens for s in workload.sampling) == [15, 20, 30, 60]
+        assert all(s.ignore_eos and not s.stop_token_ids and s.temperature == 1.0 for s in workload.sampling)
+        assert workload.name == "chat T=1, long tail"
+        assert [workload] == rollout_modes.plan_workloads(settings, [tmp_path / "chat.txt"], [1.0], long_tail=True)
+
+    def test_the_report_is_plain_data(self) -> None:
+        results = with_ratios([measured("plain 1x2", 4, 40.0, differing=1)])
+        assert json.loads(json.dumps(results)) == results

@@ -1,0 +1,221 @@
+"""Measuring on the tiny models: acceptance without a target, costs, and the whole command in its own process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specactor_ray.bench.drafting_on_text import TextStream, measure_acceptance, seconds_per_token
+from specactor_ray.bench.profile import default_devices, parse_axes, run_profile
+from specactor_ray.bench.profile_process import measure_verify, record_outputs
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.methods import Traits
+from specactor_ray.config.schema import Config, TargetConfig
+from specactor_ray.core.console import make_console
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.corpus import CorpusRecord
+from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.slots import RowProposer
+from specactor_ray.target.base import Drafts, TargetRequest
+from specactor_ray.target.hf import HfEngine
+from tests import tiny
+from tests.by_name import ByName
+
+REPOSITORY = Path(__file__).parents[3]
+WINDOW = 4
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir: Path) -> HfEngine:
+    return HfEngine.from_config(TargetConfig(model=str(tiny_model_dir), dtype="float32", kv_cache_gb=0.05, max_batch=8))
+
+
+def configuration(target: Path, **sections: Any) -> Config:
+    return from_mapping(
+        {
+            "target": {"model": str(target), "kv_cache_gb": 0.05},
+            "drafters": [{"method": "ngram"}],
+            "sampling": {"max_tokens": 24, "seed": 3},
+            **sections,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(engine: HfEngine, tiny_model_dir: Path) -> list[CorpusRecord]:
+    config = configuration(tiny_model_dir, data={"n": 2})
+    return record_outputs(engine, config, tiny.tiny_prompts(6), max_requests=9)
+
+
+class TestAcceptance:
+    @pytest.mark.parametrize("method", ["ngram", "draft_model"])
+    def test_equal_to_what_a_target_accepts_step_by_step(
+        self, engine: HfEngine, recorded: list[CorpusRecord], tiny_draft_model_dir: Path, method: str
+    ) -> None:
+        """Keyed sampling makes the recorded output the truth: no target is needed to measure a draft method."""
+        model = str(tiny_draft_model_dir) if method == "draft_model" else None
+        drafter = DrafterSpec(method, model=model, max_batch=8, history_tokens=0)
+        steps = accepted = 0
+        proposer = ByName(build_proposer(drafter, TargetConfig(), "cpu"))
+        for number, one in enumerate(recorded):
+            name = str(number)
+            engine.add(number, TargetRequest(name, one.prompt_token_ids, one.sampling))
+            while not len(engine.decoding()):
+                first = engine.step()
+            output = first.tokens.tolist()
+            proposer.open(name, one.prompt_token_ids, output, one.sampling, WINDOW)
+            while engine.has_work():
+                while proposer.extend():
+                    pass
+                result = engine.step(Drafts.of({number: proposer.tail(name)[1]}))
+                proposer.commit(name, len(output), result.tokens.tolist())
+                output += result.tokens.tolist()
+                steps, accepted = steps + 1, accepted + int(result.accepted[0])
+            assert tuple(output) == one.output_token_ids, "the recorded output is what the target says"
+            proposer.close(name)
+        found = measure_acceptance(build_proposer(drafter, TargetConfig(), "cpu"), recorded, WINDOW, batch=4)
+        assert accepted > 10, "they agree too rarely for this to test anything"
+        assert found.steps == steps
+        # An engine cuts the last tail by the token it adds itself.
+        assert accepted <= found.accepted <= accepted + len(recorded)
+
+    def test_a_drafter_that_is_always_right_and_one_that_never_is(self, recorded: list[CorpusRecord]) -> None:
+        oracle = Oracle({(*one.prompt_token_ids, one.sampling.seed): one.output_token_ids for one in recorded})
+        assert set(measure_acceptance(oracle, recorded, WINDOW, batch=4).survival) == {1.0}
+        wrong = Oracle({(*one.prompt_token_ids, one.sampling.seed): [9999] * 200 for one in recorded})
+        assert set(measure_acceptance(wrong, recorded, WINDOW, batch=4).survival) == {0.0}
+        assert not oracle.open_requests and oracle.finished == len(recorded)
+
+    def test_a_step_at_the_end_of_an_output_tells_nothing_beyond_it(self) -> None:
+        one = CorpusRecord(0, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100), "length")
+        oracle = Oracle({(1, 2, 0): [5, 6, 7, 8, 9]})
+        assert measure_acceptance(oracle, [one], 8, batch=1).survival == (1.0, 1.0)
+        with pytest.raises(InputError, match="no draft could be held against"):
+            measure_acceptance(oracle, [replace(one, output_token_ids=(5,))], 8, batch=1)
+
+    def test_greater_depths_are_never_right_more_often(self) -> None:
+        """Of the first tokens of two outputs one is right; only that output has a second one, and it is right too."""
+        short = CorpusRecord(0, (1, 2), (5, 6), SamplingParams(max_tokens=100, seed=1), "length")
+        long = CorpusRecord(1, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100, seed=2), "length")
+        oracle = Oracle({(1, 2, 1): [5, 9], (1, 2, 2): [5, 6, 7]})
+        assert measure_acceptance(oracle, [short, long], 8, batch=1).survival == (0.5, 0.5)
+
+
+class Oracle(RowProposer):
+    """A proposer that looks the answer up by prompt and seed."""
+
+    method, vocab_size = "oracle", None
+    traits = Traits(looks_up=True, reads_features=True)
+
+    def __init__(self, answers: dict[tuple[int, ...], Any]) -> None:
+        super().__init__()
+        self._answers = answers
+        self.finished = 0
+        self.features: list[Any] = []
+
+    @property
+    def open_requests(self) -> list[str]:
+        return list(self.request_ids.values())
+
+    def add_features(self, slot: int, features: Any) -> None:
+        self.features += [(self.request_ids[slot], span.begin, span.states[:, 0].tolist()) for span in features]
+
+    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Any:
+        return self._answers[(*prompt.tolist(), self.samplings[slot].seed)][len(output) :]
+
+    def close(self, slot: int, finished: bool) -> None:
+        super().close(slot, finished)
+        self.finished += finished
+
+
+class TestCosts:
+    def test_samples_are_recorded_in_the_order_of_the_prompts(self, recorded: list[CorpusRecord]) -> None:
+        assert len(recorded) == 9
+        assert recorded[0].prompt_token_ids == recorded[1].prompt_token_ids != recorded[2].prompt_token_ids
+        assert len({one.sampling.seed for one in recorded}) == 9
+        assert all(0 < len(one.output_token_ids) <= 24 for one in recorded)
+
+    def test_every_point_of_the_grid_is_measured_and_the_engine_is_left_empty(
+        self, engine: HfEngine, recorded: list[CorpusRecord]
+    ) -> None:
+        axes = parse_axes([4, 1], [2, 1], [16, 64], 2)
+        points = measure_verify(engine, TextStream(recorded), recorded[0].sampling, 1, axes, lambda text: None)
+        places = {(point.window, point.context, point.batch) for point in points}
+        assert len(points) == axes.verify_points()
+        assert places == {(w, c, b) for w in (0, 1, 2) for c in (16, 64) for b in (1, 4)}
+        assert all(point.seconds > 0.0 for point in points)
+        assert not engine.has_work() and not len(engine.decoding())
+
+    def test_exported_features_reach_the_proposer_with_their_tokens(self, recorded: list[CorpusRecord]) -> None:
+        """Each position's state once, in order, up to the one that predicted the newest committed token."""
+        with_states = [replace(r, states=np.arange(r.num_tokens - 1.0)[:, None]) for r in recorded]
+        oracle = Oracle({(*one.prompt_token_ids, one.sampling.seed): one.output_token_ids for one in recorded})
+        measure_acceptance(oracle, with_states, WINDOW, batch=1)
+        for number, one in enumerate(recorded):
+            spans = [(begin, states) for name, begin, states in oracle.features if name == f"replay-{number}"]
+            assert spans[0] == (0, list(range(len(one.prompt_token_ids))))
+            together = [state for begin, states in spans for state in states]
+            assert together == list(range(len(one.prompt_token_ids) + len(one.output_token_ids) - 1))
+            assert all(states[0] == begin for begin, states in spans)
+
+    def test_a_cache_too_small_to_draft_is_refused(
+        self, recorded: list[CorpusRecord], tiny_draft_model_dir: Path
+    ) -> None:
+        """Otherwise the time of doing nothing would pass for the cost of drafting."""
+        drafter = DrafterSpec("draft_model", model=str(tiny_draft_model_dir), kv_cache_gb=0.05, max_batch=8)
+        text, endless = TextStream(recorded), SamplingParams(max_tokens=1000)
+        with pytest.raises(InputError, match="draft_model drafts nothing for 1 of 1 requests of 600 tokens"):
+            seconds_per_token(
+                build_proposer(drafter, TargetConfig(), "cpu"), text, endless, batch=1, context=600, window=2, repeats=1
+            )
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("axes", "problem"),
+        [
+            (([0], [1], [1], 1), "--batches: 0 is given"),
+            (([1], [200], [1], 1), "--windows: 200 is given; use numbers from 1 to 128"),
+            (([1], [1], [], 1), "--contexts: nothing is given"),
+            (([1], [1], [1], 0), "--repeats: 0 is given"),
+        ],
+    )
+    def test_axes(self, axes: Any, problem: str) -> None:
+        with pytest.raises(InputError, match=problem):
+            parse_axes(*axes)
+
+    def test_what_can_be_seen_before_a_process_starts(self, tiny_model_dir: Path, tmp_path: Path) -> None:
+        (tmp_path / "p.jsonl").write_text('{"prompt": "Add 1 and 2."}\n')
+        (tmp_path / "there.json").write_text("precious")
+        axes, console = parse_axes([1], [1], [16], 1), make_console(sys.stderr)
+        config = configuration(tiny_model_dir, data={"path": str(tmp_path / "p.jsonl")})
+        new = tmp_path / "new.json"
+        cores = len(os.sched_getaffinity(0))
+        assert default_devices(config)[0] == 1 and max(default_devices(config)) <= cores
+        with pytest.raises(InputError, match=r"there.json exists and is never overwritten"):
+            run_profile(config, axes, [1], tmp_path / "there.json", console)
+        with pytest.raises(InputError, match=r"--output: there is no folder"):
+            run_profile(config, axes, [1], tmp_path / "no" / "x.json", console)
+        with pytest.raises(InputError, match=f"--devices: {cores + 1} cannot be measured"):
+            run_profile(config, axes, [1, cores + 1], new, console)
+        with pytest.raises(ConfigError, match=r"data.path: is not set"):
+            run_profile(configuration(tiny_model_dir), axes, [1], new, console)
+        config.drafters[0].gpus = 1
+        with pytest.raises(ConfigError, match=r"drafters.0.gpus: the target runs on cores"):
+            run_profile(config, axes, [1], new, console)
+        assert not new.exists() and (tmp_path / "there.json").read_text() == "precious"
+
+
+def specactor(folder: Path, *arguments: str) -> Any:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "specactor_ray.cli.main", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=env)

@@ -1,0 +1,316 @@
+"""Calls: a deadline, a retry rule and an error of this package for each; and nobody else waits for Ray."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import exceptions as ray_errors
+from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
+
+from specactor_ray.cluster.calls import translate_ray_error
+from specactor_ray.core.errors import (
+    ActorLostError,
+    ActorUnavailableError,
+    CallError,
+    CallTimeoutError,
+    ConfigError,
+    InputError,
+    RemoteError,
+    SpecActorError,
+)
+from tests.fakes.virtual import Bench, Script
+
+REPOSITORY = Path(__file__).parents[3]
+UNAVAILABLE = ActorUnavailableError("out of reach")
+
+
+def asked(answers: list[tuple[float, Any] | None], deadline_s: float, retry: bool = True) -> tuple[Any, Script, float]:
+    """What one call came to: (value or error, transport, seconds it took)."""
+    bench = Bench()
+    script = Script(bench, answers)
+
+    def body() -> Any:
+        try:
+            return script.calls().ask("actor", "method", 1, 2, deadline_s=deadline_s, retry=retry)
+        except SpecActorError as error:
+            return error
+
+    return bench.run(body), script, bench.kernel.now
+
+
+class TestOneCall:
+    def test_its_answer_comes_back(self) -> None:
+        value, script, took = asked([(3.0, "yes")], deadline_s=5.0)
+        assert (value, took) == ("yes", 3.0)
+        assert script.sent == [(0.0, "actor", "method", (1, 2))]
+
+    @pytest.mark.parametrize("answer", [None, (5.1, "late")], ids=["never", "late"])
+    def test_the_deadline_ends_it(self, answer: Any) -> None:
+        error, script, took = asked([answer], deadline_s=5.0)
+        assert isinstance(error, CallTimeoutError) and took == 5.0 and len(script.sent) == 1
+
+    def test_an_unavailable_actor_is_asked_again_less_and_less_often(self) -> None:
+        value, script, _took = asked([(0.0, UNAVAILABLE)] * 7 + [(0.0, "yes")], deadline_s=60.0)
+        assert value == "yes"
+        times = [time for time, *_ in script.sent]
+        pauses = [round(after - before, 6) for before, after in itertools.pairwise(times)]
+        assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+
+    def test_an_actor_that_stays_unavailable_is_given_up_by_the_deadline(self) -> None:
+        error, script, took = asked([(0.5, UNAVAILABLE)] * 50, deadline_s=10.0)
+        assert error is UNAVAILABLE and 8.0 < took <= 10.0 and len(script.sent) > 4
+
+    def test_no_answer_after_it_was_unavailable_says_so(self) -> None:
+        error, _script, took = asked([(0.0, UNAVAILABLE), None], deadline_s=10.0)
+        assert error is UNAVAILABLE and took == 10.0
+
+    def test_what_is_not_idempotent_is_sent_once(self) -> None:
+        error, script, took = asked([(0.5, UNAVAILABLE), (0.0, "twice")], deadline_s=60.0, retry=False)
+        assert error is UNAVAILABLE and took == 0.5 and len(script.sent) == 1
+
+    @pytest.mark.parametrize("raised", [ActorLostError("gone"), RemoteError("bug"), InputError("too long")])
+    def test_other_errors_come_at_once(self, raised: SpecActorError) -> None:
+        error, script, took = asked([(0.5, raised), (0.0, "again")], deadline_s=60.0)
+        assert error is raised and took == 0.5 and len(script.sent) == 1
+
+    def test_a_call_that_cannot_be_sent_has_failed(self) -> None:
+        bench = Bench()
+        script = Script(bench, [])
+
+        def refuse(*_: Any) -> Any:
+            raise ActorLostError("gone")
+
+        script.send = refuse  # type: ignore[method-assign]
+
+        def body() -> None:
+            call = script.calls().start("actor", "method", deadline_s=9.0)
+            assert call.done and isinstance(call.error, ActorLostError)
+            with pytest.raises(ActorLostError):
+                call.result()
+
+        bench.run(body)
+
+    def test_looking_does_not_wait(self) -> None:
+        bench = Bench()
+        calls = Script(bench, [(0.0, UNAVAILABLE), (2.0, "yes")]).calls()
+
+        def body() -> None:
+            call = calls.start("actor", "method", deadline_s=9.0)
+            for _ in range(5):
+                assert not call.poll() and call.error is None
+            assert bench.kernel.now == 0.0
+            while not call.poll():
+                bench.clock.sleep(0.25)
+            assert call.result() == "yes" and bench.kernel.now <= 2.75
+
+        bench.run(body)
+
+
+class TestSeveral:
+    def test_all_results_in_the_order_of_the_calls(self) -> None:
+        bench = Bench()
+        calls = Script(bench, [(3.0, "a"), (1.0, "b"), (0.0, UNAVAILABLE), (2.0, "c")]).calls()
+
+        def body() -> list[Any]:
+            return calls.ask_all(calls.start("actor", "method", deadline_s=9.0) for _ in range(3))
+
+        assert bench.run(body) == ["a", "b", "c"] and bench.kernel.now == 3.0
+
+    def test_the_first_error_does_not_wait_for_the_others(self) -> None:
+        bench = Bench()
+        calls = Script(bench, [(8.0, "a"), (2.0, RemoteError("b")), (1.0, "c"), (4.0, ActorLostError("d"))]).calls()
+
+        def body() -> None:
+            started = [calls.start("actor", "method", deadline_s=9.0) for _ in range(4)]
+            with pytest.raises(RemoteError, match="b"):
+                calls.ask_all(started)
+
+        bench.run(body)
+        assert bench.kernel.now == 2.0
+
+    def test_waiting_ends_with_the_first_that_is_done(self) -> None:
+        bench = Bench()
+        calls = Script(bench, [(3.0, "a"), (1.0, "b"), (0.0, UNAVAILABLE), None]).calls()
+
+        def body() -> None:
+            first, second, third = started = [calls.start("actor", "method", deadline_s=9.0) for _ in range(3)]
+            assert calls.wait(started, 0.5) == [] and bench.kernel.now == 0.5
+            assert calls.wait(started, 7.0) == [second] and bench.kernel.now == 1.0
+            assert calls.wait([first, third], 7.0) == [first] and bench.kernel.now == 3.0
+            assert calls.wait([third], 2.0) == [] and bench.kernel.now == 5.0
+            assert calls.wait([third], 60.0) == [third] and bench.kernel.now == 9.0 and third.error is UNAVAILABLE
+
+        bench.run(body)
+
+    def test_waiting_between_two_attempts_takes_no_longer_than_the_pause(self) -> None:
+        bench = Bench()
+        calls = Script(bench, [(0.0, UNAVAILABLE), (0.0, "yes")]).calls()
+
+        def body() -> None:
+            call = calls.start("actor", "method", deadline_s=60.0)
+            assert calls.wait([call], float("inf")) == [call] and call.result() == "yes"
+
+        bench.run(body)
+        assert bench.kernel.now == pytest.approx(0.1)
+
+    def test_waiting_for_nothing_lasts_as_long_as_it_may(self) -> None:
+        bench = Bench()
+        calls = Script(bench, []).calls()
+        assert bench.run(lambda: calls.wait([], 2.0)) == [] and bench.kernel.now == 2.0
+
+
+def test_a_delivery_tells_its_sender_what_became_of_it() -> None:
+    bench = Bench()
+    script = Script(bench, [(1.0, None), (2.0, UNAVAILABLE)])
+
+    def body() -> list[BaseException | None]:
+        send, ended = script.calls().sender("actor", "deliver"), []
+        for batch in (["x"], ["y", "z"]):
+            send(batch).add_done_callback(lambda delivery: ended.append(delivery.exception()))
+        bench.clock.sleep(3.0)
+        return ended
+
+    assert bench.run(body) == [None, UNAVAILABLE]
+    assert [one[1:] for one in script.sent] == [("actor", "deliver", (["x"],)), ("actor", "deliver", (["y", "z"],))]
+
+
+# ---- Ray's errors ----
+
+
+def task_error(cause: BaseException) -> ray_errors.RayTaskError:
+    return ray_errors.RayTaskError("f", "traceback", cause, proctitle="p", pid=1, ip="127.0.0.1")
+
+
+def died(message: str, preempted: bool = False) -> ray_errors.ActorDiedError:
+    """As Ray makes it of what the cluster knows."""
+    info = NodeDeathInfo(reason=NodeDeathInfo.AUTOSCALER_DRAIN_PREEMPTED) if preempted else None
+    context = ActorDiedErrorContext(error_message=message, actor_id=b"0" * 16, node_death_info=info)
+    return ray_errors.ActorDiedError(context)
+
+
+NODE_DIED = "The actor died because its node has died. Node Id: 00ff"
+OBJECT = ("00ff", None, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ray_errors.ActorUnavailableError("rpc failed", None), ActorUnavailableError),
+        (died("Worker exits unexpectedly by a signal."), ActorLostError),
+        (ray_errors.ActorDiedError(), ActorLostError),
+        (ray_errors.ActorDiedError(task_error(ValueError("in __init__"))), ActorLostError),
+        (ray_errors.RayActorError(), ActorLostError),
+        (ray_errors.GetTimeoutError("timed out"), CallTimeoutError),
+        (ray_errors.OwnerDiedError(*OBJECT), ActorLostError),
+        (ray_errors.NodeDiedError("node"), ActorLostError),
+        (ray_errors.ObjectLostError(*OBJECT), CallError),
+        (ray_errors.ObjectFetchTimedOutError(*OBJECT), CallError),
+        (ray_errors.ObjectFreedError(*OBJECT), CallError),
+        (ray_errors.ReferenceCountingAssertionError(*OBJECT), CallError),
+        (ray_errors.ObjectReconstructionFailedError("00ff"), CallError),
+        (ray_errors.ObjectStoreFullError("full"), CallError),
+        (ray_errors.OutOfDiskError("full"), CallError),
+        (ray_errors.OutOfMemoryError("killed"), CallError),
+        (ray_errors.LocalRayletDiedError(), CallError),
+        (ray_errors.WorkerCrashedError(), CallError),
+        (ray_errors.TaskCancelledError(), CallError),
+        (ray_errors.RaySystemError("bad"), CallError),
+        (ray_errors.RpcError("bad"), CallError),
+        (ray_errors.RuntimeEnvSetupError("bad"), CallError),
+        (ray_errors.ActorPlacementGroupRemoved(), CallError),
+        (ray_errors.ActorUnschedulableError("no room"), CallError),
+        (ray_errors.PendingCallsLimitExceeded("full"), CallError),
+        (ray_errors.PlasmaObjectNotAvailable("x"), CallError),
+        (ray_errors.AuthenticationError("token"), CallError),
+        (task_error(ValueError("bug")), RemoteError),
+        (task_error(KeyboardInterrupt()), RemoteError),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_each_error_of_ray_has_one_of_ours(error: BaseException, expected: type[SpecActorError]) -> None:
+    ours = translate_ray_error(error, "verifier-0: ping")
+    assert type(ours) is expected and str(ours).startswith("verifier-0: ping: ")
+    assert not getattr(ours, "node_lost", False) or isinstance(error, ray_errors.NodeDiedError)
+    assert str(pickle.loads(pickle.dumps(ours))) == str(ours)
+
+
+@pytest.mark.parametrize("error", [died(NODE_DIED), died("drained", preempted=True), ray_errors.NodeDiedError("node")])
+def test_the_loss_of_a_node_is_told_from_a_crash(error: BaseException) -> None:
+    ours = translate_ray_error(error, "ping")
+    assert isinstance(ours, ActorLostError) and ours.node_lost
+    assert pickle.loads(pickle.dumps(ours)).node_lost
+
+
+OUT_OF_MEMORY = """1 worker(s) were killed due to the node running low on memory.
+Memory on the node (IP: 192.0.2.2, ID: 00ff) was 15.31GB used / 15.62GB limit (0.980154)
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+10994\t9.34\tpython -m other.training --steps 60000 --seed 35 --a-very-long-list-of-further-options 1 2 3...
+2437\t4.08\tspecactor::trainer-0
+Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/ ..."""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(died(OUT_OF_MEMORY), ActorLostError), (ray_errors.OutOfMemoryError(OUT_OF_MEMORY), CallError)],
+)
+def test_out_of_memory_says_what_holds_it_and_what_to_lower(error: BaseException, expected: type[CallError]) -> None:
+    ours = translate_ray_error(error, "trainer: update")
+    text = str(ours)
+    assert type(ours) is expected and text.startswith("trainer: update: Ray ended its process") and "\n" not in text
+    assert "(pid 10994, 9.34 GB), specactor::trainer-0 (pid 2437, 4.08 GB)" in text and len(text) < 500
+    for wanted in ("python -m other.training", "resume=auto", "target.kv_cache_gb", "target.max_batch", "micro_batch"):
+        assert wanted in text
+
+
+def as_ray_raises(cause: BaseException) -> list[BaseException]:
+    """`ray.get` raises one class made of both, a future of Ray the bare one."""
+    return [task_error(cause), task_error(cause).as_instanceof_cause()]
+
+
+@pytest.mark.parametrize("raised", [InputError("too long"), ConfigError("a.b", "is wrong"), SpecActorError("x")])
+def test_our_own_errors_come_through_as_they_were_raised(raised: SpecActorError) -> None:
+    assert all(translate_ray_error(error, "ping") is raised for error in as_ray_raises(raised))
+    assert translate_ray_error(raised, "ping") is raised
+
+
+@pytest.mark.parametrize("raised", [ActorLostError("x"), ActorUnavailableError("x"), CallTimeoutError("x")])
+def test_whom_an_actor_could_not_reach_is_not_taken_for_the_actor(raised: CallError) -> None:
+    for error in as_ray_raises(raised):
+        ours = translate_ray_error(error, "ping")
+        assert type(ours) is RemoteError and str(ours) == f"ping: {type(raised).__name__}: x"
+
+
+# ---- nobody else waits for Ray ----
+
+WAITING = frozenset({"get", "wait"})
+MAY_WAIT = "specactor_ray/cluster/calls.py"
+
+
+def waits_for_ray(source: str) -> Iterator[int]:
+    """Lines that use `ray.get` or `ray.wait`, under whatever name."""
+    tree = ast.parse(source)
+    names = {"ray"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname for alias in node.names if alias.name == "ray" and alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module == "ray" and WAITING & {a.name for a in node.names}:
+            yield node.lineno
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in WAITING)
+    yield from (node.lineno for node in attributes if isinstance(node.value, ast.Name) and node.value.id in names)
+
+
+def test_only_calls_wait_for_ray() -> None:
+    paths = [path for folder in ("specactor_ray", "jobs") for path in (REPOSITORY / folder).rglob("*.py")]
+    found = {path.relative_to(REPOSITORY).as_posix(): list(waits_for_ray(path.read_text("utf-8"))) for path in paths}
+    assert {name for name, lines in found.items() if lines} == {MAY_WAIT}, "ask through `Calls`"
+
+
+def test_the_check_sees_every_way_to_wait_for_ray() -> None:
+    source = "import ray\nimport ray as r\nfrom ray import wait\nray.get(x)\nr.wait([x])\nd.get(x)\nray.put(x)\n"
+    assert list(waits_for_ray(source)) == [3, 4, 5]

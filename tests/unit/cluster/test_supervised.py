@@ -1,0 +1,244 @@
+"""Supervision: silence, stalls and deaths are told apart; nothing blocks; at most one call of a kind is in flight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.cluster.processes import ProcessFacts
+from specactor_ray.cluster.supervised import Errand, SupervisedActor, stop_in_order
+from specactor_ray.core.errors import (
+    ActorLostError,
+    ActorUnavailableError,
+    CallTimeoutError,
+    ModelLoadError,
+    RemoteError,
+    SpecActorError,
+)
+from tests.fakes.clocks import HandClock
+from tests.fakes.hand_transport import HandTransport, Sent
+from tests.fakes.virtual import Bench
+
+INTERVAL_S = 2.0
+FACTS = ProcessFacts(7, 0, "node")
+
+
+class Watch:
+    """One supervised actor whose calls are answered by hand; time moves by hand too."""
+
+    def __init__(self, started: bool = True) -> None:
+        self.clock, self.transport = HandClock(), HandTransport()
+        self.calls = Calls(self.transport, self.clock)
+        self.actor = SupervisedActor("v-0#1", "v", self.calls, start_timeout_s=30.0)
+        if started:
+            self.one("__ray_call__").answer(FACTS)
+            self.one("start").answer({"pid": 7})
+            self.look()
+            assert self.actor.started == {"pid": 7} and self.actor.facts == FACTS
+
+    def look(self, seconds: float = 0.0) -> None:
+        """Time passes, and the supervisor comes round."""
+        self.clock.seconds += seconds
+        self.actor.poll(self.clock.seconds, INTERVAL_S)
+
+    def one(self, method: str) -> Sent:
+        (sent,) = self.transport.open("v", method)
+        return sent
+
+    def pings(self) -> int:
+        return sum(sent.method == "ping" for sent in self.transport.sent)
+
+    @property
+    def silent_s(self) -> float:
+        return self.actor.silent_s(self.clock.seconds)
+
+
+class TestHealth:
+    def test_it_is_asked_at_the_interval_and_once_at_a_time(self) -> None:
+        watch = Watch()
+        for number in range(1, 4):
+            assert watch.pings() == number
+            for _ in range(5):
+                watch.look(0.1)
+            assert watch.pings() == number, "the last one is not answered"
+            watch.one("ping").answer({"steps": number})
+            watch.look(0.1)
+            assert watch.actor.counters == {"steps": number} and watch.silent_s == 0.0
+            watch.look(INTERVAL_S)
+
+    def test_it_is_not_asked_before_it_has_started(self) -> None:
+        watch = Watch(started=False)
+        watch.look(INTERVAL_S)
+        watch.one("__ray_call__").answer(FACTS)
+        watch.look(INTERVAL_S)
+        assert watch.pings() == 0 and watch.silent_s == 0.0
+
+    def test_silence_counts_from_the_oldest_check_without_an_answer(self) -> None:
+        watch = Watch()
+        for _ in range(30):
+            watch.look(1.0)
+        assert watch.silent_s == 30.0 and watch.actor.error is None
+        assert watch.pings() > 5, "a check that was lost silenced those after it"
+        watch.transport.open("v", "ping")[-1].answer({})
+        watch.look()
+        assert watch.silent_s == 0.0
+
+    @pytest.mark.parametrize("error", [ActorUnavailableError("network"), CallTimeoutError("slow")])
+    def test_one_that_is_out_of_reach_is_silent_and_not_dead(self, error: SpecActorError) -> None:
+        watch = Watch()
+        for _ in range(4):
+            watch.one("ping").answer(error=error)
+            watch.look(INTERVAL_S)
+        assert watch.silent_s == 4 * INTERVAL_S and watch.actor.error is None and watch.pings() == 5
+        watch.one("ping").answer({})
+        watch.look()
+        assert watch.silent_s == 0.0
+
+    @pytest.mark.parametrize("node_lost", [False, True])
+    def test_one_that_is_gone_is_dead_and_says_whether_its_node_is(self, node_lost: bool) -> None:
+        watch = Watch()
+        watch.one("ping").answer(error=ActorLostError("its process ended", node_lost))
+        watch.look()
+        error = watch.actor.error
+        assert isinstance(error, ActorLostError) and error.node_lost == node_lost
+        assert str(error) == "v-0#1 failed its health check: its process ended"
+        watch.look(INTERVAL_S)
+        assert watch.pings() == 1
+
+    def test_one_whose_loop_has_failed_is_dead(self) -> None:
+        watch = Watch()
+        watch.one("ping").answer(error=RemoteError("the loop failed"))
+        watch.look()
+        assert "the loop failed" in str(watch.actor.error) and not isinstance(watch.actor.error, ActorLostError)
+
+    def test_a_suspect_is_asked_at_once(self) -> None:
+        watch = Watch()
+        watch.one("ping").answer({})
+        watch.look(0.1)
+        assert watch.pings() == 1
+        watch.actor.hurry()
+        watch.look(0.1)
+        assert watch.pings() == 2
+
+    def test_a_supervisor_that_was_held_up_does_not_blame_the_actor(self) -> None:
+        watch = Watch()
+        watch.clock.seconds += 100.0
+        watch.actor.forgive(watch.clock.seconds)
+        assert watch.silent_s == 0.0
+        watch.clock.seconds += 3.0
+        assert watch.silent_s == 3.0
+
+    def test_a_stall_is_what_the_actor_itself_tells(self) -> None:
+        watch = Watch()
+        assert watch.actor.stalled_s == 0.0
+        watch.one("ping").answer({"busy_s": 40.0})
+        watch.look()
+        assert watch.actor.stalled_s == 40.0 and watch.silent_s == 0.0 and watch.actor.error is None
+
+
+class TestStart:
+    def test_what_it_raises_is_told_even_if_its_process_ended_first(self) -> None:
+        watch = Watch(started=False)
+        watch.one("__ray_call__").answer(error=ActorLostError("gone"))
+        watch.look()
+        assert isinstance(watch.actor.error, ActorLostError)
+        watch.one("start").answer(error=ModelLoadError("there is no model m"))
+        watch.look()
+        assert isinstance(watch.actor.error, ModelLoadError)
+
+    def test_the_end_of_its_process_does_not_hide_what_it_raised(self) -> None:
+        watch = Watch(started=False)
+        watch.one("start").answer(error=ModelLoadError("there is no model m"))
+        watch.look()
+        watch.one("__ray_call__").answer(error=ActorLostError("gone"))
+        watch.look()
+        assert isinstance(watch.actor.error, ModelLoadError)
+
+    def test_one_that_does_not_start_in_time_has_failed(self) -> None:
+        watch = Watch(started=False)
+        watch.look(29.0)
+        assert watch.actor.error is None
+        watch.look(1.0)
+        assert "v-0#1 did not" in str(watch.actor.error)
+
+
+class TestErrand:
+    def errand(self) -> tuple[Watch, Errand]:
+        watch = Watch()
+        errand = watch.actor.news
+        assert errand.state() == "idle"
+        errand.send(watch.actor.call("set_drafters", 1, ()), 1)
+        assert errand.state() == "in flight" and watch.one("set_drafters").arguments == (1, ())
+        return watch, errand
+
+    def test_success_is_told_once(self) -> None:
+        watch, errand = self.errand()
+        watch.one("set_drafters").answer()
+        assert [errand.state(), errand.state()] == ["done", "idle"] and errand.error is None
+
+    def test_failure_is_told_once_and_why(self) -> None:
+        watch, errand = self.errand()
+        watch.one("set_drafters").answer(error=RemoteError("a bug"))
+        assert [errand.state(), errand.state()] == ["failed", "idle"]
+        assert str(errand.error) == "v-0#1 did not take what it was told: a bug" and watch.actor.error is None
+
+    def test_no_answer_is_a_failure_in_the_end(self) -> None:
+        watch, errand = self.errand()
+        watch.clock.seconds += 299.0
+        assert errand.state() == "in flight"
+        watch.clock.seconds += 1.0
+        assert errand.state() == "failed" and "no answer in time" in str(errand.error)
+
+    def test_draining(self) -> None:
+        watch = Watch()
+        assert not watch.actor.drained()
+        watch.actor.drain()
+        assert not watch.actor.drained()
+        watch.one("drain").answer()
+        assert watch.actor.drained()
+
+
+class Stops:
+    """An actor that takes a while to end its loop."""
+
+    def __init__(self, bench: Bench, stop_s: float) -> None:
+        self._bench, self._stop_s = bench, stop_s
+
+    def start(self) -> dict[str, Any]:
+        return {}
+
+    def ping(self) -> dict[str, Any]:
+        return {}
+
+    def stop(self) -> None:
+        self._bench.clock.sleep(self._stop_s)
+
+
+@pytest.mark.parametrize(
+    ("stop_s", "fault", "least_s", "most_s"),
+    [(3.0, "", 3.0, 3.5), (1000.0, "", 12.0, 12.5), (1000.0, "kill", 0.0, 3.0), (1000.0, "freeze", 3.9, 7.0)],
+    ids=["in order", "too slow", "dead", "silent"],
+)
+def test_all_are_asked_to_stop_and_waited_for_as_long_as_it_helps(
+    stop_s: float, fault: str, least_s: float, most_s: float
+) -> None:
+    bench = Bench()
+    handles = [bench.start(Stops(bench, seconds), f"a{seconds}") for seconds in (0.5, stop_s)]
+    actors = [SupervisedActor(handle.name, handle, bench.calls, 30.0) for handle in handles]
+
+    def body() -> float:
+        while any(actor.started is None for actor in actors):
+            bench.clock.sleep(0.1)
+            for actor in actors:
+                actor.poll(bench.clock.now(), INTERVAL_S)
+        if fault == "kill":
+            bench.network.kill(handles[1])
+        elif fault:
+            bench.kernel.freeze(handles[1].process)
+        begin = bench.clock.now()
+        stop_in_order(actors, bench.calls, 12.0, INTERVAL_S)
+        return bench.clock.now() - begin
+
+    assert least_s <= bench.run(body) <= most_s

@@ -1,0 +1,521 @@
+"""Configuration: merging, typed values, and errors that name the key, the value and the fix."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor_ray.config import load as load_module
+from specactor_ray.config.describe import attribute_docstrings, describe
+from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
+from specactor_ray.config.online import OnlineConfig, OnlineWhere
+from specactor_ray.config.schema import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    DrafterConfig,
+    ModeName,
+    RaceName,
+    RunConfig,
+    SpeculationConfig,
+    TargetConfig,
+    VerifyPolicy,
+)
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.types import SamplingParams
+
+REPOSITORY = Path(__file__).parents[3]
+NGRAM = "drafters=[{method: ngram}]"
+EAGLE = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
+SUFFIX = "drafters=[{method: suffix}]"
+VLLM = ("target.backend=vllm",)
+SPLIT = ("target.backend=vllm", "target.tensor_parallel=2", "target.gpus=2")
+SECTIONS = (
+    Config,
+    RunConfig,
+    ClusterConfig,
+    TargetConfig,
+    DrafterConfig,
+    OnlineConfig,
+    SpeculationConfig,
+    SamplingParams,
+    DataConfig,
+)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(*overrides: str, path: Path | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value
+
+
+class TestMerging:
+    def test_defaults_give_a_plain_typed_object(self) -> None:
+        config = load_config()
+        assert config == Config() and config.mode is ModeName.auto
+        assert type(config.target) is TargetConfig
+        assert type(config.target.hidden_layers) is list
+
+    def test_overrides_beat_the_file_and_the_file_beats_defaults(self, tmp_path: Path) -> None:
+        path = write(tmp_path, "mode: coupled\ntarget: {max_batch: 4, cores: 2}\ndrafters: [{method: ngram}]\n")
+        config = load_config(path, ["target.max_batch=8", "target.max_batch=9"])
+        assert (config.mode, config.target.max_batch, config.target.cores) == (ModeName.coupled, 9, 2)
+        assert config.target.max_step_tokens == TargetConfig().max_step_tokens
+
+    def test_one_element_of_a_list_is_overridden(self, tmp_path: Path) -> None:
+        path = write(tmp_path, "drafters: [{method: ngram}, {method: draft_model, model: m}]\n")
+        config = load_config(path, ["drafters.1.replicas=3", "drafters[0].window=5"])
+        assert [d.replicas for d in config.drafters] == [1, 3]
+        assert [d.window for d in config.drafters] == [5, None]
+        assert all(type(d) is DrafterConfig for d in config.drafters)
+
+    def test_a_list_is_replaced_then_changed(self) -> None:
+        config = load_config(None, [NGRAM, "drafters.0.max_match=5", "target.hidden_layers=[1,2]"])
+        assert config.drafters == [DrafterConfig(max_match=5)]
+        assert config.target.hidden_layers == [1, 2]
+
+    def test_a_mapping_is_merged_into_its_section(self) -> None:
+        config = load_config(None, [NGRAM, "speculation.window=3", "speculation={verify: all}"])
+        assert config.speculation == SpeculationConfig(window=3, verify=VerifyPolicy.all)
+
+    @pytest.mark.parametrize(
+        ("item", "expected"),
+        [
+            ("target.model=5", "5"),
+            ("target.model=a=b", "a=b"),
+            ("target.trust_remote_code=yes", True),
+            ("target.kv_cache_gb=2", 2.0),
+            ("target.max_model_len=null", None),
+            ("target.max_batch='12'", 12),
+            ("run.name=", None),
+            ("run.dir=${run.log_level}", "WARNING"),
+        ],
+    )
+    def test_values_are_converted(self, item: str, expected: object) -> None:
+        section, name = item.partition("=")[0].split(".")
+        value = getattr(getattr(load_config(None, ["mode=plain", item]), section), name)
+        assert value == expected
+        assert type(value) is type(expected)
+
+    def test_empty_files_and_empty_sections_are_the_defaults(self, tmp_path: Path) -> None:
+        assert load_config(write(tmp_path, ""), ["mode=plain"]) == Config(mode=ModeName.plain)
+        assert load_config(write(tmp_path, "mode: plain\ntarget:\n  # nothing\n")) == Config(mode=ModeName.plain)
+
+    def test_the_mapping_is_not_changed(self) -> None:
+        settings = {"mode": "plain", "target": {"cores": 2}, "run": None}
+        assert from_mapping(settings, ["target.cores=3"]).target.cores == 3
+        assert settings == {"mode": "plain", "target": {"cores": 2}, "run": None}
+
+    def test_shipped_files_load(self) -> None:
+        # runtime_env.yaml is Ray's: it goes to `specactor submit --runtime-env`.
+        paths = [path for path in sorted((REPOSITORY / "conf").glob("*.yaml")) if path.name != "runtime_env.yaml"]
+        assert len(paths) >= 3
+        for path in paths:
+            load_config(path)
+
+
+class TestUnknownKeys:
+    @pytest.mark.parametrize(
+        ("item", "key", "meant", "valid"),
+        [
+            ("target.max_bacth=8", "target.max_bacth", "target.max_batch", "max_step_tokens"),
+            ("tarhet.max_batch=8", "tarhet", "target", "speculation"),
+            ("drafters=[{online: {depth: 2}}]", "drafters.0.online.depth", "drafters.0.online.depths", "where"),
+            ("drafters=[{method: ngram}, {replcas: 1}]", "drafters.1.replcas", "drafters.1.replicas", "max_match"),
+        ],
+    )
+    def test_full_key_suggestion_and_valid_keys(self, item: str, key: str, meant: str, valid: str) -> None:
+        error = error_of(item)
+        assert error.key == key
+        assert f"Did you mean {meant}?" in str(error)
+        assert valid in error.fix
+
+    def test_in_an_overridden_list_element(self) -> None:
+        assert error_of(NGRAM, "drafters.0.metod=ngram").key == "drafters.0.metod"
+
+    def test_in_a_file(self, tmp_path: Path) -> None:
+        assert error_of(path=write(tmp_path, "sampling:\n  temprature: 1\n")).key == "sampling.temprature"
+
+    def test_nothing_close_suggests_nothing(self) -> None:
+        assert "Did you mean" not in str(error_of("xyzzy=1"))
+
+
+class TestWrongTypes:
+    @pytest.mark.parametrize(
+        ("item", "key", "value", "expected"),
+        [
+            ("target.replicas=two", "target.replicas", "'two'", "an integer"),
+            ("target.replicas=1.5", "target.replicas", "1.5", "an integer"),
+            ("target.replicas=true", "target.replicas", "True", "an integer"),
+            ("target.replicas=null", "target.replicas", "None", "an integer"),
+            ("target.max_model_len=x", "target.max_model_len", "'x'", "an integer, auto or null"),
+            ("target.kv_cache_gb=lots", "target.kv_cache_gb", "'lots'", "a number"),
+            ("target.model=[1]", "target.model", "[1]", "a text"),
+            ("target.trust_remote_code=2", "target.trust_remote_code", "2", "true or false"),
+            ("target.hidden_layers=3", "target.hidden_layers", "3", "a list (an integer each)"),
+            ("target.hidden_layers=[a]", "target.hidden_layers", "['a']", "a list (an integer each)"),
+            ("mode=fast", "mode", "'fast'", "one of auto, plain, coupled, decoupled"),
+            ("mode=null", "mode", "None", "one of auto, plain, coupled, decoupled"),
+            ("speculation.verify=off", "speculation.verify", "False", "one of auto, all"),
+            ("speculation.race=all", "speculation.race", "'all'", "one of off, tail, always"),
+            ("speculation.race=on", "speculation.race", "True", "one of off, tail, always"),
+            ("target=3", "target", "3", "a section with the keys model, backend"),
+            ("drafters={method: ngram}", "drafters", "ngram", "drafters: [{method: ...}]"),
+            ("drafters=[ngram]", "drafters.0", "'ngram'", "a section with the keys method"),
+            ("drafters=[{replicas: a}]", "drafters.0.replicas", "'a'", "an integer"),
+            ("run.name=${run.nope}", "run.name", "run.nope", "mend"),
+        ],
+    )
+    def test_key_value_and_expected_type(self, item: str, key: str, value: str, expected: str) -> None:
+        error = error_of(item)
+        assert error.key == key
+        assert value in error.problem
+        assert expected in error.fix
+
+
+class TestFilesAndItems:
+    def test_missing_file_names_its_neighbours(self, tmp_path: Path) -> None:
+        write(tmp_path, "mode: plain\n")
+        error = error_of(path=tmp_path / "runn.yaml")
+        assert "no such file" in error.problem
+        assert "run.yaml" in error.fix
+
+    @pytest.mark.parametrize("text", ["mode: plain\ntarget: [1, 2\n", "mode: plain\n\tx: 1\n", "a: 1\na: 2\n"])
+    def test_bad_yaml_names_file_and_line(self, tmp_path: Path, text: str) -> None:
+        path = write(tmp_path, text)
+        error = error_of(path=path)
+        assert error.key == str(path)
+        assert "line " in error.problem
+        assert "\n" not in str(error)
+
+    @pytest.mark.parametrize("text", ["- 1\n- 2\n", "5\n"])
+    def test_a_file_without_keys(self, tmp_path: Path, text: str) -> None:
+        error = error_of(path=write(tmp_path, text))
+        assert error.key.endswith("run.yaml")
+        assert "key: value" in error.problem
+
+    def test_not_a_text_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.yaml"
+        path.write_bytes(b"\xff\xfe\x00\x81")
+        assert error_of(path=path).key == str(path)
+        assert error_of(path=tmp_path).problem == "this is a folder."
+
+    @pytest.mark.parametrize("item", ["target.max_batch", "--verbose"])
+    def test_override_without_a_value(self, item: str) -> None:
+        error = error_of(item)
+        assert error.key == item
+        assert "`=`" in error.problem
+
+    @pytest.mark.parametrize("item", ["=3", "target.=3", ".=1"])
+    def test_override_without_a_key(self, item: str) -> None:
+        assert "without a key" in error_of(item).problem
+
+    def test_override_with_a_broken_value(self) -> None:
+        error = error_of("drafters=[{method: ngram}")
+        assert error.key == "drafters"
+        assert "not valid YAML" in error.problem
+
+    @pytest.mark.parametrize(
+        ("items", "key"),
+        [
+            (["drafters.0.replicas=2"], "drafters.0"),
+            ([NGRAM, "drafters.1.replicas=2"], "drafters.1"),
+            ([NGRAM, "drafters.-1.replicas=2"], "drafters.-1"),
+            ([NGRAM, "drafters.first.replicas=2"], "drafters.first"),
+        ],
+    )
+    def test_index_out_of_range(self, items: list[str], key: str) -> None:
+        error = error_of(*items)
+        assert error.key == key
+        assert "no element" in error.problem
+
+    def test_override_below_a_plain_value(self) -> None:
+        assert "has no keys" in error_of("mode=plain", "mode.x=1").problem
+
+
+class TestRangesAndContradictions:
+    @pytest.mark.parametrize(
+        ("items", "key", "hint"),
+        [
+            (["mode=decoupled"], "mode", "mode=plain"),
+            (["mode=coupled"], "mode", "drafters=[{method: ngram}]"),
+            (["target.replicas=0"], "target.replicas", "1 or more"),
+            (["target.cores=0"], "target.cores", "1 or more"),
+            (["target.gpus=-1"], "target.gpus", "0 or more"),
+            (["target.gpus=2"], "target.gpus", "target.replicas"),
+            (["target.gpus=2", "target.backend=vllm"], "target.gpus", "target.tensor_parallel=2"),
+            (["target.tensor_parallel=0"], "target.tensor_parallel", "1 or more"),
+            (["target.tensor_parallel=2"], "target.tensor_parallel", "target.backend=vllm"),
+            (["target.backend=vllm", "target.tensor_parallel=2", "target.cores=3"], "target.cores", "multiple of 2"),
+            (["target.backend=vllm", "target.tensor_parallel=2", "target.gpus=1"], "target.gpus", "target.gpus=2"),
+            ([*SPLIT, "plan=auto", "profile=p.json"], "target.tensor_parallel", "plan=fixed"),
+            (["target.max_model_len=1"], "target.max_model_len", "2 or more"),
+            (["target.max_batch=0"], "target.max_batch", "1 or more"),
+            (["target.max_batch=64", "target.max_step_tokens=32"], "target.max_step_tokens", "64"),
+            (["target.kv_cache_gb=0"], "target.kv_cache_gb", "above 0"),
+            (["target.kv_cache_gb=.nan"], "target.kv_cache_gb", "a finite number"),
+            (["target.kv_cache_gb=.inf"], "target.kv_cache_gb", "a finite number"),
+            (["reward.functions=[{weight: .nan}]"], "reward.functions.0.weight", "a finite number"),
+            (["speculation.draft_wait_s=1e300"], "speculation.draft_wait_s", "at most 1e+09"),
+            (["data.n=2147483648"], "data.n", "below 2**31"),
+            (["target.hidden_layers=[4294967296]"], "target.hidden_layers.0", "below 2**31"),
+            (["data.options.x=18446744073709551616"], "data.options.x", "below 2**64"),
+            (["target.dtype=int8"], "target.dtype", "float32, bfloat16, float16"),
+            (["target.dtype=float16"], "target.dtype", "target.gpus=1"),
+            (["drafters=[{method: draft_model, model: m, dtype: float16}]"], "drafters.0.dtype", "drafters.0.gpus=1"),
+            (
+                ["mode=coupled", "drafters=[{method: draft_model, model: m, gpus: 1, dtype: float16}]"],
+                "drafters.0.dtype",
+                "target.gpus=1",
+            ),
+            (["target.backend=tgi"], "target.backend", "hf, vllm"),
+            (["target.compiled=false"], "target.compiled", "target.backend=vllm"),
+            (["target.engine_arguments={block_size: 32}"], "target.engine_arguments", "target.backend=vllm"),
+            ([*VLLM, "target.engine_arguments={max_num_seqs: 3}"], "target.engine_arguments.max_num_seqs", "max_batch"),
+            ([*VLLM, "target.engine_arguments={worker_cls: x}"], "target.engine_arguments.worker_cls", "leave it out"),
+            (["target.model="], "target.model", "a text"),
+            (["target.model=' '"], "target.model", "name it"),
+            (["target.hidden_layers=[1,1]"], "target.hidden_layers", ""),
+            (["cluster.num_cpus=0"], "cluster.num_cpus", "1 or more"),
+            (["cluster.num_cpus=4", "cluster.address=auto"], "cluster.num_cpus", "cluster.address=local"),
+            (["cluster.placement_timeout_s=0"], "cluster.placement_timeout_s", "above 0"),
+            (["cluster.health_timeout_s=1"], "cluster.health_timeout_s", "health_interval_s"),
+            (["speculation.window=0"], "speculation.window", "1 to 128"),
+            (["speculation.window=129"], "speculation.window", "1 to 128"),
+            (["speculation.branches=-1"], "speculation.branches", "use auto, 0 (none) or up to 16"),
+            (["speculation.branches=17"], "speculation.branches", "use auto, 0 (none) or up to 16"),
+            (["speculation.draft_wait_s=-0.1"], "speculation.draft_wait_s", "use auto, 0 (never wait)"),
+            (["drafters=[" + ",".join(f"{{method: 'm:C{i}'}}" for i in range(9)) + "]"], "drafters", "take some out"),
+            (["speculation.race_below=0"], "speculation.race_below", "1 or more"),
+            (["speculation.race=always", "speculation.race_below=4"], "speculation.race_below", "race=tail"),
+            (["speculation.verifiers_per_group=-1"], "speculation.verifiers_per_group", "0 or more"),
+            (["sampling.temperature=-1"], "sampling.temperature", "from 0 to 1e30"),
+            (["sampling.temperature=1.1e30"], "sampling.temperature", "from 0 to 1e30"),
+            (["sampling.top_p=0"], "sampling.top_p", "above 0 and at most 1"),
+            (["sampling.top_k=-1"], "sampling.top_k", "0 (off)"),
+            (["sampling.top_k=9223372036854775808"], "sampling.top_k", "to 2**31 - 1"),
+            (["sampling.max_tokens=0"], "sampling.max_tokens", "from 1"),
+            (["sampling.max_tokens=2147483648"], "sampling.max_tokens", "to 2**31 - 1"),
+            (["sampling.seed=-1"], "sampling.seed", "from 0 to 2**64 - 1"),
+            (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids", "token ids, each from 0"),
+            (["data.n=0"], "data.n", "1 or more"),
+            (["data.limit=0"], "data.limit", "1 or more"),
+            (["data.path=a.jsonl", "data.output=a.jsonl"], "data.output", "another file"),
+            (["run.log_level=LOUD"], "run.log_level", "DEBUG, INFO, WARNING, ERROR"),
+            (["run.name=a/b"], "run.name", "letters"),
+            ([NGRAM, "drafters.0.shared_noise=false"], "drafters.0.shared_noise", "leave it out"),
+            ([NGRAM, "drafters.0.method=medusa"], "drafters.0.method", "ngram, suffix, draft_model"),
+            ([NGRAM, "drafters.0.replicas=-1"], "drafters.0.replicas", "0 or more"),
+            ([NGRAM, "drafters.0.cores=0"], "drafters.0.cores", "0.01 up to below 1"),
+            ([NGRAM, "drafters.0.cores=-1"], "drafters.0.cores", "1, 2"),
+            ([NGRAM, "drafters.0.cores=1.5"], "drafters.0.cores", "1, 2"),
+            ([NGRAM, "drafters.0.cores=.nan"], "drafters.0.cores", "a finite number"),
+            ([NGRAM, "drafters.0.window=0"], "drafters.0.window", "1 to 128"),
+            ([NGRAM, "drafters.0.min_match=9"], "drafters.0.min_match", "max_match"),
+            ([NGRAM, "drafters.0.min_match=0"], "drafters.0.min_match", "1 or more"),
+            ([NGRAM, "drafters.0.gpus=1"], "drafters.0.gpus", "0"),
+            ([NGRAM, "drafters.0.model=m"], "drafters.0.model", "draft_model"),
+            ([NGRAM, "drafters.0.dtype=half"], "drafters.0.dtype", "float32"),
+            ([NGRAM, "drafters.0.history_tokens=-1"], "drafters.0.history_tokens", "0 or more"),
+            ([NGRAM, "drafters.0.length_factor=3"], "drafters.0.length_factor", "method=suffix"),
+            ([NGRAM, "drafters.0.min_probability=0.2"], "drafters.0.min_probability", "method=suffix"),
+            ([SUFFIX, "drafters.0.length_factor=0"], "drafters.0.length_factor", "above 0"),
+            ([SUFFIX, "drafters.0.length_factor=.nan"], "drafters.0.length_factor", "a finite number"),
+            ([SUFFIX, "drafters.0.min_probability=1"], "drafters.0.min_probability", "0.1 is the default"),
+            ([SUFFIX, "drafters.0.min_probability=-0.1"], "drafters.0.min_probability", "0.1 is the default"),
+            ([SUFFIX, "drafters.0.history_tokens=-1"], "drafters.0.history_tokens", "0 or more"),
+            ([SUFFIX, "drafters.0.model=m"], "drafters.0.model", "draft_model"),
+            ([SUFFIX, "drafters.0.gpus=1"], "drafters.0.gpus", "0"),
+            (["drafters=[{method: draft_model}]"], "drafters.0.model", "directory"),
+            (["drafters=[{method: draft_model, model: m, dtype: float16}]"], "drafters.0.dtype", "gpus=1"),
+            ([NGRAM, "drafters.0.online.where=trainer"], "drafters.0.online.where", "off"),
+            ([EAGLE, "drafters.0.online.where=drafter"], "drafters.0.online.where", "one of off, trainer"),
+            ([EAGLE, "drafters.0.online.passes=0"], "drafters.0.online.passes", "1 or more"),
+            ([EAGLE, "drafters.0.online.steps_per_version=0"], "drafters.0.online.steps_per_version", "1 or more"),
+            ([EAGLE, "drafters.0.online.batch_tokens=1"], "drafters.0.online.batch_tokens", "2 or more"),
+            ([EAGLE, "drafters.0.online.batch_tokens=9999"], "drafters.0.online.batch_tokens", "buffer_tokens"),
+            ([EAGLE, "drafters.0.online.depths=17"], "drafters.0.online.depths", "1 to 16"),
+            ([EAGLE, "drafters.0.online.learning_rate=0"], "drafters.0.online.learning_rate", "1e-4"),
+            ([EAGLE, "drafters.0.follow_policy=true"], "drafters.0.follow_policy", "online.where=off"),
+            (["drafters=[{method: ngram}, {method: ngram}]"], "drafters.1.method", "drafters.0.replicas"),
+        ],
+    )
+    def test_key_and_fix(self, items: list[str], key: str, hint: str) -> None:
+        drafts = any(item.startswith(("mode", "drafters")) for item in items)
+        error = error_of(*([] if drafts else ["mode=plain"]), *items)
+        assert error.key == key
+        assert hint in error.fix
+
+    @pytest.mark.parametrize(
+        "items",
+        [
+            [NGRAM, "drafters.0.replicas=0"],
+            [NGRAM, "speculation.window=128", "speculation.draft_wait_s=1e3"],
+            [NGRAM, "mode=plain"],
+            [NGRAM, "speculation.branches=16"],
+            [NGRAM, "speculation.branches=auto"],
+            [NGRAM, "speculation.draft_wait_s=auto"],
+            [NGRAM, "drafters.0.cores=0.25"],
+            [NGRAM, "drafters.0.cores=2"],
+            [SUFFIX, "drafters.0.length_factor=4", "drafters.0.min_probability=0", "drafters.0.history_tokens=0"],
+            ["drafters=[{method: ngram}, {method: suffix}]"],
+            [EAGLE],
+            [EAGLE, "mode=plain"],
+            [EAGLE, "mode=coupled"],
+            ["mode=coupled", "target.gpus=1", "drafters=[{method: draft_model, model: m, dtype: float16}]"],
+            ["mode=coupled", "drafters=[{method: 'mine:Proposer'}, {method: ngram, replicas: 0}]"],
+            ["mode=plain", "target.gpus=1", "target.dtype=float16"],
+            ["mode=plain", *SPLIT],
+            ["mode=coupled", *SPLIT, "drafters=[{method: draft_model, model: m, gpus: 1}]"],
+            ["mode=plain", "target.backend=vllm", "target.compiled=false"],
+            ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],
+            ["mode=plain", "sampling.temperature=0", "sampling.seed=18446744073709551615"],
+        ],
+    )
+    def test_allowed(self, items: list[str]) -> None:
+        load_config(None, items)
+
+    def test_the_error_survives_pickling(self) -> None:
+        error = error_of("target.cores=0")
+        copy = pickle.loads(pickle.dumps(error))
+        assert (str(copy), copy.key, copy.fix) == (str(error), error.key, error.fix)
+
+
+@pytest.mark.parametrize("text", ["off", "'off'", "tail", "always"])
+def test_a_race_that_is_off_needs_no_quotes(tmp_path: Path, text: str) -> None:
+    """YAML takes an unquoted `off` for a truth value."""
+    expected = RaceName(text.strip("'"))
+    from_item = load_config(None, ["mode=plain", f"speculation.race={text}"])
+    from_file = load_config(write(tmp_path, f"mode: plain\nspeculation:\n  race: {text}\n"))
+    assert from_item.speculation.race is from_file.speculation.race is expected
+    assert load_config(write(tmp_path, to_yaml(from_item))) == from_item
+
+
+def test_learning_is_off_unless_it_is_asked_for() -> None:
+    assert load_config(None, [NGRAM]).drafters[0].online == OnlineConfig()
+    quoteless = load_config(None, [EAGLE, "drafters.0.online.where=off"]).drafters[0].online
+    assert quoteless.where is OnlineWhere.off and OnlineConfig().where is OnlineWhere.off
+
+
+class TestWriting:
+    @settings(max_examples=20)
+    @given(
+        name=st.one_of(st.none(), st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)),
+        folder=st.text(st.characters(codec="utf-8", exclude_characters="$\\\0", exclude_categories=["C"]), min_size=1),
+        window=st.integers(1, 128),
+        wait=st.floats(0, 1e3),
+        mode=st.sampled_from(ModeName),
+        layers=st.lists(st.integers(0, 99), unique=True),
+    )
+    def test_yaml_round_trip(
+        self, name: str | None, folder: str, window: int, wait: float, mode: ModeName, layers: list[int]
+    ) -> None:
+        if not folder.strip():
+            folder = "runs"
+        config = Config(mode=mode, run=RunConfig(name=name, dir=folder), drafters=[DrafterConfig(window=window)])
+        config.speculation.draft_wait_s = wait
+        config.target.hidden_layers = layers
+        assert from_mapping(load_module.yaml.safe_load(to_yaml(config))) == config
+
+    def test_save_then_load(self, tmp_path: Path) -> None:
+        config = load_config(REPOSITORY / "conf" / "local_cpu.yaml", ["run.name=first"])
+        path = tmp_path / "new" / "config.yaml"
+        save_config(config, path)
+        save_config(config, path)
+        assert load_config(path) == config
+        assert [file.name for file in path.parent.iterdir()] == ["config.yaml"]
+
+    def test_what_came_from_the_environment_is_not_written_down(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HUB_TOKEN", "hunter2")
+        monkeypatch.setenv("BATCH", "3")
+        items = [
+            "data.options={token: '${oc.env:HUB_TOKEN}', 'a.b': [{items: 'Bearer ${oc.env:HUB_TOKEN}'}], plain: 1}",
+            "run.dir=${data.options.token}",
+            "target.max_batch=${oc.env:BATCH}",
+            "drafters=[{method: draft_model, model: '${oc.env:HUB_TOKEN}'}]",
+            "run.log_level=INFO",
+            "run.name=${run.log_level}",
+        ]
+        config = copy.deepcopy(load_config(None, items))
+        assert config.run.dir == "hunter2" and config.target.max_batch == 3
+        path = tmp_path / "config.yaml"
+        save_config(config, path)
+        assert "hunter2" not in path.read_text() and "name: INFO" in path.read_text()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert load_config(path) == config
+        config.target.max_batch = 4  # what was changed later is written
+        assert load_config(write(tmp_path, to_yaml(config))) == config
+
+    def test_nesting_without_end_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            load_config(write(tmp_path, "data: " + "[" * 3000 + "]" * 3000))
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            load_config(None, ["data.options=" + "[" * 3000 + "]" * 3000])
+
+    def test_a_failed_save_leaves_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "config.yaml"
+        save_config(Config(), path)
+        before = path.read_text()
+
+        def no_space(config: Config) -> str:
+            raise OSError("no space left")
+
+        monkeypatch.setattr(load_module, "to_yaml", no_space)
+        with pytest.raises(OSError, match="no space"):
+            save_config(Config(mode=ModeName.plain), path)
+        assert path.read_text() == before
+        assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "words"),
+    [
+        (None, "mode=plain", "'mode=plain' is no list of texts"),
+        (None, {"mode": "plain"}, "is no list of texts"),
+        (None, [3], "is no list of texts"),
+        ({"mode": "plain"}, [], "is no name"),
+        (5, [], "5 is no name"),
+    ],
+)
+def test_arguments_of_another_type_are_named(config: Any, overrides: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(config, overrides)
+
+
+class TestDescriptions:
+    @pytest.mark.parametrize("section", SECTIONS)
+    def test_every_field_has_a_docstring(self, section: type) -> None:
+        missing = [f.name for f in dataclasses.fields(section) if not attribute_docstrings(section).get(f.name)]
+        assert missing == []
+
+    def test_all_keys_are_described(self) -> None:
+        docs = {doc.key: doc for doc in describe()}
+        assert docs["mode"].type == "one of auto, plain, coupled, decoupled"
+        assert docs["target.max_model_len"].type == "an integer, auto or null"
+        assert docs["drafters.N.max_match"].default == 8
+        assert docs["drafters.N.online.where"].doc
+        assert docs["drafters"].default == []
+        assert all(doc.doc for doc in docs.values())
+        assert "target" not in docs
+
+    def test_described_keys_are_the_keys_that_load(self) -> None:
+        for doc in describe():
+            if ".N." not in doc.key and doc.default is not None and doc.key != "drafters":
+                value = doc.default.value if hasattr(doc.default, "value") else doc.default
+                load_config(None, [f"{doc.key}={value}"])

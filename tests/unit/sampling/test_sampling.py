@@ -1,0 +1,526 @@
+"""Keyed sampling: the distribution is the softmax, the draw depends on (seed, position, token) alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.sampling import numba as kernels
+from specactor_ray.sampling import torch as torch_kernels
+from specactor_ray.sampling.keyed import SamplingError, gumbel_noise, sample_rows, verify_arrays
+from specactor_ray.sampling.rules import Rules
+from specactor_ray.sampling.seeds import derive_seed
+from tests.tails import Verified, verify_tails
+
+REPO = Path(__file__).parents[3]
+ALPHA = 1e-4  # seeds are fixed: a p-value under this is a wrong distribution, not bad luck
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Torch's thread teams spin against each other on a busy machine, and nothing here is large."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(logits: np.ndarray, count: int, params: SamplingParams, first: int = 0, chunk: int = 512) -> np.ndarray:
+    """Tokens at `count` successive positions that all have the same logits."""
+    row = torch.from_numpy(logits.astype(np.float32))
+    tokens: list[int] = []
+    for start in range(first, first + count, chunk):
+        n = min(chunk, first + count - start)
+        block = row.expand(n, -1).contiguous()
+        tokens += sample_rows(block, [params] * n, range(start, start + n)).token_ids
+    return np.array(tokens)
+
+
+def softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    scaled = logits.astype(np.float32).astype(np.float64) / temperature
+    e = np.exp(scaled - scaled.max())
+    return e / e.sum()
+
+
+def kept(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Reference top-k/top-p: a full sort by (logit descending, id ascending)."""
+    order = np.lexsort((np.arange(len(logits)), -logits))
+    if params.top_k:
+        order = order[: params.top_k]
+    e = np.exp((logits[order].astype(np.float64) - logits.max()) / params.temperature)
+    if params.top_p < 1:
+        before = np.concatenate([[0.0], np.cumsum(e)[:-1]])
+        order = order[before < params.top_p * e.sum()]
+    mask = np.zeros(len(logits), bool)
+    mask[order] = True
+    return mask
+
+
+def perturbed(logits: np.ndarray, params: SamplingParams, position: int) -> np.ndarray:
+    """Scores with every draw made and nothing pruned, float64; -inf: not allowed."""
+    if params.temperature < kernels.GREEDY_BELOW:
+        return logits.astype(np.float64)
+    noise = gumbel_noise(params.seed, position, len(logits)).astype(np.float64)
+    score = logits.astype(np.float64) / params.temperature + noise
+    score[~kept(logits, params)] = -np.inf
+    return score
+
+
+def reference(logits: np.ndarray, params: SamplingParams, position: int) -> tuple[int, float]:
+    """(token, margin)."""
+    score = perturbed(logits, params, position)
+    token = int(np.argmax(score))
+    rest = np.delete(score, token)
+    return token, score[token] - rest.max() if len(rest) else np.inf
+
+
+# --- the noise ---------------------------------------------------------------------------------------------
+
+# Known answers of Random123's threefry2x32 with 20 rounds: counter, key, result.
+KNOWN = [
+    ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+    ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+def test_threefry_known_answers(counter, key, answer):
+    got = kernels.threefry2x32(*(np.uint32(word) for word in key + counter))
+    assert tuple(int(word) for word in got) == answer
+    got = torch_kernels.threefry2x32(*(torch.tensor([word]) for word in key + counter))
+    assert tuple(int(word) for word in got) == answer
+
+
+def test_noise_is_frozen():
+    """Changing these numbers changes every sampled token of every user: never do it in silence."""
+    assert hashlib.sha256(gumbel_noise(2**63 + 12345, 77, 50_000).tobytes()).hexdigest()[:16] == "7c69d2e6481e3e03"
+
+
+def test_uniform_stays_inside_of_zero_and_one():
+    ones = np.uint32(0xFFFFFFFF)
+    assert kernels.uniform(np.uint32(0), np.uint32(0)) == 2.0**-53
+    assert kernels.uniform(ones, ones) == 1 - 2.0**-53 < 1
+    assert kernels.gumbel(np.uint32(0), np.uint32(0)) == np.float32(-math.log(53 * math.log(2)))
+    assert kernels.gumbel(ones, ones) == np.float32(53 * math.log(2))
+    for j in range(1, 2000, 7):  # the top cells of the grid, where a coarser one would lose the rare tokens
+        low = np.uint32(0xFFFFFFFF - (j << 12))
+        want = -math.log(-math.log1p(-(j + 0.5) * 2.0**-52))
+        assert kernels.gumbel(ones, low) == pytest.approx(want, abs=4e-6)
+
+
+def test_own_logarithm_is_accurate_and_the_same_in_torch():
+    rng = np.random.default_rng(1)
+    x = np.concatenate(
+        [rng.random(20_000), 1 - 2.0 ** -np.arange(1, 54), 2.0 ** -np.arange(1, 54), rng.random(999) * 37]
+    )
+    numba_log = np.array([kernels.log_f64(v) for v in x])
+    np.testing.assert_allclose(numba_log, np.log(x), rtol=6e-16, atol=0)
+    assert torch_kernels.log_f64(torch.from_numpy(x)).numpy().tobytes() == numba_log.tobytes()
+
+
+def test_noise_bits_are_the_same_in_torch():
+    seeds = [0, 1, 2**32, 2**63, 2**64 - 1, derive_seed(3, 4, 5)]
+    positions = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 12]
+    rows = torch_kernels.gumbel_rows(np.array(seeds, np.uint64), np.array(positions), 5000, torch.device("cpu")).numpy()
+    for row, seed, position in zip(rows, seeds, positions, strict=True):
+        assert row.tobytes() == gumbel_noise(seed, position, 5000).tobytes()
+
+
+def test_noise_is_standard_gumbel():
+    noise = np.concatenate([gumbel_noise(99, t, 50_000) for t in range(20)]).astype(np.float64)
+    assert stats.kstest(noise, stats.gumbel_r.cdf).pvalue > ALPHA
+    assert stats.kstest(gumbel_noise(5, 0, 200_000), stats.gumbel_r.cdf).pvalue > ALPHA
+    tail = (noise > 9.0).sum()  # 123 expected
+    assert stats.binomtest(int(tail), len(noise), 1 - math.exp(-math.exp(-9.0))).pvalue > ALPHA
+
+
+def test_neighbouring_keys_have_unrelated_noise():
+    size = 50_000
+    keys = [(0, 0), (1, 0), (0, 1), (1, 1), (2**32, 0), (2**63, 0), (0, 2**31), (2, 0), (0, 2), (2**33 + 1, 3)]
+    uniforms = np.exp(-np.exp(-np.array([gumbel_noise(*key, size) for key in keys], np.float64)))
+    correlation = np.corrcoef(uniforms)
+    off = correlation[np.triu_indices(len(keys), 1)]
+    assert np.abs(off).max() < 4.5 / math.sqrt(size)
+    for lag in (1, 2, 4, 512):  # and along the vocabulary of one key
+        assert abs(np.corrcoef(uniforms[0][lag:], uniforms[0][:-lag])[0, 1]) < 4.5 / math.sqrt(size)
+        assert abs(np.corrcoef(uniforms[0][lag:], uniforms[2][:-lag])[0, 1]) < 4.5 / math.sqrt(size)
+
+
+# --- the distribution ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_small_vocabulary_follows_the_softmax(temperature):
+    logits = np.random.default_rng(2).normal(size=12) * 1.5
+    tokens = draw(logits, 40_000, SamplingParams(temperature=temperature, seed=11))
+    want = softmax(logits, temperature) * len(tokens)
+    assert stats.chisquare(np.bincount(tokens, minlength=12), want).pvalue > ALPHA
+
+
+def test_one_position_over_many_seeds_follows_the_softmax():
+    logits = np.random.default_rng(3).normal(size=8)
+    n = 40_000
+    block = torch.from_numpy(logits.astype(np.float32)).expand(n, -1).contiguous()
+    for seeds in (range(n), [derive_seed(1, i, 0) for i in range(n)]):
+        tokens = sample_rows(block, [SamplingParams(seed=s) for s in seeds], [5] * n).token_ids
+        assert stats.chisquare(np.bincount(tokens, minlength=8), softmax(logits) * n).pvalue > ALPHA
+
+
+def test_long_tail_of_rare_tokens_gets_its_mass():
+    """50,000 tokens: 40,000 of them under 2^-24 each; every bucket of the tail is drawn as often as it should."""
+    rng = np.random.default_rng(4)
+    mass = np.concatenate([np.full(8, 1.0), np.full(1992, 2e-4), np.full(8000, 3e-6), np.full(40_000, 2.0**-24 * 7)])
+    bucket = np.repeat(np.arange(4), [8, 1992, 8000, 40_000])
+    shuffle = rng.permutation(len(mass))
+    logits, bucket = np.log(mass[shuffle]), bucket[shuffle]
+    p = softmax(logits)
+    rare = bucket == 3
+    assert p[rare].max() < 2.0**-24
+    tokens = draw(logits, 30_000, SamplingParams(seed=2**40 + 1))
+    want = np.bincount(bucket, weights=p) * len(tokens)
+    assert want.min() > 50
+    assert stats.chisquare(np.bincount(bucket[tokens], minlength=4), want).pvalue > ALPHA
+    ids = tokens[rare[tokens]]  # no region of the vocabulary is favoured
+    assert stats.kstest(ids / len(mass), stats.uniform.cdf).pvalue > ALPHA
+
+
+def test_successive_positions_are_independent():
+    logits = np.log([0.4, 0.3, 0.2, 0.1])
+    for first, seed in ((0, 0), (2**31 - 7, 2**64 - 1)):
+        tokens = draw(logits, 40_001, SamplingParams(seed=seed), first)
+        for lag in (1, 2):
+            table = np.zeros((4, 4))
+            np.add.at(table, (tokens[:-lag], tokens[lag:]), 1)
+            assert stats.chi2_contingency(table).pvalue > ALPHA
+
+
+def test_neighbouring_seeds_are_independent():
+    logits = np.log([0.4, 0.3, 0.2, 0.1])
+    base = draw(logits, 40_000, SamplingParams(seed=8))
+    for seed in (9, 8 + 2**32, 8 + 2**63):
+        table = np.zeros((4, 4))
+        np.add.at(table, (base, draw(logits, 40_000, SamplingParams(seed=seed))), 1)
+        assert stats.chi2_contingency(table).pvalue > ALPHA
+
+
+@pytest.mark.parametrize("noise_of_drafter", ["shared", "own"])
+def test_shared_noise_makes_drafter_and_target_agree(noise_of_drafter):
+    rng = np.random.default_rng(5)
+    target = rng.normal(size=200) * 2
+    drafter = target + rng.normal(size=200) * 0.4
+    tv = 0.5 * np.abs(softmax(target) - softmax(drafter)).sum()
+    seed = 21 if noise_of_drafter == "shared" else 22
+    n = 20_000
+    match = (draw(target, n, SamplingParams(seed=21)) == draw(drafter, n, SamplingParams(seed=seed))).mean()
+    bound, slack = (1 - tv) / (1 + tv), 4 * 0.5 / math.sqrt(n)
+    assert 0.05 < tv < 0.5
+    if noise_of_drafter == "shared":
+        assert bound - slack <= match <= 1 - tv + slack
+    else:
+        assert match < bound - slack  # so the bound is not met by luck
+
+
+# --- same draw everywhere ------------------------------------------------------------------------------------
+
+PROBE = """
+import hashlib, torch
+from specactor_ray.transport.messages import SamplingParams
+from specactor_ray.sampling.keyed import gumbel_noise, sample_rows
+from specactor_ray.sampling.seeds import derive_seed
+logits = torch.linspace(-3, 3, 3000).sin().mul(4).expand(64, -1)
+params = [SamplingParams(seed=derive_seed(7, i, 1), top_p=0.9 if i % 2 else 1.0) for i in range(64)]
+tokens = sample_rows(logits, params, range(64)).token_ids
+noise = hashlib.sha256(gumbel_noise(2**64 - 1, 3, 4096).tobytes()).hexdigest()
+"""
+
+
+def run_probe() -> tuple[list[int], str]:
+    scope: dict = {}
+    exec(PROBE, scope)
+    return scope["tokens"], scope["noise"]
+
+
+def test_another_process_draws_the_same():
+    child = subprocess.run(
+        [sys.executable, "-c", PROBE + "\nprint(repr((tokens, noise)))"],
+        cwd=REPO, env={"PYTHONPATH": str(REPO), "PYTHONHASHSEED": "5", "HOME": str(Path.home())},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.strip() == repr(run_probe())
+
+
+def test_threads_draw_the_same():
+    want = run_probe()
+    with ThreadPoolExecutor(4) as pool:
+        assert all(got == want for got in pool.map(lambda _: run_probe(), range(16)))
+
+
+# --- pruned, filtered, on torch: all equal to the plain reference --------------------------------------------
+
+
+@st.composite
+def rows(draw_from) -> tuple[np.ndarray, SamplingParams, int]:
+    rng = np.random.default_rng(draw_from(st.integers(0, 2**32)))
+    size = draw_from(st.sampled_from([1, 2, 3, 40, 511, 512, 513, 1400]))
+    logits = rng.normal(size=size) * draw_from(st.sampled_from([0.0, 0.1, 1.0, 3.0, 10.0, 200.0]))
+    logits += draw_from(st.sampled_from([0.0, 0.0, -1e4, 1e4, 1e20]))
+    if draw_from(st.booleans()):
+        logits[rng.integers(size)] += 20.0
+    if draw_from(st.booleans()):
+        logits = np.round(logits)  # many ties
+    if draw_from(st.booleans()):
+        masked = rng.random(size) < 0.7
+        masked[rng.integers(size)] = False
+        logits[masked] = draw_from(st.sampled_from([-np.inf, np.finfo(np.float32).min]))
+    params = SamplingParams(
+        temperature=draw_from(st.sampled_from([0.0, 1e-6, 1e-5, 1e-3, 0.3, 0.6, 1.0, 1.0, 2.5, 40.0, 1e30])),
+        top_k=draw_from(st.sampled_from([0, 0, 1, 2, 5, 50, 1000, 2**31 - 1])),
+        top_p=draw_from(st.sampled_from([1.0, 1.0, 1e-9, 0.31, 0.7, 0.953, 0.99999])),
+        seed=draw_from(st.integers(0, 2**64 - 1)),
+    )
+    return logits.astype(np.float32), params, draw_from(st.integers(0, 2**32 - 1))
+
+
+@settings(max_examples=800, deadline=None, derandomize=True)
+@given(rows())
+def test_kernels_equal_the_reference(case):
+    logits, params, position = case
+    token, margin = reference(logits, params, position)
+    x = torch.from_numpy(logits).unsqueeze(0)
+    plain = sample_rows(x, [params], [position])
+    assert plain.token_ids == [token]
+    assert plain.margins is None
+    for backend in ("numba", "torch"):
+        got = sample_rows(x, [params], [position], record_margins=True, backend=backend)
+        assert (got.token_ids, got.margins) == ([token], [margin])
+        assert got.logprobs == pytest.approx(plain.logprobs, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rule", [{}, {"temperature": 0.6}, {"top_k": 50}, {"top_p": 0.95}, {"top_k": 3000, "top_p": 0.6}]
+)
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_large_vocabulary_equals_the_reference(rule, spread):
+    logits = (np.random.default_rng(6).normal(size=(12, 50_000)) * spread).astype(np.float32)
+    params = [SamplingParams(seed=1000 + i, **rule) for i in range(12)]
+    want = [reference(row, p, 3) for row, p in zip(logits, params, strict=True)]
+    for backend in ("numba", "torch"):
+        got = sample_rows(torch.from_numpy(logits), params, [3] * 12, record_margins=True, backend=backend)
+        assert list(zip(got.token_ids, got.margins, strict=True)) == want
+
+
+@pytest.mark.parametrize(("rule", "allowed"), [
+    ({"top_k": 3}, [1, 2, 4]),  # ids 4 and 5 tie for the third place: the lower id stays
+    ({"top_p": 0.5}, [1, 2]),  # 0.3 + 0.2 reach it
+    ({"top_p": 0.51}, [1, 2, 4]),
+    ({"top_k": 2, "top_p": 0.55}, [1]),  # 0.3 of the renormalised 0.5 is 0.6
+    ({"top_p": 1e-6}, [1]),
+])  # fmt: skip
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_filters_by_hand(rule, allowed, backend):
+    logits = torch.log(torch.tensor([[0.1, 0.3, 0.2, 0.1, 0.15, 0.15]]))
+    params = [SamplingParams(seed=s, **rule) for s in range(300)]
+    got = sample_rows(logits.expand(300, -1), params, range(300), record_margins=True, backend=backend)
+    assert sorted(set(got.token_ids)) == allowed
+    assert all(math.isinf(m) for m in got.margins) == (len(allowed) == 1)
+    want = torch.log_softmax(logits[0], 0)[got.token_ids]
+    assert got.logprobs == pytest.approx(want.tolist(), abs=1e-6)  # of the distribution before the filters
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_top_p_that_a_prefix_meets_exactly_keeps_that_prefix(backend):
+    params = [SamplingParams(seed=s, top_p=0.5) for s in range(100)]
+    assert set(sample_rows(torch.ones(100, 4), params, range(100), backend=backend).token_ids) == {0, 1}
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_tied_scores_go_to_the_lowest_id(backend):
+    noise = gumbel_noise(13, 2, 50_000)
+    values, first, count = np.unique(noise, return_index=True, return_counts=True)
+    i = int(np.argmax(count > 1))
+    low, high = int(first[i]), int(np.flatnonzero(noise == values[i])[1])
+    logits = torch.full((1, 50_000), -math.inf)
+    logits[0, low], logits[0, high] = 0.0, 1.0  # the temperature makes the difference vanish
+    got = sample_rows(logits, [SamplingParams(seed=13, temperature=1e30)], [2], record_margins=True, backend=backend)
+    assert (got.token_ids, got.margins) == ([low], [0.0])
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_temperature_zero_is_the_lowest_argmax(backend):
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [-0.0, 0.0, -1.0, -2.0], [5.0, 1.0, 2.0, 3.0]])
+    params = [SamplingParams(temperature=t, seed=9) for t in (0.0, 0.0, 1e-6)]
+    got = sample_rows(logits, params, [0, 1, 2], record_margins=True, backend=backend)
+    assert got.token_ids == [1, 0, 0]
+    assert got.margins == [0.0, 0.0, 2.0]
+    want = torch.log_softmax(logits.double(), -1)[range(3), got.token_ids]
+    assert got.logprobs == pytest.approx(want.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_logprobs_are_those_of_the_scaled_softmax(temperature, backend):
+    logits = torch.randn(40, 20_000, generator=torch.Generator().manual_seed(7)) * 4 + 30
+    params = [SamplingParams(temperature=temperature, seed=i, top_k=0 if i % 2 else 40) for i in range(40)]
+    got = sample_rows(logits, params, range(40), backend=backend)
+    want = torch.log_softmax(logits.double() / temperature, -1)[range(40), got.token_ids]
+    assert got.logprobs == pytest.approx(want.tolist(), abs=3e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_means_its_float32_values(dtype):
+    logits = (torch.randn(9, 700, generator=torch.Generator().manual_seed(8)) * 3).to(dtype)
+    params = [SamplingParams(seed=i) for i in range(9)]
+    assert sample_rows(logits, params, range(9)) == sample_rows(logits.float(), params, range(9))
+
+
+def test_layout_and_gradients_do_not_matter():
+    logits = torch.randn(700, 9, generator=torch.Generator().manual_seed(8), requires_grad=True)
+    params = [SamplingParams(seed=i) for i in range(9)]
+    assert sample_rows(logits.T, params, range(9)) == sample_rows(logits.detach().T.contiguous(), params, range(9))
+
+
+# --- verification --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.booleans())
+def test_verify_equals_sampling_one_by_one(seed, margins):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 5, size=rng.integers(1, 6))
+    params = [SamplingParams(seed=int(rng.integers(2**62)), temperature=float(rng.choice([0.0, 0.7, 1.0])),
+                             top_k=int(rng.choice([0, 4])), top_p=float(rng.choice([1.0, 0.8])))
+              for _ in lengths]  # fmt: skip
+    starts = np.cumsum(lengths + 2) - lengths - 2  # one unused row between requests
+    logits = torch.from_numpy((rng.normal(size=(int((lengths + 2).sum()), 30)) * 2).astype(np.float32))
+    first = rng.integers(0, 1000, size=len(lengths))
+    tails, want = [], []
+    for i, length in enumerate(lengths):
+        span = range(starts[i], starts[i] + length + 1)
+        alone = sample_rows(logits[span], [params[i]] * len(span), range(first[i], first[i] + length + 1),
+                            record_margins=True)  # fmt: skip
+        tail = alone.token_ids[:length]
+        right = int(rng.integers(0, length + 1))
+        if right < length:
+            tail[right] = (tail[right] + 1) % 30
+        tails.append(tuple(tail))
+        cut = slice(0, right + 1)
+        want.append(Verified(alone.token_ids[cut], alone.logprobs[cut], right, alone.margins[cut] if margins else None))
+        logits[starts[i] + right + 1 : starts[i] + length + 2] = math.nan  # past the mismatch nothing is read
+    for backend in ("numba", "torch"):
+        got = verify_tails(logits, starts, tails, params, first, record_margins=margins, backend=backend)
+        assert [(g.token_ids, g.num_accepted, g.margins) for g in got] == [
+            (w.token_ids, w.num_accepted, w.margins) for w in want
+        ]
+        for g, w in zip(got, want, strict=True):
+            assert g.logprobs == pytest.approx(w.logprobs, abs=1e-5)
+
+
+def test_draft_ids_outside_of_the_vocabulary_never_match():
+    logits = torch.zeros(4, 5)
+    got = verify_tails(logits, [0, 2], [(-1,), (5,)], [SamplingParams(seed=1)] * 2, [0, 0])
+    assert [g.num_accepted for g in got] == [0, 0]
+
+
+def test_empty_batch():
+    assert verify_tails(torch.zeros(0, 5), [], [], [], []) == []
+    assert sample_rows(torch.zeros(0, 5), [], []).token_ids == []
+
+
+# --- errors --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize(("values", "problem"), [
+    ({300: math.nan}, "NaN"),
+    ({0: -math.nan}, "NaN"),
+    ({300: math.nan, 4: math.inf}, "NaN"),
+    ({599: math.inf}, r"\+inf"),
+    ({7: 2e30}, "above 1e"),
+    (dict.fromkeys(range(600), -math.inf), "all logits are -inf"),
+])  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_logits_are_named(backend, values, problem, temperature):
+    logits = torch.zeros(4, 600)
+    for v, value in values.items():
+        logits[1, v] = value
+        logits[3, v] = value
+    params = [SamplingParams(temperature=temperature)] * 3
+    # request 2 owns rows 2 and 3; its draft is what row 2 gives, so the bad row 3 is reached
+    good = sample_rows(logits[2:3], params[:1], [5], backend=backend).token_ids
+    with pytest.raises(SamplingError, match=f"row 1: .*{problem}.*row 0 of 1.*row 2: .*row 1 of 2") as caught:
+        verify_tails(logits, [0, 1, 2], [(), (), good], params, [0, 0, 5], backend=backend)
+    assert list(caught.value.problems) == [1, 2]
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.problems, str(again)) == (caught.value.problems, str(caught.value))
+
+
+def test_negative_nan_bits_are_seen():
+    logits = np.zeros((1, 600), np.float32)
+    logits.view(np.uint32)[0, 17] = 0xFFC00000
+    with pytest.raises(SamplingError, match="NaN"):
+        sample_rows(torch.from_numpy(logits), [SamplingParams()], [0])
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    ({"logits": torch.zeros(5)}, "logits must be"),
+    ({"logits": torch.zeros(5, 4, dtype=torch.float64)}, "logits must be"),
+    ({"logits": torch.zeros(5, 0)}, "logits must be"),
+    ({"row_offsets": [0, 4]}, "outside"),
+    ({"row_offsets": [-1, 2]}, "outside"),
+    ({"row_offsets": [0]}, "1 row offsets for 2 tails"),
+    ({"tails": [(1,)]}, "1 tails"),
+    ({"positions": [0, -1]}, "positions"),
+    ({"positions": [0, 2**32 - 1]}, "positions"),
+])  # fmt: skip
+def test_calls_that_do_not_fit_are_refused(change, problem):
+    call = {"logits": torch.zeros(5, 4), "row_offsets": [0, 2], "tails": [(1,), (1, 2)],
+            "params": [SamplingParams()] * 2, "positions": [0, 0]} | change  # fmt: skip
+    with pytest.raises(ValueError, match=problem):
+        verify_tails(**call)
+
+
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_slots_without_a_rule_are_refused(slot):
+    rules, rows = Rules(2), np.arange(2)
+    with pytest.raises(ValueError, match="slots reach outside of 2 logits, 2 rules"):
+        verify_arrays(torch.zeros(2, 4), rows, np.zeros(3, np.int64), rows[:0], rows, np.array([0, slot]), rules)
+
+
+def test_sample_rows_wants_one_rule_per_row():
+    with pytest.raises(ValueError, match="5 rows of logits for 4 params"):
+        sample_rows(torch.zeros(5, 4), [SamplingParams()] * 4, range(4))
+
+
+# --- seeds ---------------------------------------------------------------------------------------------------
+
+
+def test_derived_seeds_are_frozen_and_distinct():
+    assert derive_seed(0, 0, 0) == 15974013904992486139
+    assert derive_seed(2**64 - 1, 7, 3) == 14105567933028175434
+    seeds = {derive_seed(r, p, s) for r in range(3) for p in range(500) for s in range(8)}
+    assert len(seeds) == 3 * 500 * 8
+    assert min(seeds) >= 0
+    assert max(seeds) < 2**64
+    assert max(seeds) > 2**63
+
+
+@pytest.mark.parametrize("numbers", [(-1, 0, 0), (0, 2**64, 0), (0, 0, -5)])
+def test_seeds_out_of_range_are_refused(numbers):
+    with pytest.raises(InputError, match=r"between 0 and 2\*\*64 - 1"):
+        derive_seed(*numbers)

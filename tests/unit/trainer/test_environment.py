@@ -1,0 +1,224 @@
+"""Environments: the shipped ones, what a reply may be, and what is refused before a run starts."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specactor_ray.config import load_config
+from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig, RewardFunctionConfig
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.rollout.prompts import read_jsonl
+from specactor_ray.runs.settings import settings_of
+from specactor_ray.trainer.data import Task
+from specactor_ray.trainer.environment import Reply, Turn
+from specactor_ray.trainer.environment_work import (
+    Close,
+    EnvironmentWork,
+    Reset,
+    TurnStep,
+    find_environment,
+    make_environment,
+)
+from specactor_ray.trainer.rewards import RewardSample, Scorer
+from specactor_ray.trainer.setup import checked_tasks, prepare
+from specactor_ray.trainer.shipped_environments import Calculator, Retry, evaluate
+from specactor_ray.trainer.worker_process import answer
+from tests.fakes.environments import BAD_REPLIES
+from tests.tiny import tiny_target
+
+ECHO = "tests.fakes.environments:Echo"
+ANSWER = r"-?\d+$"
+
+
+def turn(text: str, number: int = 0, is_last: bool = False, reward: float = 1.0) -> Turn:
+    return Turn(text, (1,), number, is_last, "stop", lambda: reward)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2 * (3 + 4)", "14"),
+        (" 7/2 ", "3.5"),
+        ("6 / 2", "3"),
+        ("-7 // 2 + 5 % 3", "-2"),
+        ("2 ** 10", "1024"),
+        ("1 / 3", "0.3333333333"),
+    ],
+)
+def test_arithmetic(expression: str, value: str) -> None:
+    assert evaluate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", "x", "1 +", "__import__('os')", "9 ** 9 ** 9", "(-8) ** 0.5", "1e400", "True", "'a' * 9", "1" * 300, "[1][0]"],
+)
+def test_what_is_not_arithmetic_is_an_error_for_the_model(expression: str) -> None:
+    reply = asyncio.run(Calculator().step(turn(f"<calc>{expression}</calc>")))
+    assert reply == Reply([{"role": "user", "content": "error: not an arithmetic expression"}])
+
+
+def test_a_calculator_answers_calls_and_scores_what_is_none() -> None:
+    step = Calculator().step
+    reply = asyncio.run(step(turn("First <calc>3 + 4</calc>, then\n<calc>1 / 0</calc>")))
+    assert reply == Reply([{"role": "user", "content": "7\nerror: division by zero"}])
+    assert asyncio.run(step(turn("It is 7.", reward=0.5))) == Reply(reward=0.5, done=True)
+    assert asyncio.run(step(turn("<calc>3 + 4</calc>", is_last=True, reward=0.25))) == Reply(reward=0.25, done=True)
+
+
+def test_the_shipped_tasks_show_calls_that_the_calculator_answers() -> None:
+    config = load_config("train_calculator_cpu")
+    step = make_environment(config.environment).step
+    for _, row in read_jsonl("conf/prompts/calculator.jsonl"):
+        *shown, question = row["messages"]
+        assert evaluate(question["content"].removesuffix("=")) == row["answer"]
+        for call, result in zip(shown[1::4], shown[2::4], strict=True):
+            assert asyncio.run(step(turn(call["content"]))) == Reply([result])
+        scorer = Scorer(config.reward)
+        assert scorer(RewardSample(row["messages"], f"The answer is {row['answer']}.", row["answer"])) == 1.0
+
+
+def test_calls_in_the_format_of_chat_templates() -> None:
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 * 4"}}\n</tool_call>'
+    other = '<tool_call>{"name": "search", "arguments": {}}</tool_call><tool_call>{"name": 3</tool_call>'
+    reply = asyncio.run(Calculator("tool_call", role="tool").step(turn(call + other)))
+    assert reply.messages == [
+        {"role": "tool", "content": "12"},
+        {"role": "tool", "content": "error: there is no tool search"},
+    ]
+
+
+def test_wrong_answers_may_be_corrected() -> None:
+    step = Retry(tries=3, discount=0.5).step
+    assert asyncio.run(step(turn("7"))) == Reply(reward=1.0, done=True)
+    wrong = asyncio.run(step(turn("8", reward=0.1)))
+    assert wrong.messages == [{"role": "user", "content": "That is not right. Tries left: 2. Give another answer."}]
+    assert asyncio.run(step(turn("7", 1))) == Reply(reward=0.5, done=True)
+    assert asyncio.run(step(turn("8", 2, reward=0.1))) == Reply(reward=0.025, done=True)
+    assert asyncio.run(step(turn("8", 0, is_last=True, reward=0.1))) == Reply(reward=0.1, done=True)
+
+
+def test_the_environment_of_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+    module: dict[str, Any] = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], module)  # type: ignore[index]
+    game = module["GuessNumber"](highest=9)
+    (first,) = asyncio.run(game.reset(Task(0, "unused"), seed=4))
+    assert "from 1 to 9" in first["content"]
+    replies = [asyncio.run(game.step(turn(f"{number}.", number - 1))) for number in range(1, game.number + 1)]
+    assert [reply.done for reply in replies] == [False] * (game.number - 1) + [True]
+    assert replies[-1].reward == 1.0 / game.number
+    assert asyncio.run(game.step(turn("ten"))) == Reply(reward=-1.0, done=True)
+
+
+def ask(name: str, *requests: Any, options: dict[str, Any] | None = None) -> tuple[Any, str]:
+    """The last answer of an environment, asked as in its process."""
+    reward = RewardConfig([RewardFunctionConfig("exact_match")], answer_pattern=ANSWER)
+    work = EnvironmentWork(EnvironmentConfig(name, options or {}), reward)
+    function = work.open()
+    for request in requests:
+        outcome = answer(function, request, work)
+    return outcome
+
+
+def step(state: bytes, text: str, number: int = 0) -> TurnStep:
+    return TurnStep(state, RewardSample("p", text, "7", finish_reason="stop"), (1, 2), number, False)
+
+
+def test_an_instance_is_kept_between_its_steps() -> None:
+    (state, messages), problem = ask(ECHO, Reset(Task(0, "Hi"), 100))
+    assert (messages, problem) == ([{"role": "user", "content": "Hi 3"}], "")
+    (state, reply), _ = ask(ECHO, step(state, "a"))
+    (again, reply), _ = ask(ECHO, step(state, "b", 1))
+    assert reply == Reply([{"role": "user", "content": "3: a b"}], 1.0)
+    assert ask(ECHO, step(state, "b", 1))[0] == (again, reply), "a step is repeated from where it began"
+    assert pickle.loads(again).heard == ["a", "b"]
+
+
+def test_plain_methods_and_a_close(tmp_path: Path) -> None:
+    (state, _), _ = ask(ECHO, Reset(Task(0, "Hi"), 5), options={"marks": str(tmp_path)})
+    assert ask(ECHO, Close(state)) == (None, "")
+    assert [mark.name for mark in tmp_path.iterdir()] == ["closed-5-0"]
+
+
+def test_turns_are_scored_by_the_reward_functions() -> None:
+    """By the reward functions and the pattern of the configuration; what they raise is the environment's failure."""
+    (state, _), _ = ask("retry", Reset(Task(0, "3 + 4", "7"), 1))
+    assert ask("retry", step(state, "it is 7"))[0][1] == Reply([], 1.0, True)
+    (state, reply), _ = ask("retry", step(state, "it is 8"))
+    assert not reply.done
+    nothing = TurnStep(state, RewardSample("p", "8", None), (1,), 1, False)
+    assert "no reference answer" in ask("retry", nothing)[1]
+
+
+@pytest.mark.parametrize("text", BAD_REPLIES)
+def test_bad_replies_are_named(text: str) -> None:
+    (state, _), _ = ask(ECHO, Reset(Task(0, "Hi"), 1))
+    nothing, problem = ask(ECHO, step(state, text))
+    assert nothing is None and problem.startswith("BadEnvironmentError: step returned "), problem
+
+
+def test_an_instance_that_cannot_be_kept_is_named() -> None:
+    (state, _), _ = ask(ECHO, Reset(Task(0, "Hi"), 1))
+    assert "cannot be kept between its steps" in ask(ECHO, step(state, "unpicklable"))[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("calcs", "use one of calculator, retry"),
+        ("tests.fakes.environments:Nothing", "cannot be imported"),
+        ("tests.fakes.environments:NoStep", "it has no step"),
+        ("tests.fakes.environments:BAD_REPLIES", "is no environment"),
+    ],
+)
+def test_what_is_no_environment_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        find_environment(name)
+
+
+def settings(tmp_path: Path, *overrides: str) -> Any:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Add 3 and 4.", "answer": "7"}\n')
+    model = f"target.model={tiny_target()}"
+    tasks = f"data.path={tmp_path / 'tasks.jsonl'}"
+    return load_config(None, ["mode=plain", tasks, "data.n=4", model, "environment.name=retry", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("environment.name=calcs", "environment.name"),
+        ("environment.options={trials: 2}", "its options are tries, discount, threshold, message"),
+        ("environment.options={tries: 0}", "tries must be 1 or more"),
+        ("environment.max_turns=0", "environment.max_turns"),
+        ("environment.timeout_s=0", "environment.timeout_s"),
+        ("data.chat=false", "data.chat is false"),
+    ],
+)
+def test_refused_configurations(override: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        prepare(settings(tmp_path, override))
+
+
+def test_a_template_without_the_role_of_the_environment_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path, "environment.name=calculator")
+    prepare(config)
+    checked_tasks(config)
+    config.environment.options = {"role": 5}
+    with pytest.raises(InputError, match="role"):
+        checked_tasks(config)
+
+
+def test_checkpoints_remember_the_environment_without_its_options(tmp_path: Path) -> None:
+    one = settings_of(settings(tmp_path, "environment.options={message: secret}"))
+    assert one["environment.name"] == "retry" and one["environment.max_turns"] == 8
+    assert "secret" not in str(one)
+    assert settings_of(settings(tmp_path, "environment.workers=5", "environment.timeout_s=1")) == settings_of(
+        settings(tmp_path)
+    )

@@ -1,0 +1,151 @@
+"""From outputs to samples: what has no reward is left out, groups shrink, dull groups are replaced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.learner.recipe import make_recipe
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.trainer.data import Task, TaskOrder, TaskStream
+from specactor_ray.trainer.experience import Experience, ExperienceMaker
+from specactor_ray.trainer.reward_runner import Scores
+from specactor_ray.trainer.rewards import RewardSample, RewardWork
+from specactor_ray.trainer.worker_process import answer
+
+RAISES = "tests.fakes.reward_functions:number_or_raises"
+
+
+class Scripted:
+    """A rollout that says what is written for each prompt, sample by sample; `!` is a request that failed."""
+
+    def __init__(self, *outputs: str) -> None:
+        self._outputs = iter(outputs)
+
+    def generate(self, prompts: Sequence[Any], sampling: SamplingParams, n: int) -> list[Trajectory]:
+        found = []
+        for index in range(len(prompts)):
+            for number, text in enumerate(next(self._outputs).split()):
+                tokens = tuple(range(number + 1))
+                error = "lost" if text == "!" else ""
+                logprobs = (0.0,) * len(tokens)
+                found.append(
+                    Trajectory("r", index, number, (1, 2), tokens, logprobs, text, "stop", sampling, error=error)
+                )
+        return found
+
+
+class InProcess:
+    """Scores as a reward process does, in this one."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config.reward
+
+    def score(self, samples: Sequence[RewardSample]) -> Scores:
+        work = RewardWork(self._config)
+        results = [answer(work.open(), sample, work) for sample in samples]
+        rewards = [self._config.failure_value if reward is None else reward for reward, _ in results]
+        return Scores(rewards, Counter(problem for reward, problem in results if reward is None))
+
+
+class Numbers:
+    """An endless source of tasks whose answer is 1."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> Task:
+        return Task(index, "prompt", "1")
+
+
+def collect(outputs: Sequence[str], **settings: Any) -> Experience:
+    """One step of as many prompts as there are outputs, or `prompts`."""
+    prompts = settings.pop("prompts", len(outputs))
+    reward = {"functions": [{"name": RAISES}], **settings.pop("reward", {})}
+    config = from_mapping(
+        {
+            "mode": "plain",
+            "algorithm": {"name": "grpo", **settings},
+            "reward": reward,
+            "data": {"n": 4},
+            "trainer": {"prompts_per_step": prompts},
+        }
+    )
+
+    @contextlib.contextmanager
+    def timed(phase: str) -> Iterator[None]:
+        yield
+
+    stream = TaskStream(Numbers(), TaskOrder(1000, 0, False), lambda prompt: 1, 100)
+    maker = ExperienceMaker(config, make_recipe(config), stream, InProcess(config), timed)  # type: ignore[arg-type]
+    return maker.collect(Scripted(*outputs), config.sampling, 0)
+
+
+def advantages(experience: Experience) -> list[float]:
+    return [round(sample.advantage, 3) for sample in experience.samples]
+
+
+def test_every_output_of_a_group_is_compared_with_the_others() -> None:
+    experience = collect(["1 0 0 1"])
+    assert advantages(experience) == [0.866, -0.866, -0.866, 0.866]
+    assert [len(sample.output) for sample in experience.samples] == [1, 2, 3, 4]
+    assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and not experience.unscored
+
+
+def test_what_could_not_be_scored_is_left_out_of_its_group() -> None:
+    """Half of them, so that rewards and failures are equally many."""
+    experience = collect(["1 x 0 1", "x 0 x x"])
+    assert [len(sample.output) for sample in experience.samples] == [1, 3, 4]
+    assert advantages(experience) == [0.577, -1.155, 0.577], "as in a group of three"
+    assert experience.rewards == [1.0, 0.0, 1.0, 0.0] and len(experience.trajectories) == 8
+    assert dict(experience.reward_failures) == {"RuntimeError: no number": 4}
+    assert not experience.unscored and experience.used_groups == 1, "a group of one has no baseline"
+
+
+def test_a_value_for_failures_is_a_choice() -> None:
+    experience = collect(["1 x x 1"], reward={"failure_value": 0.0})
+    assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and len(experience.samples) == 4
+    assert experience.reward_failures.total() == 2 and not experience.unscored
+
+
+@pytest.mark.parametrize("reward", [{}, {"failure_value": 0.0}])
+def test_a_step_without_any_score_says_so(reward: dict[str, float]) -> None:
+    experience = collect(["x x x x"], reward=reward)
+    assert experience.unscored
+    assert len(experience.samples) == (4 if reward else 0)
+
+
+def test_requests_that_failed_are_left_out() -> None:
+    experience = collect(["1 ! 0 !"])
+    assert len(experience.samples) == 2 and dict(experience.rollout_failures) == {"lost": 2}
+    nothing = collect(["! ! ! !"])
+    assert not nothing.samples and not nothing.unscored, "the rollout failed, not the rewards"
+
+
+def test_ppo_needs_no_second_sample() -> None:
+    assert len(collect(["1 x x x"], name="ppo").samples) == 1
+    assert not collect(["1 x x x"], name="rloo").samples
+
+
+def test_dull_groups_are_replaced_by_further_prompts() -> None:
+    experience = collect(["1 1 1 1", "1 0 0 0", "0 0 0 0", "0 0 0 1"], prompts=2, dynamic_sampling=True)
+    assert experience.rounds == 3 and experience.dull_groups == 2 and experience.used_groups == 2
+    assert [sample.reward for sample in experience.samples] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_dull_groups_are_used_where_no_others_are_left() -> None:
+    experience = collect(["10.1 10.1 10.1 10.1"] * 4, prompts=1, dynamic_sampling=True)
+    assert experience.rounds == 4 and experience.dull_groups == 4
+    assert advantages(experience) == [0.0] * 16
+
+
+def test_the_answer_is_what_the_pattern_finds() -> None:
+    reward = {"functions": [{"name": "exact_match"}], "answer_pattern": r"=(\d)"}
+    assert collect(["x=1 x=2 1 y=1"], reward=reward).rewards == [1.0, 0.0, 0.0, 1.0]

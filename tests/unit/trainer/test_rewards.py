@@ -1,0 +1,163 @@
+"""Reward functions and how they are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
+from specactor_ray.config.validate_training import validate_training
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.trainer import worker_process
+from specactor_ray.trainer.rewards import REWARDS, RewardSample, RewardWork, Scorer, extract_answer, find_reward
+from specactor_ray.trainer.worker_process import Outcome
+
+EXPENSIVE = (
+    "9^{9^{9}}",
+    "2^{2^{2^{2^{2^{2}}}}}",
+    "10^{-10^{10}}",
+    "1000000000!",
+    r"\binom{10^{10}}{10^5}",
+    r"\sum_{i=1}^{100000} \frac{1}{i}",
+    r"7^{10^{10}} \mod 3",
+    r"\gamma(10^{10})",
+    r"\log_{2}{2^{10^{10}}}",
+    r"\sqrt{7^{10000}+1}",
+    "(x+1)^{63}(x+2)^{63}(x-y)^{63}",
+    "(" * 2000 + "1" + ")" * 2000,
+)
+
+
+def sample(text: str, answer: str | None = None, **values: object) -> RewardSample:
+    return RewardSample("prompt", text, answer, response=text.strip(), **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["exact_match"])
+def test_nothing_is_right_without_a_reference_answer(name: str) -> None:
+    with pytest.raises(ValueError, match="no reference answer"):
+        REWARDS[name](sample(""))
+
+
+def test_exact_match_and_length() -> None:
+    assert REWARDS["exact_match"](sample(" 42\n", "42 ")) == 1.0
+    assert REWARDS["exact_match"](sample("42.", "42")) == 0.0
+    assert REWARDS["length"](sample("x", token_ids=(1, 2, 3), max_tokens=12)) == 0.25
+
+
+def scored(config: RewardConfig, one: RewardSample) -> Outcome:
+    """As a reward process scores it."""
+    work = RewardWork(config)
+    return worker_process.answer(work.open(), one, work)
+
+
+def math_answers() -> list[tuple[str, str, str]]:
+    """Reference, output and reward; `-`: the reference is unusable."""
+    lines = (Path(__file__).parent / "math_answers.tsv").read_text(encoding="utf-8").splitlines()
+    return [tuple(line.split("\t")[1:]) for line in lines[1:]]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("reference", "output", "reward"), math_answers())
+def test_math(reference: str, output: str, reward: str) -> None:
+    pytest.importorskip("math_verify", reason="math-verify is not installed")
+    if reward == "-":
+        with pytest.raises(ValueError, match="the reference answer"):
+            REWARDS["math"](sample(output, reference))
+    else:
+        assert REWARDS["math"](sample(output, reference)) == float(reward)
+
+
+@pytest.mark.parametrize("answer", EXPENSIVE)
+def test_what_would_take_long_to_evaluate_is_wrong_unevaluated(answer: str) -> None:
+    """Without the refusal each of them takes longer than anyone waits: the alarm is the test's limit."""
+    pytest.importorskip("math_verify", reason="math-verify is not installed")
+    config = RewardConfig(functions=[RewardFunctionConfig("math")], timeout_s=20.0)
+    assert scored(config, sample(f"\\boxed{{{answer}}}", "5")) == (0.0, "")
+
+
+def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
+    gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    entry = gym.create_dataset("chain_sum", seed=1, size=3)[0]
+    metadata = {"entry": entry}
+    assert REWARDS["reasoning_gym"](sample(entry["answer"], metadata=metadata)) == 1.0
+    assert REWARDS["reasoning_gym"](sample("nothing of the sort", metadata=metadata)) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer"),
+    [
+        (None, "so 3 or <answer>4</answer>"),
+        (r"<answer>(.*?)</answer>", "4"),
+        (r"\d+", "4"),
+        (r"none (\d+)", ""),
+    ],
+)
+def test_extract_answer(pattern: str | None, answer: str) -> None:
+    assert extract_answer("  so 3 or <answer>4</answer> ", pattern) == answer
+
+
+def test_the_scorer_finds_the_answer() -> None:
+    terms = [RewardFunctionConfig("exact_match")]
+    assert Scorer(RewardConfig(functions=terms, answer_pattern=r"<answer>(.*?)</answer>"))(
+        RewardSample("prompt", "so 3 or <answer> 4 </answer>", "4")
+    )
+
+
+def test_a_pattern_that_backtracks_without_end_is_interrupted() -> None:
+    config = RewardConfig(functions=[RewardFunctionConfig("exact_match")], answer_pattern="(a+)+$", timeout_s=0.2)
+    reward, problem = scored(config, RewardSample("prompt", "a" * 60 + "b", "a"))
+    assert reward is None and "reward.timeout_s" in problem
+
+
+def test_a_function_that_catches_every_exception_is_interrupted() -> None:
+    config = RewardConfig(functions=[RewardFunctionConfig("tests.fakes.reward_functions:catches_all")], timeout_s=0.2)
+    reward, problem = scored(config, sample("x"))
+    assert reward is None and "reward.timeout_s" in problem
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{99999999999999}", "(" * 20_000 + ")" * 20_000], ids=str.__len__)
+def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> None:
+    config = from_mapping({"mode": "plain", "data": {"n": 2}, "reward": {"answer_pattern": pattern}})
+    with pytest.raises(ConfigError, match="not a regular expression") as refused:
+        validate_training(config)
+    assert refused.value.key == "reward.answer_pattern"
+
+
+def test_the_value_of_failures_is_none_or_a_number() -> None:
+    config = from_mapping({"mode": "plain", "data": {"n": 2}})
+    assert config.reward.failure_value is None
+    validate_training(config)
+    config.reward.failure_value = float("nan")
+    with pytest.raises(ConfigError, match=r"reward\.failure_value"):
+        validate_training(config)
+
+
+def test_the_users_own_function() -> None:
+    assert find_reward("tests.fakes.reward_functions:sleepy")(sample("the fox sleeps.")) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exactmatch", "exact_match, length, math, reasoning_gym"),
+        ("no.such.module:f", "cannot be imported"),
+        ("tests.fakes.reward_functions:no_such_function", "cannot be imported"),
+        ("tests.fakes.reward_functions:__name__", "not a function"),
+    ],
+)
+def test_names_that_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_reward(name)
+
+
+def test_a_weighted_sum() -> None:
+    terms = [RewardFunctionConfig("exact_match", 2.0), RewardFunctionConfig("length", -1.0)]
+    scorer = Scorer(RewardConfig(functions=terms))
+    assert scorer(sample("42", "42", token_ids=(1,), max_tokens=4)) == 1.75
+
+
+def test_a_reward_that_is_no_number_is_an_error() -> None:
+    scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig("tests.fakes.reward_functions:not_a_number")]))
+    with pytest.raises(ValueError, match="nan"):
+        scorer(sample("x"))

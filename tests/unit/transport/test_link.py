@@ -1,0 +1,204 @@
+"""The producer's side: one delivery in flight, the newest state afterwards, retries, and the end."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, RemoteError
+from specactor_ray.transport.link import Link, direct_sender
+from tests.fakes.clocks import HandClock
+
+CALM = {"failed": "", "retries": 0, "rejected": 0}
+
+
+class Wire:
+    """A transport whose deliveries end when the test says so."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.futures: list[Future[None]] = []
+        self.clock, self.freed = HandClock(), 0
+        self.link: Link[str] = Link(self._send, self._free, clock=self.clock)
+
+    def _send(self, message: str) -> Future[None]:
+        self.sent.append(message)
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def _free(self) -> None:
+        self.freed += 1
+
+    def offer(self, message: str | None) -> bool:
+        return self.link.offer(lambda: message)
+
+
+def unasked() -> str:
+    raise AssertionError("it was asked for a message that cannot be sent now")
+
+
+def test_one_delivery_in_flight_and_then_what_is_so_by_then() -> None:
+    wire = Wire()
+    assert wire.link.is_free and wire.offer("one")
+    assert not wire.link.is_free and not wire.link.offer(unasked)
+    assert wire.sent == ["one"] and not wire.freed
+    wire.futures[0].set_result(None)
+    assert wire.freed == 1 and wire.link.is_free, "the loop is told that it may offer again"
+    assert not wire.offer(None) and wire.link.is_free, "nothing to say"
+    assert wire.offer("all since") and wire.sent == ["one", "all since"]
+    assert wire.link.snapshot() == CALM
+
+
+def test_a_consumer_that_is_gone_for_good_is_sent_nothing_more() -> None:
+    wire = Wire()
+    wire.offer("one")
+    error = ActorLostError("it died")
+    wire.futures[0].set_exception(error)
+    wire.clock.seconds = 1000.0
+    assert wire.link.failed is error and not wire.link.is_free and not wire.link.offer(unasked)
+    assert wire.freed == 1 and wire.link.snapshot() == {**CALM, "failed": "it died"}
+    nameless = Wire()
+    nameless.offer("one")
+    nameless.futures[0].set_exception(ActorLostError(""))
+    assert nameless.link.snapshot()["failed"] == "ActorLostError", "never empty once it has ended"
+
+
+@pytest.mark.parametrize("error", [ActorUnavailableError("away"), CallTimeoutError("late")])
+def test_what_did_not_arrive_goes_out_again_after_a_pause_as_it_was(error: Exception) -> None:
+    """It may have arrived: what was said in it is said already."""
+    wire = Wire()
+    wire.offer("one")
+    wire.futures[0].set_exception(error)
+    assert wire.link.failed is None and wire.freed == 1
+    wire.clock.seconds = 0.09
+    assert not wire.link.is_free and not wire.link.offer(unasked)
+    wire.clock.seconds = 0.1
+    assert wire.link.is_free and wire.link.offer(unasked) and wire.sent == ["one", "one"]
+    wire.futures[1].set_result(None)
+    assert wire.offer("two") and wire.link.snapshot() == {**CALM, "retries": 1}
+
+
+def test_pauses_double_up_to_a_bound_and_begin_again_after_an_arrival() -> None:
+    wire = Wire()
+    wire.offer("one")
+
+    def pauses(number: int) -> list[float]:
+        found = []
+        for _ in range(number):
+            wire.futures[-1].set_exception(ActorUnavailableError("away"))
+            began = wire.clock.seconds
+            while not wire.link.offer(unasked):
+                wire.clock.seconds += 0.01
+            found.append(wire.clock.seconds - began)
+        return found
+
+    assert pauses(8) == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], abs=0.015)
+    wire.futures[-1].set_result(None)
+    wire.offer("two")
+    assert pauses(2) == pytest.approx([0.1, 0.2], abs=0.015)
+
+
+def test_a_delivery_past_its_deadline_is_given_up_and_its_late_end_disturbs_nothing() -> None:
+    wire = Wire()
+    wire.offer("one")
+    wire.clock.seconds = 9.9
+    assert not wire.link.is_free
+    wire.clock.seconds = 10.0
+    assert wire.link.is_free and not wire.link.offer(unasked) and not wire.link.is_free, "a pause comes first"
+    wire.clock.seconds = 10.1
+    assert wire.link.offer(unasked) and wire.sent == ["one", "one"]
+    wire.futures[0].set_exception(ActorLostError("that was about an earlier one"))
+    assert wire.link.failed is None and not wire.freed
+    assert not wire.link.offer(unasked), "the end of the first says nothing about the second"
+    wire.futures[1].set_result(None)
+    assert wire.offer("two") and wire.link.snapshot()["retries"] == 1
+    wire.clock.seconds = 30.0
+    assert not wire.link.offer(unasked)
+    wire.futures[2].set_exception(ActorLostError("too late"))
+    assert wire.link.failed is None, "given up already"
+
+
+def test_the_shortest_delivery_is_timed() -> None:
+    wire = Wire()
+    assert wire.link.trip_s == float("inf")
+    for seconds in (0.3, 0.1, 0.2):
+        wire.offer("news")
+        wire.clock.seconds += seconds
+        wire.futures[-1].set_result(None)
+    assert wire.link.trip_s == pytest.approx(0.1)
+
+
+def test_a_message_that_the_consumer_rejects_is_dropped_and_the_link_stays(caplog: pytest.LogCaptureFixture) -> None:
+    wire = Wire()
+    wire.offer("bad")
+    wire.futures[0].set_exception(RemoteError("it raised"))
+    assert wire.offer("two"), "without a pause: the message was the cause"
+    wire.futures[1].cancel()
+    assert wire.offer("three") and wire.link.failed is None
+    assert wire.link.snapshot() == {**CALM, "rejected": 2}
+    assert [record.getMessage().endswith("it raised") for record in caplog.records] == [True], (
+        "the rest is only counted"
+    )
+
+
+def test_a_send_that_raises_is_a_delivery_that_failed() -> None:
+    errors: list[Exception] = [ActorUnavailableError("away"), ValueError("a bug"), ActorLostError("gone")]
+    clock = HandClock()
+
+    def broken(message: str) -> Future[None]:
+        raise errors.pop(0)
+
+    link = Link(broken, clock=clock)
+    assert link.offer(lambda: "one") and not link.offer(unasked)
+    clock.seconds = 1.0
+    assert link.offer(unasked) and link.snapshot() == {**CALM, "retries": 1, "rejected": 1}
+    assert link.offer(lambda: "two") and isinstance(link.failed, ActorLostError)
+
+
+def test_a_message_that_cannot_be_made_leaves_the_link_as_it_was() -> None:
+    wire = Wire()
+    with pytest.raises(AssertionError):
+        wire.link.offer(unasked)
+    assert wire.link.is_free and wire.offer("one") and wire.sent == ["one"]
+
+
+def test_within_a_process_a_message_is_there_when_offer_returns() -> None:
+    taken: list[str] = []
+    link: Link[str] = Link(direct_sender(taken.append), lambda: taken.append("free"))
+    assert link.offer(lambda: "one") and link.offer(lambda: "two")
+    assert taken == ["one", "free", "two", "free"] and link.snapshot() == CALM
+
+
+def test_deliveries_never_overlap_and_the_newest_state_arrives() -> None:
+    """Any delivery may fail; the consumer adds up what it is told, without hearing anything twice."""
+    lock, wrong, heard = threading.Lock(), [], [0]
+    total, told = 2000, 0
+    clock = HandClock(tick_s=1.0)
+
+    def deliver(part: tuple[int, int]) -> None:
+        wrong.append(not lock.acquire(blocking=False))
+        try:
+            if part[0] % 7 == 3 and len(wrong) % 2:
+                raise ActorUnavailableError("away")
+            heard[0] = max(heard[0], part[1])
+            wrong.append(part[0] > heard[0])
+        finally:
+            lock.release()
+
+    def make(known: int) -> tuple[int, int] | None:
+        nonlocal told
+        part, told = (told, known), known
+        return part if part[0] < part[1] else None
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        link: Link[tuple[int, int]] = Link(lambda part: pool.submit(deliver, part), clock=clock, deadline_s=1e12)
+        for known in range(1, total + 1):
+            link.offer(functools.partial(make, known))
+        while heard[0] < total:
+            link.offer(lambda: make(total))
+            time.sleep(0.0001)
+    assert not any(wrong) and link.failed is None and link.snapshot()["rejected"] == 0

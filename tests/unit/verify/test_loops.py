@@ -1,0 +1,637 @@
+"""The two loops together, without Ray: real engine, real proposers, real threads, and a channel that may misbehave."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import Checkpoint, Traits
+from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.draft import loop as draft_loop
+from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
+from specactor_ray.draft.eagle.proposer import EagleProposer
+from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.health import ENOUGH, checksum
+from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
+from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.slots import RowProposer
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.plan.step_cost import StepCost
+from specactor_ray.target.base import TargetRequest
+from specactor_ray.target.hf import HfEngine
+from specactor_ray.transport import inbox
+from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.messages import Features, Finished, Progress
+from specactor_ray.verify import racing
+from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.loop import VerifyLoop
+from specactor_ray.verify.policy import DraftPolicy, Suspension
+from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from tests.fakes.misbehaving import Crasher, Forker, Liar
+from tests.tiny import tiny_draft, tiny_eagle, tiny_target
+from tests.unit.engine_conformance import Driver, requests, run
+
+torch.set_num_threads(1)
+EAGLE_LAYERS = (0, 1, 2)
+E = TypeVar("E", bound=EagleProposer)
+
+
+def ragged(folder: Any, hidden_layers: Sequence[int] = ()) -> RaggedModel:
+    from transformers import AutoModelForCausalLM
+
+    return RaggedModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 16 << 20, hidden_layers)
+
+
+def engine(hidden_layers: Sequence[int] = ()) -> HfEngine:
+    return HfEngine(ragged(tiny_target(), hidden_layers), [eos_id()])
+
+
+def eagle(kind: type[E] = EagleProposer, branches: int = 0) -> E:  # type: ignore[assignment]
+    return kind(EagleRunner(load_head(str(tiny_eagle()), str(tiny_target())), 4 << 20), branches=branches)
+
+
+def eos_id() -> int:
+    from transformers import AutoTokenizer
+
+    return int(AutoTokenizer.from_pretrained(tiny_target()).eos_token_id)
+
+
+class Channel:
+    """Delivers messages in another thread's stead: at once, or with loss, repetition and reordering."""
+
+    def __init__(self, deliver: Callable[[Any], None], faults: random.Random | None) -> None:
+        self._deliver, self._faults = deliver, faults
+        self._held: list[Any] = []
+
+    def __call__(self, message: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._faults is None:
+            self._deliver(message)
+        else:
+            self._misdeliver(message, self._faults)
+        future.set_result(None)
+        return future
+
+    def _misdeliver(self, message: Any, faults: random.Random) -> None:
+        messages = [message] * (faults.random() > 0.2) + [message] * (faults.random() < 0.2)
+        self._held += [message] * (faults.random() < 0.2)
+        if faults.random() < 0.3:
+            messages, self._held = messages + self._held, []
+        faults.shuffle(messages)
+        for one in messages:
+            self._deliver(one)
+
+
+def spec_of(proposer: Proposer, window: int) -> DrafterSpec:
+    """What a link says of its drafter."""
+    return DrafterSpec(proposer.method, window=window, traits=proposer.traits)
+
+
+class Bench:
+    """One verifier and some drafters, connected; runs until all requests have ended. `inline`: the verifier hosts all;
+    `hosts`: `lookups`, or `heads`: these and EAGLE heads."""
+
+    def __init__(
+        self,
+        proposers: Mapping[str, Proposer],
+        inline: bool,
+        faults: random.Random | None = None,
+        window: int = 6,
+        narrow: int | None = None,
+        branches: int = 0,
+        hosts: str = "",
+        **speculation: Any,
+    ) -> None:
+        config = SpeculationConfig(window=narrow or window, **{"verify": VerifyPolicy.all, **speculation})
+        reading = [proposer for proposer in proposers.values() if proposer.traits.reads_features]
+        target = self.engine = engine(EAGLE_LAYERS if reading else ())
+        drafts = Drafting("v0", inline, config, target.vocab_size, window=window, branches=branches)
+        self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
+        self._threads: list[threading.Thread] = []
+        self._attempt, self._next_event = 0, 0
+        hosted = [
+            HostedDrafter(spec_of(loop.proposer, window), Link(direct_sender(loop.deliver)), loop)
+            for loop in self.drafts.values()
+            if inline
+            or (hosts in ("lookups", "heads") and loop.proposer.traits.looks_up)
+            or (hosts == "heads" and loop.proposer.traits.reads_features)
+        ]
+        self.verifier = VerifyLoop(target, drafts, hosted)
+        apart = self.drafts.keys() - {drafter.loop.drafter_id for drafter in hosted}
+        if not inline:
+            self._connect({name: self.drafts[name] for name in sorted(apart)}, window, faults)
+        self._threads.append(threading.Thread(target=self.verifier.run, daemon=True))
+
+    def _connect(self, apart: Mapping[str, DraftLoop], window: int, faults: random.Random | None) -> None:
+        links = {}
+        for name, loop in apart.items():
+            link = Link(Channel(loop.deliver, faults))
+            links[name] = DrafterLink(spec_of(loop.proposer, window), link)
+            loop.set_verifiers({"v0": Link(Channel(self.verifier.deliver, faults))})
+        self.verifier.set_drafters(links)
+        self._threads += [threading.Thread(target=loop.run, daemon=True) for loop in apart.values()]
+
+    def run(self, batch: Sequence[TargetRequest], timeout_s: float = 120.0) -> dict[str, list[int]]:
+        for thread in self._threads:
+            if not thread.is_alive():
+                thread.start()
+        self.verifier.submit([replace(request, attempt=self._attempt) for request in batch])
+        self._attempt += 1
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in batch}
+        left = set(tokens)
+        self.finished: dict[str, Finished] = {}
+        deadline = time.monotonic() + timeout_s
+        while left and time.monotonic() < deadline:
+            first, events = self.verifier.poll(self._next_event, 0.5)
+            assert first == self._next_event
+            self._next_event += len(events)
+            for event in events:
+                if isinstance(event, Progress):
+                    end = 0
+                    starts, lengths = event.starts.tolist(), event.lengths.tolist()
+                    for (request_id, _), start, length in zip(event.requests, starts, lengths, strict=True):
+                        assert start == len(tokens[request_id])
+                        tokens[request_id] += event.tokens[end : end + length].tolist()
+                        end += length
+                elif isinstance(event, Finished):
+                    left.remove(event.request_id)
+                    self.finished[event.request_id] = event
+        assert self.verifier.error is None
+        assert not left, f"unfinished: {left}"
+        return tokens
+
+    def await_closed(self) -> None:
+        """Until the drafters know that all requests have ended."""
+        deadline = time.monotonic() + 10.0
+        while any(loop.snapshot()["open_requests"] for loop in self.drafts.values()):
+            assert time.monotonic() < deadline, "open requests are left at the drafters of an idle verifier"
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        for loop in (self.verifier, *self.drafts.values()):
+            loop.stop()
+        for thread in self._threads:
+            thread.join(10)
+
+
+def truth_of(batch: Sequence[TargetRequest]) -> dict[str, list[int]]:
+    """Plain decoding of requests of the tiny target."""
+    return _truth_of(tuple(batch))
+
+
+@functools.cache  # most tests use the same requests
+def _truth_of(batch: tuple[TargetRequest, ...]) -> dict[str, list[int]]:
+    target = Driver(engine())
+    for request in batch:
+        target.add(request)
+    return run(target).tokens
+
+
+def proposers(kind: str) -> dict[str, Proposer]:
+    if kind == "ngram":
+        return {"ngram-0": NgramProposer(2, 6, 4096, 64), "ngram-1": NgramProposer(2, 6, 4096, 64)}
+    if kind == "suffix":
+        return {"suffix-0": SuffixProposer(1, 6, 400, 64), "suffix-1": SuffixProposer(1, 6, 4096, 64)}
+    if kind == "draft_model":
+        return {"small-0": DraftModelProposer(ragged(tiny_draft()))}
+    if kind == "eagle":
+        return {"eagle-0": eagle()}
+    return {
+        name: one for method in ("ngram", "suffix", "draft_model", "eagle") for name, one in proposers(method).items()
+    }
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_an_engine_is_closed_when_its_loop_ends(failing: bool) -> None:
+    """What it has outside the process would stay behind otherwise."""
+    bench = Bench({}, False)
+    closed = []
+    bench.engine.close = lambda: closed.append(bench.verifier.error)  # type: ignore[method-assign]
+    if failing:
+        bench.engine.step = None  # type: ignore[method-assign, assignment]
+        bench._threads[0].start()
+        bench.verifier.submit(requests(1, 0.0))
+        bench._threads[0].join(10)
+    else:
+        bench.run(requests(2, 0.0))
+        bench.close()
+    assert len(closed) == 1 and isinstance(closed[0], TypeError) == failing
+
+
+@pytest.mark.parametrize("layout", ["inline", "lookups", "heads", "decoupled"])
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    [("ngram", 1.0), ("suffix", 1.0), ("draft_model", 1.0), ("eagle", 1.0), ("all", 1.0), ("all", 0.0)],
+)
+def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> None:
+    batch = requests(10, temperature)
+    bench = Bench(proposers(kind), layout == "inline", hosts=layout, draft_wait_s=0.05)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        bench.await_closed()
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert snapshot["accepted_tokens"] > 0, "no draft was ever accepted, so nothing was tested"
+    assert snapshot["committed_tokens"] == sum(f.num_tokens for f in bench.finished.values())
+    by_request = [f.stats for f in bench.finished.values()]
+    assert sum(stats.accepted for stats in by_request) == snapshot["accepted_tokens"]
+    drafters = [loop.snapshot() for loop in bench.drafts.values()]
+    if kind == "suffix":
+        assert all(drafter["history_bytes"] > drafter["history_tokens"] > 0 for drafter in drafters)
+
+
+@pytest.mark.parametrize(("temperature", "faulty"), [(0.0, False), (1.0, False), (1.0, True)])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+def test_branches_drafted_within_a_step_change_no_token(kind: str, temperature: float, faulty: bool) -> None:
+    batch = requests(6, temperature)
+    proposer = eagle(branches=8) if kind == "eagle" else DraftModelProposer(ragged(tiny_draft()), branches=8)
+    bench = Bench({"small-0": proposer}, False, random.Random(3) if faulty else None, draft_wait_s=0.05)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        if not faulty:
+            bench.await_closed()
+    finally:
+        bench.close()
+    assert faulty or proposer._cache.free_slots == proposer._cache.slots
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_faulty_channel_changes_no_token_and_drafts_recover(seed: int) -> None:
+    batch = requests(8, 1.0)
+    bench = Bench(proposers("eagle" if seed % 2 else "ngram"), False, random.Random(seed), draft_wait_s=0.01)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        assert bench.verifier.snapshot()["drafted_tokens"] > 0
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "layout", "race", "names", "lossy"),
+    [
+        (0.0, "decoupled", RaceName.tail, "ngram-0 ngram-1 small-0", True),
+        (1.0, "decoupled", RaceName.always, "ngram-0 small-0 eagle-0 liar", True),
+        (1.0, "decoupled", RaceName.off, "ngram-0 small-0 liar", False),
+        (1.0, "lookups", RaceName.tail, "ngram-0 suffix-0 small-0 eagle-0 liar", True),
+        (1.0, "heads", RaceName.tail, "ngram-0 small-0 eagle-0 liar", True),
+        (0.0, "heads", RaceName.off, "small-0 eagle-0", True),
+        (0.0, "inline", RaceName.always, "ngram-0 suffix-0 small-0", False),
+        (1.0, "inline", RaceName.tail, "ngram-0 small-0 liar", False),
+    ],
+)
+def test_races_and_reconfigurations_change_no_token(
+    temperature: float, layout: str, race: RaceName, names: str, lossy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step another assignment, other rounds of drafting and other parts of tails; the channel loses, repeats and
+    reorders."""
+    monkeypatch.setattr(racing, "REVISE_EVERY", 1)
+    monkeypatch.setattr(racing, "SWITCH_GAIN", -0.2)  # restless: whatever it has is never good enough
+    rng, choose = np.random.default_rng(7), DraftPolicy.choose
+
+    def whims(self: DraftPolicy, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        seats, lengths = choose(self, rows)
+        return seats, rng.integers(0, lengths, endpoint=True, dtype=np.int32)
+
+    monkeypatch.setattr(DraftPolicy, "choose", whims)
+    monkeypatch.setattr(DraftPolicy, "plan_rounds", lambda self, rows: int(rng.integers(0, 9)))
+    batch = requests(8, temperature)
+    drafters = {name: proposer for name, proposer in {**proposers("all"), "liar": Liar()}.items() if name in names}
+    faults = random.Random(len(names)) if lossy else None
+    bench = Bench(drafters, layout == "inline", faults, hosts=layout, race=race, draft_wait_s=0.01)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert snapshot["drafted_tokens"] > 0
+    assert sum(snapshot["drafted_by_position"]) == snapshot["drafted_tokens"]
+    assert sum(snapshot["accepted_by_position"]) == snapshot["accepted_tokens"]
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
+@pytest.mark.parametrize("lies", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_branches_change_no_token(
+    temperature: float, lies: bool, inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Free(StepCost):
+        """Further rows of a forward cost nothing."""
+
+        is_known = True
+
+        def curve(self, num_rows: int, most: int) -> np.ndarray:
+            return np.ones(most + 1)
+
+    monkeypatch.setattr(draft_loop, "StepCost", Free)
+    drafter: Proposer = Forker() if lies else DraftModelProposer(ragged(tiny_draft()), branches=4)
+    batch, faults = requests(8, temperature), None if inline else random.Random(3)
+    bench = Bench({"d-0": drafter}, inline, faults, branches=4, draft_wait_s=0.02)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert not snapshot["malformed"]
+    if inline:  # apart, it is a matter of time what arrives
+        assert snapshot["refuted_tails"] and snapshot["arrival_rescues"] + snapshot["commit_rescues"]
+
+
+@pytest.mark.parametrize("layout", ["inline", "lookups", "heads", "decoupled"])
+def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(5)
+
+    def on_a_whim(self: Suspension, *arguments: Any) -> None:
+        self._left = self._left - 1 if self._left else rng.choice([0, 0, 3, 20])
+
+    monkeypatch.setattr(Suspension, "record", on_a_whim)
+    batch = requests(10, 1.0)
+    drafters = {**proposers("all"), "ngram-0": NgramProposer(2, 6, 1 << 20, 64)}
+    bench = Bench(drafters, layout == "inline", hosts=layout, verify=VerifyPolicy.auto)
+    try:
+        for _ in range(2):
+            assert bench.run(batch) == truth_of(batch)
+        bench.await_closed()
+        snapshot = bench.verifier.snapshot()
+        lookup = bench.drafts["ngram-0"].snapshot()
+    finally:
+        bench.close()
+    assert 0 < snapshot["suspended_steps"] < snapshot["steps"]
+    assert snapshot["accepted_tokens"] > 0
+    assert lookup["history_tokens"] > snapshot["committed_tokens"] / 2, "lookups learn in suspensions, too"
+
+
+def test_the_self_drafter_is_always_right() -> None:
+    """The target as its own drafter, with the same noise at temperature 1: (nearly) every draft token is accepted."""
+    batch = requests(6, 1.0, ignore_eos=True)
+    bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert snapshot["accepted_tokens"] / snapshot["drafted_tokens"] > 0.95
+
+
+@pytest.mark.parametrize("verify", [VerifyPolicy.all, VerifyPolicy.auto])
+@pytest.mark.parametrize("kind", ["eagle", "all"])
+def test_inline_drafters_close_what_has_ended(kind: str, verify: VerifyPolicy) -> None:
+    """Models are driven only where drafts pay; what ended meanwhile must not keep its memory."""
+    batch = requests(10, 1.0)
+    bench = Bench(proposers(kind), True, verify=verify)
+    try:
+        for _ in range(2):
+            assert bench.run(batch) == truth_of(batch)
+        bench.await_closed()
+        inline = bench.verifier.snapshot()["inline"]
+        assert inline.keys() == bench.drafts.keys() and any(counters["tails"] for counters in inline.values())
+    finally:
+        bench.close()
+
+
+def test_a_drafter_may_have_a_larger_window_than_the_others() -> None:
+    batch = requests(2, 1.0, max_tokens=200, ignore_eos=True)
+    bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True, window=12, narrow=4)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert len(snapshot["accepted_by_position"]) == 12
+
+
+def test_a_model_is_told_at_its_turn_what_happened_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message a step would fill its inbox while it does not pay, and it would have to read everything again."""
+    turns = itertools.chain([4] * 4, [0] * (inbox.MOST_WAITING + 50), itertools.repeat(4))
+    monkeypatch.setattr(DraftPolicy, "plan_rounds", lambda self, rows: next(turns))
+    batch = requests(2, 1.0, max_tokens=400, ignore_eos=True)
+    bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        verifier, twin = bench.verifier.snapshot(), bench.drafts["twin"].snapshot()
+    finally:
+        bench.close()
+    assert (twin["opens"], twin["resyncs"]) == (len(batch), 0)
+    assert verifier["accepted_tokens"] > 50
+
+
+def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> None:
+    batch, head = requests(6, 1.0), eagle()
+    bench = Bench({"eagle-0": head}, True)
+    fresh, pupil = eagle(), eagle()
+    weights = {
+        name: tensor + 0.1 for name, tensor in trained_weights(load_head(str(tiny_eagle()), str(tiny_target()))).items()
+    }
+    pupil.load_weights(5, weights)
+    try:
+        taught = bench.verifier.teach("eagle", 5, weights)
+        other = bench.verifier.teach("draft_model", 6, weights)  # of a method that it does not host
+        assert bench.run(batch) == truth_of(batch)
+        assert taught.result(30) is other.result(30) is None
+    finally:
+        bench.close()
+    health = bench.verifier.snapshot()["inline"]["eagle-0"]["health"]
+    assert (health["version"], health["checksum"]) == (5, checksum(weights))
+    states = torch.ones(1, head._runner.config.feature_size)
+    now, before, then = (one._runner.fuse(states) for one in (head, fresh, pupil))
+    assert torch.equal(now, then) and not torch.equal(now, before)
+
+
+def test_a_hosted_drafter_that_cannot_take_new_weights_holds_up_no_update() -> None:
+    from transformers import AutoModelForCausalLM
+
+    class Stubborn(DraftModelProposer):
+        def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+            raise RuntimeError("out of memory")
+
+    loop = DraftLoop("twin", Stubborn(ragged(tiny_target())))
+    link = Link(direct_sender(loop.deliver))
+    hosted = HostedDrafter(DrafterSpec("draft_model", follow_policy=True), link, loop)
+    verifier = VerifyLoop(engine(), Drafting("v0", True, SpeculationConfig(), 512), [hosted])
+    loaded = verifier.load_weights(1, AutoModelForCausalLM.from_pretrained(tiny_target()).state_dict())
+    verifier.run_once()
+    assert loaded.result(0) is None and verifier.snapshot()["weight_version"] == 1
+    assert verifier.snapshot()["inline"]["twin"]["health"]["version"] == 0
+
+
+class Parrot(RowProposer):
+    """Guesses the truth, as long as its weights say so."""
+
+    method, vocab_size = "parrot", None
+    traits = Traits(checkpoint=Checkpoint.MODEL)
+
+    def __init__(self, truth: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self._truth, self._off = truth, 0
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        self._off = int(state_dict["off"])
+
+    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+        return [(token + self._off) % 512 for token in self._truth[self.request_ids[slot]][len(output) :][:1]]
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "apart"])
+def test_an_alarm_is_raised_while_a_drafter_is_never_right(inline: bool, caplog: pytest.LogCaptureFixture) -> None:
+    batch = requests(10, 1.0)
+    bench = Bench({"parrot-0": Parrot(truth_of(batch))}, inline, draft_wait_s=0.05)
+    (loop,) = bench.drafts.values()
+
+    def run_until(version: int, alarm: bool) -> dict[str, Any]:
+        """Runs the requests until the alarm is on, or off."""
+        deadline = time.monotonic() + 60.0
+        while True:
+            assert bench.run(batch) == truth_of(batch)
+            health: dict[str, Any] = loop.snapshot()["health"]
+            if health["version"] == version and health["tried"] and health["alarm"] is alarm:
+                return health
+            assert time.monotonic() < deadline, health
+
+    def load(version: int, off: int) -> None:
+        weights = {"off": torch.tensor(off)}
+        (bench.verifier.teach("parrot", version, weights) if inline else loop.load_weights(version, weights)).result(30)
+
+    try:
+        assert run_until(0, alarm=False)["right"] > 0
+        load(1, 1)
+        dead = run_until(1, alarm=True)
+        load(2, 0)
+        well = run_until(2, alarm=False)
+    finally:
+        bench.close()
+    assert dead["right"] == 0 and dead["missed"] == dead["tried"] >= ENOUGH
+    assert well["right"] > 0 and well["checksum"] != dead["checksum"]
+    warning, end = (record.getMessage() for record in caplog.records if "parrot-0 (parrot)" in record.getMessage())
+    assert "none of its last" in warning and "version 1" in warning
+    assert "right again" in end and "version 2" in end
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
+def test_a_head_is_told_each_state_once_and_before_it_drafts(inline: bool) -> None:
+    """With every commit come the states that it made known, so that the head never guesses from older ones."""
+
+    class Reader(EagleProposer):
+        steps, behind, repeated = 0, 0, 0
+
+        def add_features(self, slot: int, features: Sequence[Features]) -> None:
+            self.repeated += features[0].begin != self._received[slot]
+            super().add_features(slot, features)
+
+        def extend(self) -> np.ndarray:
+            for slot in self.request_ids:
+                self.steps += 1
+                self.behind += self._origins[slot] > 1 or self._received[slot] != self.mirrors.known[slot] - 1
+            return super().extend()
+
+    head, batch = eagle(Reader), requests(10, 1.0)
+    bench = Bench({"eagle-0": head}, inline, draft_wait_s=0.05)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        accepted = bench.verifier.snapshot()["accepted_tokens"]
+    finally:
+        bench.close()
+    assert accepted and head.steps > 100 and head.behind == head.repeated == 0
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "apart"])
+def test_weights_that_come_in_the_middle_of_outputs_change_no_token(inline: bool) -> None:
+    """New versions every few milliseconds, some of them nonsense, while requests run."""
+
+    class Pupil(EagleProposer):
+        taught = 0
+
+        def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+            super().load_weights(version, state_dict)
+            self.taught += len(self.request_ids) > 0
+
+    heads = {f"eagle-{number}": eagle(Pupil) for number in range(2)}
+    bench = Bench(heads, inline, draft_wait_s=0.05)
+    stop, version = threading.Event(), 0
+    good = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))
+
+    def push() -> None:
+        nonlocal version
+        while not stop.wait(0.01):
+            version += 1
+            bad = version % 3 == 0
+            weights = {name: torch.randn_like(tensor) for name, tensor in good.items()} if bad else good
+            taken = [loop.load_weights(version, weights) for loop in bench.drafts.values()]
+            while not (all(one.done() for one in taken) or stop.wait(0.002)):  # or a busy machine has no time to draft
+                pass
+
+    thread = threading.Thread(target=push, daemon=True)
+    thread.start()
+    batch = requests(10, 1.0)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        counts = bench.verifier.snapshot()
+    finally:
+        stop.set()
+        thread.join()
+        bench.close()
+    assert all(head.taught > 3 for head in heads.values()), "none came while requests ran, so nothing was tested"
+    assert counts["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_lying_or_crashing_drafter_is_only_slow(inline: bool, raises: bool) -> None:
+    batch = requests(8, 1.0)
+    drafters = {"liar": (Crasher if raises else Liar)()}
+    bench = Bench(drafters, inline, draft_wait_s=0.05)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert snapshot["accepted_tokens"] <= 0.1 * snapshot["drafted_tokens"]
+
+
+def test_drafters_come_and_go_while_requests_run() -> None:
+    batch = requests(8, 1.0, max_tokens=64)
+    bench = Bench(proposers("all"), False, draft_wait_s=0.02)
+    all_links = dict(bench.verifier.drafter_links)
+    stop = threading.Event()
+
+    def churn() -> None:
+        rng = random.Random(0)
+        while not stop.is_set():
+            names = [name for name in all_links if rng.random() < 0.6]
+            bench.verifier.set_drafters({name: all_links[name] for name in names})
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=churn, daemon=True)
+    thread.start()
+    try:
+        assert bench.run(batch) == truth_of(batch)
+    finally:
+        stop.set()
+        thread.join()
+        bench.close()
+
+
+def test_impossible_requests_end_with_their_reason() -> None:
+    good = requests(2, 0.0)
+    bad = TargetRequest("bad", (10**6,), SamplingParams())
+    bench = Bench({}, False)
+    try:
+        bench.run([good[0], bad, good[1]])
+    finally:
+        bench.close()
+    assert bench.finished["bad"].finish_reason == "error" and "vocabulary" in bench.finished["bad"].error
+    assert bench.finished["r0"].finish_reason != "error"
