@@ -21,7 +21,7 @@ from specactor_ray.simulation.run import VirtualRun
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig
 from specactor_ray.simulation.text import GeneratedText, RecordedText, Skill
 from specactor_ray.simulation.workload import Recording, draw_arrivals, draw_lengths
-from specactor_ray.simulation.world import MeasuredPython, PythonTime, StepRecorder, World
+from specactor_ray.simulation.world import MeasuredPython, PythonTime, WorkRecorder, World
 from specactor_ray.transport.messages import WeightSet
 
 _STANDSTILL_S = 3600.0
@@ -143,7 +143,7 @@ class Result:
         }
 
 
-class Recorder(StepRecorder):
+class Recorder(WorkRecorder):
     """Keeps the first and the last spans, and the number of requests that are drafted for at once."""
 
     def __init__(self, now: Callable[[], float]) -> None:

@@ -105,7 +105,7 @@ class DraftTime:
         return seconds
 
 
-class StepRecorder:
+class WorkRecorder:
     """Record of steps; this base class keeps nothing."""
 
     def span(self, actor: str, what: str, begin: float, end: float, rows: int, positions: int) -> None:
@@ -134,7 +134,7 @@ class World:
     """Bytes of a drafter's cache per token of its requests."""
     vocab_size: int | None = None
     """Vocabulary size of the target model; None: any token is valid."""
-    record: StepRecorder = field(default_factory=StepRecorder)
+    record: WorkRecorder = field(default_factory=WorkRecorder)
     poison: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Seed of a request → its fault (`crash` or `wedge` of the engine), and the output position of the fault."""
     wedged: set[str] = field(default_factory=set)
