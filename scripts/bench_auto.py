@@ -33,7 +33,7 @@ from specactor_ray.bench.by_turns import TurnTaker
 from specactor_ray.bench.comparison import ratio_with_error
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.core.console import make_console
-from specactor_ray.core.phase_progress import PhaseProgress
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.planning import DEFAULT_METHOD

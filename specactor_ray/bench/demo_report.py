@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from specactor_ray.core.console import figures_table
-from specactor_ray.core.plots import draw
+from specactor_ray.core.console import draw, figures_table
 from specactor_ray.trainer.display import Column
 
 DEMO_COLUMNS: Sequence[Column] = (

@@ -23,7 +23,6 @@ from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.reconcile import FailureRecord, ObservedActor
 from specactor_ray.controller.seats import Seat
 from specactor_ray.core.errors import SpecActorError
-from specactor_ray.core.types import Mode
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def build_spec(
         member.actor_id,
         target,
         config.speculation,
-        Mode(config.mode.value),
+        config.mode,
         cores,
         level,
         priors,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _LONGEST_VALUE, _LONGEST_KEY = 120, 400
@@ -51,6 +52,16 @@ class SpecActorError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
 
+    def __reduce__(self) -> tuple[Callable[..., SpecActorError], tuple[Any, ...]]:
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[SpecActorError], args: tuple[object, ...], attributes: dict[str, Any]) -> SpecActorError:
+    """An error from its message and attributes, whatever the arguments of its class are."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
+
 
 class UserError(SpecActorError, ValueError):
     """An error that the user can fix; the message has the fix."""
@@ -68,9 +79,6 @@ class ConfigError(UserError):
     def __init__(self, key: str, problem: str, fix: str = "") -> None:
         self.key, self.problem, self.fix = key, problem, fix
         super().__init__(f"{clipped_text(key, _LONGEST_KEY)}: {problem}" + (f" Fix: {fix}" if fix else ""))
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, str]]:
-        return type(self), (self.key, self.problem, self.fix)
 
 
 class InputError(UserError):
@@ -94,9 +102,6 @@ class RangeError(InputError):
         self.key, self.value, self.allowed = key, value, allowed
         super().__init__(f"{key} is {value}; it must {allowed}")
 
-    def __reduce__(self) -> tuple[type[RangeError], tuple[str, str, str]]:
-        return type(self), (self.key, self.value, self.allowed)
-
 
 class UnavailableError(InputError):
     """An option of another engine is not available here.
@@ -111,9 +116,6 @@ class UnavailableError(InputError):
     def __init__(self, option: str, value: str, reason: str, where: str = "") -> None:
         self.option, self.value, self.reason, self.where = option, value, reason, where
         super().__init__(f"{where}{option}={value} is not available: {reason}. Fix: leave it out")
-
-    def __reduce__(self) -> tuple[type[UnavailableError], tuple[str, str, str, str]]:
-        return type(self), (self.option, self.value, self.reason, self.where)
 
 
 class OverloadedError(SpecActorError):
@@ -151,9 +153,6 @@ class ActorLostError(CallError):
     def __init__(self, message: str, node_lost: bool = False) -> None:
         self.node_lost = node_lost
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[type[ActorLostError], tuple[str, bool]]:
-        return type(self), (str(self), self.node_lost)
 
 
 class RemoteError(CallError):

@@ -1,13 +1,15 @@
-"""Files that are either complete or unchanged, and locks that end with their process."""
+"""Files: written completely or not at all, locked until the end of a process, read without trust in their content."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import Any
 from specactor_ray.core.errors import InputError
 
 logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 28
+"""Largest text file that is read, in bytes; tokenizers with the largest vocabularies have a tenth of it."""
 
 
 def cache_dir() -> Path:
@@ -124,13 +129,66 @@ def names_open_file(path: Path, descriptor: int) -> bool:
         return False
 
 
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed, without waiting. Returns False if another process has locked it.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is created if it does not exist; waits until no other process holds it."""
     with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file.fileno()):
             logger.info("waiting for another process that holds %s", path)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file releases the lock
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file; returns its descriptor. A FIFO, a device or a link to one is refused: reading may never end.
+
+    Raises:
+        OSError: The file cannot be opened, or is not a regular file.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # without waiting for a FIFO's other end
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def read_foreign(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
+    """The UTF-8 text of a regular file of limited size.
+
+    Raises:
+        OSError: As in `open_regular`; or the file is larger than `most_bytes`.
+        UnicodeDecodeError: The file is not UTF-8.
+    """
+    with open(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB", str(path))
+        return file.read(most_bytes).decode("utf-8")
+
+
+def parse_json(text: str) -> Any:
+    """`json.loads`, with every failure as a `JSONDecodeError`.
+
+    Raises:
+        json.JSONDecodeError: The text is not JSON, is nested too deeply, or holds a number with thousands of digits.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", text, 0) from None
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error).partition(";")[0], text, 0) from None

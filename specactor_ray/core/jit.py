@@ -20,7 +20,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from numba import njit
@@ -46,7 +46,8 @@ class LockedCache(FunctionCache):
         files = (inspect.getfile(function), *(str(module.__file__) for module in sources))
         self._folder = _root() / f"{function.__module__}-{_digest(files)}"
         self._cache_path = str(self._folder)
-        self._impl._locator = _Locator(self._folder)
+        make_folder = functools.partial(self._folder.mkdir, parents=True, exist_ok=True)
+        self._impl._locator = SimpleNamespace(ensure_cache_path=make_folder)
         self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, "")
         self._is_held = False
 
@@ -62,16 +63,6 @@ class LockedCache(FunctionCache):
                 yield
             finally:
                 self._is_held = before
-
-
-class _Locator:
-    """Object that numba calls for the folder of a cache."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def ensure_cache_path(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
 
 
 @functools.cache

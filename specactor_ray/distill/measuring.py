@@ -14,7 +14,7 @@ from specactor_ray.config.methods import reads_head, traits
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.config.validate import DRAFTER_CHECKS
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.phase_progress import PhaseProgress, show_tokens
+from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.distill.card import read_card
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.evaluation import replay

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.environment import fitting_dtype
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.json_text import MOST_BYTES, parse_json, read_foreign
+from specactor_ray.core.files import MOST_BYTES, parse_json, read_foreign
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import MutableMapping
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.json_text import read_foreign
+from specactor_ray.core.files import read_foreign
 from specactor_ray.serve.guard import is_loopback
 
 KEY, KEY_PATH = "SPECACTOR_API_KEY", "SPECACTOR_API_KEY_PATH"

@@ -12,7 +12,7 @@ import torch
 from specactor_ray.bench.gpu_check.drafting import Uncaptured, measure_drafting
 from specactor_ray.bench.gpu_check.settings import DRY_RUN_ON_GPU
 from specactor_ray.bench.gpu_check.stages import Stage
-from specactor_ray.core.fallbacks import fallbacks
+from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.burst import CudaCapturer
 from specactor_ray.draft.eagle.checkpoint import load_head

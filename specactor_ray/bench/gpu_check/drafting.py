@@ -16,7 +16,7 @@ import torch
 from specactor_ray.bench.gpu_check.models import ragged_model
 from specactor_ray.bench.gpu_check.settings import ModelShape
 from specactor_ray.bench.gpu_check.stages import Stage
-from specactor_ray.core.fallbacks import fallbacks
+from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.burst import LONGEST, CudaCapturer
 from specactor_ray.draft.model import DraftModelProposer

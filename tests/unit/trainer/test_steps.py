@@ -34,7 +34,6 @@ class World:
         self.recorded: list[int] = []
         self.finished: list[tuple[str, int, str]] = []
         self.said: list[str] = []
-        self.pending_stop = self.shield = False
         self.config = Config()
         self.enough: Callable[[], bool] = lambda: False
         self.config.checkpoint.every = 2
@@ -113,10 +112,6 @@ class World:
         self.finished.append((status, checkpoint_failures, error))
         return TrainOutcome(status, Path(), {})
 
-    @contextlib.contextmanager
-    def shielded(self) -> Iterator[None]:
-        yield
-
     def run(self) -> TrainOutcome:
         saver = Saver(self.store, self.save, self.resumed, self.is_saved)
         self.saver = saver
@@ -128,7 +123,6 @@ class World:
                 maker=self,
                 record=self,
                 saver=saver,
-                stop=self,
                 sampling=SamplingParams(),
                 pupil="eagle",
                 say=self.said.append,
