@@ -39,7 +39,7 @@ from rich.table import Table
 
 from specactor_ray.actors.specs import ClusterView
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams  # fmt: skip
 from specactor_ray.draft.lookup.proposer import NgramProposer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from specactor_ray.actors.specs import DraftActorSpec, VerifierSpec
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import bind_to_cores, limit_spins
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import ModeName, TargetConfig
 from specactor_ray.core.clock import SYSTEM, Clock
 from specactor_ray.draft.proposer import Proposer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import ModeName, SpeculationConfig, TargetConfig
 
 VERIFIER = "verifier"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from specactor_ray.bench.comparison import Output
-from specactor_ray.config.drafter_spec import drafter_spec
+from specactor_ray.config.methods import drafter_spec
 from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.registry import build_proposer

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.bench.variants import BenchMode, plan_variants
-from specactor_ray.config.drafter_spec import WINDOW
+from specactor_ray.config.methods import WINDOW
 from specactor_ray.config.schema import Config
 from specactor_ray.core.child import Report, run_in_child
 from specactor_ray.core.console import say

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from specactor_ray.cluster.cores import cores_needed
-from specactor_ray.config.drafting import acting_drafters, is_hosted
+from specactor_ray.config.methods import acting_drafters, is_hosted
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
-from specactor_ray.config.validate import validate
 from specactor_ray.core.errors import ConfigError, InputError
 
 

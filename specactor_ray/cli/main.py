@@ -109,10 +109,11 @@ def config(
     Some keys only: specactor config --help-keys speculation max_batch
     """
     from specactor_ray.config import load_config, to_yaml
-    from specactor_ray.config.describe import matching_keys
+    from specactor_ray.config.fields import matching_keys
+    from specactor_ray.config.schema import Config
 
     if help_keys:
-        make_console().print(config_keys_table(matching_keys(overrides or ())))
+        make_console().print(config_keys_table(matching_keys(Config, overrides or ())))
         return
     sys.stdout.write(to_yaml(load_config(config_file, overrides or ())))
 

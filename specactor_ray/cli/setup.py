@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,15 +10,34 @@ from typing import Annotated
 import typer
 
 from specactor_ray.core.console import make_console, make_table, say
-from specactor_ray.core.errors import EXIT_FAILED
+from specactor_ray.core.errors import EXIT_FAILED, InputError
+from specactor_ray.core.files import make_folder
+
+
+def copy_shipped(folder: Path) -> list[Path]:
+    """Copy the shipped files to `folder/conf`; returns the new files.
+
+    Raises:
+        InputError: A file exists already, or the folder cannot be written to. Nothing is copied.
+    """
+    from specactor_ray.config.load import SHIPPED
+
+    sources = sorted(path for path in SHIPPED.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    targets = [folder / "conf" / source.relative_to(SHIPPED) for source in sources]
+    if there := [str(target) for target in targets if target.exists()]:
+        more = f" and {len(there) - 1} others" if len(there) > 1 else ""
+        raise InputError(f"no file is replaced, and there is {there[0]}{more}; name another folder")
+    for parent in sorted({target.parent for target in targets}):
+        make_folder(parent, "DIR")
+    for source, target in zip(sources, targets, strict=True):
+        shutil.copyfile(source, target)
+    return targets
 
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to work in; made if it is not there.")],
 ) -> None:
     """Copy the shipped configurations and prompts to DIR/conf, to be edited. No file there is replaced."""
-    from specactor_ray.config.shipped import copy_shipped
-
     copied = copy_shipped(folder)
     console = make_console()
     say(console, f"{len(copied)} files in {folder / 'conf'}; next:")

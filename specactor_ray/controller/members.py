@@ -16,8 +16,7 @@ from specactor_ray.actors.specs import (
     VerifierSpec,
 )
 from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.drafting import inline_drafters
+from specactor_ray.config.methods import DrafterSpec, inline_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.reconcile import FailureRecord, ObservedActor

@@ -15,7 +15,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.cluster.metrics import INTERVAL_S
 from specactor_ray.config import Config, load_config
-from specactor_ray.config.drafter_spec import unused_branches
+from specactor_ray.config.methods import unused_branches
 from specactor_ray.controller.start import start_actor, start_controller
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.console import log_by_default

@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
-from specactor_ray.config.drafting import draft_actors
+from specactor_ray.config.methods import draft_actors
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions

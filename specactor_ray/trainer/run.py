@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from specactor_ray.config import Config
-from specactor_ray.config.online import taught_by_trainer
+from specactor_ray.config.methods import taught_by_trainer
 from specactor_ray.config.schema import AUTO
 from specactor_ray.core.console import say
 from specactor_ray.core.files import require_folder

@@ -166,7 +166,7 @@ class TestUserErrors:
         "a broken module": (["drafters=[{method: 'broken:Mine'}]"], "broken:Mine cannot be imported (ZeroDivisionErr"),
         "a class of another kind": (
             ["drafters=[{method: 'json:JSONDecoder'}]"],
-            "is no proposer: it lacks open, commit",
+            "is no proposer",
         ),
         "an output beyond the context": (
             [f"target.model={tiny_target()}", "sampling.max_tokens=512"],

@@ -18,8 +18,7 @@ import numpy as np
 from specactor_ray.bench.gpu_check.models import ragged_model
 from specactor_ray.bench.gpu_check.settings import Cell, Settings
 from specactor_ray.bench.gpu_check.stages import Stage
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.methods import Traits
+from specactor_ray.config.methods import DrafterSpec, Traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.loop import DraftLoop

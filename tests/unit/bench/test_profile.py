@@ -15,9 +15,8 @@ import pytest
 from specactor_ray.bench.drafting_on_text import TextStream, measure_acceptance, seconds_per_token
 from specactor_ray.bench.profile import default_devices, parse_axes, run_profile
 from specactor_ray.bench.profile_process import measure_verify, record_outputs
-from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.methods import Traits
+from specactor_ray.config.methods import DrafterSpec, Traits
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import ConfigError, InputError

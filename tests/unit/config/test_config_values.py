@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.config.describe import describe
+from specactor_ray.config.fields import describe
 from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
+from specactor_ray.config.rules import validate_training
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.config.validate_training import validate_training
 from specactor_ray.core.errors import ConfigError
 
 DRAFTER = "drafters=[{method: suffix}]"
-KEYS = [doc.key.replace(".N.", ".0.") for doc in describe()]
+KEYS = [doc.key.replace(".N.", ".0.") for doc in describe(Config)]
 BASE = ("data.n=2", DRAFTER, "reward.functions=[{name: length}]")
 POWERS = st.builds(
     lambda power, shift: 2**power + shift, st.sampled_from([7, 15, 31, 32, 53, 63, 64]), st.integers(-1, 1)

@@ -13,10 +13,10 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from specactor_ray.config import Config, load_config, to_yaml
-from specactor_ray.config.drafter_spec import drafter_specs, unused_branches
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.methods import drafter_specs, unused_branches
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.config.validate import validate
 from specactor_ray.core import environment
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size

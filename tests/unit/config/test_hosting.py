@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.config.drafter_spec import drafter_specs
-from specactor_ray.config.drafting import draft_actors, inline_drafters
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.methods import draft_actors, drafter_specs, inline_drafters
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.controller.seats import scale_refusal
 from specactor_ray.core.errors import ConfigError

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from specactor_ray.cli import doctor
 from specactor_ray.cli.doctor import Finding, OptionalPackage, State, diagnose, is_sound
 from specactor_ray.cli.main import SUBMITTABLE, app, check_job_arguments
+from specactor_ray.cli.setup import copy_shipped
 from specactor_ray.config import load_config
-from specactor_ray.config.shipped import copy_shipped
 from specactor_ray.core.errors import InputError
 
 REPOSITORY = Path(__file__).parents[3]

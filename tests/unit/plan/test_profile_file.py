@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from specactor_ray.cli import main as cli
 from specactor_ray.config.load import from_mapping, load_config
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
-from specactor_ray.config.validate import validate
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json

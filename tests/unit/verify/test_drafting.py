@@ -11,8 +11,7 @@ import pytest
 
 from specactor_ray.actors.process import ActorHost
 from specactor_ray.actors.specs import VerifierSpec
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.methods import Traits, traits
+from specactor_ray.config.methods import DrafterSpec, Traits, traits
 from specactor_ray.config.schema import ModeName, SpeculationConfig, TargetConfig
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup.proposer import NgramProposer
