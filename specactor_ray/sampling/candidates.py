@@ -68,23 +68,15 @@ def candidates(
     name = keyed.fitting(logits, most) if backend == "auto" else backend
     if ids is not None and (name != "numba" or len(ids) != logits.shape[1]):
         raise ValueError(f"{len(ids)} ids for {logits.shape[1]} logits and backend {name}")
-    if name == "numba" or not n:
-        tokens, gaps = np.full((n, most), -1, np.int32), np.full(n, np.inf, np.float32)
-        x = logits.cpu().float().contiguous().numpy()
-        _rank_rows(x, x.view(np.int32), positions, slots, rules.table, _ALL if ids is None else ids, tokens, gaps)
-        return Candidates(tokens, gaps)
-    if name == "triton":
+    if name == "triton" and n:
         from specactor_ray.sampling import fused
 
-        return unpacked(
-            fused.verify_on_host(SamplingBatch(logits, rows, none, none[:0], 1, positions, slots, rules, most)), most
-        )
-    from specactor_ray.sampling import torch as torch_kernels
-
-    table = rules.table[slots]
-    tokens, gaps = torch_kernels.rank_batch(logits, table, positions + table["base"], most)
-    with np.errstate(over="ignore"):  # a gap to a token that is masked by the lowest float
-        return Candidates(np.ascontiguousarray(tokens, np.int32), gaps.astype(np.float32))
+        batch = SamplingBatch(logits, rows, none, none[:0], 1, positions, slots, rules, most)
+        return unpacked(fused.verify_on_host(batch), most)
+    tokens, gaps = np.full((n, most), -1, np.int32), np.full(n, np.inf, np.float32)
+    x = logits.cpu().float().contiguous().numpy()
+    _rank_rows(x, x.view(np.int32), positions, slots, rules.table, _ALL if ids is None else ids, tokens, gaps)
+    return Candidates(tokens, gaps)
 
 
 def candidates_on_device(
@@ -105,7 +97,7 @@ def candidates_on_device(
         from specactor_ray.sampling import fused
 
         if keyed.fitting(logits, most) != "triton":
-            raise RuntimeError("sampling uses torch operations")
+            raise RuntimeError("sampling runs on the host")
         order = torch.arange(n, device=logits.device)
         none = torch.zeros(n + 1, dtype=torch.int64, device=logits.device)
         return fused.verify(logits, order, none, none[:1], 0, positions, order, rules, most)
