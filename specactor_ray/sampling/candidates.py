@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specactor_ray.core.jit import kernel
-from specactor_ray.sampling import keyed
+from specactor_ray.sampling import keyed, noise
 from specactor_ray.sampling import numba as base
 from specactor_ray.sampling.keyed import Backend
+from specactor_ray.sampling.noise import perturbed, threefry2x32
 from specactor_ray.sampling.rules import Rules, SamplingBatch
 
 if TYPE_CHECKING:
     import torch
 
-_jit: Any = kernel(sources=(base,))
+_jit: Any = kernel(sources=(base, noise))
 MOST = 5
 """Most candidates per draw."""
 
@@ -140,7 +141,7 @@ def _hash_tokens(key: Any, ids: Any, gap: Any) -> None:
     """`_hash_block` of these tokens."""
     k0, k1, position = key
     for i in range(len(ids)):
-        x0, _ = base.threefry2x32(k0, k1, ids[i], position)
+        x0, _ = threefry2x32(k0, k1, ids[i], position)
         gap[i] = np.float32(np.int32(np.uint32(~x0) >> np.uint32(1)))
 
 
@@ -178,7 +179,7 @@ def _rank_row(x: Any, bits: Any, key: Any, rule: Any, scratch: Any, ids: Any, sc
             if gap[i] > np.float32(e[i] * bar) or not base._kept(x[v], v, cut[0], cut[1]) or x[v] == -np.inf:
                 continue
             token = np.int64(ids[v]) if len(ids) else v
-            score = base._score(x[v], token, key, temperature)
+            score = perturbed(x[v], token, key, temperature)
             if score > scores[-1]:
                 _insert(score, token, scores, tokens)
                 bar = base._bar(m, temperature, scores[-1])

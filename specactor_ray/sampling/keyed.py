@@ -33,6 +33,7 @@ from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.fallbacks import fall_back
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import numba as kernels
+from specactor_ray.sampling.noise import fill_gumbel
 from specactor_ray.sampling.rules import Rules, SamplingBatch
 
 if TYPE_CHECKING:  # lookups draw noise without torch
@@ -116,7 +117,7 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
         position: Output position, in [0, 2**32).
     """
     out = np.empty(vocab_size, np.float32)
-    kernels.fill_gumbel((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32), np.uint32(position)), out)
+    fill_gumbel((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32), np.uint32(position)), out)
     return out
 
 

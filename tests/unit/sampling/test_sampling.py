@@ -19,6 +19,7 @@ from scipy import stats
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.sampling import noise as noise_kernels
 from specactor_ray.sampling import numba as kernels
 from specactor_ray.sampling.keyed import SamplingError, gumbel_noise, sample_rows, verify_arrays
 from specactor_ray.sampling.rules import Rules
@@ -99,7 +100,7 @@ KNOWN = [
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
 def test_threefry_known_answers(counter, key, answer):
-    got = kernels.threefry2x32(*(np.uint32(word) for word in key + counter))
+    got = noise_kernels.threefry2x32(*(np.uint32(word) for word in key + counter))
     assert tuple(int(word) for word in got) == answer
 
 
@@ -110,14 +111,14 @@ def test_noise_is_frozen():
 
 def test_uniform_stays_inside_of_zero_and_one():
     ones = np.uint32(0xFFFFFFFF)
-    assert kernels.uniform(np.uint32(0), np.uint32(0)) == 2.0**-53
-    assert kernels.uniform(ones, ones) == 1 - 2.0**-53 < 1
-    assert kernels.gumbel(np.uint32(0), np.uint32(0)) == np.float32(-math.log(53 * math.log(2)))
-    assert kernels.gumbel(ones, ones) == np.float32(53 * math.log(2))
+    assert noise_kernels.uniform(np.uint32(0), np.uint32(0)) == 2.0**-53
+    assert noise_kernels.uniform(ones, ones) == 1 - 2.0**-53 < 1
+    assert noise_kernels.gumbel(np.uint32(0), np.uint32(0)) == np.float32(-math.log(53 * math.log(2)))
+    assert noise_kernels.gumbel(ones, ones) == np.float32(53 * math.log(2))
     for j in range(1, 2000, 7):  # the top cells of the grid, where a coarser one would lose the rare tokens
         low = np.uint32(0xFFFFFFFF - (j << 12))
         want = -math.log(-math.log1p(-(j + 0.5) * 2.0**-52))
-        assert kernels.gumbel(ones, low) == pytest.approx(want, abs=4e-6)
+        assert noise_kernels.gumbel(ones, low) == pytest.approx(want, abs=4e-6)
 
 
 def test_own_logarithm_is_accurate():
@@ -125,7 +126,7 @@ def test_own_logarithm_is_accurate():
     x = np.concatenate(
         [rng.random(20_000), 1 - 2.0 ** -np.arange(1, 54), 2.0 ** -np.arange(1, 54), rng.random(999) * 37]
     )
-    numba_log = np.array([kernels.log_f64(v) for v in x])
+    numba_log = np.array([noise_kernels.log_f64(v) for v in x])
     np.testing.assert_allclose(numba_log, np.log(x), rtol=6e-16, atol=0)
 
 
