@@ -319,8 +319,8 @@ def _annotation(parts: list[str], schema: Any) -> Any:
         if (element := list_element(annotation)) is not None:  # `part` is the index of an element
             annotation = element
         else:
-            types = field_types(annotation) if is_dataclass(annotation) else {}
-            annotation = types.get(part)
+            section: Any = annotation  # for the type checker: a class is hashable
+            annotation = field_types(section).get(part) if is_dataclass(section) else None
     return annotation
 
 

@@ -20,7 +20,7 @@ import torch
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import flush_entry, read_foreign, replacing, write_json
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.wire import from_wire
+from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
 
 logger = logging.getLogger(__name__)
