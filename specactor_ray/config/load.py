@@ -319,8 +319,8 @@ def _annotation(parts: list[str], schema: Any) -> Any:
         if (element := list_element(annotation)) is not None:  # `part` is the index of an element
             annotation = element
         else:
-            section: Any = annotation  # for the type checker: a class is hashable
-            annotation = field_types(section).get(part) if is_dataclass(section) else None
+            section: Any = annotation if is_dataclass(annotation) else None
+            annotation = field_types(section).get(part) if section else None
     return annotation
 
 

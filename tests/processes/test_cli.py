@@ -19,6 +19,9 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.cli import main as cli
+from specactor_ray.cli.bench import parse_modes
+from specactor_ray.cli.live import parse_scale
+from specactor_ray.cli.options import parse_numbers
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, UserError
@@ -214,7 +217,6 @@ class TestUserErrors:
         "no plain": (["--modes", "decoupled"], "--modes must contain plain"),
         "batch 0": (["--batch", "4,0"], "--batch: '0' is no whole number"),
         "batch of words": (["--batch", "many"], "--batch: 'many' is no whole number"),
-        "max_tokens 0": (["--max-tokens", "0"], "sampling.max_tokens is 0; it must be a whole number from 1"),
         "malformed line": (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
         "no GPU": (["target.gpus=1", "cluster.num_gpus=0"], "target.gpus: the run needs 1 GPU(s) in all"),
         "no folder": (["--output", "/proc/x/bench.json"], "--output: /proc/x cannot be written to"),
@@ -376,13 +378,13 @@ class TestJobs:
 
 class TestParsing:
     def test_batches(self) -> None:
-        assert cli.parse_numbers("--batch", "1, 4,16,4") == [1, 4, 16]
+        assert parse_numbers("--batch", "1, 4,16,4") == [1, 4, 16]
 
     def test_modes(self) -> None:
-        assert cli.parse_modes("plain, decoupled") == [ModeName.plain, ModeName.decoupled]
+        assert parse_modes("plain, decoupled") == [ModeName.plain, ModeName.decoupled]
 
     def test_scale(self) -> None:
-        assert cli.parse_scale(["ngram=2", "draft_model=0", "eagle=auto"]) == {
+        assert parse_scale(["ngram=2", "draft_model=0", "eagle=auto"]) == {
             "ngram": 2,
             "draft_model": 0,
             "eagle": None,

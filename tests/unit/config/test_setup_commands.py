@@ -12,9 +12,8 @@ import yaml
 from typer.testing import CliRunner
 
 from specactor_ray.cli import doctor
-from specactor_ray.cli.doctor import Finding, OptionalPackage, State, diagnose, is_sound
+from specactor_ray.cli.doctor import Finding, State, copy_shipped, diagnose, is_sound
 from specactor_ray.cli.main import SUBMITTABLE, app, check_job_arguments
-from specactor_ray.cli.setup import copy_shipped
 from specactor_ray.config import load_config
 from specactor_ray.core.errors import InputError
 
@@ -48,9 +47,7 @@ def test_doctor_finds_what_is_here() -> None:
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        doctor, "OPTIONAL", (OptionalPackage("no_such_module", "no-such", "nothing", "pip install no-such"),)
-    )
+    monkeypatch.setattr(doctor, "OPTIONAL", (("no_such_module", "no-such", "nothing", "pip install no-such"),))
     monkeypatch.setattr(
         doctor.metadata, "requires", lambda _name: ["numpy>=1000", "no-such-at-all", "x; extra == 'rl'"]
     )
