@@ -368,7 +368,7 @@ class TestCommand:
     def test_auto_needs_a_profile(self) -> None:
         with pytest.raises(ConfigError, match="plan: 'auto' needs a profile"):
             load_config(None, ["mode=plain", "plan=auto"])
-        with pytest.raises(ConfigError, match="plan_devices: 0 is too small"):
+        with pytest.raises(ConfigError, match="plan_devices: 0 is out of range"):
             load_config(None, ["mode=plain", "plan_devices=0"])
 
     def test_the_bad_profile_ends_a_rollout_before_it_begins(
