@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,7 @@ import typer
 
 from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware
-from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ConfigError, InputError, ModelLoadError
+from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ConfigError, ModelLoadError
 from specactor_ray.core.files import make_folder
 
 if TYPE_CHECKING:
@@ -65,33 +66,17 @@ OPTIONAL = (
 """Module, distribution and use of each package that an extra installs, and its fix."""
 
 
-def copy_shipped(folder: Path) -> list[Path]:
-    """Copy the shipped files to `folder/conf`; returns the new files.
-
-    Raises:
-        InputError: A file exists already, or the folder cannot be written to. Nothing is copied.
-    """
-    from specactor_ray.config.load import SHIPPED
-
-    sources = sorted(path for path in SHIPPED.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    targets = [folder / "conf" / source.relative_to(SHIPPED) for source in sources]
-    if there := [str(target) for target in targets if target.exists()]:
-        more = f" and {len(there) - 1} others" if len(there) > 1 else ""
-        raise InputError(f"no file is replaced, and there is {there[0]}{more}; name another folder")
-    for parent in sorted({target.parent for target in targets}):
-        make_folder(parent, "DIR")
-    for source, target in zip(sources, targets, strict=True):
-        shutil.copyfile(source, target)
-    return targets
-
-
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to work in; made if it is not there.")],
 ) -> None:
     """Copy the shipped configurations and prompts to DIR/conf, to be edited. No file there is replaced."""
-    copied = copy_shipped(folder)
+    from specactor_ray.config.load import SHIPPED
+
+    make_folder(folder / "conf", "DIR", empty=True)
+    cached = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(SHIPPED, folder / "conf", ignore=cached, copy_function=shutil.copyfile, dirs_exist_ok=True)
     console = make_console()
-    say(console, f"{len(copied)} files in {folder / 'conf'}; next:")
+    say(console, f"the shipped files are in {folder / 'conf'}; next:")
     say(console, f"  cd {folder} && specactor rollout --config conf/local_cpu.yaml")
 
 
@@ -100,11 +85,9 @@ def doctor() -> None:
 
     Exit code 1 if something is wrong; what is only optional is no failure.
     """
-    errors, findings = make_console(sys.stderr), []
-    with errors.status("looking at this machine"):
-        for finding in diagnose():
-            findings.append(finding)
     console = make_console()
+    with make_console(sys.stderr).status("looking at this machine"):
+        findings = list(diagnose())
     columns = "area", "what", "state", "found"
     rows = [(one.area, one.what, one.state.value, one.found) for one in findings]
     console.print(make_table(columns, rows, text=columns, wrap=True))
@@ -112,7 +95,7 @@ def doctor() -> None:
         if one.fix:
             label = "to fix" if one.state is State.WRONG else "optional"
             say(console, f"{label}: {one.what}: {one.fix}")
-    if not is_sound(findings):
+    if any(one.state is State.WRONG for one in findings):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -123,11 +106,6 @@ def diagnose() -> Iterator[Finding]:
     yield from _gpus()
     yield from _backends()
     yield from _clusters()
-
-
-def is_sound(findings: Iterable[Finding]) -> bool:
-    """Whether nothing is wrong."""
-    return all(finding.state is not State.WRONG for finding in findings)
 
 
 # ---- this machine ----
@@ -169,8 +147,7 @@ def _judged(area: str, what: str, found: str, fix: str) -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    yield _judged("packages", "python", version, "" if sys.version_info >= (3, 11) else "use Python 3.11 or newer")
+    yield Finding("packages", "python", platform.python_version())
     shown = []
     for need in _required():
         version = _version(need.name)

@@ -52,7 +52,7 @@ def status(
     run: Run = None,
     address: Address = "auto",
     watch: Annotated[bool, typer.Option("--watch", help="Show them until the run ends, or Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between two looks of --watch.")] = 2.0,
+    every: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.1, max=3600.0)] = 2.0,
 ) -> None:
     """Show the actors of a run."""
     console = make_console()
@@ -66,8 +66,6 @@ def status(
 
 def _watch(console: Console, run: str | None, address: str, interval_s: float) -> None:
     """Redraw the status in a terminal, else print one status after the other."""
-    if not 0.1 <= interval_s <= 3600.0:
-        raise InputError(f"--every: {interval_s:g} is out of range; give seconds, 0.1 to 3600")
     from rich.live import Live
 
     from specactor_ray.rollout.attach import watch_run
