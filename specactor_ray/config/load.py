@@ -23,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specactor_ray.config.fields import (
     choices,
-    default_of,
     describe,
     field_types,
     list_element,
@@ -287,7 +286,8 @@ def _holder_of(tree: Tree, parts: list[str], schema: type) -> tuple[Any, Any]:
             problem = f"{here} is set to {clipped(node)}, which has no keys."
             raise ConfigError(".".join(parts), problem, "override the section as a whole, or correct the file.")
         elif node.get(part) is None:
-            node[part] = None if is_last else _default_container(parts[: number + 1], schema)
+            is_list = list_element(_annotation(parts[: number + 1], schema)) is not None
+            node[part] = None if is_last else [] if is_list else {}  # the default of every list is empty
         if is_last:
             break
         node = node[slot]
@@ -301,15 +301,6 @@ def _index(values: list[Any], key: str, part: str) -> Any:
     problem = f"there is no element {clipped(part)} in the list {key}: {have}."
     example = "{method: ngram}" if key == "drafters" else "..."
     raise ConfigError(f"{key}.{part}", problem, f"give the whole list, for example '{key}=[{example}]'.")
-
-
-def _default_container(parts: list[str], schema: type) -> Any:
-    """An empty section, or the default elements if the schema has a list at this key."""
-    section = _annotation(parts[:-1], schema)
-    if is_dataclass(section) and list_element(_annotation(parts, schema)) is not None:
-        field = next(field for field in fields(section) if field.name == parts[-1])
-        return OmegaConf.to_container(OmegaConf.create(default_of(field)))
-    return {}
 
 
 def _annotation(parts: list[str], schema: Any) -> Any:
