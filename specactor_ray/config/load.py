@@ -259,12 +259,11 @@ def _what_was_meant(item: str) -> str:
 
 def _override_value(key: str, text: str) -> Any:
     try:
-        return _plain(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-    except ConfigError:
-        raise
+        container = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except _UNREADABLE as error:
         problem = f"{clipped(text)} is not valid YAML ({yaml_problem(error)})."
         raise ConfigError(key, problem, f"quote the whole item for the shell: '{key}=...'") from None
+    return _plain(container)["value"]
 
 
 def _merged(old: Any, new: Any) -> Any:
