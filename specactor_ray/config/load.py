@@ -75,11 +75,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Like `load_config`, from nested dicts and lists in place of a file. `settings` is not changed.
-
-    Raises:
-        ConfigError: As in `load_config`.
-    """
+    """Like `load_config`, from nested dicts and lists in place of a file. `settings` is not changed."""
     tree = _checked_tree(settings, overrides, Config)
     config, read = _convert(tree, Config)
     config.data.options = _plain(config.data.options)  # a reference may stand for a section
@@ -95,11 +91,7 @@ def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
 
 def load_as(schema: type[S], source: Path | Mapping[str, Any], overrides: Sequence[str] = (), folder: str = "") -> S:
     """Like `load_config`, for another schema: a dataclass of such sections. Relations between keys are not checked.
-    Shipped files of this schema are in `folder` of `conf`.
-
-    Raises:
-        ConfigError: As in `load_config`.
-    """
+    Shipped files of this schema are in `folder` of `conf`."""
     settings = _read_yaml(source, folder) if isinstance(source, Path) else source
     return _convert(_checked_tree(settings, overrides, schema), schema)[0]
 
@@ -118,11 +110,7 @@ def to_yaml(config: Config) -> str:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write `to_yaml(config)` atomically: the file is either complete or unchanged. Only its owner may read it.
-
-    Raises:
-        OSError: The folder cannot be written to.
-    """
+    """Write `to_yaml(config)` atomically: the file is either complete or unchanged. Only its owner may read it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, to_yaml(config))

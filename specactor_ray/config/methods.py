@@ -86,11 +86,8 @@ def is_named(name: str) -> bool:
 
 
 def import_named(name: str, key: str) -> Any:
-    """Import the object that `package.module:name`, the value of `key`, names.
-
-    Raises:
-        ConfigError: It cannot be imported, for any error of the module.
-    """
+    """Import the object that `package.module:name`, the value of `key`, names. Any error of the module raises
+    ConfigError."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -100,11 +97,7 @@ def import_named(name: str, key: str) -> Any:
 
 
 def traits(method: str, key: str = "drafters.N.method") -> Traits:
-    """Traits of a method; a user's own class is imported.
-
-    Raises:
-        ConfigError: There is no such method; the error names `key`.
-    """
+    """Traits of a method; a user's own class is imported. Raises as `class_of`."""
     built_in = BUILT_IN.get(method)
     return built_in.traits if built_in is not None else class_of(method, key).traits
 
@@ -115,11 +108,8 @@ def reads_head(method: str) -> bool:
 
 
 def class_of(method: str, key: str) -> Any:
-    """Import the class of a method: built in, or a user's own as `package.module:Class`.
-
-    Raises:
-        ConfigError: There is no such class, it is incomplete, or its traits contradict its methods.
-    """
+    """Import the class of a method. Raises ConfigError, with `key`, if there is no such class, it is incomplete, or its
+    traits contradict its methods."""
     if method not in BUILT_IN and not is_named(method):
         raise ConfigError(key, f"unknown method {method!r}; known: {', '.join(BUILT_IN)}.")
     found = import_named(f"specactor_ray.draft.{BUILT_IN[method].place}" if method in BUILT_IN else method, key)
@@ -150,11 +140,7 @@ def _check(found: Any, method: str, key: str) -> None:
 
 def is_hosted(drafter: DrafterConfig, mode: ModeName, key: str = "drafters.N") -> bool:
     """Whether the method of this section, at `key`, drafts inside the verifiers; else it has draft actors. `auto` is
-    read as `decoupled`.
-
-    Raises:
-        ConfigError: A user's own method cannot be imported.
-    """
+    read as `decoupled`. Raises as `class_of`."""
     if mode is ModeName.coupled or drafter.hosted is not None:
         return mode is ModeName.coupled or bool(drafter.hosted)
     return traits(drafter.method, f"{key}.method").looks_up
@@ -202,11 +188,8 @@ class DrafterSpec(DrafterConfig):
 
 
 def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
-    """Method → its record, in the order of the configuration; empty in mode `plain`.
-
-    Raises:
-        ConfigError: A user's class cannot be imported or contradicts its section; the message has the key.
-    """
+    """Method → its record, in the order of the configuration; empty in mode `plain`. Raises ConfigError if a user's
+    class cannot be imported or contradicts its section."""
     if config.mode is ModeName.plain:
         return {}
     speculation, batch = config.speculation, config.target.max_batch

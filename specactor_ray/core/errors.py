@@ -68,13 +68,8 @@ class UserError(SpecActorError, ValueError):
 
 
 class ConfigError(UserError):
-    """A configuration key is unknown, of the wrong type, out of range or contradicts another.
-
-    Args:
-        key: Dotted key, for example `target.max_batch`.
-        problem: Description of the problem, with the value and the allowed values.
-        fix: The remedy, such as a valid value.
-    """
+    """A configuration key (dotted, for example `target.max_batch`) is unknown, of the wrong type, out of range or
+    contradicts another. `problem` includes the value, `fix` a remedy such as a valid value."""
 
     def __init__(self, key: str, problem: str, fix: str = "") -> None:
         self.key, self.problem, self.fix = key, problem, fix
@@ -90,13 +85,7 @@ class NoRunError(InputError):
 
 
 class RangeError(InputError):
-    """A value of a key is not among the allowed ones.
-
-    Args:
-        key: Dotted key.
-        value: The given value, as `clipped` shows it.
-        allowed: The required value, such as `be true or false`.
-    """
+    """The value of a dotted key, in the form of `clipped`, is not allowed; `allowed` is like `be true or false`."""
 
     def __init__(self, key: str, value: str, allowed: str) -> None:
         self.key, self.value, self.allowed = key, value, allowed
@@ -104,14 +93,8 @@ class RangeError(InputError):
 
 
 class UnavailableError(InputError):
-    """An option of another engine is not available here.
-
-    Args:
-        option: Name of the option.
-        value: The given value, as `clipped` shows it.
-        reason: Reason why there is no such option.
-        where: Beginning of the message.
-    """
+    """An option of another engine is not available here; `value` has the form of `clipped`, `where` begins the
+    message."""
 
     def __init__(self, option: str, value: str, reason: str, where: str = "") -> None:
         self.option, self.value, self.reason, self.where = option, value, reason, where
@@ -143,12 +126,7 @@ class CallTimeoutError(CallError):
 
 
 class ActorLostError(CallError):
-    """The actor is permanently gone, with its state.
-
-    Args:
-        message: Description of the loss for users.
-        node_lost: The actor's node was lost with it, so that the actor cannot be the cause.
-    """
+    """The actor is permanently gone, with its state. `node_lost`: its node was lost, so it cannot be the cause."""
 
     def __init__(self, message: str, node_lost: bool = False) -> None:
         self.node_lost = node_lost

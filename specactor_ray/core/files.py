@@ -33,13 +33,8 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path, temporary: Path | None = None, new: bool = False) -> Iterator[Path]:
-    """Inside, write the file under the yielded name; afterwards it is flushed to disk and renamed to `path`.
-
-    Args:
-        path: The file. It is unchanged if the block raises.
-        temporary: The name, in the same folder. Default: a hidden one that no other writer uses.
-        new: Raise FileExistsError if `path` exists by then.
-    """
+    """Inside, write the file under the yielded name (default: a hidden one in its folder); afterwards it is flushed to
+    disk and renamed to `path`, which is unchanged if the block raises. With `new`, an existing file is an error."""
     temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         yield temporary
@@ -52,17 +47,8 @@ def replacing(path: Path, temporary: Path | None = None, new: bool = False) -> I
 
 
 def write_text(path: Path, text: str, shared: bool = False, new: bool = False) -> None:
-    """Write a UTF-8 file as a whole.
-
-    Args:
-        path: The file.
-        text: Its content.
-        shared: Other users may read it, if the umask permits. Default: only its owner.
-        new: Raise FileExistsError if it exists.
-
-    Raises:
-        OSError: The folder cannot be written to, or the disk is full.
-    """
+    """Write a UTF-8 file as a whole. Only its owner may read it, unless it is `shared`; with `new`, an existing file is
+    an error (FileExistsError)."""
     with replacing(path, new=new) as temporary:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if shared else 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -75,15 +61,10 @@ def write_json(path: Path, data: Any, indent: int | None = 2, shared: bool = Fal
 
 
 def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
-    """Create a folder and its parents, in which files can be created. Returns the new folders, the deepest first.
-
-    Args:
-        folder: The folder; it may exist.
-        option: Beginning of messages.
-        empty: The folder must be empty.
+    """Create a folder and its parents, unless they exist. Returns the new folders, the deepest first.
 
     Raises:
-        InputError: The folder cannot be created, or is not empty.
+        InputError: No file can be created in it, or it must be `empty` and is not. The message begins with `option`.
     """
     try:
         if empty and folder.is_dir() and any(folder.iterdir()):
@@ -97,11 +78,7 @@ def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
 
 
 def require_folder(folder: Path, option: str) -> None:
-    """Refuse a folder in which no file can be created, before the work whose results it is for. Leaves nothing behind.
-
-    Raises:
-        InputError: See `make_folder`.
-    """
+    """Raise as `make_folder`, before the work whose results the folder is for. Leaves nothing behind."""
     remove_if_empty(*make_folder(folder, option))
 
 
@@ -130,11 +107,8 @@ def names_open_file(path: Path, descriptor: int) -> bool:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed, without waiting. Returns False if another process has locked it.
-
-    Raises:
-        OSError: The file system has no locks.
-    """
+    """Lock an open file until it is closed, without waiting. Returns False if another process has locked it. Raises
+    OSError if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -153,11 +127,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file; returns its descriptor. A FIFO, a device or a link to one is refused: reading may never end.
-
-    Raises:
-        OSError: The file cannot be opened, or is not a regular file.
-    """
+    """Open a regular file; returns its descriptor. Others (a FIFO, a device) raise OSError: reading may never end."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # without waiting for a FIFO's other end
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -166,12 +136,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_foreign(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
-    """The UTF-8 text of a regular file of limited size.
-
-    Raises:
-        OSError: As in `open_regular`; or the file is larger than `most_bytes`.
-        UnicodeDecodeError: The file is not UTF-8.
-    """
+    """The UTF-8 text of a regular file. Raises OSError if it is none or larger than `most_bytes`, and
+    UnicodeDecodeError."""
     with open(open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > most_bytes:
             raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB", str(path))
@@ -179,11 +145,7 @@ def read_foreign(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """`json.loads`, with every failure as a `JSONDecodeError`.
-
-    Raises:
-        json.JSONDecodeError: The text is not JSON, is nested too deeply, or holds a number with thousands of digits.
-    """
+    """`json.loads`, with every failure as a `JSONDecodeError`: also deep nesting and numbers of thousands of digits."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -3,10 +3,9 @@
 Compiled code is cached by the content of its sources, not by their path: another checkout, and the code that a Ray job
 uploads, uses it. `$NUMBA_CACHE_DIR` replaces the folder.
 
-Numba names compiled code by a running number and writes the index first. Two processes that compile two signatures of
-one function at the same time can leave an index that gives one signature the other's machine code, and a process that
-starts after the source changed can load code compiled from the former source. Here one process at a time loads or
-compiles a function: code that several processes need at their start, such as verifiers, is compiled once.
+One process at a time loads or compiles a function. Otherwise two processes that compile two signatures of it can leave
+an index that gives one signature the other's machine code, since Numba names compiled code by a running number and
+writes the index first. So code that several processes need at their start, such as verifiers, is compiled once.
 """
 
 from __future__ import annotations
@@ -34,12 +33,7 @@ from specactor_ray.core.files import cache_dir, locked
 
 
 class LockedCache(FunctionCache):
-    """An on-disk cache of compiled code, for use inside `held`.
-
-    Args:
-        function: The function as written.
-        sources: Other modules whose change invalidates the compiled code.
-    """
+    """An on-disk cache of compiled code, for use inside `held`; a change of `sources` invalidates the code."""
 
     def __init__(self, function: Callable[..., Any], sources: Sequence[ModuleType] = ()) -> None:
         super().__init__(function)
@@ -88,14 +82,10 @@ def _digest(files: tuple[str, ...]) -> str:
 
 
 def kernel(sources: Sequence[ModuleType] = (), **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function without the interpreter or the GIL, cached on disk.
+    """Compile a function without the interpreter or the GIL, by `numba.njit` with `options`, cached on disk.
 
-    Keep kernels that call each other in one file: the cache detects changes of the function's file and of `sources`,
-    not of other files with functions that it calls.
-
-    Args:
-        sources: Further modules with code of the function.
-        options: Further options of `numba.njit`.
+    Keep kernels that call each other in one file: the cache detects changes of the function's file and of the modules
+    in `sources`, not of other files with functions that it calls.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
@@ -117,12 +107,7 @@ class CFunction:
 
 
 def c_function(given: Any, sources: Sequence[ModuleType] = ()) -> Callable[[Callable[..., Any]], CFunction]:
-    """Compile a function of one pointer for callers in C, cached on disk like a `kernel`.
-
-    Args:
-        given: Type that the pointer refers to.
-        sources: As in `kernel`.
-    """
+    """Compile a function of one pointer to `given` for callers in C, cached on disk like a `kernel`."""
 
     def compiled(function: Callable[..., Any]) -> CFunction:
         code = CFunc(function, normalize_signature(void(CPointer(given))), {}, {"nogil": True, "error_model": "numpy"})
