@@ -32,7 +32,7 @@ from numba.types import CPointer, void
 from specactor_ray.core.files import cache_dir, locked
 
 
-class LockedCache(FunctionCache):
+class LockedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
     """An on-disk cache of compiled code, for use inside `held`; a change of `sources` invalidates the code."""
 
     def __init__(self, function: Callable[..., Any], sources: Sequence[ModuleType] = ()) -> None:
