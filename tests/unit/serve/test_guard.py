@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.serve.guard import is_loopback
-from specactor_ray.serve.key import read_key
+from specactor_ray.serve.app import is_loopback
+from specactor_ray.serve.run import read_key
 from specactor_ray.serve.service import Limits
 from tests.unit.serve.scripted import ScriptedEngine, client_of, make_service
 

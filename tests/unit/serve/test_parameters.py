@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.serve.parameters import wanted_of
-from specactor_ray.serve.refusal import Refusal
+from specactor_ray.serve.requests import wanted_of
+from specactor_ray.serve.requests import Refusal
 
 DEFAULT = SamplingParams(temperature=0.7, max_tokens=16, seed=1)
 

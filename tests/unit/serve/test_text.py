@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.serve.text import Detokenizer, TokenTexts
+from specactor_ray.serve.outputs import Detokenizer, token_text_of
 from tests.tiny import tiny_target
 
 TEXT = "näïve 🦊 fox — 狐狸 \u200d 🏳️‍🌈 e\u0301 end"
