@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 _LABELS = 1024
 """Number of versions whose labels are kept."""
-_MOST_CHARACTERS = 4096
-"""Most characters of a path, and of a label."""
 _ABORT_S = 30.0
 """Longest wait for the ends of requests that were aborted."""
 _LIVE_S = 20.0
@@ -104,10 +102,6 @@ class Control:
             weights: Directory of a checkpoint, or weights that were checked.
             policy: Policy for running requests, unless they are paused.
             label: The trainer's name for the weights.
-
-        Raises:
-            Refusal, SpecActorError: The weights do not fit, or the label is older than the present one; nothing has
-                changed.
         """
         async with self._changing:
             self._require_no_step_back(label)
@@ -125,11 +119,7 @@ class Control:
         self._staging, self._staged = True, None
 
     async def stage_or_update(self, directory: str) -> None:
-        """Check the weights of a checkpoint and hold them until `finish_update`; without `start_update` use them now.
-
-        Raises:
-            Refusal, SpecActorError: The weights do not fit.
-        """
+        """Check and hold the weights of a checkpoint until `finish_update`; without `start_update` use them now."""
         if self._staging:
             self._staged = await _loaded(self._rollout.prepare_weights, directory)
         else:
@@ -166,9 +156,6 @@ class Control:
 
         Args:
             policy: Policy for running requests; except with `abort`, waiting requests must end first.
-
-        Raises:
-            SpecActorError: Requests wait, or a stream of the driver is open; nothing has changed.
         """
         async with self._changing:
             if self.is_asleep:
@@ -226,30 +213,6 @@ class Control:
         finally:
             self._engine.drop(handle)
         return False
-
-
-def directory_of(value: Any, field: str) -> str:
-    """Validate the path of a checkpoint.
-
-    Raises:
-        Refusal: The value is not a path.
-    """
-    if isinstance(value, str) and 0 < len(value) < _MOST_CHARACTERS and "\0" not in value and value[0] != "~":
-        return value
-    raise Refusal(f"{field} must be the directory of a Hugging Face checkpoint that this server can read", param=field)
-
-
-def label_of(value: str | int | None, field: str = "weight_version") -> str | None:
-    """Validate a trainer's name for a version: text, or a number.
-
-    Raises:
-        Refusal: The value is neither.
-    """
-    if value is None or (isinstance(value, str) and 0 < len(value) < _MOST_CHARACTERS):
-        return value
-    if isinstance(value, int) and value >= 0:
-        return str(value)
-    raise Refusal(f"{field} must be text or a whole number from 0", param=field)
 
 
 async def _loaded(load: Callable[..., Any], *arguments: Any) -> Any:

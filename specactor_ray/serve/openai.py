@@ -16,8 +16,8 @@ from specactor_ray.rollout.prompts import encode_chat
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of, usage_of
 from specactor_ray.serve.requests import (
-    Body,
     Integer,
+    JsonObject,
     Messages,
     Prompts,
     Refusal,
@@ -66,7 +66,7 @@ class TokenizeBody(TemplateBody):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(JsonObject):
     """Body of `/detokenize`."""
 
     model: Text = None
@@ -177,11 +177,7 @@ async def _answered(request: Request, body: SamplingBody, form: OpenAIForm) -> R
 
 
 async def _encoded(service: Service, body: TemplateBody) -> tuple[int, ...]:
-    """Token ids of the messages, in the model's chat template.
-
-    Raises:
-        Refusal: They cannot be encoded.
-    """
+    """Token ids of the messages, in the model's chat template."""
     more = dict(body.chat_template_kwargs or {})
     if reserved := [name for name in more if name in _RESERVED]:
         raise Refusal(f"chat_template_kwargs may not hold {reserved[0]}", param="chat_template_kwargs")

@@ -166,9 +166,6 @@ async def parts_of(service: Service, handle: Handle, index: int, hold: Sequence[
     Args:
         service, handle, index: Service, handle and number of the choice.
         hold: Texts that only the last part may have.
-
-    Raises:
-        Refusal, SpecActorError: The request failed.
     """
     came, count, text = time.monotonic(), 0, ""
     detokenizer, tokens = Detokenizer(service.tokenizer, hold), list[Token]()
@@ -259,9 +256,6 @@ async def answer(
         service, request, prompts, wanted, form: Service, and the request with its prompts, options and form.
         stream: Whether to send events.
         name, session, priority: As in `Service.submit`.
-
-    Raises:
-        Refusal, SpecActorError: The request cannot run, or failed.
     """
     handles = service.submit(prompts, wanted, name=name, session=session, priority=priority or 0)
     if stream:

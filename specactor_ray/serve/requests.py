@@ -1,4 +1,7 @@
-"""Requests of every dialect: the error of a refused one, JSON bodies, and the sampling options in their fields."""
+"""Requests of every dialect: the error of a refused one, JSON bodies, and the sampling options in their fields.
+
+Functions of this package raise `Refusal` or `SpecActorError` for what cannot be served; the application answers both.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 
 from specactor_ray.core.errors import (
@@ -24,6 +27,7 @@ from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
 
 MOST_CHOICES = 1024
 """Most outputs of a request."""
+_MOST_CHARACTERS = 4096
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -87,17 +91,24 @@ def error_body(error: HTTPException) -> dict[str, Any]:
 # ---- bodies ----
 
 
-def _no_boolean(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("must be a number, not true or false")
-    return value
+def _directory(path: str) -> str:
+    if not 0 < len(path) <= _MOST_CHARACTERS or "\0" in path or path[0] == "~":
+        raise ValueError("must be the directory of a Hugging Face checkpoint that this server can read")
+    return path
 
 
-Integer = Annotated[int, BeforeValidator(_no_boolean)]
-Real = Annotated[float, BeforeValidator(_no_boolean)]
-Text = Annotated[str | None, Field(max_length=4096)]
+def _label(value: Any) -> Any:
+    return str(value) if type(value) is int and value >= 0 else value
+
+
+Integer = Annotated[int, Field(strict=True)]
+"""Not a boolean."""
+Real = Annotated[float, Field(strict=True)]
+Text = Annotated[str | None, Field(max_length=_MOST_CHARACTERS)]
+Directory = Annotated[str, AfterValidator(_directory)]
+Label = Annotated[str, BeforeValidator(_label), Field(min_length=1, max_length=_MOST_CHARACTERS)]
+"""A trainer's name for a version of the weights: text, or a number."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-Priority = Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)]
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
 _SEVERAL = [{"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS)]
@@ -123,7 +134,7 @@ Messages = Annotated[list[Any], WithJsonSchema({"type": "array", "items": _MESSA
 """Messages of a conversation."""
 
 
-class Body(BaseModel):
+class JsonObject(BaseModel):
     """A JSON object. Fields that are not listed are kept."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -133,14 +144,14 @@ class Body(BaseModel):
         return {**{name: getattr(self, name) for name in self.model_fields_set}, **(self.model_extra or {})}
 
 
-class StreamOptions(Body):
+class StreamOptions(JsonObject):
     """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class RequestBody(Body):
+class RequestBody(JsonObject):
     """Fields of OpenAI's and vLLM's requests that do not concern sampling."""
 
     model: Text = None
@@ -148,7 +159,7 @@ class RequestBody(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     request_id: Text = None
-    priority: Priority = None
+    priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
 
     @property
     def with_usage(self) -> bool:
@@ -174,7 +185,7 @@ class SamplingBody(RequestBody):
     session: Text = None
 
 
-class TemplateBody(Body):
+class TemplateBody(JsonObject):
     """Chat messages, and arguments of the chat template."""
 
     messages: Messages | None = None
@@ -239,9 +250,6 @@ def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> W
         given: All fields; null counts as not given. `top_k` -1 means off.
         default: Values of fields that are not given.
         seed: Seed for a request without one.
-
-    Raises:
-        Refusal, InputError: A value is out of range, or a field is unsupported or unknown.
     """
     values = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
     n = values.pop("n", 1)

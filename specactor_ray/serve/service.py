@@ -105,11 +105,7 @@ class Service:
             raise Refusal(f"{field} has a token id that is not from 0 to {self.vocabulary - 1}", param=field)
 
     async def prompts(self, given: Any, field: str) -> list[tuple[int, ...]]:
-        """The prompts of a request, text or token ids or a list of either, as token ids.
-
-        Raises:
-            Refusal: A prompt has another type, or cannot be encoded; the message names the request field.
-        """
+        """The prompts of a request, text or token ids or a list of either, as token ids."""
         several = is_batch(given)
         each = given if several else [given]
         if len(each) > MOST_CHOICES:
@@ -125,11 +121,7 @@ class Service:
         return await self.encoded(partial(encode_prompt, self.tokenizer, text, False), field, len(text) > _LONG_TEXT)
 
     async def encoded(self, encode: Callable[[], tuple[int, ...]], field: str, is_long: bool = True) -> tuple[int, ...]:
-        """Result of a tokenizer call, one call at a time; in another thread if it may take long.
-
-        Raises:
-            Refusal: The input cannot be encoded; the message names the request field.
-        """
+        """Result of a tokenizer call, one call at a time; in another thread if it may take long."""
         try:
             async with self._encoding:
                 return await asyncio.to_thread(encode) if is_long else encode()
@@ -156,9 +148,6 @@ class Service:
             wanted: Sampling options.
             name: Name of the request, for `Control.abort`.
             session, priority: As in `Engine.submit`.
-
-        Raises:
-            Refusal, SpecActorError: The prompts cannot run, or too many requests wait.
         """
         self.control.require_awake()
         self._require_not_cut_off()
@@ -167,12 +156,13 @@ class Service:
         for prompt in prompts:
             self._check_prompt(prompt)
         handles: list[Handle] = []
-        sampling, options = wanted.sampling, {"session": session, "priority": priority}
+        sampling = wanted.sampling
         try:
             for number, sample in itertools.product(range(len(prompts)), range(wanted.n)):
                 if len(prompts) * wanted.n > 1:
                     sampling = replace(wanted.sampling, seed=derive_seed(wanted.sampling.seed, number, sample))
-                handles.append(self.engine.submit(list(prompts[number]), sampling, **options))
+                prompt = list(prompts[number])
+                handles.append(self.engine.submit(prompt, sampling, session=session, priority=priority))
         except SpecActorError:
             self.drop(handles)
             raise
@@ -197,11 +187,7 @@ class Service:
         return len(self._open)
 
     async def outputs(self, request: Request, handles: Sequence[Handle]) -> list[Trajectory]:
-        """The outputs of all choices, which are aborted when the client leaves or one of them failed.
-
-        Raises:
-            Refusal, SpecActorError: One of them failed, or the client has left.
-        """
+        """The outputs of all choices, which are aborted when the client leaves or one of them failed."""
         working = asyncio.ensure_future(self._outputs(handles))
         leaving = asyncio.ensure_future(_left(request))
         try:
@@ -218,11 +204,7 @@ class Service:
         return [self.checked(await handle) for handle in handles]
 
     def checked(self, output: Trajectory) -> Trajectory:
-        """Return an output that has ended, unless it failed.
-
-        Raises:
-            Refusal: The output failed; the message is its error.
-        """
+        """Return an output that has ended, unless it failed."""
         self.metrics.ended(output)
         if output.finish_reason == "error":
             raise Refusal(output.error, 500 if output.token_ids else 400)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.serve.control import directory_of, label_of
 from specactor_ray.serve.outputs import Form, Part, answer, finite, spans_of
-from specactor_ray.serve.requests import Body, Integer, Refusal, Text, Wanted
+from specactor_ray.serve.requests import Directory, Integer, JsonObject, Label, Refusal, Text, Wanted
 from specactor_ray.serve.service import Service, Serving, is_batch
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -29,7 +28,7 @@ router = APIRouter()
 # ---- generation ----
 
 
-class SglangGenerateBody(Body):
+class SglangGenerateBody(JsonObject):
     """Body of `/generate`."""
 
     text: str | list[str] | None = None
@@ -152,12 +151,6 @@ def _finish_reason(output: Trajectory) -> dict[str, Any]:
 # ---- the server, also in the place of a router ----
 
 
-class WorkerBody(Body):
-    """Body of `POST /workers`."""
-
-    url: str
-
-
 @router.get("/health_generate")
 async def health_generate(service: Serving) -> dict[str, str]:
     """The engine generates."""
@@ -221,11 +214,11 @@ async def workers(service: Serving, request: Request) -> dict[str, Any]:
 
 
 @router.post("/workers")
-async def add_worker(body: WorkerBody, request: Request) -> dict[str, Any]:
+async def add_worker(url: Annotated[str, Body(embed=True)], request: Request) -> dict[str, Any]:
     """Accept this server's own address."""
-    if body.url.rstrip("/") != _url(request):
+    if url.rstrip("/") != _url(request):
         raise Refusal(f"this server routes to itself only, {_url(request)}", param="url")
-    return {"status": "accepted", "worker_id": body.url}
+    return {"status": "accepted", "worker_id": url}
 
 
 def _url(request: Request) -> str:
@@ -235,34 +228,13 @@ def _url(request: Request) -> str:
 # ---- pauses, weights, memory ----
 
 
-class PauseBody(Body):
-    """Body of `/pause_generation`."""
-
-    mode: Literal["abort", "retract", "in_place"] | None = None
-
-
-class SglangAbortBody(Body):
-    """Body of `/abort_request`."""
-
-    rid: str | None = None
-    abort_all: bool | None = None
-
-
-class DiskBody(Body):
-    """Body of `/update_weights_from_disk`."""
-
-    model_path: str
-    load_format: str | None = None
-    abort_all_requests: bool | None = None
-    weight_version: str | Integer | None = None
-
-
 @router.post("/pause_generation")
-async def pause_generation(service: Serving, body: PauseBody | None = None) -> dict[str, str]:
+async def pause_generation(
+    service: Serving, mode: Annotated[Literal["abort", "retract", "in_place"] | None, Body(embed=True)] = None
+) -> dict[str, str]:
     """Hold new requests until `/continue_generation`; `abort` (default) ends the present ones, the other modes let them
     continue then."""
-    mode = (body.mode if body else None) or "abort"
-    await service.control.pause(WeightPolicy.ABORT if mode == "abort" else WeightPolicy.KEEP)
+    await service.control.pause(WeightPolicy.ABORT if mode in (None, "abort") else WeightPolicy.KEEP)
     return {"message": "Generation paused successfully.", "status": "ok"}
 
 
@@ -274,22 +246,27 @@ async def continue_generation(service: Serving) -> dict[str, str]:
 
 
 @router.post("/abort_request")
-async def abort_request(service: Serving, body: SglangAbortBody) -> dict[str, Any]:
+async def abort_request(
+    service: Serving, rid: Annotated[str | None, Body()] = None, abort_all: Annotated[bool | None, Body()] = None
+) -> dict[str, Any]:
     """Abort the requests with one name, or all."""
-    if not body.rid and not body.abort_all:
+    if not rid and not abort_all:
         raise Refusal("send rid, or abort_all true", param="rid")
-    await service.control.abort(None if body.abort_all else body.rid)
+    await service.control.abort(None if abort_all else rid)
     return {"success": True}
 
 
 @router.post("/update_weights_from_disk")
-async def update_from_disk(service: Serving, body: DiskBody) -> dict[str, Any]:
+async def update_from_disk(
+    service: Serving,
+    model_path: Annotated[Directory, Body()],
+    load_format: Annotated[Literal["auto", "safetensors"] | None, Body()] = None,
+    abort_all_requests: Annotated[bool | None, Body()] = None,
+    weight_version: Annotated[Label | None, Body()] = None,
+) -> dict[str, Any]:
     """Update the weights of the target. Unless paused, running requests end first, or are aborted."""
-    if body.load_format not in (None, "auto", "safetensors"):
-        raise Refusal("load_format must be auto or safetensors", param="load_format")
-    directory, label = directory_of(body.model_path, "model_path"), label_of(body.weight_version)
-    policy = WeightPolicy.ABORT if body.abort_all_requests else WeightPolicy.WAIT
-    await service.control.update(directory, policy, label)
+    policy = WeightPolicy.ABORT if abort_all_requests else WeightPolicy.WAIT
+    await service.control.update(model_path, policy, weight_version)
     message = f"Weight version updated to {service.control.label}."
     return {"success": True, "message": message, "num_paused_requests": 0}
 

@@ -9,14 +9,13 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Body, Query, Request, Response
 
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.serve.control import directory_of, label_of
 from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of, usage_of
-from specactor_ray.serve.requests import Body, Integer, Refusal, RequestBody, TokenId
+from specactor_ray.serve.requests import Directory, JsonObject, Label, Refusal, RequestBody, TokenId
 from specactor_ray.serve.service import Service, Serving
 
 _BY_DIRECTORY = (
@@ -154,12 +153,6 @@ def _named(token_id: int, logprob: float) -> dict[str, Any]:
 # ---- pauses ----
 
 
-class VllmAbortBody(Body):
-    """Body of `/abort_requests`; without names all requests are aborted."""
-
-    request_ids: list[str] | str | None = None
-
-
 @router.post("/pause")
 async def pause(service: Serving, mode: Mode = "abort", clear_cache: bool = True) -> dict[str, str]:
     """Hold new requests until `/resume`. Cached prefixes belong to a weight version and need no clearing."""
@@ -183,10 +176,12 @@ async def is_paused(service: Serving) -> dict[str, bool]:
 
 @router.post("/abort_requests")
 @router.post("/inference/v1/abort_requests")
-async def abort_requests(service: Serving, body: VllmAbortBody | None = None) -> dict[str, Any]:
+async def abort_requests(
+    service: Serving, request_ids: Annotated[list[str] | str | None, Body(embed=True)] = None
+) -> dict[str, Any]:
     """Abort requests by their names, or all."""
-    names = body.request_ids if body else None
-    each: list[str | None] = [*([names] if isinstance(names, str) else names or [])] or [None]
+    names = [request_ids] if isinstance(request_ids, str) else request_ids
+    each: list[str | None] = [*(names or ())] or [None]
     return {"status": "aborted", "aborted": sum([await service.control.abort(name) for name in each])}
 
 
@@ -214,23 +209,16 @@ async def world_size(service: Serving, include_dp: bool = True) -> dict[str, int
 # ---- weights ----
 
 
-class UpdateBody(Body):
-    """Body of `/update_weights`: prime-rl's form, or vLLM's, whose `update_info` is here `{"weight_dir": ...}`."""
+class UpdateInfo(JsonObject):
+    """Directory of new weights."""
 
-    weight_dir: str | None = None
-    update_info: dict[str, Any] | None = None
-
-
-class FinishBody(Body):
-    """Body of `/finish_weight_update`."""
-
-    weight_version: str | Integer | None = None
+    weight_dir: Directory | None = None
 
 
-class VersionBody(Body):
-    """Body of `/update_weight_version`."""
+class UpdateBody(UpdateInfo):
+    """Body of `/update_weights`: prime-rl's form, or vLLM's, with `update_info`."""
 
-    new_version: str | Integer
+    update_info: UpdateInfo | None = None
 
 
 @router.post("/start_weight_update")
@@ -243,32 +231,33 @@ async def start_update(service: Serving) -> dict[str, str]:
 @router.post("/update_weights")
 async def update_weights(service: Serving, body: UpdateBody) -> dict[str, str]:
     """Update the weights of the target; running or paused requests continue with them."""
-    if "weight_dir" in body.model_fields_set:
-        if body.weight_dir is None:  # prime-rl's form of a broadcast
-            raise Refusal(f"weight_dir is null: no weights are received over NCCL; {_BY_DIRECTORY}", param="weight_dir")
-        await service.control.update(directory_of(body.weight_dir, "weight_dir"), WeightPolicy.KEEP)
-        return {"status": "ok"}
-    info = body.update_info
-    if not info or info.keys() != {"weight_dir"}:
-        strange = next((name for name in info or () if name != "weight_dir"), "update_info")[:64]
-        raise Refusal(f"{strange}: no tensors are received; {_BY_DIRECTORY}", param=strange)
-    await service.control.stage_or_update(directory_of(info["weight_dir"], "weight_dir"))
-    return {"message": "Weights updated"}
+    is_prime_rls = "weight_dir" in body.model_fields_set
+    info = body if is_prime_rls else body.update_info or UpdateInfo()
+    if info.weight_dir is None or info.model_extra:
+        strange = next(iter(info.model_extra or ()), "weight_dir" if is_prime_rls else "update_info")[:64]
+        problem = "weight_dir is null: no weights are received over NCCL" if is_prime_rls else f"{strange}: no tensors"
+        raise Refusal(f"{problem}; {_BY_DIRECTORY}", param=strange)
+    if not is_prime_rls:
+        await service.control.stage_or_update(info.weight_dir)
+        return {"message": "Weights updated"}
+    await service.control.update(info.weight_dir, WeightPolicy.KEEP)
+    return {"status": "ok"}
 
 
 @router.post("/finish_weight_update")
-async def finish_update(service: Serving, body: FinishBody | None = None) -> dict[str, str]:
+async def finish_update(
+    service: Serving, weight_version: Annotated[Label | None, Body(embed=True)] = None
+) -> dict[str, str]:
     """Apply the weights of `/update_weights` to all further tokens."""
-    await service.control.finish_update(label_of(body.weight_version if body else None))
+    await service.control.finish_update(weight_version)
     return {"message": "Weight update finished"}
 
 
 @router.post("/update_weight_version")
-async def relabel(service: Serving, body: VersionBody) -> dict[str, Any]:
+async def relabel(service: Serving, new_version: Annotated[Label, Body(embed=True)]) -> dict[str, Any]:
     """Set the name of the present weights."""
-    label = label_of(body.new_version, "new_version") or ""
-    service.control.relabel(label)
-    return {"success": True, "message": f"Weight version updated to {label}", "new_version": label}
+    service.control.relabel(new_version)
+    return {"success": True, "message": f"Weight version updated to {new_version}", "new_version": new_version}
 
 
 @router.get("/weight_info")

@@ -50,7 +50,7 @@ def test_requests_that_are_cut_off_are_answered_in_their_form(caplog: pytest.Log
     assert (
         ends == [8] and server.cut_off == 8 and not engine.running and not service.open_choices and not caplog.records
     )
-    for number, (path, answer) in enumerate(zip([*BODIES, *BODIES], answers, strict=True)):
+    for number, answer in enumerate(answers):
         is_stream = number >= len(BODIES)
         assert answer.status_code == (200 if is_stream else 503)
         text = answer.text
@@ -59,4 +59,4 @@ def test_requests_that_are_cut_off_are_answered_in_their_form(caplog: pytest.Log
             assert last == "data: [DONE]" and not end
         body = json.loads(text.removeprefix("data: "))
         assert "the server ends" in body["error"]["message"]
-        assert ("success" in body) == (path == "/generate")
+        assert body["success"] is False

@@ -230,9 +230,8 @@ class TestControl:
         ("path", "named"),
         [
             ("/init_weight_transfer_engine", "weight_dir"),
-            ("/start_draft_weight_update", "drafters"),
             ("/collective_rpc", "weight_dir"),
-            ("/fetch_weights", "deltas"),
+            ("/fetch_weights", "weight_dir"),
             ("/init_broadcaster", "filesystem"),
             ("/load_lora_adapter", "merge"),
             ("/v1/load_lora_adapter", "merge"),
