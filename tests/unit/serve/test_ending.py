@@ -11,7 +11,7 @@ import pytest
 
 from specactor_ray.serve.run import listening_socket, server_of
 from specactor_ray.serve.service import Limits
-from tests.unit.serve.scripted import ScriptedEngine, make_service
+from tests.fakes.scripted_engine import ScriptedEngine, make_service
 
 BODIES = {
     "/v1/completions": {"prompt": "a", "n": 2},

@@ -15,7 +15,7 @@ import pytest
 from specactor_ray.core.errors import InputError
 from specactor_ray.serve.run import read_key
 from specactor_ray.serve.service import Limits
-from tests.unit.serve.scripted import ScriptedEngine, client_of, make_service
+from tests.fakes.scripted_engine import ScriptedEngine, client_of, make_service
 
 TOKEN = "a-token-of-some-length"
 
