@@ -151,13 +151,6 @@ def _finish_reason(output: Trajectory) -> dict[str, Any]:
 # ---- the server, also in the place of a router ----
 
 
-@router.get("/health_generate")
-async def health_generate(service: Serving) -> dict[str, str]:
-    """The engine generates."""
-    await service.control.require_live()
-    return {"status": "ok"}
-
-
 @router.get("/server_info")
 @router.get("/get_server_info")
 async def server_info(service: Serving, config_format: str = "text") -> dict[str, Any]:
@@ -225,7 +218,7 @@ def _url(request: Request) -> str:
     return str(request.base_url).rstrip("/")
 
 
-# ---- pauses, weights, memory ----
+# ---- pauses and weights; `vllm_rl` has those that both dialects send in one form ----
 
 
 @router.post("/pause_generation")
@@ -236,13 +229,6 @@ async def pause_generation(
     continue then."""
     await service.control.pause(WeightPolicy.ABORT if mode in (None, "abort") else WeightPolicy.KEEP)
     return {"message": "Generation paused successfully.", "status": "ok"}
-
-
-@router.post("/continue_generation")
-async def continue_generation(service: Serving) -> dict[str, str]:
-    """End the pause."""
-    service.control.resume()
-    return {"message": "Generation continued successfully.", "status": "ok"}
 
 
 @router.post("/abort_request")
@@ -269,30 +255,3 @@ async def update_from_disk(
     await service.control.update(model_path, policy, weight_version)
     message = f"Weight version updated to {service.control.label}."
     return {"success": True, "message": message, "num_paused_requests": 0}
-
-
-@router.get("/get_weight_version")
-async def weight_version(service: Serving) -> dict[str, str]:
-    """The name of the present weights."""
-    return {"weight_version": service.control.label}
-
-
-@router.get("/flush_cache")
-@router.post("/flush_cache")
-async def flush_cache() -> Response:
-    """No operation: new weights drop the prefixes of the old ones."""
-    return Response("Cache flushed.\n", media_type="text/plain")
-
-
-@router.post("/release_memory_occupation")
-async def release_memory(service: Serving) -> dict[str, bool]:
-    """Free the verifiers' memory until `/resume_memory_occupation`, regardless of the tags."""
-    await service.control.sleep(WeightPolicy.WAIT)
-    return {"success": True}
-
-
-@router.post("/resume_memory_occupation")
-async def resume_memory(service: Serving) -> dict[str, bool]:
-    """Allocate the memory again."""
-    await service.control.wake()
-    return {"success": True}

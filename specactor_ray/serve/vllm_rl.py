@@ -1,6 +1,6 @@
 """vLLM's endpoints for reinforcement learning: token ids in and out, pauses, weights, sleep.
 
-prime-rl, SkyRL and TRL's server mode call these, and a few of their own.
+prime-rl, SkyRL and TRL's server mode call these, and a few of their own; some have SGLang's path beside vLLM's.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ async def pause(service: Serving, mode: Mode = "abort", clear_cache: bool = True
 
 
 @router.post("/resume")
+@router.post("/continue_generation")
 async def resume(service: Serving) -> dict[str, str]:
     """End the pause."""
     service.control.resume()
@@ -186,8 +187,9 @@ async def abort_requests(
 
 
 @router.get("/liveness")
+@router.get("/health_generate")
 async def liveness(service: Serving) -> dict[str, str]:
-    """The engine generates (prime-rl)."""
+    """The engine generates (prime-rl, SGLang)."""
     await service.control.require_live()
     return {"status": "ok"}
 
@@ -261,12 +263,15 @@ async def relabel(service: Serving, new_version: Annotated[Label, Body(embed=Tru
 
 
 @router.get("/weight_info")
+@router.get("/get_weight_version")
 async def weight_info(service: Serving) -> dict[str, str]:
     """The name of the present weights."""
     return {"weight_version": service.control.label}
 
 
 @router.post("/reset_prefix_cache")
+@router.get("/flush_cache")
+@router.post("/flush_cache")
 async def reset_prefix_cache() -> dict[str, bool]:
     """No operation: new weights drop the prefixes of the old ones."""
     return {"success": True}
@@ -282,11 +287,19 @@ async def sleep(service: Serving, level: Annotated[int, Query(ge=1, le=2)] = 1, 
     return {"status": "sleeping", "level": level}
 
 
+@router.post("/release_memory_occupation")
+async def release_memory(service: Serving) -> dict[str, bool]:
+    """As `/sleep`, after the end of running requests (SGLang)."""
+    await service.control.sleep(WeightPolicy.WAIT)
+    return {"success": True}
+
+
 @router.post("/wake_up")
+@router.post("/resume_memory_occupation")
 async def wake_up(service: Serving, tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
     """Allocate all memory again, regardless of the tags."""
     await service.control.wake()
-    return {"status": "awake", "tags": tags}
+    return {"status": "awake", "tags": tags, "success": True}
 
 
 @router.get("/is_sleeping")
