@@ -19,7 +19,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.heartbeat import Heartbeat, elapsed
 from specactor_ray.core.json_text import read_foreign
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
-from specactor_ray.models.loading import require_tokenizer
+from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
 from specactor_ray.serve.app import is_loopback, make_app
 from specactor_ray.serve.service import Service
