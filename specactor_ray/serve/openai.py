@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from specactor_ray.rollout.handle import Token
 from specactor_ray.rollout.prompts import encode_chat
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of, usage_of
+from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of
 from specactor_ray.serve.requests import (
     Integer,
     JsonObject,
@@ -146,8 +146,8 @@ async def chat(service: Serving, body: ChatBody, request: Request) -> Response:
     if body.tool_choice not in (None, "auto", "none"):
         raise Refusal("tool_choice must be auto or none: outputs are not forced into a form", param="tool_choice")
     prompt = await _encoded(service, body)
-    others = {*TemplateBody.model_fields, *ChatBody.__annotations__}
-    given = {name: value for name, value in body.given().items() if name not in others}
+    of_chat = ChatBody.model_fields.keys() - SamplingBody.model_fields.keys()
+    given = {name: value for name, value in body.given().items() if name not in of_chat}
     if body.max_completion_tokens is not None:
         given["max_tokens"] = body.max_completion_tokens
     if given.get("max_tokens") is None:  # as in OpenAI and vLLM: the rest of the context
@@ -160,17 +160,8 @@ async def chat(service: Serving, body: ChatBody, request: Request) -> Response:
 
 
 async def _answered(request: Request, body: SamplingBody, form: OpenAIForm) -> Response:
-    return await answer(
-        form.service,
-        request,
-        form.prompts,
-        form.wanted,
-        form,
-        stream=body.stream,
-        name=body.request_id or request.headers.get("x-request-id") or form.id,
-        session=body.session,
-        priority=body.priority,
-    )
+    name = body.request_id or request.headers.get("x-request-id") or form.id
+    return await answer(request, form, stream=body.stream, name=name, session=body.session, priority=body.priority)
 
 
 # ---- chat messages and tool calls (the Hermes form, which Qwen and others write) ----
@@ -231,17 +222,12 @@ def _parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 class OpenAIForm(Form):
-    """The answer to one request.
-
-    Args:
-        service, body, wanted: Service, body and sampling options of the request.
-        prompts: Token ids of each prompt.
-    """
+    """Fields of both endpoints' answers."""
 
     prefix = kind = chunk_kind = ""
 
     def __init__(self, service: Service, body: SamplingBody, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
-        self.service, self.prompts, self.wanted = service, prompts, wanted
+        super().__init__(service, prompts, wanted)
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
         self.with_ids = bool(body.return_token_ids)
         self._as_ids, self._with_usage = bool(body.return_tokens_as_token_ids), body.with_usage
@@ -285,8 +271,7 @@ class OpenAIForm(Form):
         return {"id": self.id, "object": kind, "created": self._created, "model": self.service.model}
 
     def _end(self, outputs: Sequence[Trajectory]) -> dict[str, Any]:
-        usage = usage_of(sum(map(len, self.prompts)), outputs)
-        return {"usage": usage, "system_fingerprint": _fingerprint(outputs)}
+        return {"usage": self.usage(outputs), "system_fingerprint": _fingerprint(outputs)}
 
 
 class CompletionForm(OpenAIForm):

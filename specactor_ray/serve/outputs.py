@@ -214,10 +214,19 @@ async def merged(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[Part]:
 
 
 class Form(abc.ABC):
-    """The answer to one request in a dialect; all values are objects for JSON."""
+    """The answer to one request in a dialect; all values are objects for JSON.
+
+    Args:
+        service: Generates.
+        prompts: Token ids of each prompt.
+        wanted: Sampling options.
+    """
 
     until: str = ""
     """Only the last part has this text and all that follows it."""
+
+    def __init__(self, service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
+        self.service, self.prompts, self.wanted = service, prompts, wanted
 
     @abc.abstractmethod
     def whole(self, parts: Sequence[Part]) -> Any:
@@ -237,12 +246,14 @@ class Form(abc.ABC):
         del outputs
         return ()
 
+    def usage(self, outputs: Iterable[Trajectory | None]) -> dict[str, int]:
+        """Numbers of tokens of the request."""
+        prompt, tokens = sum(map(len, self.prompts)), sum(len(one.token_ids) for one in outputs if one is not None)
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
 
 async def answer(
-    service: Service,
     request: Request,
-    prompts: Sequence[Sequence[int]],
-    wanted: Wanted,
     form: Form,
     *,
     stream: bool | None,
@@ -253,13 +264,14 @@ async def answer(
     """Generate, and answer a request; if its client leaves, its outputs are aborted.
 
     Args:
-        service, request, prompts, wanted, form: Service, and the request with its prompts, options and form.
+        request, form: The request, and the form of its answer.
         stream: Whether to send events.
         name, session, priority: As in `Service.submit`.
     """
-    handles = service.submit(prompts, wanted, name=name, session=session, priority=priority or 0)
+    service = form.service
+    handles = service.submit(form.prompts, form.wanted, name=name, session=session, priority=priority or 0)
     if stream:
-        hold = [*wanted.sampling.stop, *filter(None, (form.until,))]
+        hold = [*form.wanted.sampling.stop, *filter(None, (form.until,))]
         streams = [parts_of(service, handle, index, hold) for index, handle in enumerate(handles)]
         return EventStream(_events(form, streams), partial(service.drop, handles))
     outputs = await service.outputs(request, handles)
@@ -310,16 +322,6 @@ class EventStream(StreamingResponse):
 def finite(logprob: float) -> float:
     """Log-probability clipped at `_LEAST_LOGPROB`, since JSON has no infinity."""
     return max(float(logprob), _LEAST_LOGPROB)
-
-
-def usage_of(prompt_tokens: int, outputs: Iterable[Trajectory | None]) -> dict[str, int]:
-    """Numbers of tokens of a request."""
-    tokens = sum(len(output.token_ids) for output in outputs if output is not None)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": tokens,
-        "total_tokens": prompt_tokens + tokens,
-    }
 
 
 def spans_of(output: Trajectory, name: Callable[[int], Any]) -> list[dict[str, Any]]:

@@ -56,13 +56,12 @@ async def generate(service: Serving, body: SglangGenerateBody, request: Request)
     given = body.input_ids if body.text is None else body.text
     prompts = await service.prompts(given, "input_ids" if body.text is None else "text")
     wanted = _wanted(service, body, prompts)
-    form = SglangForm(service, body, wanted, is_batch(given) or wanted.n > 1)
+    form = SglangForm(service, body, prompts, wanted, is_list=is_batch(given) or wanted.n > 1)
     priority = extra.get("priority")
     if type(priority) is not int or abs(priority) >= 2**31:
         priority = 0
     session = request.headers.get("x-smg-routing-key")
-    options: dict[str, Any] = {"stream": body.stream, "name": form.name, "session": session, "priority": priority}
-    return await answer(service, request, prompts, wanted, form, **options)
+    return await answer(request, form, stream=body.stream, name=form.name, session=session, priority=priority)
 
 
 def _wanted(service: Service, body: SglangGenerateBody, prompts: Sequence[Sequence[int]]) -> Wanted:
@@ -81,9 +80,17 @@ def _wanted(service: Service, body: SglangGenerateBody, prompts: Sequence[Sequen
 class SglangForm(Form):
     """Answers of `/generate`; each event repeats the content of the earlier ones."""
 
-    def __init__(self, service: Service, body: SglangGenerateBody, wanted: Wanted, is_list: bool) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: SglangGenerateBody,
+        prompts: Sequence[Sequence[int]],
+        wanted: Wanted,
+        is_list: bool,
+    ) -> None:
+        super().__init__(service, prompts, wanted)
         self.name = body.rid or secrets.token_hex(16)
-        self._service, self._logprobs, self._is_list = service, wanted.logprobs, is_list
+        self._is_list = is_list
         given = body.sampling_params or {}
         self._special, self._untrimmed = given.get("skip_special_tokens") is False, bool(given.get("no_stop_trim"))
         self._with_text = bool(body.return_text_in_logprobs)
@@ -102,7 +109,7 @@ class SglangForm(Form):
         return self._choice(before)
 
     def _choice(self, part: Part) -> dict[str, Any]:
-        output, control = part.output, self._service.control
+        output, control = part.output, self.service.control
         text = part.text if output is None else self._text(output)
         meta: dict[str, Any] = {
             "id": self.name,
@@ -115,15 +122,15 @@ class SglangForm(Form):
             spans = spans_of(output, control.label_of)
             meta |= {"prompt_tokens": len(output.prompt_token_ids), "seed": output.sampling.seed}
             meta |= {"weight_version": spans[-1]["version"] if spans else control.label, "weight_versions": spans}
-        if self._logprobs:
+        if self.wanted.logprobs:
             meta["output_top_logprobs"] = [[self._reported(*other) for other in token.top] for token in part.tokens]
-        if self._logprobs is not None:
+        if self.wanted.logprobs is not None:
             meta["output_token_logprobs"] = [self._reported(token.token_id, token.logprob) for token in part.tokens]
         choice = {"text": text, "output_ids": part.token_ids, "meta_info": meta}
         return {"index": part.index, **choice} if self._is_list else choice
 
     def _reported(self, token_id: int, logprob: float) -> tuple[float, int, str | None]:
-        text = self._service.token_text(token_id).text if self._with_text else None
+        text = self.service.token_text(token_id).text if self._with_text else None
         return finite(logprob), token_id, text
 
     def _text(self, output: Trajectory) -> str:
@@ -133,7 +140,7 @@ class SglangForm(Form):
             ids.pop()
         elif not self._special:
             return output.text
-        text = str(self._service.tokenizer.decode(ids, skip_special_tokens=not self._special))
+        text = str(self.service.tokenizer.decode(ids, skip_special_tokens=not self._special))
         if isinstance(stop, str) and not self._untrimmed and stop in text:
             return text[: text.rfind(stop)]
         return text

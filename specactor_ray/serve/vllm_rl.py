@@ -14,8 +14,8 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of, usage_of
-from specactor_ray.serve.requests import Directory, JsonObject, Label, Refusal, RequestBody, TokenId
+from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of
+from specactor_ray.serve.requests import Directory, JsonObject, Label, Refusal, RequestBody, TokenId, Wanted
 from specactor_ray.serve.service import Service, Serving
 
 _BY_DIRECTORY = (
@@ -73,10 +73,8 @@ async def generate_tokens(service: Serving, body: VllmGenerateBody, request: Req
     wanted = service.wanted(_sampling_of(body.sampling_params))
     headers = request.headers
     name = body.request_id or headers.get("x-request-id") or f"generate-tokens-{secrets.token_hex(16)}"
-    form = VllmForm(service, body, name, wanted.logprobs is not None)
-    session = headers.get("x-session-id")
-    options: dict[str, Any] = {"stream": body.stream, "name": name, "session": session, "priority": body.priority}
-    return await answer(service, request, [body.token_ids], wanted, form, **options)
+    form, session = VllmForm(service, body, wanted, name), headers.get("x-session-id")
+    return await answer(request, form, stream=body.stream, name=name, session=session, priority=body.priority)
 
 
 def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -96,17 +94,18 @@ def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
 class VllmForm(Form):
     """Answers of `/inference/v1/generate`."""
 
-    def __init__(self, service: Service, body: VllmGenerateBody, name: str, with_logprobs: bool) -> None:
-        self._service, self._body, self._with_logprobs = service, body, with_logprobs
+    def __init__(self, service: Service, body: VllmGenerateBody, wanted: Wanted, name: str) -> None:
+        super().__init__(service, [body.token_ids], wanted)
+        self._body = body
         self._head: dict[str, Any] = {"request_id": name, "output_mode": "tokens"}
         self._prompt_ids = body.token_ids if body.return_token_ids else None
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         return self._head | {
-            "model": self._service.model,
+            "model": self.service.model,
             "choices": list(map(self._choice, parts)),
-            "usage": usage_of(len(self._body.token_ids), [part.output for part in parts]),
-            "prompt_logprobs": prompt_report(self._service, parts[0].output),
+            "usage": self.usage(part.output for part in parts),
+            "prompt_logprobs": prompt_report(self.service, parts[0].output),
             "prompt_token_ids": self._prompt_ids,
             "kv_transfer_params": None,
         }
@@ -119,7 +118,7 @@ class VllmForm(Form):
 
     def last_events(self, outputs: Sequence[Trajectory]) -> Iterable[Any]:
         if self._body.with_usage:
-            yield self._head | {"choices": [], "usage": usage_of(len(self._body.token_ids), outputs)}
+            yield self._head | {"choices": [], "usage": self.usage(outputs)}
 
     def _choice(self, part: Part) -> dict[str, Any]:
         output = part.output
@@ -129,12 +128,12 @@ class VllmForm(Form):
             "finish_reason": output.finish_reason if output else None,
             "stop_reason": output.stop_reason if output else None,
             "routed_experts": None,
-            "logprobs": {"content": list(map(_reported, part.tokens))} if self._with_logprobs else None,
+            "logprobs": None if self.wanted.logprobs is None else {"content": list(map(_reported, part.tokens))},
         }
         if output is not None:
-            choice["weight_versions"] = spans_of(output, self._service.control.label_of)
+            choice["weight_versions"] = spans_of(output, self.service.control.label_of)
             choice["seed"] = output.sampling.seed
-            if self._body.stream and (report := prompt_report(self._service, output)) is not None:
+            if self._body.stream and (report := prompt_report(self.service, output)) is not None:
                 choice["prompt_logprobs"] = report
         return choice
 
