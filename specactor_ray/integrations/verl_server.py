@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,49 +104,43 @@ def configuration(rollout: Any, model_path: str, trust_remote_code: bool, has_gp
         raise ConfigError(key, error.problem, error.fix) from None
 
 
-@dataclass(frozen=True)
-class ReplicaLimits:
-    """Settings of verl that apply to all requests."""
+def sampling_of(
+    rollout: Any, parameters: Mapping[str, Any], num_prompt: int, seed: int, max_model_len: int
+) -> SamplingParams:
+    """Parameters of one request.
 
-    prompt_length: int
-    response_length: int
-    max_model_len: int
-    """Most prompt + output tokens."""
-    ignore_eos: bool
+    The position in the noise is that in the whole sequence. So a request that is resent with its output so far as part
+    of the prompt continues with the tokens that would have followed.
 
-    def sampling(self, parameters: Mapping[str, Any], num_prompt: int, seed: int) -> SamplingParams:
-        """Parameters of one request.
-
-        The position in the noise is that in the whole sequence. So a request that is resent with its output so far as
-        part of the prompt continues with the tokens that would have followed.
-
-        Args:
-            parameters: Parameters from verl; the model's values replace absent ones.
-            num_prompt: Number of tokens of the prompt.
-            seed: Seed if `parameters` has none.
-        """
-        refuse(parameters, "verl: sampling_params.")
-        for name, value in parameters.items():
-            known = name in (*_TRANSLATED, *_IGNORED, *UNAVAILABLE)
-            if not known and value not in (None, [], (), _NEUTRAL.get(name)):
-                raise InputError(
-                    f"verl: sampling_params.{name}={value!r} is not available. Fix: leave it out; it may hold "
-                    f"{', '.join(_TRANSLATED)}"
-                )
-        room = self.max_model_len - num_prompt
-        if room < 1:
+    Args:
+        rollout: Section `actor_rollout_ref.rollout`.
+        parameters: Parameters from verl; the model's values replace absent ones.
+        num_prompt: Number of tokens of the prompt.
+        seed: Seed if `parameters` has none.
+        max_model_len: Most prompt + output tokens.
+    """
+    refuse(parameters, "verl: sampling_params.")
+    for name, value in parameters.items():
+        known = name in (*_TRANSLATED, *_IGNORED, *UNAVAILABLE)
+        if not known and value not in (None, [], (), _NEUTRAL.get(name)):
             raise InputError(
-                f"verl: {num_prompt} tokens leave no room for an output in {self.max_model_len}. Fix: raise "
-                "actor_rollout_ref.rollout.max_model_len, or engine_kwargs.specactor.target.max_model_len"
+                f"verl: sampling_params.{name}={value!r} is not available. Fix: leave it out; it may hold "
+                f"{', '.join(_TRANSLATED)}"
             )
-        given = {name: parameters[name] for name in _TRANSLATED if parameters.get(name) is not None}
-        most = given.pop("max_tokens", None) or parameters.get("max_new_tokens")
-        if most is None:
-            most = min(self.response_length, self.prompt_length + self.response_length - num_prompt)
-        if given.get("top_k") == -1:  # means all tokens in vLLM
-            given["top_k"] = 0
-        settings = {"seed": seed, "ignore_eos": self.ignore_eos, **given, "max_tokens": max(1, min(most, room))}
-        return SamplingParams(**settings, first_position=num_prompt)
+    room = max_model_len - num_prompt
+    if room < 1:
+        raise InputError(
+            f"verl: {num_prompt} tokens leave no room for an output in {max_model_len}. Fix: raise "
+            "actor_rollout_ref.rollout.max_model_len, or engine_kwargs.specactor.target.max_model_len"
+        )
+    given = {name: parameters[name] for name in _TRANSLATED if parameters.get(name) is not None}
+    most = given.pop("max_tokens", None) or parameters.get("max_new_tokens")
+    if most is None:
+        most = min(rollout.response_length, rollout.prompt_length + rollout.response_length - num_prompt)
+    if given.get("top_k") == -1:  # means all tokens in vLLM
+        given["top_k"] = 0
+    settings = {"seed": seed, "ignore_eos": rollout.ignore_eos, **given, "max_tokens": max(1, min(most, room))}
+    return SamplingParams(**settings, first_position=num_prompt)
 
 
 class Seeds:
@@ -220,11 +214,8 @@ class VerlServer:
     async def start(self) -> str:
         """Start the rollout; returns the name of its run."""
         self._rollout = await asyncio.to_thread(self._start)
-        engine, length = self._rollout.engine, self._rollout.config.target.max_model_len
-        engine.max_waiting = _ANY_NUMBER  # verl limits its requests
-        engine.tokenizer = None  # it exchanges token ids
-        settings = self._settings
-        self._limits = ReplicaLimits(settings.prompt_length, settings.response_length, length or 0, settings.ignore_eos)
+        self._rollout.engine.max_waiting = _ANY_NUMBER  # verl limits its requests
+        self._rollout.engine.tokenizer = None  # it exchanges token ids
         return self._rollout.run_name
 
     async def generate(
@@ -251,7 +242,8 @@ class VerlServer:
         prompt = [int(token) for token in prompt_ids]
         own_seed = sampling_params.get("seed") is None
         seed = self._seeds.take(prompt, request_id if self._settings.full_determinism else None) if own_seed else 0
-        sampling = self._limits.sampling(sampling_params, len(prompt), seed)
+        length = self._rollout.config.target.max_model_len or 0
+        sampling = sampling_of(self._settings, sampling_params, len(prompt), seed, length)
         handle = self._rollout.engine.submit(prompt, sampling, priority=int(priority))
         self._running[handle] = request_id
         try:

@@ -67,7 +67,7 @@ def _answer(error: HTTPException) -> JSONResponse:
 
 
 class Guard:
-    """ASGI middleware: checks token, number of requests, and sizes of head and body; counts requests.
+    """ASGI middleware: checks token, number of requests, sizes of head and body, and type; counts requests.
 
     Args:
         app: The guarded application.
@@ -114,6 +114,9 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.max_body_bytes:
             raise self._too_large()
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json" and (length != b"0" or b"transfer-encoding" in headers):
+            raise Refusal("the body must be a JSON object, sent with Content-Type: application/json")
 
     def _check_access(self, headers: dict[bytes, bytes]) -> None:
         if self._token is None:

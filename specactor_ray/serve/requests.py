@@ -244,13 +244,8 @@ class Wanted:
 
 
 def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> Wanted:
-    """Read the fields of a request that concern sampling; fields that would change an output unasked are refused.
-
-    Args:
-        given: All fields; null counts as not given. `top_k` -1 means off.
-        default: Values of fields that are not given.
-        seed: Seed for a request without one.
-    """
+    """Read the fields of a request that concern sampling; null counts as not given, and `top_k` -1 means off. Values of
+    other fields are those of `default`, and `seed`. Fields that might be meant to change the output are refused."""
     values = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
     n = values.pop("n", 1)
     if type(n) is not int or not 1 <= n <= MOST_CHOICES:

@@ -142,12 +142,7 @@ class Service:
         """Begin `wanted.n` choices of each prompt, prompt by prompt; the caller must always `drop` them at the end.
 
         A single choice has the seed of the request; others have seeds as `Rollout.generate` derives those of samples.
-
-        Args:
-            prompts: Token ids.
-            wanted: Sampling options.
-            name: Name of the request, for `Control.abort`.
-            session, priority: As in `Engine.submit`.
+        `name` is that of the request, for `Control.abort`; session and priority are as in `Engine.submit`.
         """
         self.control.require_awake()
         self._require_not_cut_off()

@@ -15,7 +15,7 @@ import pytest
 from specactor_ray.core.errors import InputError
 from specactor_ray.serve.run import read_key
 from specactor_ray.serve.service import Limits
-from tests.fakes.scripted_engine import ScriptedEngine, client_of, make_service
+from tests.fakes.scripted_engine import ScriptedEngine, client_of, make_service, post
 
 TOKEN = "a-token-of-some-length"
 
@@ -63,6 +63,13 @@ class TestToken:
 
         local = "http://localhost:3000"
         assert asyncio.run(work()) == [403, 200, 403, 200]
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/pause_generation", "/abort_requests", "/resume"])
+    @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+    def test_no_body_of_another_type_is_read(self, path: str, kind: str) -> None:
+        """Not ignored, either: the default of a field that was not read may end requests."""
+        answer = post(path, b'{"mode": "in_place"}', headers={"Content-Type": kind})
+        assert answer.status_code == 400 and "application/json" in answer.json()["error"]["message"]
 
     def test_without_one_only_names_of_this_machine_are_served(self) -> None:
         for host in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:80", "127.5.5.5"):
