@@ -41,15 +41,14 @@ class Server(uvicorn.Server):
     Args:
         config: Configuration of uvicorn.
         service: Serves the requests.
+        report: Called with the number of open requests, in words, when the end begins.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, report: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._report = service, report
         self.cut_off = 0
         """Number of requests that were open at the time limit."""
-        self.on_end: Callable[[int], None] = lambda count: None
-        """Called with the number of open requests when the end begins."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for one in sockets or ():
@@ -57,8 +56,10 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.on_end(len(self.server_state.tasks))
-        cutting = asyncio.get_running_loop().call_later(self._service.limits.drain_s, self._cut_off)
+        drain_s = self._service.limits.drain_s
+        if count := len(self.server_state.tasks):
+            self._report(f"waiting up to {drain_s:g} s for {count} request{'s' * (count > 1)}; Ctrl-C cuts them off")
+        cutting = asyncio.get_running_loop().call_later(drain_s, self._cut_off)
         await super().shutdown(sockets)
         cutting.cancel()
         if self.force_exit and self.server_state.tasks:
@@ -106,8 +107,8 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
             raise
 
 
-def server_of(service: Service, token: str | None = None) -> Server:
-    """Server of the application over HTTP. Its `run` takes the sockets."""
+def server_of(service: Service, token: str | None = None, report: Callable[[str], None] = lambda line: None) -> Server:
+    """Server of the application over HTTP. Its `run` takes the sockets; `report` gets lines for the user."""
     limits = service.limits
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     options = uvicorn.Config(
@@ -123,7 +124,7 @@ def server_of(service: Service, token: str | None = None) -> Server:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(limits.drain_s) + _CUT_OFF_S,
     )
-    return Server(options, service)
+    return Server(options, service, report)
 
 
 def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
@@ -132,14 +133,7 @@ def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: 
     url = url_of(*listener.getsockname()[:2])
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
     say(console, f"serving {model} at {url}; OpenAI clients: base_url={url}/v1")
-    server = server_of(service, token)
-
-    def on_end(count: int) -> None:
-        if count:
-            limit = f"waiting up to {service.limits.drain_s:g} s for {count} request{'s' * (count > 1)}"
-            say(console, f"{limit}; Ctrl-C cuts them off")
-
-    server.on_end = on_end
+    server = server_of(service, token, functools.partial(say, console))
     try:
         server.run(sockets=[listener])
     except KeyboardInterrupt as interrupt:  # raised after an orderly end
