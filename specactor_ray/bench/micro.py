@@ -1,0 +1,60 @@
+"""Shared parts of `scripts/bench_*.py` and of the GPU check: figures as tables and JSON files, and exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from specactor_ray.core.console import make_console, make_table, show_error
+from specactor_ray.core.errors import EXIT_USER_ERROR, InputError, UserError
+from specactor_ray.core.files import write_json
+
+Point = Mapping[str, Any]
+"""Figures of one measurement: column → value."""
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the figures; never overwritten.", show_default=False)
+]
+
+
+def run_script(command: Callable[..., Any]) -> None:
+    """Run a script whose options are the arguments of `command`. A user's mistake is one line and exit code 2."""
+    try:
+        typer.run(command)
+    except UserError as error:
+        show_error(str(error))
+        sys.exit(EXIT_USER_ERROR)
+
+
+def refuse_existing(path: Path | None, option: str) -> None:
+    """Raises InputError if the file of a report exists."""
+    if path is not None and path.exists():
+        raise InputError(f"{option}: {path} exists and is never overwritten; name another file")
+
+
+def show_points(title: str, points: Sequence[Point], json_file: Path | None = None) -> None:
+    """Print the points as a table, and write them as JSON."""
+    make_console().print(points_table(points, title))
+    if json_file is not None:
+        write_json(json_file, points, new=True)
+
+
+def points_table(points: Sequence[Point], title: str | None = None) -> Table:
+    """A row for each point, a column for every key."""
+    columns = list(dict.fromkeys(key for point in points for key in point))
+    text = [name for name in columns if any(isinstance(point.get(name), str) for point in points)]
+    rows = [[cell(point.get(name)) for name in columns] for point in points]
+    return make_table(columns, rows, title=title, text=text)
+
+
+def cell(value: Any) -> str:
+    """A value with three significant digits; `-` for None."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {cell(item)}" for key, item in value.items())
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
