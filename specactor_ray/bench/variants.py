@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.config.drafting import acting_drafters, is_hosted
@@ -23,21 +24,29 @@ class Variant:
     batch: int
     """Requests that run at once for each verifier of the given configuration."""
     config: Config
-    method: str = ""
-    """The one draft method, where several are compared; empty for plain decoding and for all of them together."""
 
     @property
     def mode(self) -> ModeName:
         return self.config.mode
 
     @property
-    def draft_cores(self) -> int:
-        """Cores of draft actors; hosted drafters take turns with the verifier on its cores."""
-        return draft_cores(self.config)
-
-    @property
     def total_cores(self) -> int:
-        return self.config.target.replicas * self.config.target.cores + self.draft_cores
+        """Cores of verifiers and draft actors; hosted drafters take turns with the verifier on its cores."""
+        return self.config.target.replicas * self.config.target.cores + draft_cores(self.config)
+
+    def facts(self) -> dict[str, Any]:
+        """Mode, layout and cores for a report."""
+        target = self.config.target
+        return {
+            "variant": self.label,
+            "mode": self.mode.value,
+            "batch": self.batch,
+            "verifiers": target.replicas,
+            "cores_per_verifier": target.cores,
+            "rows_per_verifier": target.max_batch,
+            "draft_cores": draft_cores(self.config),
+            "total_cores": self.total_cores,
+        }
 
 
 def draft_cores(config: Config) -> int:
@@ -100,11 +109,9 @@ def _variants(config: Config, mode: BenchMode, batch: int) -> Iterator[Variant]:
             if mode is BenchMode.coupled:
                 variant = _coupled(config, batch, name)
                 variant.config.drafters = [one for one in variant.config.drafters if one.method == drafter.method]
-            elif is_hosted(drafter, config.mode):
-                continue
-            else:
-                variant = _decoupled(_method_alone(config, drafter), batch, name)
-            yield replace(variant, method=drafter.method)
+                yield variant
+            elif not is_hosted(drafter, config.mode):
+                yield _decoupled(_method_alone(config, drafter), batch, name)
 
 
 def _plain(config: Config, batch: int) -> Iterator[Variant]:
