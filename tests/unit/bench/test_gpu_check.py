@@ -190,7 +190,7 @@ def test_a_sampler_without_kernels_is_timed_in_its_other_forms(monkeypatch: pyte
     stage = stage_of()
     kernels.measure_triton(stage)
     assert stage.entry["not_measured"] == ["the kernels: triton is not installed"]
-    assert stage.entry["points"][0].keys() == {"rows", "product ms", "torch ms"}
+    assert stage.entry["points"][0].keys() == {"rows", "product ms", "host ms"}
 
 
 def test_the_hardware_file_is_yaml_with_numbers_of_the_measured_shapes() -> None:
