@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specactor_ray.config.schema import ModeName
-from specactor_ray.rollout.metrics import RolloutMetrics
+
+if TYPE_CHECKING:
+    from specactor_ray.rollout.metrics import RolloutMetrics
 
 Place = tuple[int, int]
 """Prompt index and sample index, which identify a request in two rollouts."""

@@ -7,6 +7,7 @@ prompts, lengths and sampling parameters are those of the workloads; the sampled
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import time
@@ -25,7 +26,6 @@ from specactor_ray.core.child import Report, run_in_child
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.metrics import RolloutMetrics
 
 EncodedWorkload = tuple[str, tuple[tuple[int, ...], ...], tuple[SamplingParams, ...]]
 """Name, encoded prompts, and sampling parameters of each prompt."""
@@ -56,12 +56,14 @@ def measure_peers(
         title = f"batch {work.batch}, {work.label}"
         say(console, f"{title}: starting")
         try:
-            results += run_in_child(
-                measure_peer, work, work.label, lambda text, title=title: say(console, f"{title}, {text}")
-            )
+            results += run_in_child(measure_peer, work, work.label, functools.partial(_show, console, title))
         except SpecActorError as error:
             say(console, f"{title}: left out, it failed: {str(error).strip().splitlines()[-1]}")
     return results
+
+
+def _show(console: Console, title: str, text: str) -> None:
+    say(console, f"{title}, {text}")
 
 
 def _peers(config: Config, batches: Sequence[int], workloads: Sequence[EncodedWorkload]) -> Iterator[PeerWork]:
@@ -104,6 +106,8 @@ def measure_peer(work: PeerWork, report: Report) -> list[dict[str, Any]]:
     }
     os.environ.update(settings)
     llm = _start(work)
+    from specactor_ray.rollout.metrics import RolloutMetrics  # imports numba, whose number of threads vLLM sets first
+
     _generate(llm, [(1, 2, 3)], [SamplingParams(temperature=0.0, max_tokens=8)])
     rows = []
     for name, prompts, sampling in work.workloads:
@@ -121,7 +125,11 @@ def measure_peer(work: PeerWork, report: Report) -> list[dict[str, Any]]:
             drafted_tokens=drafted,
             accepted_tokens=tokens - steps,  # vLLM's count of accepted tokens includes those after the end
         )
-        row = {"variant": work.label, "mode": "peer" if work.speculative else "plain", "batch": work.batch}
+        row: dict[str, Any] = {
+            "variant": work.label,
+            "mode": "peer" if work.speculative else "plain",
+            "batch": work.batch,
+        }
         row |= {"total_cores": len(work.cores), "workload": name, "failures": {}, "differences": None, "peer": True}
         rows.append({**row, **figures_of(len(outputs), tokens, seconds, metrics)})
         report(f"{name}: {tokens} tokens, {tokens / seconds:.1f} tokens/s")

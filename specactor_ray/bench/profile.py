@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from rich.console import Console
 from specactor_ray.bench.micro import refuse_existing
 from specactor_ray.bench.profile_process import Axes, Measured, Share, measure_share
 from specactor_ray.config.schema import MAX_WINDOW, Config, ModeName
-from specactor_ray.core.child import run_in_child
+from specactor_ray.core.child import Report, run_in_child
 from specactor_ray.core.environment import count_gpus, hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder, write_json
@@ -119,12 +120,13 @@ def _measure(
             recorded = shares[0].recorded if shares else ()
             share = Share(config, count, axes, prompts if not shares else (), max_requests, recorded)
             where = f"{count} {'GPU' if config.target.gpus else 'core(s)'}"
-            shares.append(
-                run_in_child(
-                    measure_share, share, f"profile-{count}", lambda text, where=where: show(f"{where}: {text}")
-                )
-            )
+            report = functools.partial(_show, show, where)
+            shares.append(run_in_child(measure_share, share, f"profile-{count}", report))
     return shares
+
+
+def _show(show: Report, where: str, text: str) -> None:
+    show(f"{where}: {text}")
 
 
 def parse_axes(batches: Sequence[int], windows: Sequence[int], contexts: Sequence[int], repeats: int) -> Axes:

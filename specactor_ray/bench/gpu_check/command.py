@@ -141,7 +141,7 @@ def hardware_yaml(data: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
     import yaml  # transformers needs it, too
 
     command = "scripts/gpu-check --dry-run" if data["dry_run"] else "scripts/gpu-check"
-    measured = {}
+    measured = dict[str, Any]()
     for name, shape in shapes.items():
         points = {kind: [[*at, round(s, 9)] for *at, s in shape[kind]] for kind in ("graph", "eager") if shape[kind]}
         measured |= {name: {"gpus": 1, **points}} if points else {}
