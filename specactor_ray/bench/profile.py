@@ -29,12 +29,7 @@ from specactor_ray.rollout.prompts import read_prompts
 
 
 def run_profile(
-    config: Config,
-    axes: Axes,
-    devices: Sequence[int],
-    output: Path,
-    console: Console,
-    max_requests: int = 16,
+    config: Config, axes: Axes, devices: Sequence[int], output: Path, console: Console, max_requests: int = 16
 ) -> dict[str, Any]:
     """Measure everything and write the profile.
 
@@ -57,7 +52,6 @@ def run_profile(
     if config.data.path is None:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
     prompts = read_prompts(config.data.path, config.data.limit)
-    device = "cuda" if config.target.gpus else "cpu"
     _reject_devices(config, devices, len(os.sched_getaffinity(0)))
     refuse_existing(output, "--output")
     if not output.parent.is_dir():
@@ -69,7 +63,7 @@ def run_profile(
     require_named(config)
     check_target(config)
     config = export_what_drafters_read(config)
-    facts = _facts(config, device)
+    facts = _facts(config)
     begin = time.monotonic()
     shares = _measure(config, axes, devices, tuple(prompts), max_requests, console)
     recorded = shares[0].recorded
@@ -93,11 +87,11 @@ def run_profile(
     return data
 
 
-def _facts(config: Config, device: str) -> dict[str, Any]:
+def _facts(config: Config) -> dict[str, Any]:
     """Device, hardware, versions and models of the figures."""
     from specactor_ray.models.identity import gpu_name, model_identity
 
-    target = config.target
+    target, device = config.target, "cuda" if config.target.gpus else "cpu"
     return {
         "device": device,
         "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
