@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,23 +67,14 @@ class Child:
         self.channel.close()
 
 
-def run_in_child(
-    measure: Callable[[W, Report], R], work: W, name: str, show: Report, seconds: float | None = None
-) -> R:
-    """Return `measure(work, report)`, run in a fresh process; `show` is called here with its reports.
-
-    Raises:
-        UserError, SpecActorError: See `Child.receive`.
-        TimeoutError: The function took longer than `seconds`, and was ended.
-    """
-    deadline = None if seconds is None else time.monotonic() + seconds
+def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Report) -> R:
+    """Return `measure(work, report)`, run in a fresh process; `show` is called here with its reports. Raises as
+    `Child.receive`."""
     with Child(_measure, (measure, work), name) as child:
-        while child.channel.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
-            if isinstance(message := child.receive(), Done):
-                result: R = message.result
-                return result
+        while not isinstance(message := child.receive(), Done):
             show(message)
-        raise TimeoutError(f"the process {name} took longer than {seconds:g} s")
+    result: R = message.result
+    return result
 
 
 def _measure(task: tuple[Callable[[Any, Report], Any], Any], channel: Connection) -> Any:
