@@ -22,7 +22,7 @@ from specactor_ray.distill.eagle_unroll import EagleBatch, unroll, unroll_loss
 from specactor_ray.distill.recipe import TrainRecipe
 from specactor_ray.draft.eagle.checkpoint import save_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead, default_aux_layers
-from specactor_ray.learner.engines.torch_engine import autocast
+from specactor_ray.learner.engine import autocast
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.sampling.keyed import sample_rows

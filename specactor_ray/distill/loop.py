@@ -25,7 +25,7 @@ from specactor_ray.distill.corpus import CorpusRecord, RecordStore
 from specactor_ray.distill.eagle_student import Batch, EagleStudent
 from specactor_ray.distill.recipe import TrainRecipe
 from specactor_ray.learner.batching import cut_by_tokens
-from specactor_ray.learner.engines.torch_engine import parameter_groups
+from specactor_ray.learner.engine import parameter_groups
 
 logger = logging.getLogger(__name__)
 

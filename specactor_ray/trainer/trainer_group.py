@@ -17,7 +17,7 @@ from specactor_ray.cluster.names import NAMESPACE, actor_name
 from specactor_ray.cluster.placement import Demand, cluster_supply, demand_against_supply
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ClusterError
-from specactor_ray.learner.engines.deepspeed_engine import LOOPBACK, Rendezvous
+from specactor_ray.learner.deepspeed_engine import LOOPBACK, Rendezvous
 from specactor_ray.learner.trainer import TrainerSpec
 from specactor_ray.trainer.trainer_ranks import TrainerRanks
 

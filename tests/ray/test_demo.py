@@ -15,7 +15,7 @@ import pytest
 from specactor_ray.config import load_config
 from specactor_ray.rollout.preflight import refuse_early
 from specactor_ray.runs.folder import open_run
-from specactor_ray.trainer.setup import checked_tasks, prepare
+from specactor_ray.trainer.run import checked_tasks, prepare
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 REPOSITORY = Path(__file__).resolve().parents[2]

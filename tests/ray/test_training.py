@@ -22,8 +22,8 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.folder import read_metrics
 from specactor_ray.trainer.conversations import Conversations, Episode
 from specactor_ray.trainer.experience import Experience, ExperienceMaker
+from specactor_ray.trainer.record import numbers
 from specactor_ray.trainer.run import TrainOutcome, train
-from specactor_ray.trainer.tracking import numbers
 from specactor_ray.transport.messages import WeightSet
 from tests import tiny
 

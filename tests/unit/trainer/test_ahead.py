@@ -12,10 +12,9 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.validate_training import validate_training
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.recipe import make_recipe
+from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.trainer.ahead import AheadMaker
-from specactor_ray.trainer.experience import Experience
+from specactor_ray.trainer.experience import AheadMaker, Experience
 from specactor_ray.trainer.record import _staleness
 
 PATIENCE_S = 60.0

@@ -6,7 +6,6 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from specactor_ray.trainer.drafter_watchdog import DrafterWatchdog
 
 

@@ -9,14 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from specactor_ray.config import load_config
-from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig, RewardFunctionConfig
-from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.rollout.prompts import read_jsonl
-from specactor_ray.runs.settings import settings_of
-from specactor_ray.trainer.data import Task
-from specactor_ray.trainer.environment import Reply, Turn
 from specactor_ray.trainer.environment_work import (
     Close,
     EnvironmentWork,
@@ -25,10 +17,18 @@ from specactor_ray.trainer.environment_work import (
     find_environment,
     make_environment,
 )
-from specactor_ray.trainer.rewards import RewardSample, Scorer
-from specactor_ray.trainer.setup import checked_tasks, prepare
 from specactor_ray.trainer.shipped_environments import Calculator, Retry, evaluate
 from specactor_ray.trainer.worker_process import answer
+
+from specactor_ray.config import load_config
+from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig, RewardFunctionConfig
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.rollout.prompts import read_jsonl
+from specactor_ray.runs.settings import settings_of
+from specactor_ray.trainer.data import Task
+from specactor_ray.trainer.environment import Reply, Turn
+from specactor_ray.trainer.rewards import RewardSample, Scorer
+from specactor_ray.trainer.run import checked_tasks, prepare
 from tests.fakes.environments import BAD_REPLIES
 from tests.tiny import tiny_target
 

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from specactor_ray.trainer.reward_runner import Scores
+from specactor_ray.trainer.worker_process import answer
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.recipe import make_recipe
+from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, TaskOrder, TaskStream
 from specactor_ray.trainer.experience import Experience, ExperienceMaker
-from specactor_ray.trainer.reward_runner import Scores
 from specactor_ray.trainer.rewards import RewardSample, RewardWork
-from specactor_ray.trainer.worker_process import answer
 
 RAISES = "tests.fakes.reward_functions:number_or_raises"
 

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from specactor_ray.trainer.metrics_file import MetricsFile
+from specactor_ray.trainer.record import MetricsFile
 
 SCRIPT = """
 import resource, signal, sys
 from pathlib import Path
-from specactor_ray.trainer.metrics_file import MetricsFile
+from specactor_ray.trainer.record import MetricsFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = MetricsFile(Path(sys.argv[1]))
 assert file.append({"step": 1, "text": "x" * 60})

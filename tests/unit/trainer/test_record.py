@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from specactor_ray.trainer.report import write_report
 
 from specactor_ray.config import Config
 from specactor_ray.core.errors import SpecActorError
@@ -20,9 +21,7 @@ from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.folder import TrainingRun
 from specactor_ray.trainer.display import TrainingDisplay
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import StepRecorder, _totals
-from specactor_ray.trainer.report import write_report
-from specactor_ray.trainer.tracking import numbers
+from specactor_ray.trainer.record import StepRecorder, _totals, numbers
 from specactor_ray.transport.messages import RequestStats
 
 

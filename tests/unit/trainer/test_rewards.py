@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from specactor_ray.trainer.worker_process import Outcome
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
@@ -12,7 +13,6 @@ from specactor_ray.config.validate_training import validate_training
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.trainer import worker_process
 from specactor_ray.trainer.rewards import REWARDS, RewardSample, RewardWork, Scorer, extract_answer, find_reward
-from specactor_ray.trainer.worker_process import Outcome
 
 EXPENSIVE = (
     "9^{9^{9}}",

@@ -16,8 +16,7 @@ from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.rollout.memory import check_memory
 from specactor_ray.runs.folder import open_run, read_metrics
 from specactor_ray.runs.settings import compare_settings, settings_of
-from specactor_ray.trainer.memory import FIXES, plan_memory
-from specactor_ray.trainer.setup import checked_tasks, prepare
+from specactor_ray.trainer.run import FIXES, checked_tasks, plan_memory, prepare
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 

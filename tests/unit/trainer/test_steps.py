@@ -17,8 +17,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ActorLostError, SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
-from specactor_ray.trainer.saver import Saver
-from specactor_ray.trainer.steps import TrainingParts, TrainOutcome, run_steps
+from specactor_ray.trainer.steps import Saver, TrainingParts, TrainOutcome, run_steps
 from specactor_ray.transport.messages import WeightSet
 
 
@@ -129,8 +128,7 @@ class World:
                 record=self,
                 saver=saver,
                 stop=self,
-                sampling=SamplingParams(),
-                pupil="eagle",
+                taught="eagle",
                 say=self.said.append,
                 enough=self.enough,
             )
