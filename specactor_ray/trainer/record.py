@@ -167,7 +167,7 @@ class StepRecorder:
             "checkpoint_failures": checkpoint_failures,
             "metrics_failures": self._metrics.failures,
             "metrics_pending": len(self._metrics.pending),
-            "totals": _totals(records),
+            "totals": totals_of(records),
             "fallbacks": self._rollout.fallbacks(),
             "drafters": self._rollout.drafters(),
             "config": yaml.safe_load(to_yaml(self._config)),
@@ -297,7 +297,7 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"speed/acceptance_rate/{method}", accepted / drafted
 
 
-def _totals(records: list[dict[str, Any]]) -> dict[str, Any]:
+def totals_of(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Seconds per phase, tokens and rewards over the whole run."""
     phases = (*PHASES, "step")
     seconds = {phase: round(sum(record["seconds"].get(phase, 0.0) for record in records), 3) for phase in phases}

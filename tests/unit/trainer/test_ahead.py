@@ -62,9 +62,8 @@ def test_nothing_begins_after_the_end() -> None:
     ahead = AheadMaker(maker, 1, 10)
     ahead.collect("rollout", SamplingParams(), 0)
     ahead.close()
-    assert ahead._thread is not None
-    ahead._thread.join(PATIENCE_S)
-    assert not ahead._thread.is_alive() and max(maker.begun) <= 1
+    ahead.close()
+    assert set(maker.begun) <= {0, 1}
 
 
 def test_what_a_rollout_raises_arrives_at_its_step() -> None:

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from specactor_ray.trainer.reward_runner import Scores
-from specactor_ray.trainer.worker_process import answer
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
@@ -18,7 +16,8 @@ from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, TaskOrder, TaskStream
 from specactor_ray.trainer.experience import Experience, ExperienceMaker
-from specactor_ray.trainer.rewards import RewardSample, RewardWork
+from specactor_ray.trainer.rewards import RewardSample, Scores, reward_work
+from specactor_ray.trainer.workers import answer
 
 RAISES = "tests.fakes.reward_functions:number_or_raises"
 
@@ -49,7 +48,7 @@ class InProcess:
         self._config = config.reward
 
     def score(self, samples: Sequence[RewardSample]) -> Scores:
-        work = RewardWork(self._config)
+        work = reward_work(self._config)
         results = [answer(work.open(), sample, work) for sample in samples]
         rewards = [self._config.failure_value if reward is None else reward for reward, _ in results]
         return Scores(rewards, Counter(problem for reward, problem in results if reward is None))

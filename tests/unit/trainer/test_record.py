@@ -1,28 +1,26 @@
-"""What a training run writes down about its drafters."""
+"""The records of a training run: tables of drafters, a full disk, and a run that was taken over."""
 
 from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
-from specactor_ray.trainer.report import write_report
 
 from specactor_ray.config import Config
 from specactor_ray.core.errors import SpecActorError
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.folder import TrainingRun
-from specactor_ray.trainer.display import TrainingDisplay
+from specactor_ray.trainer.display import TrainingDisplay, write_report
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import StepRecorder, _totals, numbers
-from specactor_ray.transport.messages import RequestStats
+from specactor_ray.trainer.record import MetricsFile, StepRecorder, numbers, totals_of
 
 
 def record(step: int, by_method: dict[str, list[int]]) -> dict[str, Any]:
@@ -38,10 +36,6 @@ def record(step: int, by_method: dict[str, list[int]]) -> dict[str, Any]:
     }
 
 
-def sample(stats: RequestStats) -> Trajectory:
-    return Trajectory("r", 0, 0, (1,), (2,), (-0.5,), "two", "stop", SamplingParams(), stats)
-
-
 RECORDS = [
     record(1, {"eagle": [10, 2], "ngram": [4, 4]}),
     record(2, {"eagle": [40, 18], "ngram": [0, 0], "suffix": [0, 0]}),
@@ -54,7 +48,7 @@ def test_acceptance_is_tracked_for_each_method_that_drafted() -> None:
 
 
 def test_the_whole_run_has_a_table_of_its_drafters(tmp_path: Path) -> None:
-    totals = _totals(RECORDS)
+    totals = totals_of(RECORDS)
     assert totals["drafters"] == {"eagle": [50, 20], "ngram": [4, 4], "suffix": [0, 0]}
     config = {"algorithm": {"name": "grpo"}, "data": {"path": "d"}, "target": {"model": "m"}, "mode": "decoupled"}
     facts = {
@@ -72,7 +66,7 @@ def test_the_whole_run_has_a_table_of_its_drafters(tmp_path: Path) -> None:
     assert "Fallbacks: torch samples" in text
     assert "| eagle | 50 | 20 | 40.0% |" in text and "| ngram | 4 | 4 | 100.0% |" in text
     assert "| suffix" not in text, "it drafted nothing"
-    write_report(tmp_path, {**facts, "totals": _totals([record(1, {})])}, [record(1, {})])
+    write_report(tmp_path, {**facts, "totals": totals_of([record(1, {})])}, [record(1, {})])
     assert "| drafter |" not in (tmp_path / "report.md").read_text(), "a plain run has no drafters"
 
 
@@ -118,17 +112,6 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
 
 
-def test_drafts_that_go_bad_are_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _run, record = recorder(tmp_path, Lease())
-    for step, accepted in enumerate((300, 310, 290, 4, 3), start=1):
-        record.begin(step - 1)
-        drafted = ({"ngram": (700, accepted), "eagle": (900, 90)}, {"ngram": (300, 0)})
-        done = [sample(RequestStats(by_method=pairs)) for pairs in drafted]
-        record.end(step, Experience([], done, []), UPDATE, 0)
-    (alarm,) = [line for line in caplog.messages if "does not follow the policy any more" in line]
-    assert alarm.startswith("step 4: only 0.4% of the draft tokens of ngram were right, usually 30.")
-
-
 def test_nothing_is_written_into_a_run_that_was_taken_over(tmp_path: Path) -> None:
     lease = Lease()
     run, record = recorder(tmp_path, lease)
@@ -140,3 +123,37 @@ def test_nothing_is_written_into_a_run_that_was_taken_over(tmp_path: Path) -> No
     assert record.finish("failed", 0).status == "failed"
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert len(run.metrics_file.read_text().splitlines()) == 1
+
+
+SCRIPT = """
+import resource, signal, sys
+from pathlib import Path
+from specactor_ray.trainer.record import MetricsFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+file = MetricsFile(Path(sys.argv[1]))
+assert file.append({"step": 1, "text": "x" * 60})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+before = file.path.read_bytes()
+for step in (2, 3):  # the first 20 bytes of the line would have room
+    assert not file.append({"step": step, "text": "y" * 60})
+    assert file.path.read_bytes() == before
+assert (file.failures, [record["step"] for record in file.pending]) == (2, [2, 3])
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert file.append({"step": 4}) and not file.pending
+"""
+
+
+def test_records_wait_for_room_and_no_half_line_is_left(tmp_path: Path) -> None:
+    """A real limit on the size of files, in a process of its own."""
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_what_was_written_before_stays(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    file = MetricsFile(path)
+    assert file.flush() and file.append({"step": 2})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

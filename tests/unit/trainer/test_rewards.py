@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from specactor_ray.trainer.worker_process import Outcome
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
 from specactor_ray.config.validate_training import validate_training
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.trainer import worker_process
-from specactor_ray.trainer.rewards import REWARDS, RewardSample, RewardWork, Scorer, extract_answer, find_reward
+from specactor_ray.trainer import workers
+from specactor_ray.trainer.rewards import REWARDS, RewardSample, Scorer, extract_answer, find_reward, reward_work
 
 EXPENSIVE = (
     "9^{9^{9}}",
@@ -46,10 +45,10 @@ def test_exact_match_and_length() -> None:
     assert REWARDS["length"](sample("x", token_ids=(1, 2, 3), max_tokens=12)) == 0.25
 
 
-def scored(config: RewardConfig, one: RewardSample) -> Outcome:
+def scored(config: RewardConfig, one: RewardSample) -> workers.Outcome:
     """As a reward process scores it."""
-    work = RewardWork(config)
-    return worker_process.answer(work.open(), one, work)
+    work = reward_work(config)
+    return workers.answer(work.open(), one, work)
 
 
 def math_answers() -> list[tuple[str, str, str]]:
