@@ -6,6 +6,7 @@ corpus is a function of its recipe; existing parts are never made again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections import deque
@@ -16,16 +17,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import flush_entry, replacing, write_json
 from specactor_ray.core.json_text import read_foreign
+from specactor_ray.core.phase_progress import PhaseProgress, show_tokens
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.card import DrafterRecipe, TargetIdentity
 from specactor_ray.models.wire import from_wire
+from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
 
 logger = logging.getLogger(__name__)
 
+TokenIds = tuple[int, ...]
+TRAIN, HELD_OUT, GREEDY = "train", "heldout", "heldout-greedy"
+"""Parts of a corpus: rollouts to train on; held-out ones at the same temperature; held-out ones at temperature 0."""
+_HELD_OUT_SEED = 1
+_MOST_HELD_OUT = 32
 _SHARD_RECORDS = 16
 """Number of finished rollouts that are written together; those lost by a kill are made again."""
 
@@ -148,7 +159,7 @@ class RecordStore:
 
 
 @dataclass(slots=True)
-class _Open:
+class _Running:
     request: RolloutRequest
     tokens: list[int] = field(default_factory=list)
     states: list[np.ndarray] = field(default_factory=list)
@@ -180,7 +191,7 @@ def collect(
     have = sum(len(known[r.index].output_token_ids) for r in requests if r.index in known)
     waiting = deque(request for request in requests if request.index not in known)
     budget = float("inf") if token_budget is None else token_budget
-    running: dict[int, _Open] = {}
+    running: dict[int, _Running] = {}
     try:
         while True:
             underway = have + sum(len(entry.tokens) for entry in running.values())
@@ -188,7 +199,7 @@ def collect(
                 request = waiting.popleft()
                 row = next(row for row in range(max_open) if row not in running)
                 engine.add(row, TargetRequest(str(request.index), request.prompt_token_ids, request.sampling))
-                running[row] = _Open(request)
+                running[row] = _Running(request)
             if not running:
                 break
             have += _take(engine.step(), running, store)
@@ -199,7 +210,7 @@ def collect(
     return shortest_beginning(requests, store, token_budget)
 
 
-def _take(result: StepResult, running: dict[int, _Open], store: RecordStore) -> int:
+def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) -> int:
     """Record the requests that have ended; returns the number of their output tokens."""
     for row, _, states in result.states.split() if result.states is not None else ():
         running[row].states.append(states)
@@ -243,9 +254,144 @@ def shortest_beginning(
     return found
 
 
-def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
-    """Record the facts of a corpus folder, or check that they are the same. Raises InputError, see `claim_folder`."""
-    claim_folder(folder, folder / "corpus.json", facts, "a corpus", "corpus")
+# ---- the rollouts of a recipe ----
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Encoded prompts to train on and to measure on; no prompt is in both."""
+
+    train: tuple[TokenIds, ...]
+    held_out: tuple[TokenIds, ...]
+
+    def digest(self) -> str:
+        """Digest that identifies the set of prompts."""
+        text = json.dumps([self.train, self.held_out]).encode()
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def split_prompts(prompts: Sequence[TokenIds], held_out: Sequence[TokenIds] | None, max_prompt: int) -> Prompts:
+    """Divide prompts; those longer than `max_prompt` tokens and repetitions are left out.
+
+    Args:
+        held_out: Held-out prompts, if the user names them; else every tenth is held out, at most 32.
+        max_prompt: Longest prompt in tokens, so that an output still fits the context.
+
+    Raises:
+        InputError: Nothing is left to train or to measure on.
+    """
+    usable = [prompt for prompt in dict.fromkeys(prompts) if len(prompt) <= max_prompt]
+    if held_out is None:
+        wanted = min(max(len(usable) // 10, 1), _MOST_HELD_OUT)
+        chosen = {usable[(i * len(usable)) // wanted] for i in range(wanted)} if len(usable) > 1 else set()
+        kept = [prompt for prompt in usable if prompt in chosen]
+    else:
+        kept = [prompt for prompt in dict.fromkeys(held_out) if len(prompt) <= max_prompt]
+    train = [prompt for prompt in usable if prompt not in set(kept)]
+    for what, left in (("--data", train), ("--heldout" if held_out is not None else "--data", kept)):
+        if not left:
+            raise InputError(
+                f"{what}: of {len(prompts)} prompts none is left to {'train' if left is train else 'measure'} on: each "
+                f"is longer than {max_prompt} tokens, held out, or the only one. Fix: more or shorter prompts"
+            )
+    return Prompts(tuple(train), tuple(kept))
+
+
+def requests_of(part: str, prompts: Prompts, recipe: DrafterRecipe) -> list[RolloutRequest]:
+    """Rollouts of one part in the order of their making: a sample of every prompt, then the next of each."""
+    chosen, samples = (prompts.train, recipe.samples) if part == TRAIN else (prompts.held_out, 1)
+    temperature = 0.0 if part == GREEDY else recipe.temperature
+    run_seed = recipe.seed if part == TRAIN else derive_seed(recipe.seed, _HELD_OUT_SEED, 0)
+    requests = []
+    for sample in range(samples):
+        for index, prompt in enumerate(chosen):
+            seed = derive_seed(run_seed, index, sample)
+            sampling = SamplingParams(temperature=temperature, max_tokens=recipe.max_tokens, seed=seed)
+            requests.append(RolloutRequest(sample * len(chosen) + index, prompt, sampling))
+    return requests
+
+
+def target_config(recipe: DrafterRecipe, layers: Sequence[int] = ()) -> TargetConfig:
+    """Configuration section of the engine that rolls out."""
+    return TargetConfig(
+        model=recipe.target,
+        dtype="float32",
+        max_batch=recipe.max_batch,
+        max_step_tokens=max(512, recipe.max_batch),
+        kv_cache_gb=recipe.kv_cache_gb,
+        trust_remote_code=recipe.trust_remote_code,
+        hidden_layers=list(layers),
+    )
+
+
+class Corpus:
+    """The parts of one corpus folder, recorded as far as they are needed.
+
+    Args:
+        layers: Layers whose hidden states are recorded.
+
+    Raises:
+        InputError: The folder has other rollouts, or is no corpus.
+    """
+
+    def __init__(
+        self,
+        recipe: DrafterRecipe,
+        target: TargetIdentity,
+        prompts: Prompts,
+        layers: Sequence[int],
+        folder: Path,
+        console: Console,
+    ) -> None:
+        facts = {**recipe.rollout_facts(), "target": asdict(replace(target, name="")), "prompts": prompts.digest()}
+        facts["hidden_layers"] = list(layers)
+        claim_folder(folder, folder / "corpus.json", facts, "a corpus", "corpus")
+        self.recipe, self._prompts, self._layers, self._console = recipe, prompts, layers, console
+        present = {TRAIN: bool(prompts.train), HELD_OUT: True, GREEDY: recipe.temperature > 0.0}
+        self.stores = {part: RecordStore(folder, part) for part, is_there in present.items() if is_there}
+        self.records: dict[str, list[CorpusRecord]] = {}
+        self.speed: dict[str, float] = {}
+        """Part recorded by this object → output tokens per second."""
+
+    def collect(self, tokens: int | None) -> None:
+        """Record missing rollouts; the target is loaded only if there are any. `tokens` limits the training part."""
+        engine: Any = None
+        for part, store in self.stores.items():
+            requests = requests_of(part, self._prompts, self.recipe)
+            budget = tokens if part == TRAIN else None
+            if missing(requests, store, budget):
+                engine = engine or self._make_engine()
+                most = len(requests) * self.recipe.max_tokens
+                with PhaseProgress(self._console, f"rollouts, {part}", min(budget or most, most)) as progress:
+                    limit = self.recipe.max_batch
+                    collect(engine, requests, store, budget, limit, show_tokens(progress))
+                    self.speed[part] = progress.rate
+            self.records[part] = shortest_beginning(requests, store, budget)
+            if not self.records[part]:
+                raise InputError(f"the target {self.recipe.target} failed on every prompt ({part}); see the log")
+        if engine is not None:
+            engine.close()
+
+    def held_out(self) -> dict[str, Sequence[CorpusRecord]]:
+        return {part: self.records[part] for part in (HELD_OUT, GREEDY) if part in self.records}
+
+    def _make_engine(self) -> Any:
+        from specactor_ray.target.hf import HfEngine
+
+        engine = HfEngine.from_config(target_config(self.recipe, self._layers), self.recipe.device)
+        longest = max(map(len, (*self._prompts.train, *self._prompts.held_out))) + self.recipe.max_tokens
+        if engine.max_model_len < longest:
+            raise InputError(
+                f"kv_cache_gb: the cache holds {engine.max_model_len} tokens, and the longest rollout may take "
+                f"{longest}. Fix: a larger cache, or a lower max_tokens"
+            )
+        return engine
+
+
+def missing(requests: Sequence[RolloutRequest], store: RecordStore, token_budget: int | None) -> bool:
+    """Whether rollouts have to be made for this budget."""
+    have = sum(len(record.output_token_ids) for record in store.records())
+    return any(request.index not in store for request in requests) and (token_budget is None or have < token_budget)
 
 
 def claim_folder(folder: Path, note: Path, facts: dict[str, Any], content: str, kind: str, option: str = "") -> None:

@@ -175,7 +175,7 @@ def hidden_states(
         max_tokens: Most tokens, including padding, in one forward.
     """
     states = [torch.empty(0)] * len(samples)
-    for group in cut_by_tokens(samples, max_tokens):
+    for group in cut_by_tokens([sample.num_tokens for sample in samples], max_tokens):
         with layer_outputs(engine.policy.model, layers) as outputs:
             engine.score(collate(samples, group).to(engine.device))
         whole = torch.cat([outputs[layer] for layer in layers], dim=-1).float().cpu()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.distill.corpus import RecordStore, claim_corpus, collect
+from specactor_ray.distill.corpus import RecordStore, claim_folder, collect
 from specactor_ray.models.loading import load_model
 from tests.tiny import tiny_target
 from tests.unit.distill.recorded import make_engine, recorded, requests
@@ -81,6 +82,9 @@ def test_a_damaged_shard_is_put_aside_and_made_again(tmp_path: Path, caplog: pyt
 
 
 def test_a_folder_of_other_rollouts_is_refused(tmp_path: Path) -> None:
+    def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
+        claim_folder(folder, folder / "corpus.json", facts, "a corpus", "corpus")
+
     claim_corpus(tmp_path / "c", {"temperature": 1.0, "target": {"vocab_size": 5}})
     claim_corpus(tmp_path / "c", {"temperature": 1.0, "target": {"vocab_size": 5}})
     with pytest.raises(InputError, match=r"target.vocab_size 5 there, 6 wanted; temperature 1.0 there, 0.5 wanted"):
