@@ -21,7 +21,7 @@ from rich.console import Console
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import flush_entry, replacing, write_json
+from specactor_ray.core.files import replacing, write_json
 from specactor_ray.core.json_text import read_foreign
 from specactor_ray.core.phase_progress import PhaseProgress, show_tokens
 from specactor_ray.core.types import SamplingParams
@@ -37,8 +37,6 @@ TRAIN, HELD_OUT, GREEDY = "train", "heldout", "heldout-greedy"
 """Parts of a corpus: rollouts to train on; held-out ones at the same temperature; held-out ones at temperature 0."""
 _HELD_OUT_SEED = 1
 _MOST_HELD_OUT = 32
-_SHARD_RECORDS = 16
-"""Number of finished rollouts that are written together; those lost by a kill are made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +67,18 @@ class CorpusRecord:
 
 
 class RecordStore:
-    """One part of a corpus (`train`, `heldout`): safetensors shards, each complete or absent.
+    """One part of a corpus (`train`, `heldout`): a safetensors file per rollout, complete or absent.
 
-    A shard holds per record the token ids, and the target's hidden states if they were recorded: `(tokens - 1, width)`,
-    row i of position i, including the prompt, up to the one that predicted the last token. States stay on disk until
-    they are read.
+    A file holds the token ids, and the target's hidden states if they were recorded: `(tokens - 1, width)`, row i of
+    position i, including the prompt, up to the one that predicted the last token. States stay on disk until they are
+    read.
 
     Args:
-        folder: Created with the first shard. None keeps records and states in memory.
+        folder: Created with the first record. None keeps records and states in memory.
     """
 
     def __init__(self, folder: Path | None, part: str) -> None:
         self._folder, self._part = folder, part
-        self._pending: list[CorpusRecord] = []
-        self._where: dict[int, Path] = {}
         self._records: dict[int, CorpusRecord] = {}
         for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")) if folder is not None else ():
             self._read(path)
@@ -95,67 +91,51 @@ class RecordStore:
         return [self._records[index] for index in sorted(self._records)]
 
     def add(self, record: CorpusRecord) -> None:
-        """Add a record; it is on disk after the next `flush`, which is automatic every few records."""
-        self._records[record.index] = record if self._folder is None else replace(record, states=None)
-        self._pending.append(record)
-        if len(self._pending) >= _SHARD_RECORDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write records that are not on disk yet. Raises OSError; nothing is lost then."""
-        if self._folder is None or not self._pending:
+        """Add a record, and write it. Raises OSError."""
+        if self._folder is None:
+            self._records[record.index] = record
             return
         from safetensors.torch import save_file
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        tensors: dict[str, torch.Tensor] = {}
-        for record in self._pending:
-            tensors[f"{record.index}.prompt"] = torch.tensor(record.prompt_token_ids, dtype=torch.int32)
-            tensors[f"{record.index}.output"] = torch.tensor(record.output_token_ids, dtype=torch.int32)
-            if record.states is not None:
-                tensors[f"{record.index}.states"] = _as_stored(record.states)
-        facts = [
-            {"index": record.index, "finish_reason": record.finish_reason, "sampling": asdict(record.sampling)}
-            for record in self._pending
-        ]
-        final = self._folder / f"{self._part}-{self._pending[0].index:06d}.safetensors"
-        with replacing(final, final.with_suffix(".partial")) as partial:
-            save_file(tensors, partial, metadata={"records": json.dumps(facts)})
-        flush_entry(self._folder)
-        self._where |= {record.index: final for record in self._pending}
-        self._pending = []
+        tensors = {
+            "prompt": torch.tensor(record.prompt_token_ids, dtype=torch.int32),
+            "output": torch.tensor(record.output_token_ids, dtype=torch.int32),
+        }
+        if record.states is not None:
+            tensors["states"] = _as_stored(record.states)
+        facts = {"index": record.index, "finish_reason": record.finish_reason, "sampling": asdict(record.sampling)}
+        path = self._path(record.index)
+        with replacing(path, path.with_suffix(".partial")) as partial:
+            save_file(tensors, partial, metadata={"record": json.dumps(facts)})
+        self._records[record.index] = replace(record, states=None)
 
     def states(self, index: int) -> torch.Tensor:
-        """Hidden states of a flushed record. Raises KeyError if none were recorded."""
+        """Hidden states of a record on disk."""
         from safetensors import safe_open
 
-        with safe_open(self._where[index], framework="pt") as shard:
-            name = f"{index}.states"
-            if name not in shard.keys():  # noqa: SIM118 - a shard is not a mapping
-                raise KeyError(name)
-            return shard.get_tensor(name)
+        with safe_open(self._path(index), framework="pt") as file:
+            return file.get_tensor("states")
+
+    def _path(self, index: int) -> Path:
+        assert self._folder is not None  # records in memory hold their states
+        return self._folder / f"{self._part}-{index:06d}.safetensors"
 
     def _read(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(path, framework="pt") as shard:
-                for facts in json.loads((shard.metadata() or {})["records"]):
-                    self._take(path, shard, facts)
+            with safe_open(path, framework="pt") as file:
+                facts = json.loads((file.metadata() or {})["record"])
+                prompt, output = (tuple(file.get_tensor(name).tolist()) for name in ("prompt", "output"))
+            index, sampling = int(facts["index"]), dict(facts["sampling"])
+            sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+            record = CorpusRecord(index, prompt, output, SamplingParams(**sampling), str(facts["finish_reason"]))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s is damaged (%s); its rollouts are made again", path, error)
-            for index in [index for index, where in self._where.items() if where == path]:
-                del self._records[index], self._where[index]
+            logger.warning("%s is damaged (%s); its rollout is made again", path, error)
             path.rename(path.with_suffix(".damaged"))
-
-    def _take(self, path: Path, shard: Any, facts: dict[str, Any]) -> None:
-        index, sampling = int(facts["index"]), dict(facts["sampling"])
-        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-        prompt, output = (tuple(shard.get_tensor(f"{index}.{name}").tolist()) for name in ("prompt", "output"))
-        self._where[index] = path
-        self._records[index] = CorpusRecord(
-            index, prompt, output, SamplingParams(**sampling), str(facts["finish_reason"])
-        )
+        else:
+            self._records[index] = record
 
 
 @dataclass(slots=True)
@@ -192,21 +172,18 @@ def collect(
     waiting = deque(request for request in requests if request.index not in known)
     budget = float("inf") if token_budget is None else token_budget
     running: dict[int, _Running] = {}
-    try:
-        while True:
-            underway = have + sum(len(entry.tokens) for entry in running.values())
-            while waiting and len(running) < max_open and underway < budget:
-                request = waiting.popleft()
-                row = next(row for row in range(max_open) if row not in running)
-                engine.add(row, TargetRequest(str(request.index), request.prompt_token_ids, request.sampling))
-                running[row] = _Running(request)
-            if not running:
-                break
-            have += _take(engine.step(), running, store)
-            if on_progress is not None:
-                on_progress(have + sum(len(entry.tokens) for entry in running.values()))
-    finally:
-        store.flush()
+    while True:
+        underway = have + sum(len(entry.tokens) for entry in running.values())
+        while waiting and len(running) < max_open and underway < budget:
+            request = waiting.popleft()
+            row = next(row for row in range(max_open) if row not in running)
+            engine.add(row, TargetRequest(str(request.index), request.prompt_token_ids, request.sampling))
+            running[row] = _Running(request)
+        if not running:
+            break
+        have += _take(engine.step(), running, store)
+        if on_progress is not None:
+            on_progress(have + sum(len(entry.tokens) for entry in running.values()))
     return shortest_beginning(requests, store, token_budget)
 
 
@@ -359,7 +336,9 @@ class Corpus:
         for part, store in self.stores.items():
             requests = requests_of(part, self._prompts, self.recipe)
             budget = tokens if part == TRAIN else None
-            if missing(requests, store, budget):
+            have = sum(len(record.output_token_ids) for record in store.records())
+            missing = any(request.index not in store for request in requests)
+            if missing and (budget is None or have < budget):
                 engine = engine or self._make_engine()
                 most = len(requests) * self.recipe.max_tokens
                 with PhaseProgress(self._console, f"rollouts, {part}", min(budget or most, most)) as progress:
@@ -386,12 +365,6 @@ class Corpus:
                 f"{longest}. Fix: a larger cache, or a lower max_tokens"
             )
         return engine
-
-
-def missing(requests: Sequence[RolloutRequest], store: RecordStore, token_budget: int | None) -> bool:
-    """Whether rollouts have to be made for this budget."""
-    have = sum(len(record.output_token_ids) for record in store.records())
-    return any(request.index not in store for request in requests) and (token_budget is None or have < token_budget)
 
 
 def claim_folder(folder: Path, note: Path, facts: dict[str, Any], content: str, kind: str, option: str = "") -> None:
