@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends records as lines of JSON. Records that cannot be written are kept and written with the next one."""
+    """Appends records as whole lines of JSON. Records that cannot be written are kept and written with the next one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,35 +41,22 @@ class MetricsFile:
         self.pending: list[dict[str, Any]] = []
         """Records that are not in the file yet, oldest first."""
 
-    def append(self, record: Mapping[str, Any]) -> bool:
-        """Write this record and the pending ones. Returns whether all are written."""
-        self.pending.append(dict(record))
-        return self.flush()
-
-    def flush(self) -> bool:
-        """Write the pending records. Returns whether none is left."""
-        if not self.pending:
-            return True
+    def append(self, *records: dict[str, Any]) -> bool:
+        """Write the pending records and these. Returns whether all are written."""
+        self.pending += records
+        data = "".join(json.dumps(record) + "\n" for record in self.pending).encode()
         try:
-            self._write("".join(json.dumps(record) + "\n" for record in self.pending).encode())
+            with open(self.path, "ab", buffering=0) as file:
+                begin = file.tell()
+                if (written := file.write(data)) < len(data):
+                    file.truncate(begin)
+                    raise OSError(f"only {written} of {len(data)} bytes could be written; the disk is full")
         except OSError as error:
             self.failures += 1
             logger.error("%d records wait for room in %s: %s", len(self.pending), self.path, error)
             return False
         self.pending.clear()
         return True
-
-    def _write(self, data: bytes) -> None:
-        """Append all of `data` in one write, or nothing."""
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            begin = os.lseek(descriptor, 0, os.SEEK_END)
-            written = os.write(descriptor, data)
-            if written < len(data):
-                os.ftruncate(descriptor, begin)
-                raise OSError(f"only {written} of {len(data)} bytes could be written; the disk is full")
-        finally:
-            os.close(descriptor)
 
 
 class StepRecorder:
@@ -153,10 +139,10 @@ class StepRecorder:
                 logger.error("step %d was not tracked: %s", step, error)
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
-        """Write summary, report and plots, as far as the disk accepts them; nothing if the run was taken over."""
+        """Write summary and report, as far as the disk accepts them; nothing if the run was taken over."""
         self._display.stop()
-        if not self._run.lost:
-            self._metrics.flush()
+        if not self._run.lost and self._metrics.pending:
+            self._metrics.append()
         records = self._written() + self._metrics.pending
         summary = {
             "run": self._config.run.name,
@@ -301,6 +287,11 @@ def totals_of(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Seconds per phase, tokens and rewards over the whole run."""
     phases = (*PHASES, "step")
     seconds = {phase: round(sum(record["seconds"].get(phase, 0.0) for record in records), 3) for phase in phases}
+    drafters: dict[str, list[int]] = {}
+    for record in records:
+        for method, (drafted, accepted) in record["speed"]["by_method"].items():
+            before = drafters.get(method, [0, 0])
+            drafters[method] = [before[0] + drafted, before[1] + accepted]
     return {
         "seconds": seconds,
         "rollout_share": round(seconds["rollout"] / seconds["step"], 4) if seconds["step"] else 0.0,
@@ -309,16 +300,5 @@ def totals_of(records: list[dict[str, Any]]) -> dict[str, Any]:
         "last_reward": records[-1]["train"]["reward_mean"] if records else None,
         "skipped_updates": sum(int(record["train"]["skipped"]) for record in records),
         "reward_failures": sum(sum(record["failures"]["reward"].values()) for record in records),
-        "drafters": _drafts_by_method(records),
+        "drafters": drafters,
     }
-
-
-def _drafts_by_method(records: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Method → [drafted, accepted] over all steps."""
-    sums: dict[str, list[int]] = {}
-    for record in records:
-        for method, (drafted, accepted) in record["speed"]["by_method"].items():
-            pair = sums.setdefault(method, [0, 0])
-            pair[0] += drafted
-            pair[1] += accepted
-    return sums

@@ -24,14 +24,15 @@ from specactor_ray.trainer.record import MetricsFile, StepRecorder, numbers, tot
 
 
 def record(step: int, by_method: dict[str, list[int]]) -> dict[str, Any]:
-    train = {"reward_mean": 0.5, "pass_rate": 0.0, "length_mean": 8.0, "entropy": 1.0, "loss": 0.1, "grad_norm": 1.0}
-    speed = {"tokens": 10, "tokens_per_s": 5.0, "acceptance_length": 1.2, "supply": 2.0, "by_method": by_method}
+    names = ("reward_mean", "reward_std", "pass_rate", "length_mean", "entropy", "loss", "grad_norm")
+    train = dict.fromkeys(names, 0.5)
+    speed = {"tokens": 10, "tokens_per_s": 5.0, "acceptance_length": 1.2, "rollout_share": 0.5, "by_method": by_method}
     return {
         "step": step,
         "train": {**train, "skipped": 0},
         "gap": {"mean": 0.0},
         "speed": speed,
-        "seconds": {"step": 1.0, "rollout": 0.5},
+        "seconds": {"step": 1.0, "rollout": 0.5, "update": 0.2, "sync": 0.1},
         "failures": {"reward": {}},
     }
 
@@ -155,5 +156,5 @@ def test_what_was_written_before_stays(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     file = MetricsFile(path)
-    assert file.flush() and file.append({"step": 2})
+    assert file.append({"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
