@@ -21,7 +21,7 @@ from specactor_ray.distill.card import DrafterRecipe, TargetIdentity, check_voca
 from specactor_ray.distill.corpus import HELD_OUT, TRAIN, Corpus, Prompts, TokenIds, claim_folder, split_prompts
 from specactor_ray.distill.eagle import hidden_layers_of, reject_foreign_layers
 from specactor_ray.distill.evaluation import head_config, measure
-from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer, LoopProgress, TrainLoop, head_for
+from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer, TrainLoop, head_for
 from specactor_ray.draft.eagle.checkpoint import save_head
 from specactor_ray.models.loading import load_model, load_model_config, load_tokenizer
 from specactor_ray.rollout.preflight import require_named_model
@@ -141,9 +141,9 @@ def _train(model: Any, corpus: Corpus, work: Path, stop: StopSignal, console: Co
     trainer = HeadTrainer(head, recipe.depths, recipe.learning_rate, dtype=recipe.dtype)
     with PhaseProgress(console, "training an EAGLE head", 1.0) as progress:
 
-        def show(step: LoopProgress) -> None:
-            match_rate = f"held-out match rate when it was last measured {step.match_rate:.1%}"
-            progress.update(step.fraction, f"step {step.step}, loss {step.loss:.3f}, {match_rate}")
+        def show(loss: float) -> None:
+            match_rate = f"held-out match rate when it was last measured {loop.state.history[-1]['matches']:.1%}"
+            progress.update(loop.fraction, f"step {loop.state.step}, loss {loss:.3f}, {match_rate}")
 
         loop = TrainLoop(trainer, recipe, train, held_out, work, time.monotonic, stop.shielded, on_progress=show)
         if loop.resume():

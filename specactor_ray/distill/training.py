@@ -167,18 +167,6 @@ class LoopState:
     """A record per measurement on held-out rollouts: step, seconds, loss, matches, and the training loss since."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoopProgress:
-    """Figures to show after a step."""
-
-    fraction: float
-    """Share of the finished batches, 0 to 1."""
-    step: int
-    loss: float
-    match_rate: float
-    """Match rate of the last measurement."""
-
-
 class TrainLoop:
     """Trains a head on recorded rollouts.
 
@@ -189,7 +177,7 @@ class TrainLoop:
         shield: Context manager in which signals do not interrupt.
         checkpoint_s: Seconds between checkpoints.
         measure_s: Seconds between measurements on held-out rollouts.
-        on_progress: Called after every step.
+        on_progress: Called after every step with its loss.
     """
 
     def __init__(
@@ -203,7 +191,7 @@ class TrainLoop:
         shield: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         checkpoint_s: float = 120.0,
         measure_s: float = 60.0,
-        on_progress: Callable[[LoopProgress], None] | None = None,
+        on_progress: Callable[[float], None] | None = None,
     ) -> None:
         self.trainer, self.state = trainer, LoopState()
         self._recipe, self._clock, self._shield, self._show = recipe, clock, shield, on_progress
@@ -297,8 +285,7 @@ class TrainLoop:
             state.epoch, state.position = state.epoch + 1, 0
         self._since.append(figures)
         if self._show is not None:
-            match_rate = state.history[-1]["matches"]
-            self._show(LoopProgress(self.fraction, state.step, figures["loss"], match_rate))
+            self._show(figures["loss"])
 
     def _measure(self) -> None:
         groups = cut_by_tokens(_lengths(self._held_out), self._recipe.batch_tokens, longest_first=False)

@@ -84,8 +84,8 @@ def generalized_advantages(
 
 
 def soft_overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> torch.Tensor:
-    """DAPO's soft overlong punishment (eq. 13) of `(B,)` output lengths: 0 up to `max_tokens - buffer`, then linear down
-    to -1 at `max_tokens`. A buffer of 0 turns it off."""
+    """DAPO's soft overlong punishment (eq. 13) of `(B,)` output lengths: 0 up to `max_tokens - buffer`, then linear
+    down to -1 at `max_tokens`. A buffer of 0 turns it off."""
     if buffer <= 0:
         return torch.zeros(lengths.shape, dtype=torch.float32)
     return ((max_tokens - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
@@ -118,8 +118,8 @@ def clipped_policy_loss(
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
 ) -> torch.Tensor:
-    """`½ max((V - R)², (clip(V, V_old ± ε) - R)²)`, `(B, T)`: the value term of PPO eq. 9, clipped as the policy is (None:
-    not clipped). `old_values` are those at the start of the update."""
+    """`½ max((V - R)², (clip(V, V_old ± ε) - R)²)`, `(B, T)`: the value term of PPO eq. 9, clipped as the policy is.
+    `old_values` are those at the start of the update; `clip` None does not clip."""
     loss = (values - returns).square()
     if clip is not None:
         bounded = old_values + (values - old_values).clamp(-clip, clip)

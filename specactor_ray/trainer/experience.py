@@ -50,7 +50,6 @@ class Experience:
     """All trajectories of the step, including those that were sampled and dropped."""
     rewards: list[float]
     """Rewards from functions and environments; samples left out (`reward.failure_value`) have none."""
-    used_groups: int = 0
     dull_groups: int = 0
     """Number of groups whose rewards are all equal."""
     rounds: int = 1
@@ -115,9 +114,8 @@ class ExperienceMaker:
             if len(kept) >= wanted:
                 break
         used = kept or dull
-        experience.used_groups = len(used)
         experience.samples = [sample for group in used for sample in self._samples(group)]
-        experience.position = (self._stream.order.position, self._stream.skipped)
+        experience.position = (self._stream.position, self._stream.skipped)
         return experience
 
     def _roll_out(self, rollout: Any, sampling: SamplingParams, count: int, experience: Experience) -> list[Group]:

@@ -34,7 +34,7 @@ from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.turns import ChatTurns
 from specactor_ray.runs.folder import TrainingRun, open_run
 from specactor_ray.runs.output import discard_run_folder
-from specactor_ray.trainer.data import TaskOrder, TaskStream, open_source
+from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.display import TrainingDisplay
 from specactor_ray.trainer.environment import Environment, make_environment
 from specactor_ray.trainer.record import StepRecorder
@@ -76,9 +76,9 @@ def train(
     for line in lines:
         say(console, line)
     with StopSignal() as stop:
-        run = open_run(config, stream.order.size, keep_dtype=keep_dtype)
+        run = open_run(config, stream.size, keep_dtype=keep_dtype)
         try:
-            stream.order.position, stream.skipped = run.state.position, run.state.skipped_tasks
+            stream.position, stream.skipped = run.state.position, run.state.skipped_tasks
             memory = plan_memory(config)
             check_memory(config, memory, available_bytes(), FIXES)
             announce(config, run, memory, console)
@@ -194,8 +194,7 @@ def checked_tasks(config: Config) -> TaskStream:
         return len(encode_prompt(tokenizer, prompt, data.chat))
 
     def stream() -> TaskStream:
-        order = TaskOrder(len(source), config.sampling.seed, data.shuffle)
-        return TaskStream(source, order, count_tokens, limit)
+        return TaskStream(source, config.sampling.seed, count_tokens, limit, data.shuffle)
 
     stream().take(1)
     return stream()

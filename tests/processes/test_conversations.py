@@ -25,7 +25,7 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer import workers
 from specactor_ray.trainer.conversations import Conversations, Episode
-from specactor_ray.trainer.data import Task, TaskOrder, TaskStream
+from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import ExperienceMaker
 from specactor_ray.trainer.rewards import RewardRunner
 from specactor_ray.transport.messages import RequestStats
@@ -139,7 +139,7 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
             "trainer": {"prompts_per_step": 1},
         }
     )
-    stream = TaskStream(Tasks(), TaskOrder(9, 0, False), lambda prompt: 1, 100)
+    stream = TaskStream(Tasks(), 0, lambda prompt: 1, 100, shuffle=False)
     with Conversations(config, rollout.tokenizer, 512) as conversations, RewardRunner(config.reward) as rewards:
         arguments = (config, make_recipe(config), stream, rewards, lambda _: contextlib.nullcontext(), conversations)
         maker = ExperienceMaker(*arguments)

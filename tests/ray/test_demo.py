@@ -47,5 +47,5 @@ def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path, monk
     monkeypatch.chdir(tmp_path)
     config, _ = refuse_early(load_config(Path(file), overrides), trains=True)
     prepare(config)
-    with contextlib.closing(open_run(config, checked_tasks(config).order.size)) as run:
+    with contextlib.closing(open_run(config, checked_tasks(config).size)) as run:
         assert run.state.step == 2 and run.checkpoint is not None, "the printed command continues this run"

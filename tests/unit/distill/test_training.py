@@ -36,7 +36,6 @@ from specactor_ray.distill.training import (
     CHECKPOINT_FILE,
     EagleLearner,
     HeadTrainer,
-    LoopProgress,
     TrainLoop,
     batches_of_epoch,
     choose_samples,
@@ -187,8 +186,8 @@ class TestLoop:
         whole = make_loop(tmp_path / "whole", recipe(epochs=2.0))
         whole.run()
 
-        def interrupt(progress: LoopProgress) -> None:
-            if progress.step in (3, whole.state.step // 2 + 2):
+        def interrupt(loss: float) -> None:
+            if loop.state.step in (3, whole.state.step // 2 + 2):
                 raise KeyboardInterrupt
 
         for _ in range(2):
