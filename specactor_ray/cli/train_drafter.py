@@ -69,7 +69,7 @@ def train_drafter(
     prompts = split_prompts(encoded, others, _longest_prompt(recipe))
     work = output / WORK_FOLDER
     facts = {**recipe.training_facts(), "prompts": prompts.digest(), "config": target.config_hash}
-    claim_folder(output, work / RECIPE_FILE, facts, "a drafter", "folder of `drafter train`", "--output: ")
+    claim_folder(output, work / RECIPE_FILE, facts, "drafter")
     done = read_card(output)
     if done is not None:
         return DrafterOutcome("finished", done["acceptance"], f"{output} was finished before; nothing was done")

@@ -320,9 +320,8 @@ class Corpus:
         folder: Path,
         console: Console,
     ) -> None:
-        facts = {**recipe.rollout_facts(), "target": asdict(replace(target, name="")), "prompts": prompts.digest()}
-        facts["hidden_layers"] = list(layers)
-        claim_folder(folder, folder / "corpus.json", facts, "a corpus", "corpus")
+        facts = {**recipe.rollout_facts(), "target": target.config_hash, "prompts": prompts.digest()}
+        claim_folder(folder, folder / "corpus.json", {**facts, "hidden_layers": list(layers)}, "corpus")
         self.recipe, self._prompts, self._layers, self._console = recipe, prompts, layers, console
         present = {TRAIN: bool(prompts.train), HELD_OUT: True, GREEDY: recipe.temperature > 0.0}
         self.stores = {part: RecordStore(folder, part) for part, is_there in present.items() if is_there}
@@ -367,42 +366,34 @@ class Corpus:
         return engine
 
 
-def claim_folder(folder: Path, note: Path, facts: dict[str, Any], content: str, kind: str, option: str = "") -> None:
+def claim_folder(folder: Path, note: Path, facts: dict[str, Any], kind: str) -> None:
     """Create a folder and record the facts that determine its content, or check those of an existing one.
 
     Args:
         note: File for the facts, inside the folder.
-        content, kind: Content and kind of the folder, for messages.
-        option: Beginning of messages.
+        kind: What the folder holds, for messages.
 
     Raises:
         InputError: The folder has other facts (the message has the differences), holds other files, or cannot be
         written to.
     """
     if note.is_file():
-        differing = _differences(json.loads(read_foreign(note)), json.loads(json.dumps(facts)))
+        there, wanted = json.loads(read_foreign(note)), json.loads(json.dumps(facts))
+        differing = [
+            f"{key} {there.get(key)!r} there, {wanted.get(key)!r} wanted"
+            for key in sorted({*there, *wanted})
+            if there.get(key) != wanted.get(key)
+        ]
         if differing:
             raise InputError(
-                f"{option}{folder} holds {content} of another recipe ({differing}). Fix: name another folder, or "
+                f"{folder} holds a {kind} of another recipe ({'; '.join(differing)}). Fix: name another folder, or "
                 "repeat its own options to go on with it"
             )
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{option}{folder} exists and is no {kind}. Fix: name another folder")
+        raise InputError(f"{folder} exists and holds no {kind}. Fix: name another folder")
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         write_json(note, facts, shared=True)
     except OSError as error:
-        raise InputError(f"{option}{folder} cannot be written to ({error.strerror})") from None
-
-
-def _differences(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
-    """Differences of two sets of facts, such as `temperature 0.5 there, 1.0 wanted; ...`."""
-    found = []
-    for key in sorted({*there, *wanted}):
-        left, right = there.get(key), wanted.get(key)
-        if isinstance(left, dict) and isinstance(right, dict):
-            found.append(_differences(left, right, f"{prefix}{key}."))
-        elif left != right:
-            found.append(f"{prefix}{key} {left!r} there, {right!r} wanted")
-    return "; ".join(text for text in found if text)
+        raise InputError(f"{folder} cannot be written to ({error.strerror})") from None

@@ -14,7 +14,7 @@ provides `hidden` numbers instead of one distribution (as in EAGLE, arXiv 2401.1
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -71,8 +71,7 @@ def example_of(record: CorpusRecord, states: torch.Tensor) -> EagleExample:
 class EagleBatch:
     """Sequences of different lengths, padded on the right to `T` positions.
 
-    Position `i` of a sequence `x` of `L` tokens holds the target's states of `x_i` and, as `next_ids`, `x_{i+1}`; so
-    there are `L - 1` of them.
+    Position `i` of a sequence `x` of `L` tokens holds the target's states of `x_i` and, as `next_ids`, `x_{i+1}`.
     """
 
     states: torch.Tensor
@@ -89,10 +88,8 @@ class EagleBatch:
 
     def to(self, device: torch.device) -> EagleBatch:
         """The same batch on a device."""
-        final = None if self.final is None else self.final.to(device)
-        parts = (self.states, self.next_ids, self.predicts_output, self.teacher)
-        states, next_ids, counts, teacher = (part.to(device) for part in parts)
-        return EagleBatch(states, next_ids, counts, teacher, final)
+        parts: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        return EagleBatch(**{name: None if part is None else part.to(device) for name, part in parts.items()})
 
 
 def make_batch(examples: Sequence[EagleExample], head: EagleHead) -> EagleBatch:

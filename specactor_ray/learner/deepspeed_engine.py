@@ -16,9 +16,8 @@ import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.learner.batching import MicroBatch
-from specactor_ray.learner.engine import PartWriter, TorchEngine, WorkCounter, autocast, parameter_groups
-from specactor_ray.learner.policy import PolicyModel, TokenScores
+from specactor_ray.learner.engine import PartWriter, TorchEngine, WorkCounter, parameter_groups
+from specactor_ray.learner.policy import PolicyModel
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
@@ -112,12 +111,7 @@ class DeepSpeedEngine(TorchEngine):
         self._engine, *_ = deepspeed.initialize(
             model=policy, model_parameters=parameter_groups(policy, config.weight_decay), config=settings
         )
-
-    def score(self, batch: MicroBatch) -> TokenScores:
-        with autocast(self.device, self._config.dtype):
-            scores: TokenScores = self._engine(batch)
-        self._progress.tick()
-        return scores
+        self._forward = self._engine
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)

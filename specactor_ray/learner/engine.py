@@ -20,10 +20,8 @@ _STATE_FILE = "optimizer.pt"
 
 
 class WorkCounter:
-    """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files.
-
-    One thread counts; others may read. If the count does not change during work, the rank hangs.
-    """
+    """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files. One thread counts; others may
+    read. If the count does not change during work, the rank hangs."""
 
     __slots__ = ("count",)
 
@@ -48,10 +46,8 @@ class SavedPart:
 
 
 class PartWriter:
-    """Records the files that a rank writes into `folder`.
-
-    A disk error is recorded, not raised: a rank that left a save early would block the others in a collective.
-    """
+    """Records the files that a rank writes into `folder`. A disk error is recorded, not raised: a rank that left a save
+    early would block the others in a collective."""
 
     def __init__(self, folder: Path, progress: WorkCounter) -> None:
         self.folder = folder
@@ -62,11 +58,8 @@ class PartWriter:
 
     @contextlib.contextmanager
     def writing(self, *files: Path) -> Iterator[None]:
-        """Inside, these files are written; a folder stands for all files in it.
-
-        Raises:
-            Exception: As raised inside, unless the disk was the cause.
-        """
+        """Inside, these files are written; a folder stands for all files in it. Errors other than those of the disk are
+        raised."""
         try:
             yield
             for file in files:
@@ -105,6 +98,7 @@ class TorchEngine:
 
     def __init__(self, policy: PolicyModel, config: TrainerConfig, progress: WorkCounter | None = None) -> None:
         self.policy, self._config = policy, config
+        self._forward: Any = policy
         self._progress = progress if progress is not None else WorkCounter()
         self.rank, self.world_size = 0, 1
         self.device = next(policy.parameters()).device
@@ -118,7 +112,7 @@ class TorchEngine:
     def score(self, batch: MicroBatch) -> TokenScores:
         """Forward pass; with gradients unless inside `torch.no_grad`."""
         with autocast(self.device, self._config.dtype):
-            scores: TokenScores = self.policy(batch)
+            scores: TokenScores = self._forward(batch)
         self._progress.tick()
         return scores
 

@@ -206,7 +206,7 @@ class TestMistakes:
         assert "of another recipe (" in capsys.readouterr().err
         (tmp_path / "precious").write_text("")
         specactor(*train_options(data, tmp_path))
-        assert "is no folder of `drafter train`" in capsys.readouterr().err
+        assert "exists and holds no drafter" in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
     def test_a_job_cannot_write_into_its_own_copy(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,14 +80,14 @@ def test_a_damaged_file_is_put_aside_and_made_again(tmp_path: Path, caplog: pyte
 
 
 def test_a_folder_of_other_rollouts_is_refused(tmp_path: Path) -> None:
-    def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
-        claim_folder(folder, folder / "corpus.json", facts, "a corpus", "corpus")
+    def claim(folder: str, **facts: Any) -> None:
+        claim_folder(tmp_path / folder, tmp_path / folder / "corpus.json", facts, "corpus")
 
-    claim_corpus(tmp_path / "c", {"temperature": 1.0, "target": {"vocab_size": 5}})
-    claim_corpus(tmp_path / "c", {"temperature": 1.0, "target": {"vocab_size": 5}})
-    with pytest.raises(InputError, match=r"target.vocab_size 5 there, 6 wanted; temperature 1.0 there, 0.5 wanted"):
-        claim_corpus(tmp_path / "c", {"temperature": 0.5, "target": {"vocab_size": 6}})
+    for _ in range(2):
+        claim("c", temperature=1.0, target="abc")
+    with pytest.raises(InputError, match=r"target 'abc' there, 'xyz' wanted; temperature 1.0 there, 0.5 wanted"):
+        claim("c", temperature=0.5, target="xyz")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "precious").write_text("")
-    with pytest.raises(InputError, match="is no corpus"):
-        claim_corpus(tmp_path / "x", {})
+    with pytest.raises(InputError, match="holds no corpus"):
+        claim("x")
