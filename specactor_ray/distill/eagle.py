@@ -88,8 +88,9 @@ class EagleBatch:
 
     def to(self, device: torch.device) -> EagleBatch:
         """The same batch on a device."""
-        parts: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
-        return EagleBatch(**{name: None if part is None else part.to(device) for name, part in parts.items()})
+        parts = {one.name: getattr(self, one.name) for one in fields(self)}
+        moved: dict[str, Any] = {name: None if part is None else part.to(device) for name, part in parts.items()}
+        return EagleBatch(**moved)
 
 
 def make_batch(examples: Sequence[EagleExample], head: EagleHead) -> EagleBatch:

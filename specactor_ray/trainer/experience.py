@@ -31,8 +31,7 @@ from specactor_ray.trainer.rewards import RewardRunner, RewardSample
 class Group:
     """The samples of one prompt that have a reward."""
 
-    task: Task
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
 
     @property
@@ -124,7 +123,7 @@ class ExperienceMaker:
             scored = self._single_outputs(rollout, sampling, tasks, experience)
         else:
             scored = self._episodes(rollout, sampling, tasks, experience)
-        groups = [Group(task, []) for task in tasks]
+        groups = [Group() for _ in tasks]
         for trajectory, reward in scored:
             experience.trajectories.append(trajectory)
             if reward is not None:

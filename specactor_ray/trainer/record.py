@@ -215,7 +215,7 @@ class StepRecorder:
         if experience.turns:
             update = {"turns_mean": experience.turns / max(len(experience.trajectories), 1), **update}
         if config.trainer.max_staleness:
-            update = {**_staleness(experience, step - 1), **update}
+            update = {**staleness_of(experience, step - 1), **update}
         learnt = {name: value for name, value in update.items() if not name.startswith("logprob_gap")}
         return {
             "reward_mean": mean(rewards) if rewards else 0.0,
@@ -263,7 +263,7 @@ class StepRecorder:
                 logger.warning("step %d: %d %ss failed: %s", record["step"], count, what, reason)
 
 
-def _staleness(experience: Experience, version: int) -> dict[str, float]:
+def staleness_of(experience: Experience, version: int) -> dict[str, float]:
     """Number of versions between the weights that sampled a token and those trained by it, mean and maximum."""
     tokens = Counter[int]()
     for trajectory in experience.trajectories:

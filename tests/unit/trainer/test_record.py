@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,14 @@ from rich.console import Console
 
 from specactor_ray.config import Config
 from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.folder import TrainingRun
 from specactor_ray.trainer.display import TrainingDisplay, write_report
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import MetricsFile, StepRecorder, numbers, totals_of
+from specactor_ray.trainer.record import MetricsFile, StepRecorder, numbers, staleness_of, totals_of
 
 
 def record(step: int, by_method: dict[str, list[int]]) -> dict[str, Any]:
@@ -158,3 +161,18 @@ def test_what_was_written_before_stays(tmp_path: Path) -> None:
     file = MetricsFile(path)
     assert file.append({"step": 2})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def trajectory(tokens: int, version: int, versions: tuple[tuple[int, int], ...], mask: str = "") -> Trajectory:
+    own, ids = tuple(one == "1" for one in mask), tuple(range(tokens))
+    done = Trajectory("r", 0, 0, (1,), ids, (0.0,) * tokens, "", "stop", SamplingParams())
+    return replace(done, weight_version=version, versions=versions, loss_mask=own)
+
+
+def test_staleness_is_counted_in_own_tokens() -> None:
+    plain, mixed = trajectory(4, 5, ()), trajectory(6, 5, ((3, 1), (4, 5)), mask="110011")
+    assert plain.own_tokens_by_version() == {5: 4}
+    assert mixed.own_tokens_by_version() == {3: 1, 4: 2, 5: 1}
+    experience = Experience([], [plain, mixed], [])
+    assert staleness_of(experience, 5) == {"staleness_mean": (2 + 2 * 1) / 8, "staleness_max": 2}
+    assert staleness_of(Experience([], [], []), 5) == {"staleness_mean": 0.0, "staleness_max": 0}

@@ -33,15 +33,11 @@ def sample(text: str, answer: str | None = None, **values: object) -> RewardSamp
     return RewardSample("prompt", text, answer, response=text.strip(), **values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["exact_match"])
-def test_nothing_is_right_without_a_reference_answer(name: str) -> None:
-    with pytest.raises(ValueError, match="no reference answer"):
-        REWARDS[name](sample(""))
-
-
 def test_exact_match_and_length() -> None:
     assert REWARDS["exact_match"](sample(" 42\n", "42 ")) == 1.0
     assert REWARDS["exact_match"](sample("42.", "42")) == 0.0
+    with pytest.raises(ValueError, match="no reference answer"):
+        REWARDS["exact_match"](sample(""))
     assert REWARDS["length"](sample("x", token_ids=(1, 2, 3), max_tokens=12)) == 0.25
 
 
@@ -96,13 +92,6 @@ def test_extract_answer(pattern: str | None, answer: str) -> None:
     assert extract_answer("  so 3 or <answer>4</answer> ", pattern) == answer
 
 
-def test_the_scorer_finds_the_answer() -> None:
-    terms = [RewardFunctionConfig("exact_match")]
-    assert Scorer(RewardConfig(functions=terms, answer_pattern=r"<answer>(.*?)</answer>"))(
-        RewardSample("prompt", "so 3 or <answer> 4 </answer>", "4")
-    )
-
-
 def test_a_pattern_that_backtracks_without_end_is_interrupted() -> None:
     config = RewardConfig(functions=[RewardFunctionConfig("exact_match")], answer_pattern="(a+)+$", timeout_s=0.2)
     reward, problem = scored(config, RewardSample("prompt", "a" * 60 + "b", "a"))
@@ -121,15 +110,6 @@ def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> Non
     with pytest.raises(ConfigError, match="not a regular expression") as refused:
         validate_training(config)
     assert refused.value.key == "reward.answer_pattern"
-
-
-def test_the_value_of_failures_is_none_or_a_number() -> None:
-    config = from_mapping({"mode": "plain", "data": {"n": 2}})
-    assert config.reward.failure_value is None
-    validate_training(config)
-    config.reward.failure_value = float("nan")
-    with pytest.raises(ConfigError, match=r"reward\.failure_value"):
-        validate_training(config)
 
 
 def test_the_users_own_function() -> None:
