@@ -1,4 +1,4 @@
-"""From outputs to samples: samples without a reward are left out, dull groups are replaced; rollouts ahead of the trainer."""
+"""From outputs to samples: samples without a reward are left out, dull groups are replaced; rollouts ahead."""
 
 from __future__ import annotations
 
