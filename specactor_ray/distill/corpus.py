@@ -26,7 +26,7 @@ from specactor_ray.core.json_text import read_foreign
 from specactor_ray.core.phase_progress import PhaseProgress, show_tokens
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.card import DrafterRecipe, TargetIdentity
-from specactor_ray.models.wire import from_wire
+from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
 

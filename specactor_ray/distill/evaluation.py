@@ -29,7 +29,7 @@ from specactor_ray.distill.corpus import Corpus, CorpusRecord, target_config
 from specactor_ray.draft.mirror import common_prefix
 from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.draft.registry import build_proposer
-from specactor_ray.models.loading import describes_head
+from specactor_ray.models.checkpoint_files import describes_head
 from specactor_ray.transport.messages import Features
 
 if TYPE_CHECKING:
