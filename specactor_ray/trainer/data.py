@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,15 +32,7 @@ class Task:
     """All other keys of the row."""
 
 
-class TaskSource(Protocol):
-    """A fixed sequence of tasks."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Task: ...
-
-
-def open_source(config: DataConfig, seed: int) -> TaskSource:
+def open_source(config: DataConfig, seed: int) -> TableSource | GymSource:
     """Open the source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`.
 
     Raises:
@@ -56,7 +48,7 @@ def open_source(config: DataConfig, seed: int) -> TaskSource:
     if path.startswith(_HUB) or Path(path).suffix == ".parquet":
         return TableSource(_load_table(path, config), path, config)
     if Path(path).suffix in (".jsonl", ".json"):
-        rows = [(number, row) for number, row in read_jsonl(path)]
+        rows = list(read_jsonl(path))
         return TableSource([row for _, row in rows], path, config, [number for number, _ in rows])
     return TableSource([{config.prompt_key: line} for line in read_text(path)], path, config)
 
@@ -172,7 +164,7 @@ class TaskStream:
 
     def __init__(
         self,
-        source: TaskSource,
+        source: TableSource | GymSource,
         seed: int,
         count_tokens: Callable[[Prompt], int],
         max_prompt_tokens: int,
