@@ -112,7 +112,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
 def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     """Train the target on the tasks of data.path with reinforcement learning; writes metrics, checkpoints, a report."""
     settings, progress = load_settings(config_file, overrides)
-    from specactor_ray.trainer.report import REPORT_FILE
+    from specactor_ray.trainer.display import REPORT_FILE
     from specactor_ray.trainer.run import train as run_training
 
     outcome = run_training(settings, progress)
