@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from specactor_ray.actors.specs import VERIFIER
 from specactor_ray.config.drafting import acting_drafters
@@ -15,42 +14,40 @@ from specactor_ray.config.schema import ModeName
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.simulation.cluster import VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
-from specactor_ray.simulation.run import VirtualRun
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig
-from specactor_ray.simulation.text import GeneratedText, RecordedText, Skill
-from specactor_ray.simulation.workload import Recording, draw_arrivals, draw_lengths
-from specactor_ray.simulation.world import MeasuredPython, PythonTime, WorkRecorder, World
+from specactor_ray.simulation.text import (
+    GeneratedText,
+    RecordedRequest,
+    RecordedText,
+    Text,
+    draw_arrivals,
+    draw_lengths,
+)
+from specactor_ray.simulation.world import PythonTime, Span, World
 from specactor_ray.transport.messages import WeightSet
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run counts as endless."""
-_KEPT_SPANS = 20_000
 _DAY_TICK_S = 0.25
 _SEEDS_PER_STEP = 1_000_000
-
-
-class Span(NamedTuple):
-    """One operation of an actor; times in virtual seconds since the begin of the rollout."""
-
-    actor: str
-    what: str
-    """Operation: `verify` or `draft`, which is one forward, or one lookup for many requests."""
-    begin: float
-    end: float
-    rows: int
-    positions: int
+_FIGURES = (
+    *("variant", "mode", "devices", "draft_devices", "rollout_s", "tokens", "tokens_per_s", "tokens_per_s_and_device"),
+    *("peak_streams", "peak_stream_tokens", "peak_stream_bytes", "moves", "events"),
+)
+"""Attributes of a `Result` in reports."""
 
 
 @dataclass
 class StepTimes:
     """Times of one RL step in virtual seconds."""
 
-    rollout_s: float
-    update_s: float
-    sync_s: float
-    tokens: int
+    rollout_s: float = 0.0
+    update_s: float = 0.0
+    sync_s: float = 0.0
+    tokens: int = 0
     ended_s: list[float] = field(default_factory=list)
     """End of each request since the begin of the step's rollout."""
     latency_s: list[float] = field(default_factory=list)
@@ -75,11 +72,9 @@ class Result:
     """Seconds of all verifiers in total during rollouts."""
     metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
     peak_streams: int = 0
-    """Most requests of drafters at once, summed over drafters."""
     peak_stream_tokens: int = 0
-    """Most tokens in the caches of drafters at once, summed over drafters."""
+    """See `world.Recorder`."""
     peak_stream_bytes: float = 0.0
-    """Bytes of these tokens."""
     drafting_s: float = 0.0
     """`daily`: seconds that draft actors held their devices, summed over devices."""
     draft_actors: list[tuple[float, float]] = field(default_factory=list)
@@ -119,55 +114,15 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Figures as plain data, without spans."""
-        metrics = self.metrics
         return {
-            "variant": self.variant,
-            "mode": self.mode,
-            "devices": self.devices,
-            "draft_devices": self.draft_devices,
-            "rollout_s": self.rollout_s,
-            "step_s": [step.seconds for step in self.steps],
-            "tokens": self.tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_and_device": self.tokens_per_s_and_device,
-            "acceptance_length": metrics.acceptance_length,
-            "supply": metrics.supply,
+            **{name: getattr(self, name) for name in _FIGURES},
+            "acceptance_length": self.metrics.acceptance_length,
+            "supply": self.metrics.supply,
             "shares": self.shares(),
-            "peak_streams": self.peak_streams,
-            "peak_stream_tokens": self.peak_stream_tokens,
-            "peak_stream_bytes": self.peak_stream_bytes,
-            "moves": self.moves,
-            "events": self.events,
             "digest": f"{self.digest:08x}",
+            "step_s": [step.seconds for step in self.steps],
             "steps": [asdict(step) for step in self.steps],
         }
-
-
-class Recorder(WorkRecorder):
-    """Keeps the first and the last spans, and the number of requests that are drafted for at once."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._first: list[Span] = []
-        self._last: deque[Span] = deque(maxlen=_KEPT_SPANS)
-        self._streams: dict[str, tuple[int, int]] = {}
-        self._open = self._tokens = self.peak_streams = self.peak_tokens = 0
-
-    def span(self, actor: str, what: str, begin: float, end: float, rows: int, positions: int) -> None:
-        now = self._now()
-        kept = self._first if len(self._first) < _KEPT_SPANS else self._last
-        kept.append(Span(actor, what, now - (end - begin), now, rows, positions))
-
-    def streams(self, actor: str, count: int, context_tokens: int) -> None:
-        old_count, old_tokens = self._streams.get(actor, (0, 0))
-        self._streams[actor] = (count, context_tokens)
-        self._open += count - old_count
-        self._tokens += context_tokens - old_tokens
-        self.peak_streams, self.peak_tokens = max(self.peak_streams, self._open), max(self.peak_tokens, self._tokens)
-
-    @property
-    def spans(self) -> list[Span]:
-        return [*self._first, *self._last]
 
 
 class SimulatedRollouts(VirtualRun):
@@ -175,8 +130,8 @@ class SimulatedRollouts(VirtualRun):
 
     Args:
         name, scenario: The variant, and its scenario.
-        world: Cost models; text, Python and record are set here.
-        recording: Recorded requests, if the scenario has any.
+        world: Cost models; text and Python are set here.
+        recording: Recorded requests, in place of drawn ones.
         on_progress: Called with the share of requests that have ended.
     """
 
@@ -185,18 +140,18 @@ class SimulatedRollouts(VirtualRun):
         name: str,
         scenario: ScenarioConfig,
         world: World,
-        recording: Recording | None = None,
+        recording: Sequence[RecordedRequest] | None = None,
         on_progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        machines = scenario.machines
+        machines, network, python = scenario.machines, scenario.network, scenario.python
         nodes = [Node(f"node-{number}", machines.cpus, machines.gpus) for number in range(machines.nodes)]
         super().__init__(scenario.config, world, nodes, scenario.seed)
         self.scenario, self._recording, self._on_progress = scenario, recording, on_progress
-        self.recorder = world.record = Recorder(lambda: self.kernel.now)
-        world.python = self._python()
+        self.kernel.measures = python.measured
+        rows_s = (python.verify_row_us / 1e6, python.plain_row_us / 1e6, python.draft_row_us / 1e6)
+        world.python = PythonTime(*rows_s, kernel=self.kernel if python.measured else None)
         self._lengths: dict[int, int] = {}
         world.text = self._text()
-        network = scenario.network
         self.network.set_links(network.call_ms / 1e3, network.jitter, network.bandwidth_gb_s * 1e9)
         devices, draft_devices = count_devices(scenario)
         self.result = Result(name, scenario.config.mode.value, devices, draft_devices)
@@ -204,11 +159,7 @@ class SimulatedRollouts(VirtualRun):
         self._ended = 0
 
     def run(self) -> Result:
-        """Simulate all steps.
-
-        Raises:
-            SimulationError: The run cannot end, or the package raised an error.
-        """
+        """Simulate all steps. Raises SimulationError if the run cannot end, or the package raised an error."""
         kernel, result = self.kernel, self.result
         kernel.spawn(self._drive, "main", self.driver.process)
         before = -1
@@ -219,9 +170,10 @@ class SimulatedRollouts(VirtualRun):
             raise SimulationError(f"{name} raised {type(crash).__name__}: {crash}")
         if not self._done:
             raise SimulationError(f"no request has ended for {_STANDSTILL_S:.0f} virtual seconds")
-        result.events, result.digest, result.spans = kernel.events, kernel.digest, self.recorder.spans
-        result.peak_streams, result.peak_stream_tokens = self.recorder.peak_streams, self.recorder.peak_tokens
-        result.peak_stream_bytes = result.peak_stream_tokens * self.world.stream_bytes_per_token
+        record = self.world.record
+        result.events, result.digest, result.spans = kernel.events, kernel.digest, record.spans
+        result.peak_streams, result.peak_stream_tokens = record.peak_streams, record.peak_tokens
+        result.peak_stream_bytes = record.peak_tokens * self.world.stream_bytes_per_token
         kernel.close()
         return result
 
@@ -244,9 +196,7 @@ class SimulatedRollouts(VirtualRun):
     def _step(self, number: int) -> None:
         workload, clock = self.scenario.workload, self.clock
         entries = self.entries(number)
-        journal = self.client.dispatcher.journal
-        begin, before = clock.now(), journal.committed_tokens
-        times = StepTimes(0.0, 0.0, 0.0, 0)
+        begin, before, times = clock.now(), self._committed(), StepTimes()
         stream = self.client.run(entries)
         for entry in stream:
             assert entry.finished is not None
@@ -257,20 +207,28 @@ class SimulatedRollouts(VirtualRun):
             self._on_progress(self._ended / (workload.requests * self.scenario.steps.steps))
             if len(times.ended_s) >= workload.requests:
                 break
-        times.rollout_s, times.tokens = clock.now() - begin, journal.committed_tokens - before
+        self._end_rollout(times, begin, before)
         stream.close()
         if self.client.dispatcher.reissues:
             raise SimulationError(f"verifiers were lost without a fault: {'; '.join(self.client.view().errors)}")
+        if self.scenario.steps.update_tokens_per_s:
+            learned = times.tokens + workload.requests * workload.prompt_tokens
+            times.update_s = learned / self.scenario.steps.update_tokens_per_s
+            clock.sleep(times.update_s)
+
+    def _committed(self) -> int:
+        return self.client.dispatcher.journal.committed_tokens
+
+    def _end_rollout(self, times: StepTimes, begin: float, before: int) -> None:
+        times.rollout_s, times.tokens = self.clock.now() - begin, self._committed() - before
         self.result.verifier_s += times.rollout_s * self.config.target.replicas
         self.result.steps.append(times)
-        self._update(times)
 
     def _day(self, number: int) -> None:
         """Send requests at their times through the engine."""
         clock, entries = self.clock, self.entries(number)
         arrivals = draw_arrivals(self.scenario.workload, f"arrivals {self.scenario.seed} {number}")
-        begin, before = clock.now(), self.client.dispatcher.journal.committed_tokens
-        times = StepTimes(0.0, 0.0, 0.0, 0)
+        begin, before, times = clock.now(), self._committed(), StepTimes()
 
         def submit(entry: JournalEntry) -> None:
             arrived = clock.now()
@@ -289,9 +247,7 @@ class SimulatedRollouts(VirtualRun):
             submit(entry)
         while len(times.ended_s) < len(entries):
             self._count_drafters(begin, clock.now() + _DAY_TICK_S)
-        times.rollout_s, times.tokens = clock.now() - begin, self.client.dispatcher.journal.committed_tokens - before
-        self.result.verifier_s += times.rollout_s * self.config.target.replicas
-        self.result.steps.append(times)
+        self._end_rollout(times, begin, before)
         verifying = self.result.devices - self.result.draft_devices
         self.result.draft_devices = self.result.drafting_s / self.result.rollout_s
         self.result.devices = verifying + self.result.draft_devices
@@ -309,13 +265,6 @@ class SimulatedRollouts(VirtualRun):
             if not result.draft_actors or result.draft_actors[-1][1] != held:
                 result.draft_actors.append((now - begin, held))
 
-    def _update(self, times: StepTimes) -> None:
-        steps, workload = self.scenario.steps, self.scenario.workload
-        if steps.update_tokens_per_s:
-            learned = times.tokens + workload.requests * workload.prompt_tokens
-            times.update_s = learned / steps.update_tokens_per_s
-            self.clock.sleep(times.update_s)
-
     def _sync(self, version: int) -> None:
         begin = self.clock.now()
         self.client.update_weights(WeightSet(version, (self.calls.transport.put("weights"),), 1))
@@ -325,7 +274,7 @@ class SimulatedRollouts(VirtualRun):
 
     def entries(self, number: int) -> list[JournalEntry]:
         """The requests of a step."""
-        entries = list(self._recorded(number) if self._recording is not None else self._drawn(number))
+        entries = list(self._drawn(number) if self._recording is None else self._recorded(number, self._recording))
         if self.world.clairvoyant and self.scenario.workload.arrival is Arrival.at_once:  # the longest first
             entries.sort(key=lambda entry: -len(self.world.text.output(entry.sampling, number)))
         return entries
@@ -346,29 +295,18 @@ class SimulatedRollouts(VirtualRun):
             sampling = SamplingParams(max_tokens=workload.max_tokens, seed=seed)
             yield JournalEntry(f"{number}/{index}", prompt, sampling)
 
-    def _recorded(self, number: int) -> Iterator[JournalEntry]:
-        assert self._recording is not None
-        for seed, request in enumerate(self._recording.requests):
+    def _recorded(self, number: int, recording: Sequence[RecordedRequest]) -> Iterator[JournalEntry]:
+        for seed, request in enumerate(recording):
             sampling = SamplingParams(max_tokens=request.max_tokens, seed=seed)
             yield JournalEntry(f"{number}/{request.request_id}", request.prompt, sampling)
 
-    def _text(self) -> GeneratedText | RecordedText:
+    def _text(self) -> Text:
         scenario = self.scenario
         if self._recording is not None:
-            return self._recording.text(scenario.skills)
-        skills = {
-            one.method: Skill(**{part.name: getattr(one, part.name) for part in fields(Skill)})
-            for one in scenario.skills
-        }
+            return RecordedText(self._recording, scenario.skills)
         plain = self.config.mode is ModeName.plain
         methods = [] if plain else [drafter.method for drafter in self.config.drafters]
-        return GeneratedText(self._lengths, skills, scenario.correlation, scenario.seed, methods)
-
-    def _python(self) -> PythonTime:
-        python = self.scenario.python
-        if python.measured:
-            return MeasuredPython(self.kernel)
-        return PythonTime(python.verify_row_us / 1e6, python.plain_row_us / 1e6, python.draft_row_us / 1e6)
+        return GeneratedText(self._lengths, scenario.skills, scenario.correlation, scenario.seed, methods)
 
 
 def count_devices(scenario: ScenarioConfig) -> tuple[int, int]:

@@ -23,10 +23,10 @@ from specactor_ray.core.console import say
 from specactor_ray.plan.costs import CostPoint
 from specactor_ray.rollout.preflight import check_target, require_named
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
-from specactor_ray.simulation.costs import profile_world
 from specactor_ray.simulation.rollouts import SimulatedRollouts
 from specactor_ray.simulation.scenario import MachinesConfig, PythonConfig, ScenarioConfig, StepsConfig
-from specactor_ray.simulation.workload import RecordedRequest, Recording
+from specactor_ray.simulation.text import RecordedRequest
+from specactor_ray.simulation.world import profile_world
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -223,7 +223,7 @@ def accuracy_of(config: Config, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _recording(
     config: Config, workload: Workload, outputs: Mapping[Place, Output], accuracy: Mapping[str, float]
-) -> Recording:
+) -> list[RecordedRequest]:
     from specactor_ray.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
@@ -232,4 +232,4 @@ def _recording(
         ids = encode_prompt(tokenizer, workload.prompts[prompt], config.data.chat)
         limit = workload.sampling[prompt].max_tokens
         requests.append(RecordedRequest(f"{prompt}/{sample}", tuple(ids), tuple(output.token_ids), limit, accuracy))
-    return Recording(requests, len(tokenizer))
+    return requests

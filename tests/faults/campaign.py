@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
-from specactor_ray.simulation.run import silence
+from specactor_ray.simulation.cluster import silence
 from tests.faults.run import FaultScenario, Report, simulate
 
 FAULTS_PER_RUN = 100

@@ -17,7 +17,7 @@ from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from specactor_ray.core.files import write_json
 from specactor_ray.core.phase_progress import PhaseProgress
 from specactor_ray.core.signals import sigterm_interrupts
-from specactor_ray.simulation.run import silence
+from specactor_ray.simulation.cluster import silence
 from tests.faults.campaign import Campaign, replay_line, run_campaign, shrink
 from tests.faults.injector import KINDS, FaultPlan
 from tests.faults.run import FaultScenario, simulate
