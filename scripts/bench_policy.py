@@ -3,7 +3,8 @@
 in the same layout, and by plain decoding on the same verifiers.
 
 `x plain` is the speed relative to plain decoding, drafters' GPUs not counted (a layout is given here, what it does
-with it is judged); `of clairvoyant` relative to one who knows every probability and cost (`simulation/clairvoyant.py`).
+with it is judged); `of clairvoyant` relative to decisions by true probabilities and costs (`KnownAcceptance` and
+`KnownCost` of `simulation/cluster.py`).
 
     python scripts/bench_policy.py                    # all; three minutes on two cores
     python scripts/bench_policy.py useless drifting   # some
@@ -25,8 +26,7 @@ from rich.table import Table
 
 from specactor_ray.core.console import make_console
 from specactor_ray.core.phase_progress import PhaseProgress
-from specactor_ray.simulation.comparison import VariantJob
-from specactor_ray.simulation.jobs import run_jobs
+from specactor_ray.simulation.comparison import VariantJob, run_jobs
 from specactor_ray.simulation.rollouts import Result
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ def jobs_of(name: str) -> dict[str, VariantJob]:
     layouts, variant = (LAYOUTS, "decoupled") if path == SCENARIO else (("decoupled",), "apart")
 
     def job(mode: str, clairvoyant: bool = False) -> VariantJob:
-        return VariantJob(path, (*SHORT, *overrides, f"config.mode={mode}"), variant, clairvoyant, f"{name}, {mode}")
+        return VariantJob(path, (*SHORT, *overrides, f"config.mode={mode}"), variant, clairvoyant)
 
     jobs = {"plain": job("plain")}
     for layout in layouts:
@@ -116,13 +116,12 @@ def main() -> None:
         parser.error(f"--base: {arguments.base} cannot be read ({error}); name a file that --json wrote")
     jobs = {(name, what): job for name in names for what, job in jobs_of(name).items()}
     with PhaseProgress(make_console(sys.stderr), "simulating", len(jobs)) as progress:
-        found = run_jobs(
-            list(jobs.values()),
-            on_progress=lambda shares: progress.update(sum(shares.values()), f"{len(shares)} runs"),
-        )
+        found = run_jobs(list(jobs.values()), on_progress=lambda done: progress.update(done, f"{len(jobs)} runs"))
+    if None in found:
+        sys.exit(130)
     judged = {}
     for name in names:
-        results = {what: found[job.name] for (one, what), job in jobs.items() if one == name}
+        results = {what: result for (one, what), result in zip(jobs, found, strict=True) if one == name and result}
         judged[name] = judge(results, base.get(name, {}))
     Console(width=120).print(table_of(judged, base))
     scores = [score for layouts in judged.values() for score in layouts.values()]

@@ -26,7 +26,7 @@ from specactor_ray.cli.options import ConfigFile, Overrides, finish, load_settin
 from specactor_ray.cli.plan import plan, profile
 from specactor_ray.cli.serve import serve
 from specactor_ray.cli.setup import doctor, init
-from specactor_ray.cli.simulate import simulate
+from specactor_ray.cli.simulate import app as simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.core.console import make_console, say, show_error
 from specactor_ray.core.environment import versions
@@ -71,7 +71,7 @@ app.command()(doctor)
 app.command()(serve)
 app.command()(profile)
 app.command()(plan)
-app.command()(simulate)
+app.add_typer(simulate, name="simulate")
 
 
 def show_versions(wanted: bool) -> None:

@@ -16,6 +16,7 @@ from specactor_ray.actors.draft import DraftActor
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.actors.verifier import VerifierActor
+from specactor_ray.cluster.backend import Reaper
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.placement import Demand, NodeSupply, Placement
 from specactor_ray.cluster.processes import ProcessFacts
@@ -112,7 +113,7 @@ class VirtualBackend:
         self._network, self.machines, self._world = network, machines, world
         clock = VirtualClock(network.kernel, controller.process)
         self.calls = Calls(VirtualTransport(network, controller), clock)
-        self.reaper = VirtualReaper(network)
+        self.reaper: Reaper = VirtualReaper(network)
         self.actors: dict[str, VirtualActor] = {}
         """Actor id → every launched actor."""
         self._numbers = numbers

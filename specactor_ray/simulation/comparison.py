@@ -224,7 +224,7 @@ _shares: Any = ()
 
 
 def _begin_process(shares: Any) -> None:
-    global _shares
+    global _shares  # noqa: PLW0603 - the way of an executor's initializer
     _shares = shares
     silence()
 

@@ -192,7 +192,7 @@ def _read(path: Path) -> HardwareFile:
             if not getattr(file, key):
                 raise ConfigError(key, "is missing.", f"add `{key}: ...`.")
         if (file.roofline is not None) == bool(file.measured):
-            raise ConfigError("roofline", "one of `roofline` and `measured` is needed.", "keep one of the two sections.")
+            raise ConfigError("roofline", "one of `roofline` and `measured` is needed.", "keep one of them.")
         for key in ("compute_share", "bandwidth_share") if file.roofline is not None else ():
             if (share := getattr(file.roofline, key).value) > 1.0:
                 raise ConfigError(f"roofline.{key}.value", f"{share:g} is above 1.", "write a share, such as 0.8.")

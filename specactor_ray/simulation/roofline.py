@@ -18,7 +18,7 @@ queries per key); the flops of attention are counted for prompts only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from specactor_ray.config.ranges import at_least, not_empty, positive
 
@@ -56,39 +56,34 @@ class Figure:
     """Origin of the number."""
 
 
-def _figure() -> Any:
-    return field(default_factory=Figure)
-
-
 @dataclass
 class DeviceSpec:
     """One GPU, and its links to the other GPUs of its node: section `roofline` of a hardware file."""
 
-    peak_tflops: Figure = _figure()
+    peak_tflops: Figure = field(default_factory=Figure)
     """Dense bf16 TFLOP/s of the data sheet."""
-    memory_bandwidth_tb_s: Figure = _figure()
+    memory_bandwidth_tb_s: Figure = field(default_factory=Figure)
     """TB/s of the data sheet."""
-    memory_gb: Figure = _figure()
-    compute_share: Figure = _figure()
+    memory_gb: Figure = field(default_factory=Figure)
+    compute_share: Figure = field(default_factory=Figure)
     """Share of `peak_tflops` that linears of hundreds of positions reach."""
-    bandwidth_share: Figure = _figure()
+    bandwidth_share: Figure = field(default_factory=Figure)
     """Share of `memory_bandwidth_tb_s` that linears of few positions reach."""
-    step_overhead_us: Figure = _figure()
+    step_overhead_us: Figure = field(default_factory=Figure)
     """Time of a step beside its layers: graph launch, sampling kernels, copies of tokens."""
-    layer_overhead_us: Figure = _figure()
+    layer_overhead_us: Figure = field(default_factory=Figure)
     """Time of the gaps between the kernels of a layer in a CUDA graph."""
-    eager_layer_us: Figure = _figure()
+    eager_layer_us: Figure = field(default_factory=Figure)
     """Time of the CPU to launch a layer's kernels without a graph."""
-    link_bandwidth_gb_s: Figure = _figure()
+    link_bandwidth_gb_s: Figure = field(default_factory=Figure)
     """All-reduce bus bandwidth of large messages within a node."""
-    link_latency_us: Figure = _figure()
+    link_latency_us: Figure = field(default_factory=Figure)
     """Time of an all-reduce of a small message."""
 
 
 @dataclass
 class ModelSpec:
-    """Shape of a decoder-only transformer with gated feed-forward layers, or of an EAGLE-3 head of one layer: an element
-    of `models.yaml`."""
+    """Shape of a decoder-only transformer with gated feed-forward layers, or of an EAGLE-3 head of one layer."""
 
     layers: int = at_least(1, 0)
     hidden: int = at_least(1, 0)
