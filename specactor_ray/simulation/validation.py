@@ -1,4 +1,4 @@
-"""Validation of the simulator (`specactor simulate --validate`): measure this machine, simulate the same requests on
+"""Validation of the simulator (`specactor simulate validate`): measure this machine, simulate the same requests on
 its profile, and compare."""
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.simulation.comparison import compare_along
+from specactor_ray.simulation.comparison import compare
 from specactor_ray.simulation.rollouts import Result
 
 SMALL = """
@@ -28,13 +28,11 @@ variants:
 
 
 def write_scenario(folder: Path, text: str = SMALL) -> Path:
-    """Write a scenario's file."""
     path = folder / "scenario.yaml"
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def compare(path: Path, *arguments: Any, **keywords: Any) -> list[Result]:
-    """`compare_along` without a sweep: the variants that finished."""
-    (compared,) = compare_along(None, path, *arguments, **keywords)
-    return list(compared.results)
+def results_of(path: Path, *arguments: Any, **keywords: Any) -> list[Result]:
+    """Results of `compare` in this process."""
+    return compare(path, *arguments, **{"processes": 1, **keywords})[1]
