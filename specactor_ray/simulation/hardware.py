@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specactor_ray.config.load import load_as
 from specactor_ray.config.ranges import at_least, one_of, reject_values_not_allowed
@@ -22,6 +21,7 @@ from specactor_ray.plan.costs import GridCost, Point
 from specactor_ray.plan.profile import load_profile
 from specactor_ray.simulation.roofline import DeviceSpec, ForwardCost, ModelSpec, RooflineCost
 
+S = TypeVar("S")
 _FOLDER = "simulation/hardware"
 SHIPPED = PACKAGE_FILES / _FOLDER
 
@@ -35,7 +35,8 @@ class HardwareFile:
     device: str = ""
     """Device name of the driver, such as `NVIDIA H200`."""
     source: str = ""
-    roofline: DeviceSpec | None = None
+    roofline: dict[str, Any] = field(default_factory=dict)
+    """`DeviceSpec`."""
     measured: dict[str, Any] = field(default_factory=dict)
     """Model → `MeasuredModel`."""
 
@@ -117,9 +118,9 @@ class MeasuredHardware(Hardware):
     def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
         for path in sorted(SHIPPED.glob("*.yaml")):
             if path.stem != "models":
-                other = _read(path)
-                if other.roofline is not None and other.device.split(" ")[:2] == self.device.split(" ")[:2]:
-                    same = RooflineHardware(path.stem, other.roofline)
+                other = _section(HardwareFile, path, path)
+                if other.roofline and other.device.split(" ")[:2] == self.device.split(" ")[:2]:
+                    same = RooflineHardware(path.stem, _device(path, other))
                     return same.cache_tokens(model, gpus, share, other_weights_bytes)
         return super().cache_tokens(model, gpus, share)
 
@@ -178,59 +179,60 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     if not path.is_file():
         problem = f"there is no such file, and none of this name is shipped.{did_you_mean(name, names)}"
         raise ConfigError(f"hardware {name_or_path}", problem, f"use one of {', '.join(names)}, or the path of a file.")
-    file = _read(path)
-    if file.roofline is not None:
-        return RooflineHardware(file.name, file.roofline)
+    file = _section(HardwareFile, path, path)
+    for key in ("name", "device"):
+        if not getattr(file, key):
+            raise ConfigError(f"{path}: {key}", "is missing.", f"add `{key}: ...`.")
+    if bool(file.roofline) == bool(file.measured):
+        problem = "one of `roofline` and `measured` is needed."
+        raise ConfigError(f"{path}: roofline", problem, "keep one of the two sections.")
+    if file.roofline:
+        return RooflineHardware(file.name, _device(path, file))
     return MeasuredHardware(file.name, file.device, dict(_measured_steps(path, file)))
 
 
-def _read(path: Path) -> HardwareFile:
-    with _located(path):
-        file = load_as(HardwareFile, path)
-        reject_values_not_allowed(file, "")
-        for key in ("name", "device"):
-            if not getattr(file, key):
-                raise ConfigError(key, "is missing.", f"add `{key}: ...`.")
-        if (file.roofline is not None) == bool(file.measured):
-            raise ConfigError("roofline", "one of `roofline` and `measured` is needed.", "keep one of them.")
-        for key in ("compute_share", "bandwidth_share") if file.roofline is not None else ():
-            if (share := getattr(file.roofline, key).value) > 1.0:
-                raise ConfigError(f"roofline.{key}.value", f"{share:g} is above 1.", "write a share, such as 0.8.")
-    return file
-
-
-@contextmanager
-def _located(path: Path, prefix: str = "") -> Iterator[None]:
-    """Put the file before the keys of errors."""
+def _section(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:
+    """A file, or a section of the file with this prefix of its keys, checked. Errors begin with the path."""
     try:
-        yield
+        if not isinstance(source, Path | Mapping):
+            raise ConfigError("", f"{source!r} is not a section.", "write it as `key: value` pairs.")
+        section = load_as(schema, source)
+        reject_values_not_allowed(section, "")
     except ConfigError as error:
-        key = f"{path}: {prefix}{error.key}" if error.key != str(path) else error.key
+        key = error.key if error.key == str(path) else f"{path}: {prefix}{error.key}".rstrip(".")
         raise ConfigError(key, error.problem, error.fix) from None
+    return section
+
+
+def _device(path: Path, file: HardwareFile) -> DeviceSpec:
+    device = _section(DeviceSpec, file.roofline, path, "roofline.")
+    for key in ("compute_share", "bandwidth_share"):
+        if (share := getattr(device, key).value) > 1.0:
+            raise ConfigError(f"{path}: roofline.{key}.value", f"{share:g} is above 1.", "write a share, such as 0.8.")
+    return device
 
 
 def _measured_steps(path: Path, file: HardwareFile) -> Iterator[tuple[tuple[str, int], GridCost]]:
     for model, entry in file.measured.items():
-        with _located(path, f"measured.{model}."):
-            measured = load_as(MeasuredModel, entry)
-            reject_values_not_allowed(measured, "")
-            kind = "graph" if measured.graph else "eager"
-            try:
-                cost = GridCost(dict(_steps(kind, measured.graph or measured.eager or [])))
-            except InputError as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise ConfigError(kind, f"{error}.", "measure a full grid: scripts/gpu-check.") from None
-            yield (str(model).lower(), measured.gpus), cost
+        measured = _section(MeasuredModel, entry, path, f"measured.{model}.")
+        kind = "graph" if measured.graph else "eager"
+        where = f"{path}: measured.{model}.{kind}"
+        try:
+            cost = GridCost(dict(_steps(where, measured.graph or measured.eager or [])))
+        except ConfigError:
+            raise
+        except InputError as error:
+            raise ConfigError(where, f"{error}.", "measure a full grid: scripts/gpu-check.") from None
+        yield (str(model).lower(), measured.gpus), cost
 
 
-def _steps(kind: str, rows: list[Any]) -> Iterator[tuple[Point, float]]:
+def _steps(where: str, rows: list[Any]) -> Iterator[tuple[Point, float]]:
     for index, row in enumerate(rows):
         numbers = [value for value in row if isinstance(value, int | float)] if isinstance(row, list) else []
         sound = len(numbers) == 4 and numbers[0] >= 1 and numbers[1] >= 1 and numbers[2] >= 0
         if not sound or not 0.0 < numbers[3] < float("inf"):
             problem = f"{row!r} is not [rows, positions, context, seconds] with seconds above 0."
-            raise ConfigError(f"{kind}.{index}", problem, "measure it again.")
+            raise ConfigError(f"{where}.{index}", problem, "measure it again.")
         yield (numbers[0], numbers[1], numbers[2]), float(numbers[3])
 
 
@@ -238,15 +240,11 @@ def _steps(kind: str, rows: list[Any]) -> Iterator[tuple[Point, float]]:
 def load_models(path: Path = SHIPPED / "models.yaml") -> Mapping[str, ModelSpec]:
     """Model name → shape. Raises ConfigError if the file is invalid; the message names the key."""
     found = {}
-    with _located(path):
-        file = load_as(ModelsFile, path)
-        reject_values_not_allowed(file, "")
-    for name, entry in file.models.items():
-        with _located(path, f"models.{name}."):
-            shape = found[str(name)] = load_as(ModelSpec, entry)
-            reject_values_not_allowed(shape, "")
-            if shape.experts < shape.experts_per_token:
-                raise ConfigError("experts_per_token", "more than there are experts.", "see its config.json.")
+    for name, entry in _section(ModelsFile, path, path).models.items():
+        shape = found[str(name)] = _section(ModelSpec, entry, path, f"models.{name}.")
+        if shape.experts < shape.experts_per_token:
+            problem = "more than there are experts."
+            raise ConfigError(f"{path}: models.{name}.experts_per_token", problem, "see its config.json.")
     return found
 
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specactor_ray.simulation.hardware import RooflineHardware
-from specactor_ray.simulation.hardware_files import HARDWARE, find_file, read_device, read_file
+from specactor_ray.simulation.hardware import RooflineHardware, load_hardware
 from specactor_ray.simulation.roofline import DeviceSpec, RooflineCost
 
 TOLERANCE = 0.15
@@ -64,17 +63,15 @@ class PublishedPoint:
 
 
 def published_points() -> list[PublishedPoint]:
-    """All points, computed from the shipped hardware files.
-
-    Raises:
-        ConfigError: A shipped file was edited and is wrong.
-    """
-    h100, gb200 = _hardware("h100"), _hardware("gb200")
+    """All points, computed from the shipped hardware files."""
+    h100, gb200 = roofline("h100"), roofline("gb200")
     return [_plain_step(h100), _more_rows(h100), _memory_bound(h100), *_decoupled(h100), *_inline_heads(gb200)]
 
 
-def _hardware(name: str) -> RooflineHardware:
-    return RooflineHardware(name, read_device(read_file(find_file(name), HARDWARE)))
+def roofline(name: str) -> RooflineHardware:
+    hardware = load_hardware(name)
+    assert isinstance(hardware, RooflineHardware)
+    return hardware
 
 
 def _plain_step(h100: RooflineHardware) -> PublishedPoint:
@@ -86,12 +83,12 @@ def _plain_step(h100: RooflineHardware) -> PublishedPoint:
 
 def ridge(device: DeviceSpec) -> float:
     """FLOP per byte of the data sheet at which neither bound is the lower."""
-    return device.peak_flops / device.memory_bandwidth
+    return device.peak_tflops.value / device.memory_bandwidth_tb_s.value
 
 
 def crossover(device: DeviceSpec) -> float:
     """Positions from which a bf16 linear takes longer to compute than its weights to read: 2 flops per 2 bytes."""
-    return ridge(device) * device.compute_share / device.bandwidth_share
+    return ridge(device) * device.compute_share.value / device.bandwidth_share.value
 
 
 def draft_seconds(cost: RooflineCost, rows: int, tokens_per_row: int, context_tokens: int) -> float:

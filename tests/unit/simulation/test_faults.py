@@ -12,8 +12,8 @@ import pytest
 
 from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.controller.reconcile import ReplacementLimits
-from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.cluster import SimulatedHost
+from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.network import VirtualActor
 from tests.chaos.__main__ import main
 from tests.faults.campaign import replay_line, run_campaign, shrink
