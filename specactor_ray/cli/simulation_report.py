@@ -22,8 +22,7 @@ _SHARES = ("forward", "waiting", "protocol", "idle")
 def speed_table(point: Mapping[str, Any]) -> Table:
     """Speed of each variant, and its ratio to the baseline."""
     results, device = point["results"], point["device"]
-    has_steps = any(step["update_s"] or step["sync_s"] for result in results for step in result["steps"])
-    has_latency = any(step["latency_s"] for result in results for step in result["steps"])
+    has_steps, has_latency = (any(result[key] for result in results) for key in ("update_s", "latency_s"))
     columns = ["variant", "mode", f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x"]
     columns += [*(["latency s", "95%"] if has_latency else []), *(["RL step s"] if has_steps else [])]
     table = _table("speed", columns, text=("variant", "mode"))
@@ -38,14 +37,14 @@ def speed_table(point: Mapping[str, Any]) -> Table:
             f"{ratio}*" if name == point["baseline"] else ratio,
         ]
         if has_latency:
-            latency = sorted(second for step in result["steps"] for second in step["latency_s"])
+            latency = sorted(result["latency_s"])
             cells += [f"{fmean(latency):.2f}", f"{latency[int(0.95 * len(latency))]:.2f}"] if latency else ["-", "-"]
         if has_steps:
-            cells.append(f"{fmean(result['step_s']):,.2f}")
+            cells.append(f"{result['rollout_s'] + result['update_s']:,.2f}")
         table.add_row(name, result["mode"], *cells)
-    captions = [f"* baseline of x: tokens/s per {device}, drafting ones included. rollout s: all RL steps."]
+    captions = [f"* baseline of x: tokens/s per {device}, drafting ones included."]
     captions += ["latency s: mean of the requests, and what 95% of them stay below."] if has_latency else []
-    captions += ["RL step s: mean of rollout, update and weight sync."] if has_steps else []
+    captions += ["RL step s: rollout and update."] if has_steps else []
     table.caption = "\n".join(captions)
     return table
 
@@ -145,22 +144,12 @@ def write_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
 
     def draw_running(axes: Any) -> None:
         for result in points[0]["results"]:
-            axes.step(*running_over_time(result["steps"]), where="post", label=result["variant"])
+            ended = sorted(result["ended_s"])
+            axes.step([0.0, *ended], range(len(ended), -1, -1), where="post", label=result["variant"])
         axes.set(xlabel="seconds", ylabel="unfinished requests", xlim=(0, None), ylim=(0, None))
 
     name, plot, size = ("sweep.png", draw_ratios, (7, 4)) if report["sweep"] else ("running.png", draw_running, (8, 4))
     return [name] if draw(folder / name, plot, size=size) else []
-
-
-def running_over_time(steps: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[int]]:
-    """Times at which the number of unfinished requests changes, over all RL steps, and its values from then on."""
-    times, counts, begin = list[float](), list[int](), 0.0
-    for step in steps:
-        ended = sorted(step["ended_s"])
-        times += [begin, *(begin + second for second in ended)]
-        counts += range(len(ended), -1, -1)
-        begin += step["rollout_s"] + step["update_s"] + step["sync_s"]
-    return times, counts
 
 
 def timeline_file(variant: str) -> str:

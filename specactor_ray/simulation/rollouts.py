@@ -1,11 +1,11 @@
-"""Speed of rollouts on a virtual cluster: RL steps of generated or recorded requests, in virtual time."""
+"""Speed of rollouts on a virtual cluster: generated or recorded requests, in virtual time."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.actors.specs import VERIFIER
@@ -27,35 +27,17 @@ from specactor_ray.simulation.text import (
     draw_lengths,
 )
 from specactor_ray.simulation.world import PythonTime, Span, World
-from specactor_ray.transport.messages import WeightSet
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run counts as endless."""
 _DAY_TICK_S = 0.25
-_SEEDS_PER_STEP = 1_000_000
+_FIRST_SEED = 1_000_000
 _FIGURES = (
-    *("variant", "mode", "devices", "draft_devices", "rollout_s", "tokens", "tokens_per_s", "tokens_per_s_and_device"),
+    *("variant", "mode", "devices", "draft_devices", "rollout_s", "update_s", "tokens", "tokens_per_s"),
+    *("tokens_per_s_and_device", "ended_s", "latency_s"),
     *("peak_streams", "peak_stream_tokens", "peak_stream_bytes", "moves", "events"),
 )
 """Attributes of a `Result` in reports."""
-
-
-@dataclass
-class StepTimes:
-    """Times of one RL step in virtual seconds."""
-
-    rollout_s: float = 0.0
-    update_s: float = 0.0
-    sync_s: float = 0.0
-    tokens: int = 0
-    ended_s: list[float] = field(default_factory=list)
-    """End of each request since the begin of the step's rollout."""
-    latency_s: list[float] = field(default_factory=list)
-    """`daily`: seconds from the arrival of each request to its end, in the order of the ends."""
-
-    @property
-    def seconds(self) -> float:
-        return self.rollout_s + self.update_s + self.sync_s
 
 
 @dataclass
@@ -67,9 +49,16 @@ class Result:
     devices: float
     """GPUs (or, without any, CPU cores) of verifiers and draft actors together; `daily`: their mean."""
     draft_devices: float
-    steps: list[StepTimes] = field(default_factory=list)
-    verifier_s: float = 0.0
-    """Seconds of all verifiers in total during rollouts."""
+    verifiers: int = 1
+    rollout_s: float = 0.0
+    """Virtual seconds."""
+    update_s: float = 0.0
+    """Seconds of the update in the same RL step."""
+    tokens: int = 0
+    ended_s: list[float] = field(default_factory=list)
+    """End of each request since the begin of the rollout."""
+    latency_s: list[float] = field(default_factory=list)
+    """`daily`: seconds from the arrival of each request to its end, in the order of the ends."""
     metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
     peak_streams: int = 0
     peak_stream_tokens: int = 0
@@ -86,14 +75,6 @@ class Result:
     """The first and the last spans."""
 
     @property
-    def tokens(self) -> int:
-        return sum(step.tokens for step in self.steps)
-
-    @property
-    def rollout_s(self) -> float:
-        return sum(step.rollout_s for step in self.steps)
-
-    @property
     def tokens_per_s(self) -> float:
         """Tokens per second of the whole simulated part."""
         return self.tokens / self.rollout_s if self.rollout_s else 0.0
@@ -104,7 +85,7 @@ class Result:
 
     def shares(self) -> dict[str, float]:
         """Shares of the verifiers' time: forwards, waiting for drafts, the package's Python, and without requests."""
-        total, metrics = max(self.verifier_s, 1e-9), self.metrics
+        total, metrics = max(self.rollout_s * self.verifiers, 1e-9), self.metrics
         busy = {
             "forward": (metrics.forward_s + metrics.sampling_s) / total,
             "waiting": metrics.waiting_s / total,
@@ -120,13 +101,11 @@ class Result:
             "supply": self.metrics.supply,
             "shares": self.shares(),
             "digest": f"{self.digest:08x}",
-            "step_s": [step.seconds for step in self.steps],
-            "steps": [asdict(step) for step in self.steps],
         }
 
 
 class SimulatedRollouts(VirtualRun):
-    """The RL steps of one variant.
+    """The rollout of one variant.
 
     Args:
         name, scenario: The variant, and its scenario.
@@ -154,17 +133,16 @@ class SimulatedRollouts(VirtualRun):
         world.text = self._text()
         self.network.set_links(network.call_ms / 1e3, network.jitter, network.bandwidth_gb_s * 1e9)
         devices, draft_devices = count_devices(scenario)
-        self.result = Result(name, scenario.config.mode.value, devices, draft_devices)
+        self.result = Result(name, scenario.config.mode.value, devices, draft_devices, scenario.config.target.replicas)
         self._done = False
-        self._ended = 0
 
     def run(self) -> Result:
-        """Simulate all steps. Raises SimulationError if the run cannot end, or the package raised an error."""
+        """Simulate the rollout. Raises SimulationError if the run cannot end, or the package raised an error."""
         kernel, result = self.kernel, self.result
         kernel.spawn(self._drive, "main", self.driver.process)
         before = -1
-        while not self._done and not kernel.crashes and before != self._ended:
-            before = self._ended
+        while not self._done and not kernel.crashes and before != len(result.ended_s):
+            before = len(result.ended_s)
             kernel.run(until=kernel.now + _STANDSTILL_S, done=lambda: self._done or bool(kernel.crashes))
         for name, crash in kernel.crashes:
             raise SimulationError(f"{name} raised {type(crash).__name__}: {crash}")
@@ -173,6 +151,9 @@ class SimulatedRollouts(VirtualRun):
         record = self.world.record
         result.events, result.digest, result.spans = kernel.events, kernel.digest, record.spans
         result.peak_streams, result.peak_stream_tokens = record.peak_streams, record.peak_tokens
+        if rate := self.scenario.steps.update_tokens_per_s:
+            workload = self.scenario.workload
+            result.update_s = (result.tokens + workload.requests * workload.prompt_tokens) / rate
         result.peak_stream_bytes = record.peak_tokens * self.world.stream_bytes_per_token
         kernel.close()
         return result
@@ -181,63 +162,48 @@ class SimulatedRollouts(VirtualRun):
 
     def _drive(self) -> None:
         self.start_run()
-        for number in range(self.scenario.steps.steps):
-            if number:
-                self._sync(number)
-            if self.scenario.workload.arrival is Arrival.daily:
-                self._day(number)
-            else:
-                self._step(number)
-        self.result.metrics = self.client.metrics()
-        self.result.moves = self.client.dispatcher.moves
+        journal, begin, result = self.client.dispatcher.journal, self.clock.now(), self.result
+        if self.scenario.workload.arrival is Arrival.daily:
+            self._day(begin)
+        else:
+            self._stream(begin)
+        result.rollout_s, result.tokens = self.clock.now() - begin, journal.committed_tokens
+        if result.drafting_s:
+            verifying, drafting = result.devices - result.draft_devices, result.drafting_s / result.rollout_s
+            result.devices, result.draft_devices = verifying + drafting, drafting
+        result.metrics, result.moves = self.client.metrics(), self.client.dispatcher.moves
         self.client.shutdown()
         self._done = True
 
-    def _step(self, number: int) -> None:
-        workload, clock = self.scenario.workload, self.clock
-        entries = self.entries(number)
-        begin, before, times = clock.now(), self._committed(), StepTimes()
-        stream = self.client.run(entries)
+    def _stream(self, begin: float) -> None:
+        stream = self.client.run(self.entries())
         for entry in stream:
             assert entry.finished is not None
             if entry.finished.error:
                 raise SimulationError(f"request {entry.request_id} failed: {entry.finished.error}")
-            self._ended += 1
-            times.ended_s.append(clock.now() - begin)
-            self._on_progress(self._ended / (workload.requests * self.scenario.steps.steps))
-            if len(times.ended_s) >= workload.requests:
+            self._end(begin)
+            if len(self.result.ended_s) >= self.scenario.workload.requests:
                 break
-        self._end_rollout(times, begin, before)
         stream.close()
         if self.client.dispatcher.reissues:
             raise SimulationError(f"verifiers were lost without a fault: {'; '.join(self.client.view().errors)}")
-        if self.scenario.steps.update_tokens_per_s:
-            learned = times.tokens + workload.requests * workload.prompt_tokens
-            times.update_s = learned / self.scenario.steps.update_tokens_per_s
-            clock.sleep(times.update_s)
 
-    def _committed(self) -> int:
-        return self.client.dispatcher.journal.committed_tokens
+    def _end(self, begin: float) -> None:
+        """Record the end of a request."""
+        self.result.ended_s.append(self.clock.now() - begin)
+        self._on_progress(len(self.result.ended_s) / self.scenario.workload.requests)
 
-    def _end_rollout(self, times: StepTimes, begin: float, before: int) -> None:
-        times.rollout_s, times.tokens = self.clock.now() - begin, self._committed() - before
-        self.result.verifier_s += times.rollout_s * self.config.target.replicas
-        self.result.steps.append(times)
-
-    def _day(self, number: int) -> None:
+    def _day(self, begin: float) -> None:
         """Send requests at their times through the engine."""
-        clock, entries = self.clock, self.entries(number)
-        arrivals = draw_arrivals(self.scenario.workload, f"arrivals {self.scenario.seed} {number}")
-        begin, before, times = clock.now(), self._committed(), StepTimes()
+        clock, entries, result = self.clock, self.entries(), self.result
+        arrivals = draw_arrivals(self.scenario.workload, f"arrivals {self.scenario.seed} 0")
 
         def submit(entry: JournalEntry) -> None:
             arrived = clock.now()
 
             def end(_future: Future[Any]) -> None:
-                times.ended_s.append(clock.now() - begin)
-                times.latency_s.append(clock.now() - arrived)
-                self._ended += 1
-                self._on_progress(self._ended / (len(entries) * self.scenario.steps.steps))
+                result.latency_s.append(clock.now() - arrived)
+                self._end(begin)
 
             handle = self.client.engine.submit(list(entry.prompt_token_ids), entry.sampling)
             handle.future.add_done_callback(end)
@@ -245,12 +211,8 @@ class SimulatedRollouts(VirtualRun):
         for at, entry in zip(arrivals, entries, strict=True):
             self._count_drafters(begin, begin + at)
             submit(entry)
-        while len(times.ended_s) < len(entries):
+        while len(result.ended_s) < len(entries):
             self._count_drafters(begin, clock.now() + _DAY_TICK_S)
-        self._end_rollout(times, begin, before)
-        verifying = self.result.devices - self.result.draft_devices
-        self.result.draft_devices = self.result.drafting_s / self.result.rollout_s
-        self.result.devices = verifying + self.result.draft_devices
 
     def _count_drafters(self, begin: float, until: float) -> None:
         """Sleep, and add the devices of draft actors meanwhile."""
@@ -265,40 +227,34 @@ class SimulatedRollouts(VirtualRun):
             if not result.draft_actors or result.draft_actors[-1][1] != held:
                 result.draft_actors.append((now - begin, held))
 
-    def _sync(self, version: int) -> None:
-        begin = self.clock.now()
-        self.client.update_weights(WeightSet(version, (self.calls.transport.put("weights"),), 1))
-        self.result.steps[-1].sync_s = self.clock.now() - begin
-
     # ---- requests ----
 
-    def entries(self, number: int) -> list[JournalEntry]:
-        """The requests of a step."""
-        entries = list(self._drawn(number) if self._recording is None else self._recorded(number, self._recording))
+    def entries(self) -> list[JournalEntry]:
+        entries = list(self._drawn() if self._recording is None else self._recorded(self._recording))
         if self.world.clairvoyant and self.scenario.workload.arrival is Arrival.at_once:  # the longest first
-            entries.sort(key=lambda entry: -len(self.world.text.output(entry.sampling, number)))
+            entries.sort(key=lambda entry: -len(self.world.text.output(entry.sampling, 0)))
         return entries
 
-    def _drawn(self, number: int) -> Iterator[JournalEntry]:
+    def _drawn(self) -> Iterator[JournalEntry]:
         workload, target = self.scenario.workload, self.config.target
         count = workload.requests
         if workload.arrival is Arrival.continuous:  # more than can have begun at the end of the last one that counts
             count += 2 * target.max_batch * target.replicas
-        rng = random.Random(f"prompts {self.scenario.seed} {number}")
-        lengths = draw_lengths(workload, count, f"lengths {self.scenario.seed} {number}")
+        rng = random.Random(f"prompts {self.scenario.seed} 0")
+        lengths = draw_lengths(workload, count, f"lengths {self.scenario.seed} 0")
         prompt: tuple[int, ...] = ()
         for index, length in enumerate(lengths):
             if index % workload.group == 0:
                 prompt = tuple(rng.randrange(GeneratedText.vocab_size) for _ in range(workload.prompt_tokens))
-            seed = (number + 1) * _SEEDS_PER_STEP + index
+            seed = _FIRST_SEED + index
             self._lengths[seed] = length
             sampling = SamplingParams(max_tokens=workload.max_tokens, seed=seed)
-            yield JournalEntry(f"{number}/{index}", prompt, sampling)
+            yield JournalEntry(f"0/{index}", prompt, sampling)
 
-    def _recorded(self, number: int, recording: Sequence[RecordedRequest]) -> Iterator[JournalEntry]:
+    def _recorded(self, recording: Sequence[RecordedRequest]) -> Iterator[JournalEntry]:
         for seed, request in enumerate(recording):
             sampling = SamplingParams(max_tokens=request.max_tokens, seed=seed)
-            yield JournalEntry(f"{number}/{request.request_id}", request.prompt, sampling)
+            yield JournalEntry(f"0/{request.request_id}", request.prompt, sampling)
 
     def _text(self) -> Text:
         scenario = self.scenario

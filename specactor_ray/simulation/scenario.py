@@ -156,12 +156,8 @@ class MachinesConfig:
 class StepsConfig:
     """The rest of an RL step."""
 
-    steps: int = _count(1)
-    """Number of simulated RL steps."""
     update_tokens_per_s: float = _amount(0.0)
     """Tokens of prompts and outputs per second of the update, over all its devices; 0: no update."""
-    sync_s: float = _amount(0.5)
-    """Seconds in which a verifier loads new weights."""
     load_s: float = _amount(30.0)
     """Seconds in which an actor loads its model."""
 

@@ -226,7 +226,7 @@ def _timed_world(scenario: ScenarioConfig, hardware: Hardware) -> World:
     drafting = {}
     for index, drafter in enumerate(scenario.config.drafters if scenario.config.mode is not ModeName.plain else ()):
         drafting[drafter.method] = _draft_time(index, drafter, hardware, forwards.get(drafter.method))
-    return World(target=cost, drafting=drafting, load_s=steps.load_s, sync_s=steps.sync_s)
+    return World(target=cost, drafting=drafting, load_s=steps.load_s)
 
 
 def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_ms: float | None) -> DraftTime:
