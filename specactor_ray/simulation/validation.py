@@ -4,7 +4,6 @@ its profile, and compare."""
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -108,10 +107,8 @@ def _measure_rounds(config: Config, batch: int, console: Console) -> Iterator[Po
 
     workload, variants = _workload(config, batch), list(variants_of(config, batch))
     axes = parse_axes(sorted({max(1, batch // 2), batch}), WINDOWS, CONTEXTS, REPEATS)
-    # The profiled share is one verifier on its future cores.
-    cores = tuple(sorted(os.sched_getaffinity(0))[: config.target.cores]) if not config.target.gpus else ()
-    device, prompts = "cuda" if config.target.gpus else "cpu", read_prompts(str(config.data.path), config.data.limit)
-    share = Share(copy.deepcopy(config), config.target.cores, cores, device, axes, tuple(prompts), max_requests=4)
+    prompts = tuple(read_prompts(str(config.data.path), config.data.limit))
+    share = Share(config, config.target.cores, axes, prompts, max_requests=4)
     with ExitStack() as stack:
         session = stack.enter_context(ProfileSession(share))
         running = [(variant, stack.enter_context(Rollout(variant.config))) for variant in variants]
