@@ -64,6 +64,10 @@ def run(
     overrides = overrides or []
     require_positive("--processes", processes)
     with signals_deferred():
+        from specactor_ray.simulation.scenario import load_scenario
+
+        # Reports mistakes before Ray and numba are imported; a sweep may set missing keys.
+        load_scenario(config, overrides if sweep is None else ())
         from specactor_ray.simulation import comparison
         from specactor_ray.simulation.kernel import SimulationError
 
