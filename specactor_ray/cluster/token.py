@@ -26,6 +26,10 @@ PRIVATE_FOLDER = "specactor-"
 """Prefix of the folder of a cluster that was started here."""
 _MODE, _TOKEN, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _TOKEN_FILE, _ADDRESS_FILE = "auth_token", "address"
+TOKEN_FIX = (
+    "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> "
+    "(or RAY_AUTH_TOKEN)."
+)
 _LISTENING = "0A"
 """State of a listening socket in /proc/net/tcp."""
 

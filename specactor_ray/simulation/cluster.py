@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.cluster.backend import Reaper
+from specactor_ray.cluster.backend import Demand, NodeSupply, Placement, ProcessFacts, Reaper
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.cluster.placement import Demand, NodeSupply, Placement
-from specactor_ray.cluster.processes import ProcessFacts
 from specactor_ray.simulation.host import SimulatedHost
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport

@@ -18,11 +18,11 @@ from ray.util.placement_group import placement_group_table
 
 import tests.fakes.actors as fake_actors
 from specactor_ray.actors.specs import Phase
-from specactor_ray.cluster.lookup import find_controller, list_runs
+from specactor_ray.cluster.connection import find_actor, list_runs
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
+from specactor_ray.controller.controller import start_controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.reconcile import ReplacementLimits
-from specactor_ray.controller.start import start_controller
 from specactor_ray.core.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
 from tests.fakes.actors import FakeDrafter, FakeVerifier
 
@@ -246,7 +246,7 @@ def test_a_run_is_looked_into_while_it_starts(cluster: Cluster) -> None:
     with ThreadPoolExecutor(1) as pool:
         started = pool.submit(start_controller, config, FAKES, QUICK)
         wait_until(lambda: list_runs() == ["early"], "the run")
-        seen = wait_until(lambda: sorted(row["phase"] for row in rows(find_controller("early"))), "its actors")
+        seen = wait_until(lambda: sorted(row["phase"] for row in rows(find_actor("early"))), "its actors")
         assert len(seen) == 2 and "pending" in seen
         with pytest.raises(ClusterError, match="found no room"):
             started.result()
@@ -305,9 +305,9 @@ def test_runs_are_found_by_name(run: Callable[..., Any]) -> None:
     config.run.name = "evening"
     run(config)
     assert list_runs() == ["evening"]
-    assert rows(find_controller("evening"), "verifier", "ready")
+    assert rows(find_actor("evening"), "verifier", "ready")
     with pytest.raises(ClusterError, match="alive here: evening"):
-        find_controller("morning")
+        find_actor("morning")
     with pytest.raises(ConfigError, match="is alive"):
         start_controller(config, FAKES, QUICK)
 

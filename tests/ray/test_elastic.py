@@ -18,8 +18,8 @@ from specactor_ray.actors.verifier import VerifierActor
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
+from specactor_ray.controller.controller import start_controller
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.controller.start import start_controller
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.rollout.prompts import encode_prompts
 from specactor_ray.rollout.rollout import samples_of

@@ -16,10 +16,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
+from specactor_ray.cluster.placement import Demand, NodeSupply
 
 from specactor_ray.cluster import placement as placing
 from specactor_ray.cluster.connection import connect
-from specactor_ray.cluster.placement import Demand, NodeSupply
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError
 
@@ -110,7 +110,7 @@ import sys, time
 import tests.fakes.actors as fake_actors
 from specactor_ray.cluster.connection import connect
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.controller.start import start_controller
+from specactor_ray.controller.controller import start_controller
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName
 import ray
 config = Config(ModeName.decoupled, cluster=ClusterConfig(address=sys.argv[1], pin_cores=False))

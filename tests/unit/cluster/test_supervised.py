@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.processes import ProcessFacts
 from specactor_ray.cluster.supervised import Errand, SupervisedActor, stop_in_order
+
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from specactor_ray.cluster.supervised import Errand
+from specactor_ray.controller.groups import Service, assign_drafters, group_of
 
 from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
-from specactor_ray.cluster.supervised import Errand
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.load import from_mapping
-from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.members import Member, PeerNews, next_view
 
 drafters = st.sets(st.sampled_from([f"ngram-{n}#a" for n in range(9)]))

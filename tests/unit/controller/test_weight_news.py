@@ -6,14 +6,14 @@ import itertools
 from typing import Any
 
 import pytest
+from specactor_ray.cluster.supervised import SupervisedActor
+from specactor_ray.controller.weights import WeightNews
 
 from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.cluster.supervised import SupervisedActor
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
-from specactor_ray.controller.weights import WeightNews
 from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.transport.messages import WeightSet
 from tests.fakes.clocks import HandClock
