@@ -97,9 +97,9 @@ class CoreLedger:
         whose = "CPU core(s) of its own" if count >= 1 else "of a CPU core without a verifier"
         return (
             f"{owner} needs {count:g} {whose} on node {node[:8]}, and {len(free)} of {len(held)} are free "
-            f"({holders or 'none is held'}; free: {_ids(free)}). Fix: ask for fewer cores or replicas, let "
-            "draft actors share a core (drafters.N.cores=0.25), use a machine with more cores, mode=coupled (drafters share the "
-            "verifier's cores), or, for development only, cluster.pin_cores=false."
+            f"({holders or 'none is held'}; free: {_ids(free)}). Fix: ask for fewer cores or replicas, let draft "
+            "actors share a core (drafters.N.cores=0.25), use a machine with more cores, mode=coupled (drafters share "
+            "the verifier's cores), or, for development only, cluster.pin_cores=false."
         )
 
 

@@ -73,8 +73,6 @@ class ReplacementLimits:
     backoff_max_s: float = 60.0
     max_start_failures: int = 4
     """Failed starts in a row after which a draft method is given up; verifiers are never given up."""
-    surge: int = 1
-    """Draining actors of a key that may exist beyond its desired number while new ones are created."""
 
     @classmethod
     def from_config(cls, cluster: ClusterConfig) -> ReplacementLimits:
@@ -205,8 +203,7 @@ def _balance(
         record = replace(record, quick=record.never_started)
     if record is not None and now - record.last_at < backoff_s(record, limits):
         return []
-    room = wanted + limits.surge - len(actors)
-    return [Create(key)] * min(-surplus, max(room, 0))
+    return [Create(key)] * -surplus
 
 
 def _removal_rank(actor: ActorState) -> tuple[int, float, str]:

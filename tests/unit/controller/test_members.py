@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from specactor_ray.cluster.processes import ProcessFacts
-from specactor_ray.cluster.supervised import Errand, SupervisedActor, stop_in_order
 
+from specactor_ray.actors.specs import VERIFIER, Phase
+from specactor_ray.cluster.backend import Demand, ProcessFacts
 from specactor_ray.cluster.calls import Calls
+from specactor_ray.controller.members import Channel, Member, stop_in_order
+from specactor_ray.controller.seats import Seat
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
@@ -25,18 +27,24 @@ INTERVAL_S = 2.0
 FACTS = ProcessFacts(7, 0, "node")
 
 
+def make_member(name: str, handle: Any, calls: Calls) -> Member:
+    member = Member(name, VERIFIER, seat=Seat("v-0", VERIFIER, 0, Demand("v-0", 1), None), calls=calls)
+    member.launched(handle, 30.0, 0.0)
+    return member
+
+
 class Watch:
     """One supervised actor whose calls are answered by hand; time moves by hand too."""
 
     def __init__(self, started: bool = True) -> None:
         self.clock, self.transport = HandClock(), HandTransport()
         self.calls = Calls(self.transport, self.clock)
-        self.actor = SupervisedActor("v-0#1", "v", self.calls, start_timeout_s=30.0)
+        self.actor = make_member("v-0#1", "v", self.calls)
         if started:
             self.one("__ray_call__").answer(FACTS)
             self.one("start").answer({"pid": 7})
             self.look()
-            assert self.actor.started == {"pid": 7} and self.actor.facts == FACTS
+            assert self.actor.phase is Phase.READY and self.actor.facts == FACTS
 
     def look(self, seconds: float = 0.0) -> None:
         """Time passes, and the supervisor comes round."""
@@ -52,7 +60,7 @@ class Watch:
 
     @property
     def silent_s(self) -> float:
-        return self.actor.silent_s(self.clock.seconds)
+        return float(self.actor.silent_s(self.clock.seconds))
 
 
 class TestHealth:
@@ -164,40 +172,53 @@ class TestStart:
         assert "v-0#1 did not" in str(watch.actor.error)
 
 
-class TestErrand:
-    def errand(self) -> tuple[Watch, Errand]:
+class TestUpdates:
+    def channel(self) -> tuple[Watch, Channel]:
         watch = Watch()
-        errand = watch.actor.news
-        assert errand.state() == "idle"
-        errand.send(watch.actor.call("set_drafters", 1, ()), 1)
-        assert errand.state() == "in flight" and watch.one("set_drafters").arguments == (1, ())
-        return watch, errand
+        self.update(watch)
+        assert watch.one("set_drafters").arguments == (1, ())
+        return watch, watch.actor.peers
 
-    def test_success_is_told_once(self) -> None:
-        watch, errand = self.errand()
+    def update(self, watch: Watch) -> None:
+        actor = watch.actor
+        actor.peers.update(1, watch.clock.seconds, lambda: actor.call("set_drafters", 1, ()))
+
+    def test_a_version_that_was_taken_is_not_sent_again(self) -> None:
+        watch, channel = self.channel()
+        self.update(watch)
+        assert watch.one("set_drafters") and channel.acked == 0
         watch.one("set_drafters").answer()
-        assert [errand.state(), errand.state()] == ["done", "idle"] and errand.error is None
+        self.update(watch)
+        assert channel.acked == 1 and channel.error is None and not watch.transport.open("v", "set_drafters")
 
-    def test_failure_is_told_once_and_why(self) -> None:
-        watch, errand = self.errand()
-        watch.one("set_drafters").answer(error=RemoteError("a bug"))
-        assert [errand.state(), errand.state()] == ["failed", "idle"]
-        assert str(errand.error) == "v-0#1 did not take what it was told: a bug" and watch.actor.error is None
+    def test_a_failure_is_named_and_repeated(self) -> None:
+        watch, channel = self.channel()
+        for _ in range(5):
+            watch.one("set_drafters").answer(error=RemoteError("a bug"))
+            self.update(watch)
+            assert str(channel.error) == "v-0#1 failed an update: a bug" and watch.actor.error is None
+            assert not watch.transport.open("v", "set_drafters")
+            watch.clock.seconds += 2.0
+            self.update(watch)
 
     def test_no_answer_is_a_failure_in_the_end(self) -> None:
-        watch, errand = self.errand()
+        watch, channel = self.channel()
         watch.clock.seconds += 299.0
-        assert errand.state() == "in flight"
+        self.update(watch)
+        assert channel.error is None
         watch.clock.seconds += 1.0
-        assert errand.state() == "failed" and "no answer in time" in str(errand.error)
+        self.update(watch)
+        assert "no answer in time" in str(channel.error)
 
-    def test_draining(self) -> None:
+    @pytest.mark.parametrize("error", [None, RemoteError("a bug")])
+    def test_draining(self, error: SpecActorError | None) -> None:
         watch = Watch()
-        assert not watch.actor.drained()
-        watch.actor.drain()
-        assert not watch.actor.drained()
-        watch.one("drain").answer()
-        assert watch.actor.drained()
+        watch.actor.drain(watch.clock.seconds)
+        watch.look()
+        assert watch.actor.phase is Phase.DRAINING and not watch.actor.drained
+        watch.one("drain").answer(error=error)
+        watch.look()
+        assert watch.actor.drained
 
 
 class Stops:
@@ -226,10 +247,10 @@ def test_all_are_asked_to_stop_and_waited_for_as_long_as_it_helps(
 ) -> None:
     bench = Bench()
     handles = [bench.start(Stops(bench, seconds), f"a{seconds}") for seconds in (0.5, stop_s)]
-    actors = [SupervisedActor(handle.name, handle, bench.calls, 30.0) for handle in handles]
+    actors = [make_member(handle.name, handle, bench.calls) for handle in handles]
 
     def body() -> float:
-        while any(actor.started is None for actor in actors):
+        while not all(actor.has_started for actor in actors):
             bench.clock.sleep(0.1)
             for actor in actors:
                 actor.poll(bench.clock.now(), INTERVAL_S)
