@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import psutil
-from specactor_ray.cluster.processes import ProcessFacts, family, is_alive
 
+from specactor_ray.cluster.backend import ProcessFacts, family, is_alive
 from specactor_ray.core.leftovers import start_ticks
 
 PARENT = """

@@ -16,9 +16,16 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
-from specactor_ray.cluster.placement import Demand, NodeSupply
 
-from specactor_ray.cluster import placement as placing
+from specactor_ray.cluster.backend import (
+    Demand,
+    NodeSupply,
+    ProcessFacts,
+    RayBackend,
+    can_ever_fit,
+    demand_against_supply,
+    refuse_shared_gpus,
+)
 from specactor_ray.cluster.connection import connect
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError
@@ -63,13 +70,14 @@ def test_malformed_addresses(address: str) -> None:
 
 PRIVATE = """
 import os, stat, sys, ray
-from specactor_ray.cluster.connection import _probe, connect
+from specactor_ray.cluster.connection import connect
+from specactor_ray.cluster.discovery import probe
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError
 
 def refusal(token):
     try:
-        _probe(connection.address, token)
+        probe(connection.address, token)
     except ClusterError as error:
         return str(error)
 
@@ -140,19 +148,20 @@ def groups_left() -> list[str]:
 
 
 def test_groups_stand_on_nodes_and_are_given_back(cluster: Cluster) -> None:
-    supply = placing.cluster_supply()
+    backend = RayBackend()
+    supply = backend.supply()
     assert sorted(node.total["CPU"] for node in supply) == [2.0, 4.0]
     demands = [Demand("verifier-0", 3), Demand("ngram-0", 1, 2)]
-    groups = {demand.owner: placing.request(demand.owner, demand) for demand in demands}
-    placed = {owner: wait_until(lambda g=group: placing.resolve(g), owner) for owner, group in groups.items()}
+    groups = {demand.owner: backend.request(demand.owner, demand) for demand in demands}
+    placed = {owner: wait_until(lambda g=group: backend.resolve(g), owner) for owner, group in groups.items()}
     nodes = {node.total["CPU"]: node.node_id for node in supply}
     assert {owner: where.node_id for owner, where in placed.items()} == {
         "verifier-0": nodes[4.0],
         "ngram-0": nodes[2.0],
     }
     for where in placed.values():
-        placing.remove(where.group)
-    placing.remove(placed["ngram-0"].group)  # twice is harmless
+        backend.remove(where.group)
+    backend.remove(placed["ngram-0"].group)  # twice is harmless
     wait_until_no_groups()
 
 
@@ -205,12 +214,12 @@ def node(cpus: float, gpus: float = 0.0) -> NodeSupply:
     ],
 )
 def test_what_can_never_fit(demands: list[Demand], nodes: list[NodeSupply], fits: bool) -> None:
-    assert placing.can_ever_fit(demands, nodes) is fits
+    assert can_ever_fit(demands, nodes) is fits
 
 
 def test_demand_and_supply_are_shown_with_the_fix() -> None:
     demands = [Demand("verifier-0", 3), Demand("verifier-1", 3), Demand("ngram-0", 1, 1)]
-    table = placing.demand_against_supply(demands, [node(4), node(2, 2)])
+    table = demand_against_supply(demands, [node(4), node(2, 2)])
     for line in (
         r"verifier-0 to verifier-1 \(2\) +3 CPU, 0 GPU",
         "ngram-0 .*1 CPU, 1 GPU",
@@ -223,6 +232,9 @@ def test_demand_and_supply_are_shown_with_the_fix() -> None:
 
 
 def test_shared_gpus_are_refused() -> None:
-    placing.refuse_shared_gpus({"verifier-0": ("n1", ["0"]), "draft-0": ("n1", ["1"]), "draft-1": ("n2", ["0"])})
-    with pytest.raises(ClusterError, match="draft-0 and verifier-0 both use GPU 0"):
-        placing.refuse_shared_gpus({"verifier-0": ("n1", ["0"]), "draft-0": ("n1", ["0"])})
+    places = {"verifier-0": ("n1", "0"), "draft-0": ("n1", "1"), "draft-1": ("n2", "0"), "draft-2": ("n1", "0")}
+    facts = {name: ProcessFacts(number, 0, *place) for number, (name, place) in enumerate(places.items())}
+    for alone in ("draft-0", "draft-1"):
+        refuse_shared_gpus(alone, facts)
+    with pytest.raises(ClusterError, match="draft-2 and verifier-0 both use GPU 0"):
+        refuse_shared_gpus("draft-2", facts)
