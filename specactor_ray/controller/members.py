@@ -257,17 +257,19 @@ def build_spec(
     config: Config, drafters: Mapping[str, DrafterSpec], member: Member, priors: Mapping[str, float]
 ) -> VerifierSpec | DraftActorSpec:
     """The specification of this member's actor."""
-    level, cores, target = config.run.log_level, member.seat.cores, config.target
+    common: dict[str, Any] = {
+        "actor_id": member.actor_id,
+        "target": config.target,
+        "cores": member.seat.cores,
+        "log_level": config.run.log_level,
+    }
     if member.key != VERIFIER:
-        return DraftActorSpec(member.actor_id, drafters[member.key], target, cores, level)
+        return DraftActorSpec(**common, drafter=drafters[member.key])
     return VerifierSpec(
-        member.actor_id,
-        target,
-        config.speculation,
-        Mode(config.mode.value),
-        cores,
-        level,
-        priors,
+        **common,
+        speculation=config.speculation,
+        mode=Mode(config.mode.value),
+        priors=priors,
         max_drafts=max((drafter.window for drafter in drafters.values()), default=0),
         max_branches=max((drafter.branches for drafter in drafters.values()), default=0),
         inline=tuple(drafters[drafter.method] for drafter in inline_drafters(config)),

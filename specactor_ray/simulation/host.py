@@ -35,9 +35,6 @@ class SimulatedHost(ActorHost):
     def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         pass
 
-    def facts(self) -> dict[str, object]:
-        return {"pid": 0, "cores": []}
-
     def build_engine(self, spec: VerifierSpec) -> SimulatedEngine:
         world, target = self._world, spec.target
         self._clock.work(world.times.load_s)
