@@ -19,7 +19,7 @@ import ray
 
 from specactor_ray.cluster.discovery import clusters_to_look_into, probe, resolve_address
 from specactor_ray.cluster.module_path import worker_job_config
-from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, run_of_controller
+from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, run_and_actor
 from specactor_ray.cluster.token import (
     PRIVATE_FOLDER,
     new_token,
@@ -174,8 +174,8 @@ def _ray_settings() -> dict[str, str]:
 def list_runs() -> list[str]:
     """Names of the live runs on the connected cluster, in alphabetical order."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    runs = (run_of_controller(actor["name"]) for actor in actors if actor["namespace"] == NAMESPACE)
-    return sorted(run for run in runs if run is not None)
+    found = (run_and_actor(actor["name"]) for actor in actors if actor["namespace"] == NAMESPACE)
+    return sorted(run for run, actor_id in found if actor_id == CONTROLLER)
 
 
 def find_actor(run: str, actor_id: str = CONTROLLER) -> Any:
