@@ -112,10 +112,10 @@ class Controller:
         (`FirstStart`). Idempotent, also during the start: all callers get the same result.
 
         Raises:
-            ClusterError: There is no room; demand and supply are shown. Nothing is left running.
-            UserError: As an actor raised it, such as a `ModelLoadError`. Nothing is left running.
+            ClusterError: There is no room; demand and supply are shown.
+            UserError: As an actor raised it, such as a `ModelLoadError`.
             SpecActorError: An actor did not start, or not in time, or actors of a kind were lost again and again.
-                Nothing is left running.
+                After each of these errors nothing is left running.
         """
         return self._started.get()
 
