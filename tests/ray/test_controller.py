@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.core.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
 from tests.fakes.actors import FakeDrafter, FakeVerifier
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -84,14 +84,6 @@ def alive(pid: int) -> bool:
 
 def groups_left() -> list[str]:
     return [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.1)
-    return value
 
 
 def rows(handle: Any, kind: str = "", phase: str = "") -> list[dict[str, Any]]:
@@ -184,24 +176,6 @@ def test_a_stuck_drafter_holds_up_nobody(run: Callable[..., Any]) -> None:
     # and the shutdown of the fixture ends the stopped process too
 
 
-def test_more_than_the_cluster_holds_stays_pending(run: Callable[..., Any]) -> None:
-    handle = run(make_config(verifiers=1, ngram=1))
-    ray.get(handle.scale.remote({"ngram": 9}))
-
-    def pending() -> list[Any]:
-        drafters = ray.get(handle.view.remote()).drafters
-        return [endpoint for endpoint in drafters if endpoint.phase is Phase.PENDING and endpoint.note]
-
-    waiting = wait_until(
-        lambda: pending() if len(rows(handle, "drafter", "ready")) == 5 else None, "5 ready, 4 pending"
-    )
-    assert len(waiting) == 4
-    assert "waits for room" in waiting[0].note
-    assert waiting[0].handle is None
-    ray.get(handle.scale.remote({"ngram": 1}))
-    wait_for_drafters(handle, 1)
-
-
 def test_a_method_that_never_starts_is_given_up(run: Callable[..., Any]) -> None:
     config = make_config(verifiers=1, ngram=1)
     config.drafters[1].model = "broken"
@@ -229,15 +203,6 @@ def test_a_failed_start_reaches_the_caller_and_leaves_nothing(
     wait_until(lambda: not groups_left(), "placement groups removed")
     wait_until(lambda: not list_runs(), "no controller")
     wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True), "no actor")
-
-
-def test_actors_that_are_killed_while_the_run_starts_are_replaced(run: Callable[..., Any], tmp_path: Path) -> None:
-    config = make_config(verifiers=1, ngram=0)
-    config.target.model, config.drafters[1].model = str(tmp_path / "target"), str(tmp_path / "drafter")
-    config.drafters[1].replicas = 1
-    handle = run(config)
-    assert sorted(row["kind"] for row in rows(handle, phase="ready")) == ["drafter", "verifier"]
-    assert (tmp_path / "target").exists() and (tmp_path / "drafter").exists()
 
 
 def test_a_run_is_looked_into_while_it_starts(cluster: Cluster) -> None:
@@ -289,15 +254,6 @@ def test_draft_actors_share_a_core_among_themselves(run: Callable[..., Any]) -> 
     ((verifier,),) = (row["cores"] for row in rows(handle, "verifier"))
     cores = [row["cores"] for row in rows(handle, "drafter")]
     assert len(cores) == 3 and len(set(cores)) == 1 and verifier not in cores[0]
-
-
-def test_a_coupled_run_has_no_draft_actors_and_refuses_to_scale(run: Callable[..., Any]) -> None:
-    config = make_config(verifiers=2, ngram=2)
-    config.mode = ModeName.coupled
-    handle = run(config)
-    assert [row["kind"] for row in rows(handle)] == ["verifier", "verifier"] and len(groups_left()) == 2
-    with pytest.raises(ConfigError, match=r"mode: 'coupled' has no draft actors to scale.*mode=decoupled"):
-        ray.get(handle.scale.remote({"ngram": 1}))
 
 
 def test_runs_are_found_by_name(run: Callable[..., Any]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from specactor_ray.rollout.prompts import encode_prompts
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.rollout.run_client import SHUTDOWN_S, RunClient
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 LIMIT_S = 120.0
@@ -85,13 +85,6 @@ def settings(mode: str, **drafter: Any) -> Config:
     )
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
-
-
 def test_from_none_to_four_to_one_to_none_while_requests_run() -> None:
     prompts = tiny_prompts(4)
     with Rollout(settings("plain")) as rollout:
@@ -130,14 +123,14 @@ def test_from_none_to_four_to_one_to_none_while_requests_run() -> None:
         def health_checks(number: int) -> None:
             """Wait for this many health checks."""
             until = ray.get(verifier.count_pings.remote()) + number
-            wait_until(lambda: ray.get(verifier.count_pings.remote()) >= until, "health checks")
+            wait_until(lambda: ray.get(verifier.count_pings.remote()) >= until, "health checks", LIMIT_S)
 
         def load(rows: int, expected: int) -> None:
             """Set the load; with the draft actors that it pays for, requests go on."""
             ray.get(verifier.set_load.remote(rows))
-            wait_until(lambda: ready() == expected, f"{expected} draft actors with {rows} requests: {client.status()}")
+            wait_until(lambda: ready() == expected, f"{expected} draft actors with {rows} requests", LIMIT_S)
             served = len(outputs)
-            wait_until(lambda: failures or len(outputs) >= served + 2, "requests go on")
+            wait_until(lambda: failures or len(outputs) >= served + 2, "requests go on", LIMIT_S)
             assert not failures
 
         thread.start()

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from specactor_ray.cluster.backend import (
-    Demand,
-    NodeSupply,
-    ProcessFacts,
-    RayBackend,
-    can_ever_fit,
-    demand_against_supply,
-    refuse_shared_gpus,
-)
+from specactor_ray.cluster.backend import Demand, RayBackend
 from specactor_ray.cluster.connection import connect
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -162,7 +152,7 @@ def test_groups_stand_on_nodes_and_are_given_back(cluster: Cluster) -> None:
     for where in placed.values():
         backend.remove(where.group)
     backend.remove(placed["ngram-0"].group)  # twice is harmless
-    wait_until_no_groups()
+    wait_until(lambda: not groups_left(), "no placement group left")
 
 
 def test_a_killed_driver_takes_everything_with_it(cluster: Cluster) -> None:
@@ -179,62 +169,5 @@ def test_a_killed_driver_takes_everything_with_it(cluster: Cluster) -> None:
         driver.communicate(timeout=240)
     pids = [int(word) for word in line.split()[1:]]
     assert len(pids) == 2
-    wait_until_no_groups()
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), "the actors ended as well")
-
-
-def wait_until_no_groups() -> None:
     wait_until(lambda: not groups_left(), "no placement group left")
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 60.0
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within 60 s: {what}"
-        time.sleep(0.1)
-    return value
-
-
-# ---- pure ----
-
-
-def node(cpus: float, gpus: float = 0.0) -> NodeSupply:
-    total = {"CPU": cpus, "GPU": gpus}
-    return NodeSupply("n" * 8, "10.0.0.1", total, total)
-
-
-@pytest.mark.parametrize(
-    ("demands", "nodes", "fits"),
-    [
-        ([Demand("a", 2), Demand("b", 2)], [node(4)], True),
-        ([Demand("a", 2), Demand("b", 3)], [node(4)], False),
-        ([Demand("a", 4)], [node(2), node(2)], False),
-        ([Demand("a", 1, 1), Demand("b", 1, 1)], [node(8, 1)], False),
-        ([], [node(1)], True),
-    ],
-)
-def test_what_can_never_fit(demands: list[Demand], nodes: list[NodeSupply], fits: bool) -> None:
-    assert can_ever_fit(demands, nodes) is fits
-
-
-def test_demand_and_supply_are_shown_with_the_fix() -> None:
-    demands = [Demand("verifier-0", 3), Demand("verifier-1", 3), Demand("ngram-0", 1, 1)]
-    table = demand_against_supply(demands, [node(4), node(2, 2)])
-    for line in (
-        r"verifier-0 to verifier-1 \(2\) +3 CPU, 0 GPU",
-        "ngram-0 .*1 CPU, 1 GPU",
-        "in all .*7 CPU, 1 GPU",
-        "4 CPU, 0 GPU, free 4 CPU",
-        "2 CPU, 2 GPU, free",
-    ):
-        assert re.search(line, table)
-    assert "Fix: fewer replicas" in table
-
-
-def test_shared_gpus_are_refused() -> None:
-    places = {"verifier-0": ("n1", "0"), "draft-0": ("n1", "1"), "draft-1": ("n2", "0"), "draft-2": ("n1", "0")}
-    facts = {name: ProcessFacts(number, 0, *place) for number, (name, place) in enumerate(places.items())}
-    for alone in ("draft-0", "draft-1"):
-        refuse_shared_gpus(alone, facts)
-    with pytest.raises(ClusterError, match="draft-2 and verifier-0 both use GPU 0"):
-        refuse_shared_gpus("draft-2", facts)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), "the actors ended as well")

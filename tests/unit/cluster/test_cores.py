@@ -57,28 +57,6 @@ def test_an_owner_takes_once() -> None:
         book.take("a", 1, "x")
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 4), st.booleans()), max_size=40))
-def test_no_core_has_two_holders_and_none_is_lost(steps: list[tuple[str, int, bool]]) -> None:
-    book = ledger(n=list(range(6)))
-    held: dict[str, tuple[int, ...]] = {}
-    for owner, count, release in steps:
-        if release:
-            book.release(owner)
-            held.pop(owner, None)
-            continue
-        free = 6 - sum(map(len, held.values()))
-        if held.get(owner):
-            continue
-        if count > free:
-            with pytest.raises(ClusterError):
-                book.take("n", count, owner)
-        else:
-            held[owner] = book.take("n", count, owner)
-        everyone = [core for cores in held.values() for core in cores]
-        assert len(everyone) == len(set(everyone)) <= 6
-        assert book.holders("n") == {name: cores for name, cores in held.items() if cores}
-
-
 def test_shares_are_put_together_and_never_beside_a_whole() -> None:
     book = ledger(a=[0, 1, 2])
     book.take("a", 1, "verifier-0")
