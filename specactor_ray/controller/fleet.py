@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from specactor_ray.actors.specs import VERIFIER, Departure, Phase
 from specactor_ray.cluster.backend import (
@@ -40,69 +39,6 @@ STOP_TIMEOUT_S = 12.0
 GONE_TIMEOUT_S = 15.0
 
 
-@dataclass
-class FirstStart:
-    """Conditions for the success and the failure of a run's start.
-
-    A run has started when as many verifiers and draft actors are ready as are configured and still desired. Actors that
-    `scale` adds are requested once those have their room, and may still be pending when the run has started.
-
-    Attributes:
-        is_placed: All configured actors have had room at the same time.
-        error: Why the start cannot succeed; None while it can.
-
-    Args:
-        configured: Key → number of the configured actors.
-        placement_timeout_s: Longest wait of a configured actor for room, in seconds.
-        max_failures: Losses in a row, of verifiers or of one draft method, that end the start.
-    """
-
-    configured: Mapping[str, int]
-    placement_timeout_s: float
-    max_failures: int
-    is_placed: bool = False
-    error: SpecActorError | None = None
-
-    def required(self, desired: Mapping[str, int]) -> dict[str, int]:
-        """The configured actors that are still desired."""
-        return {key: min(number, self.configured.get(key, 0)) for key, number in desired.items()}
-
-    def limited(self, desired: Mapping[str, int]) -> Mapping[str, int]:
-        """The desired state for now: actors that `scale` added must not take the room of configured ones."""
-        return desired if self.is_placed else self.required(desired)
-
-    def is_over(self, members: Sequence[Member], desired: Mapping[str, int]) -> bool:
-        """Whether the run has started."""
-        serving = Counter(one.key for one in members if one.phase is Phase.READY and one.serves)
-        return all(serving[key] >= number for key, number in self.required(desired).items())
-
-    def check_room(self, members: Sequence[Member], desired: Mapping[str, int], now: float) -> str:
-        """Record whether all required actors have room. Returns a message on actors that waited too long, else ''."""
-        required, waiting = self.required(desired), list[Member]()
-        for key, number in required.items():
-            mine = [member for member in members if member.key == key]
-            pending = [member for member in mine if member.phase is Phase.PENDING]
-            waiting += pending[: max(0, number - len(mine) + len(pending))]
-        self.is_placed = self.is_placed or not waiting
-        if all(now - member.since <= self.placement_timeout_s for member in waiting):
-            return ""
-        total, names = sum(required.values()), ", ".join(sorted(member.seat.stem for member in waiting))
-        return f"{len(waiting)} of {total} actors found no room within {self.placement_timeout_s:g} s: {names}"
-
-    def lost(self, member: Member, desired: Mapping[str, int], reason: str, record: FailureRecord) -> None:
-        """Record a failed member. Lost members are replaced, up to `max_failures`. An error or a timeout in a member's
-        start ends the start of the run."""
-        is_replaced = member.was_ready or isinstance(member.error, ActorLostError)
-        is_required = self.required(desired).get(member.key, 0) > 0
-        if not is_required or (is_replaced and record.quick < self.max_failures):
-            return
-        if isinstance(member.error, UserError):
-            self.error = member.error
-        else:
-            again = f" (failure {record.quick} in a row)" if record.quick > 1 else ""
-            self.error = SpecActorError((reason if member.error else f"{member.actor_id}: {reason}") + again)
-
-
 class Fleet:
     """All actors of a run, each in its seat. Used by one thread at a time. Nothing blocks, except `end`.
 
@@ -110,7 +46,7 @@ class Fleet:
         members: Actor id → the actor's record.
         failures: Key → its recent failures.
         departed: Verifiers that were removed, the newest last.
-        first: Conditions of the run's start.
+        start_error: Why the run's start cannot succeed; None while it can.
     """
 
     def __init__(
@@ -121,30 +57,42 @@ class Fleet:
         limits: ReplacementLimits,
         classes: ActorClasses | None,
         priors: Mapping[str, float],
-        configured: Mapping[str, int],
     ) -> None:
         self._config, self._run, self._backend, self._limits = config, run, backend, limits
         self._classes, self._priors = classes, priors
         self._calls, self._clock = backend.calls, backend.calls.clock
         self._drafters = drafter_specs(config)
         self._seating = Seating(run, config, backend)
-        self.first = FirstStart(configured, config.cluster.placement_timeout_s, limits.max_start_failures)
         self.members: dict[str, Member] = {}
         self.failures: dict[str, FailureRecord] = {}
         self.departed: dict[str, Departure] = {}
+        self.start_error: SpecActorError | None = None
+        self._is_placed = False
+        """Whether all configured actors have had room at the same time."""
         self._used_ids: set[str] = set()
         self._observed_at = self._clock.now()
 
-    def require_room(self, supply: Sequence[NodeSupply], desired: Mapping[str, int]) -> None:
+    def has_started(self, desired: Mapping[str, int]) -> bool:
+        """Whether all desired actors serve."""
+        serving = Counter(one.key for one in self.members.values() if one.phase is Phase.READY and one.serves)
+        return all(serving[key] >= number for key, number in desired.items())
+
+    def require_room(self, supply: Sequence[NodeSupply]) -> None:
         """Check during the start that there is, or may soon be, room for all configured actors.
 
         Raises:
             ClusterError: There is none; demand and supply are shown.
         """
-        demands, problem = [seat.demand for seat in self._seating.seats], ""
-        if self._config.cluster.address == "local" and not can_ever_fit(demands, supply):
+        cluster, now, problem = self._config.cluster, self._clock.now(), ""
+        demands = [seat.demand for seat in self._seating.seats]
+        waiting = [member for member in self.members.values() if member.phase is Phase.PENDING]
+        self._is_placed = self._is_placed or not waiting
+        if cluster.address == "local" and not can_ever_fit(demands, supply):
             problem = "the run asks for more than its private cluster has"
-        problem = problem or self.first.check_room(list(self.members.values()), desired, self._clock.now())
+        elif any(now - member.since > cluster.placement_timeout_s for member in waiting):
+            names = ", ".join(sorted(member.seat.stem for member in waiting))
+            count = f"{len(waiting)} of {len(self.members)} actors"
+            problem = f"{count} found no room within {cluster.placement_timeout_s:g} s: {names}"
         if problem:
             raise ClusterError(f"{problem}.\n{demand_against_supply(demands, supply)}")
 
@@ -161,7 +109,7 @@ class Fleet:
                     member.note = "waits for room on the cluster."
                     waiting.append(member.actor_id)
             except ClusterError as error:
-                if not self.first.is_placed:
+                if not self._is_placed:
                     raise
                 if str(error) != member.note:
                     member.note = str(error)
@@ -182,7 +130,7 @@ class Fleet:
             elif isinstance(action, Drain):
                 self.members[action.actor_id].drain(now)
             else:
-                self._remove(action, desired, now)
+                self._remove(action, now)
         self._seating.trim(desired)
 
     def given_up(self) -> set[str]:
@@ -251,14 +199,14 @@ class Fleet:
         handle = self._backend.launch(cls, spec, name, seat.placement, seat.demand)
         member.launched(handle, self._limits.start_timeout_s, now)
 
-    def _remove(self, action: Remove, desired: Mapping[str, int], now: float) -> None:
+    def _remove(self, action: Remove, now: float) -> None:
         member = self.members.pop(action.actor_id)
         log = logger.warning if action.failed else logger.info
         log("%s is removed: %s", action.actor_id, action.reason)
         if action.failed:
             record = record_failure(self.failures.get(member.key), now, action.reason, member)
             self.failures[member.key] = record
-            self.first.lost(member, desired, action.reason, record)
+            self._check_start(member, action.reason, record)
             if is_given_up(member.key, record, self._limits):
                 logger.error("no more draft actors of %s are started: %s", member.key, record.error)
         if member.key == VERIFIER:
@@ -268,6 +216,18 @@ class Fleet:
         if member.handle is not None:
             self._backend.reaper.reap(member.handle, member.facts)
         member.seat.occupant = None
+
+    def _check_start(self, member: Member, reason: str, record: FailureRecord) -> None:
+        """Set the error of the run's start after a failure. Lost members are replaced, up to a number of losses in a
+        row; an error or a timeout in a member's own start ends that of the run."""
+        is_replaced = member.was_ready or isinstance(member.error, ActorLostError)
+        if is_replaced and record.quick < self._limits.max_start_failures:
+            return
+        if isinstance(member.error, UserError):
+            self.start_error = member.error
+        else:
+            again = f" (failure {record.quick} in a row)" if record.quick > 1 else ""
+            self.start_error = SpecActorError((reason if member.error else f"{member.actor_id}: {reason}") + again)
 
 
 def _departure(action: Remove, member: Member) -> Departure:
