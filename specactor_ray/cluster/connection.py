@@ -59,10 +59,8 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Leave the cluster; end it and remove its files if it was started here. Idempotent.
-
-        If Ray was initialised before `connect`, it stays initialised.
-        """
+        """Leave the cluster; end it and remove its files if it was started here. If Ray was initialised before
+        `connect`, it stays initialised. Idempotent."""
         if self._held is not None:
             with signals_deferred():  # an interrupted shutdown would leave processes, or the token
                 self._held.close()
@@ -194,10 +192,8 @@ def find_actor(run: str, actor_id: str = CONTROLLER) -> Any:
 
 
 def join_run(run: str | None, address: str, actor_id: str = CONTROLLER) -> tuple[Connection, str, Any]:
-    """Join the cluster of a run (None: the only one) at an address, or where `auto` finds it on this machine.
-
-    Returns:
-        Connection, name of the run, and handle of one of its actors.
+    """Join the cluster of a run (None: the only one) at an address, or where `auto` finds it on this machine. Returns
+    the connection, the name of the run, and the handle of one of its actors.
 
     Raises:
         ClusterError: There is no cluster, no such run or no such actor.
@@ -243,11 +239,7 @@ def _address_of_run(run: str | None) -> str:
 
 
 def resources_of(address: str) -> str:
-    """Description of a cluster's nodes, free resources and runs.
-
-    Raises:
-        ClusterError: It cannot be joined.
-    """
+    """Description of a cluster's nodes, free resources and runs. Raises a ClusterError if it cannot be joined."""
     with connect(ClusterConfig(address=address)):
         nodes = sum(node["Alive"] for node in ray.nodes())
         total, free = ray.cluster_resources(), ray.available_resources()

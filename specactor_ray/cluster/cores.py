@@ -42,14 +42,8 @@ class CoreLedger:
             self._held[machine or node] = {core: known.get(core, {}) for core in sorted({*cores, *known})}
 
     def take(self, node: str, count: float, owner: str) -> tuple[int, ...]:
-        """Assign cores of `node`, which was added, to `owner`, which holds none yet.
-
-        Args:
-            node, owner: The node, and the new owner.
-            count: A whole number of exclusive cores, or a share below 1 of a shared core; 0: none.
-
-        Returns:
-            Core ids, ascending; for a share the id of its core.
+        """Assign cores of `node`, which was added, to `owner`, which holds none yet: a whole number of exclusive cores,
+        or a share below 1 of a shared core. Returns their ids, ascending.
 
         Raises:
             ClusterError: There is no room; the message lists the owners of the cores. Nothing was taken.
@@ -121,18 +115,14 @@ def usable_cores() -> tuple[str, tuple[int, ...]]:
 
 
 def limit_spins() -> dict[str, str]:
-    """Environment variables that limit the spins of idle threads, unless this process's environment sets them already.
-
-    They take effect in a process that has not loaded torch yet.
-    """
+    """Environment variables that limit the spins of idle threads in a process that has not loaded torch yet, unless
+    this process's environment sets them."""
     return {} if "GOMP_SPINCOUNT" in os.environ else {"GOMP_SPINCOUNT": str(SPINS)}
 
 
 def bind_to_cores(cores: Sequence[int]) -> None:
-    """Bind all present and future threads of this process to `cores`, with one torch thread per core.
-
-    Call it before torch computes anything: thread pools keep the size they started with. If torch is not loaded yet,
-    it takes the number of threads from the environment.
+    """Bind all present and future threads of this process to `cores`, with one torch thread per core. Call it before
+    torch computes anything: thread pools keep the size they started with.
 
     Raises:
         ClusterError: A core does not exist, or this process may not use it.

@@ -91,11 +91,7 @@ def clusters_to_look_into() -> list[str]:
 
 
 def require_listener(address: str) -> None:
-    """Refuse the address, `host:port`, of a cluster where nothing listens.
-
-    Raises:
-        ClusterError: See above.
-    """
+    """Raise a ClusterError if nothing listens at an address, `host:port`."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENER_TIMEOUT_S).close()

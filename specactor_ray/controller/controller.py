@@ -167,10 +167,7 @@ class Controller:
 
     def shutdown(self) -> bool:
         """Stop the loops in order, end all processes, release all placement groups. Bounded in time. Idempotent.
-
-        Returns:
-            Whether every process is verified to be gone.
-        """
+        Returns whether every process is verified to be gone."""
         self._stopping.set()
         self._wake.set()
         if self._thread is not None:
@@ -288,15 +285,8 @@ def start_controller(
     limits: ReplacementLimits | None = None,
     priors: Mapping[str, float] | None = None,
 ) -> tuple[Any, str]:
-    """Make the controller of a new run, a named actor that ends with this process, and start the run. The arguments are
-    those of `Controller`.
-
-    Returns:
-        `(handle, run)`: the controller and the name of the run.
-
-    Raises:
-        ClusterError, ConfigError, ModelLoadError, SpecActorError: As `Controller.start`; nothing is left running.
-    """
+    """Make the controller of a new run, a named actor that ends with this process, and start the run. Arguments and
+    errors are those of `Controller` and of its `start`. Returns the controller and the name of the run."""
     run = config.run.name or new_run_name()
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")

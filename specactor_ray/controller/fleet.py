@@ -138,11 +138,8 @@ class Fleet:
         return {key for key, record in self.failures.items() if is_given_up(key, record, self._limits)}
 
     def end(self) -> bool:
-        """Stop the loops in order, end all processes, and release all seats. Bounded in time.
-
-        Returns:
-            Whether every process is verified to be gone.
-        """
+        """Stop the loops in order, end all processes, and release all seats. Bounded in time. Returns whether every
+        process is verified to be gone."""
         launched = [member for member in self.members.values() if member.handle is not None]
         try:
             return self._end_all(launched)

@@ -39,14 +39,10 @@ def group_of(seat: int, replicas: int, most: int = 0) -> int:
 
 
 def assign_drafters(drafters: Iterable[str], groups: Collection[int], before: Service = frozenset()) -> Service:
-    """Assign the draft actors of one method to groups.
+    """Assign the ready draft actors of one method to the groups with verifiers. `before`: the last result.
 
     Each draft actor serves one group; with more groups than draft actors, one draft actor serves each group. They are
     spread evenly with as few changes as possible. Every group is served as long as there is a draft actor.
-
-    Args:
-        drafters, groups: Ready draft actors, and groups with verifiers.
-        before: The last result.
     """
     drafters, groups = sorted(drafters), sorted(groups)
     if len(drafters) >= len(groups):
