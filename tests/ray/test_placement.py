@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -56,51 +55,6 @@ def test_auto_takes_the_address_of_the_enclosing_job(monkeypatch: pytest.MonkeyP
 def test_malformed_addresses(address: str) -> None:
     with pytest.raises(ClusterError, match="must be host:port"):
         connect(ClusterConfig(address=address))
-
-
-PRIVATE = """
-import os, stat, sys, ray
-from specactor_ray.cluster.connection import connect
-from specactor_ray.cluster.discovery import probe
-from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.core.errors import ClusterError
-
-def refusal(token):
-    try:
-        probe(connection.address, token)
-    except ClusterError as error:
-        return str(error)
-
-with connect(ClusterConfig(num_cpus=3)) as connection:
-    assert connection.owned
-    assert ray.cluster_resources()["CPU"] == 3
-    with connect(ClusterConfig(address="auto")) as inner:  # the one this process has, left alone at the end
-        assert not inner.owned and inner.address == connection.address
-    assert ray.is_initialized()
-    (folder,) = os.listdir(sys.argv[1])
-    assert stat.S_IMODE(os.stat(os.path.join(sys.argv[1], folder)).st_mode) == 0o700
-    assert "this process has no token" in refusal("")
-    assert "not the cluster's" in refusal("guessed")
-assert not ray.is_initialized()
-assert not [name for name in os.environ if name.startswith("RAY_AUTH")]
-assert not os.path.exists(os.path.expanduser("~/.ray"))
-connection.close()
-assert os.listdir(sys.argv[1]) == [], os.listdir(sys.argv[1])
-"""
-
-
-def test_a_private_cluster_leaves_no_file_and_says_nothing() -> None:
-    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as folder:  # Ray's sockets need a short path
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        done = subprocess.run(
-            [sys.executable, "-c", PRIVATE, folder],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env={**environment, "TMPDIR": folder, "HOME": f"{folder}-home"},
-        )
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("", "")
 
 
 DRIVER = """
