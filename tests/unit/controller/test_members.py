@@ -102,8 +102,6 @@ class TestHealth:
         assert watch.silent_s == 4 * INTERVAL_S and watch.actor.error is None and watch.pings() == 5
 
     @pytest.mark.parametrize("cause", [ActorLostError("ended", True), ActorLostError("ended"), RemoteError("x")])
-        "cause", [ActorLostError("ended", node_lost=True), ActorLostError("ended"), RemoteError("x")]
-    )
     def test_one_that_is_gone_or_whose_loop_has_failed_is_dead(self, cause: SpecActorError) -> None:
         watch = Watch()
         watch.one("ping").answer(error=cause)
