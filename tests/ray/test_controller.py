@@ -166,16 +166,6 @@ def test_killed_and_stopped_actors_are_replaced_in_their_seats(run: Callable[...
     assert sorted(groups_left()) == groups
 
 
-def test_a_stuck_drafter_holds_up_nobody(run: Callable[..., Any]) -> None:
-    handle = run(make_config(verifiers=1, ngram=2), ReplacementLimits(health_timeout_s=1000.0))
-    stuck = rows(handle, "drafter")[0]
-    os.kill(stuck["pid"], signal.SIGSTOP)
-    ray.get(handle.scale.remote({"ngram": 3}))
-    wait_until(lambda: len(rows(handle, "drafter", "ready")) == 3, "a third drafter beside the stuck one")
-    wait_until(lambda: all(len(told) == 3 for told in drafters_told(handle).values()), "the verifier was told")
-    # and the shutdown of the fixture ends the stopped process too
-
-
 def test_a_method_that_never_starts_is_given_up(run: Callable[..., Any]) -> None:
     config = make_config(verifiers=1, ngram=1)
     config.drafters[1].model = "broken"
@@ -205,29 +195,19 @@ def test_a_failed_start_reaches_the_caller_and_leaves_nothing(
     wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True), "no actor")
 
 
-def test_a_run_is_looked_into_while_it_starts(cluster: Cluster) -> None:
-    config = make_config(verifiers=2, ngram=0, placement_timeout_s=15.0)
+def test_a_run_without_room_is_looked_into_and_then_refused_with_demand_and_supply(cluster: Cluster) -> None:
+    config = make_config(verifiers=2, ngram=1, placement_timeout_s=10.0)
     config.run.name, config.target.cores = "early", 4
     with ThreadPoolExecutor(1) as pool:
         started = pool.submit(start_controller, config, FAKES, QUICK)
         wait_until(lambda: list_runs() == ["early"], "the run")
         seen = wait_until(lambda: sorted(row["phase"] for row in rows(find_actor("early"))), "its actors")
-        assert len(seen) == 2 and "pending" in seen
-        with pytest.raises(ClusterError, match="found no room"):
+        assert len(seen) == 3 and "pending" in seen
+        with pytest.raises(ClusterError, match="found no room within 10 s") as caught:
             started.result()
-    wait_until(lambda: not groups_left(), "placement groups removed")
-
-
-def test_no_room_is_refused_with_demand_and_supply(cluster: Cluster) -> None:
-    config = make_config(verifiers=2, ngram=1, placement_timeout_s=2.0)
-    config.target.cores = 4
-    with pytest.raises(ClusterError, match="found no room within 2 s") as caught:
-        start_controller(config, FAKES, QUICK)
     text = str(caught.value)
-    assert "verifier-1" in text
-    assert "9 CPU" in text  # in all
-    assert "6 CPU, 0 GPU, free 6 CPU" in text
-    assert "Fix:" in text
+    for words in ("verifier-1", "9 CPU", "6 CPU, 0 GPU, free 6 CPU", "Fix:"):
+        assert words in text
     wait_until(lambda: not groups_left(), "placement groups removed")
 
 
@@ -242,18 +222,6 @@ def test_too_few_cores_for_decoupling_are_refused(cluster: Cluster) -> None:
     assert "ngram-0 needs" in str(caught.value)
     assert "pin_cores" in str(caught.value)
     wait_until(lambda: not groups_left(), "placement groups removed")
-
-
-def test_draft_actors_share_a_core_among_themselves(run: Callable[..., Any]) -> None:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("the verifier needs one core, and the draft actors another")
-    config = make_config(verifiers=1, ngram=2, pin_cores=True)
-    config.drafters[1].replicas = 1
-    config.drafters[0].cores, config.drafters[1].cores = 0.25, 0.5
-    handle = run(config)
-    ((verifier,),) = (row["cores"] for row in rows(handle, "verifier"))
-    cores = [row["cores"] for row in rows(handle, "drafter")]
-    assert len(cores) == 3 and len(set(cores)) == 1 and verifier not in cores[0]
 
 
 def test_runs_are_found_by_name(run: Callable[..., Any]) -> None:
