@@ -17,6 +17,7 @@ from specactor_ray.controller.elastic import (
     VerifierLoad,
 )
 from specactor_ray.core.errors import ConfigError
+from tests.unit.simulation.test_start import Start
 
 NEVER = float("inf")
 BOUNDS: dict[str, Any] = {
@@ -204,3 +205,23 @@ def test_a_method_that_is_held_or_given_up_keeps_its_number() -> None:
     assert scaling.revise([verifier(200, 8)], {"draft_model": 0}, [], 10.0) == {}
     scaling.hold("draft_model", False)
     assert scaling.revise([verifier(300, 8)], {"draft_model": 0}, [], 20.0) == {"draft_model": 1}
+
+
+def test_a_number_that_a_user_set_holds_until_it_is_given_back() -> None:
+    """On the virtual cluster, whose verifiers are idle, so that no draft actor pays."""
+    start, seen = Start(), list[int]()
+    drafter, settings = start.run.config.drafters[0], start.run.config.elastic
+    drafter.replicas, drafter.min_replicas, drafter.max_replicas = 1, 0, 4
+    settings.up_s = settings.down_s = 1.0
+
+    def count() -> None:
+        start.run.clock.sleep(30.0)
+        seen.append(sum(row["kind"] == "drafter" for row in start.status()))
+
+    def scale() -> None:
+        count()
+        for number in (2, None):
+            start.scale(ngram=number)
+            count()
+
+    assert start.play(scale) is None and seen == [0, 2, 0]
