@@ -27,7 +27,6 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import usable_cores
 from specactor_ray.cluster.names import NAMESPACE, actor_name, random_suffix
 from specactor_ray.core.clock import SYSTEM
-from specactor_ray.core.errors import ClusterError
 from specactor_ray.core.leftovers import start_ticks
 
 logger = logging.getLogger(__name__)
@@ -244,22 +243,6 @@ def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply
 
 def _amounts(resources: Mapping[str, float]) -> str:
     return f"{resources.get('CPU', 0.0):g} CPU, {resources.get('GPU', 0.0):g} GPU"
-
-
-def refuse_shared_gpus(actor_id: str, facts: Mapping[str, ProcessFacts]) -> None:
-    """Check that this actor shares no GPU with another one. `facts`: those of all actors, by their ids.
-
-    Raises:
-        ClusterError: It does; both actors are named.
-    """
-    mine = facts[actor_id]
-    for other, theirs in facts.items():
-        shared = set(mine.gpus) & set(theirs.gpus) if theirs.node_id == mine.node_id and other != actor_id else set()
-        if shared:
-            raise ClusterError(
-                f"{actor_id} and {other} both use GPU {min(shared)} of node {mine.node_id[:8]}; decoupled drafters "
-                "need GPUs of their own. Fix: give both whole GPUs (target.gpus, drafters.*.gpus), or use mode=coupled."
-            )
 
 
 # ---- processes ----

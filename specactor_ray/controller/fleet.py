@@ -12,7 +12,6 @@ from specactor_ray.cluster.backend import (
     NodeSupply,
     can_ever_fit,
     demand_against_supply,
-    refuse_shared_gpus,
 )
 from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.config.drafter_spec import drafter_specs
@@ -167,17 +166,9 @@ class Fleet:
             if was_delayed:
                 member.forgive(now)
             if member.poll(now, self._config.cluster.health_interval_s):
-                self._refuse_shared_gpus(member)
                 logger.info("%s is ready", member.actor_id)
             if has_lasted(member, now, self._limits):
                 self.failures.pop(member.key, None)
-
-    def _refuse_shared_gpus(self, member: Member) -> None:
-        facts = {one.actor_id: one.facts for one in self.members.values() if one.facts is not None}
-        try:
-            refuse_shared_gpus(member.actor_id, facts)
-        except ClusterError as error:
-            member.error, member.was_ready = error, False
 
     def _create(self, key: str, now: float) -> None:
         seat = self._seating.claim(key)

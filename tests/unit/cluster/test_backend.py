@@ -1,4 +1,4 @@
-"""Demand and supply, and GPUs that two actors share."""
+"""Demand and supply of resources."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import pytest
 from specactor_ray.cluster.backend import (
     Demand,
     NodeSupply,
-    ProcessFacts,
     can_ever_fit,
     demand_against_supply,
-    refuse_shared_gpus,
 )
-from specactor_ray.core.errors import ClusterError
 
 
 def node(cpus: float, gpus: float = 0.0) -> NodeSupply:
@@ -48,12 +45,3 @@ def test_demand_and_supply_are_shown_with_the_fix() -> None:
     ):
         assert re.search(line, table)
     assert "Fix: fewer replicas" in table
-
-
-def test_shared_gpus_are_refused() -> None:
-    places = {"verifier-0": ("n1", "0"), "draft-0": ("n1", "1"), "draft-1": ("n2", "0"), "draft-2": ("n1", "0")}
-    facts = {name: ProcessFacts(number, 0, *place) for number, (name, place) in enumerate(places.items())}
-    for alone in ("draft-0", "draft-1"):
-        refuse_shared_gpus(alone, facts)
-    with pytest.raises(ClusterError, match="draft-2 and verifier-0 both use GPU 0"):
-        refuse_shared_gpus("draft-2", facts)
