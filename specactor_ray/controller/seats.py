@@ -118,6 +118,6 @@ def scale_refusal(config: Config, method: str, number: int | None) -> ConfigErro
     if number is None and config.drafters[known.index(method)].max_replicas is None:
         problem, fix = "is not set, so there is no number to scale up to.", f"start the run with {key}.max_replicas=4."
         return ConfigError(f"{key}.max_replicas", problem, fix)
-    if number is not None and number < 0:
+    if number is not None and (not isinstance(number, int) or number < 0):
         return ConfigError(f"drafters.{method}", f"{number!r} is not a number of draft actors.", "use 0 or more.")
     return None
