@@ -94,11 +94,11 @@ class Controller:
         self._drafters = drafter_specs(config)
         self._desired = {VERIFIER: config.target.replicas, **draft_actors(config)}
         limits = limits or ReplacementLimits.from_config(config.cluster)
-        self._fleet = Fleet(config, run, self._backend, limits, classes, priors or {})
+        self._fleet = Fleet(config, run, self._backend, limits, classes, priors or {}, dict(self._desired))
         self._elastic = Elastic(config, priors or {})
         self._peers, self._weights = PeerSync(config), WeightSync(config, self._clock)
         self._requests: deque[Callable[[], None]] = deque()
-        """Changes that other threads request; carried out before a round, once the run has started."""
+        """Changes that other threads request; carried out at the beginning of a round."""
         self._view = ClusterView()
         self._status: list[dict[str, Any]] = []
         self._wake, self._stopping = self._clock.event(), self._clock.event()
@@ -108,8 +108,8 @@ class Controller:
     # ---- called from other processes ----
 
     def start(self) -> ClusterView:
-        """Bring up the configured actors and keep them running. Returns the first view in which all of them serve.
-        Idempotent, also during the start: all callers get the same result.
+        """Bring up the configured actors and keep them running. Returns the first view in which all of them serve
+        that are still desired. Idempotent, also during the start: all callers get the same result.
 
         Raises:
             ClusterError: There is no room; demand and supply are shown.
@@ -129,8 +129,8 @@ class Controller:
         return self._status
 
     def scale(self, drafters: Mapping[str, int | None]) -> None:
-        """Set the number of draft actors of each method; returns before it is reached. It takes effect once the run has
-        started. A number ends the scaling of a method by its load, None begins it again.
+        """Set the number of draft actors of each method; returns before it is reached. A number ends the scaling of a
+        method by its load, None begins it again.
 
         Raises:
             ConfigError: A method is not configured, a number is negative, or a method has no `max_replicas` for None;
@@ -225,7 +225,6 @@ class Controller:
 
     def _reconcile(self) -> None:
         while not self._stopping.is_set():
-            self._guarded("requests", self._take_requests)
             self._guarded("scale by load", self._scale_by_load)
             self._round(self._guarded)
             self._wake.wait(_TICK_S if self._weights.is_settled() else _SYNC_TICK_S)
@@ -234,6 +233,7 @@ class Controller:
     def _round(self, run: Callable[[str, Callable[[], Any]], None]) -> None:
         """Bring the actors one step nearer to the desired state."""
         fleet = self._fleet
+        run("requests", self._take_requests)
         run("settle", fleet.settle_pending)
         run("decide and apply", lambda: fleet.reconcile(self._desired))
         run("weights", lambda: self._weights.update(fleet.members.values(), self._clock.now()))

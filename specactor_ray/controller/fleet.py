@@ -56,6 +56,7 @@ class Fleet:
         limits: ReplacementLimits,
         classes: ActorClasses | None,
         priors: Mapping[str, float],
+        configured: Mapping[str, int],
     ) -> None:
         self._config, self._run, self._backend, self._limits = config, run, backend, limits
         self._classes, self._priors = classes, priors
@@ -66,15 +67,15 @@ class Fleet:
         self.failures: dict[str, FailureRecord] = {}
         self.departed: dict[str, Departure] = {}
         self.start_error: SpecActorError | None = None
-        self._is_placed = False
-        """Whether all configured actors have had room at the same time."""
+        self._configured, self._is_placed = configured, False
+        """Actors that the start requires, and whether all have had room at the same time."""
         self._used_ids: set[str] = set()
         self._observed_at = self._clock.now()
 
     def has_started(self, desired: Mapping[str, int]) -> bool:
-        """Whether all desired actors serve."""
+        """Whether as many actors serve as are configured and still desired; others, added by `scale`, may be pending."""
         serving = Counter(one.key for one in self.members.values() if one.phase is Phase.READY and one.serves)
-        return all(serving[key] >= number for key, number in desired.items())
+        return all(serving[key] >= number for key, number in self._required(desired).items())
 
     def require_room(self, supply: Sequence[NodeSupply]) -> None:
         """Check during the start that there is, or may soon be, room for all configured actors.
@@ -84,8 +85,9 @@ class Fleet:
         """
         cluster, now, problem = self._config.cluster, self._clock.now(), ""
         demands = [seat.demand for seat in self._seating.seats]
-        waiting = [member for member in self.members.values() if member.phase is Phase.PENDING]
-        self._is_placed = self._is_placed or not waiting
+        pending = [member for member in self.members.values() if member.phase is Phase.PENDING]
+        waiting = [] if self._is_placed else pending
+        self._is_placed = not waiting
         if cluster.address == "local" and not can_ever_fit(demands, supply):
             problem = "the run asks for more than its private cluster has"
         elif any(now - member.since > cluster.placement_timeout_s for member in waiting):
@@ -122,6 +124,8 @@ class Fleet:
     def reconcile(self, desired: Mapping[str, int]) -> None:
         """Observe all members, and bring them one step nearer to the desired state."""
         now = self._clock.now()
+        if not self._is_placed:  # what `scale` added must not take the room of configured actors
+            desired = self._required(desired)
         self._observe(now)
         for action in decide(desired, list(self.members.values()), self.failures, now, self._limits):
             if isinstance(action, Create):
@@ -129,7 +133,7 @@ class Fleet:
             elif isinstance(action, Drain):
                 self.members[action.actor_id].drain(now)
             else:
-                self._remove(action, now)
+                self._remove(action, desired, now)
         self._seating.trim(desired)
 
     def given_up(self) -> set[str]:
@@ -159,6 +163,10 @@ class Fleet:
             self._clock.sleep(0.05)
         return True
 
+    def _required(self, desired: Mapping[str, int]) -> dict[str, int]:
+        """The configured actors that are still desired."""
+        return {key: min(number, self._configured.get(key, 0)) for key, number in desired.items()}
+
     def _observe(self, now: float) -> None:
         was_delayed = now - self._observed_at > self._limits.health_timeout_s / 2  # the controller, not the actors
         self._observed_at = now
@@ -187,14 +195,15 @@ class Fleet:
         handle = self._backend.launch(cls, spec, name, seat.placement, seat.demand)
         member.launched(handle, self._limits.start_timeout_s, now)
 
-    def _remove(self, action: Remove, now: float) -> None:
+    def _remove(self, action: Remove, desired: Mapping[str, int], now: float) -> None:
         member = self.members.pop(action.actor_id)
         log = logger.warning if action.failed else logger.info
         log("%s is removed: %s", action.actor_id, action.reason)
         if action.failed:
             record = record_failure(self.failures.get(member.key), now, action.reason, member)
             self.failures[member.key] = record
-            self._check_start(member, action.reason, record)
+            if self._required(desired).get(member.key, 0):
+                self._check_start(member, action.reason, record)
             if is_given_up(member.key, record, self._limits):
                 logger.error("no more draft actors of %s are started: %s", member.key, record.error)
         if member.key == VERIFIER:
