@@ -73,7 +73,7 @@ class Fleet:
         self._observed_at = self._clock.now()
 
     def has_started(self, desired: Mapping[str, int]) -> bool:
-        """Whether as many actors serve as are configured and still desired; others, added by `scale`, may be pending."""
+        """Whether as many actors serve as are configured and still desired. Others may be pending."""
         serving = Counter(one.key for one in self.members.values() if one.phase is Phase.READY and one.serves)
         return all(serving[key] >= number for key, number in self._required(desired).items())
 
