@@ -15,6 +15,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from specactor_ray.actors.specs import VERIFIER, ClusterView, DraftEndpoint, Phase
+from specactor_ray.cluster.calls import Call
 from specactor_ray.config.drafting import inline_drafters
 from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config
@@ -91,17 +92,21 @@ class PeerSync:
             self._peers, self._version = peers, self._version + 1
             self._assign(endpoints, {group[name] for name in view.verifiers})
         for member in members:
-            if member.phase is not Phase.READY:
-                continue
-            peers_of: Any
-            if member.key == VERIFIER:
-                method, mine = "set_drafters", group[member.actor_id]
-                peers_of = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
-            else:
-                method, served = "set_verifiers", self._served.get(member.key, ())
-                peers_of = {id_: at for id_, at in view.verifiers.items() if (member.actor_id, group[id_]) in served}
-            send = functools.partial(member.call, method, self._version, peers_of, deadline_s=_PEERS_TIMEOUT_S)
-            member.peers.update(self._version, now, send)
+            if member.phase is Phase.READY:
+                send = functools.partial(self._send, member, endpoints, view, group)
+                member.peers.update(self._version, now, send)
+
+    def _send(
+        self, member: Member, endpoints: Sequence[DraftEndpoint], view: ClusterView, group: Mapping[str, int]
+    ) -> Call:
+        peers: Any
+        if member.key == VERIFIER:
+            method, mine = "set_drafters", group[member.actor_id]
+            peers = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
+        else:
+            method, served = "set_verifiers", self._served.get(member.key, ())
+            peers = {id_: at for id_, at in view.verifiers.items() if (member.actor_id, group[id_]) in served}
+        return member.call(method, self._version, peers, deadline_s=_PEERS_TIMEOUT_S)
 
     def _assign(self, endpoints: Sequence[DraftEndpoint], groups: Collection[int]) -> None:
         of_method: dict[str, list[str]] = {}
