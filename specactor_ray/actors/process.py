@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from specactor_ray.actors.specs import DraftActorSpec, VerifierSpec
+from specactor_ray.actors.specs import ActorSpec, VerifierSpec
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import bind_to_cores, limit_spins
 from specactor_ray.config.methods import DrafterSpec
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from specactor_ray.models.weight_buckets import WeightBucket
     from specactor_ray.verify.drafting import Drafting
 
-logger = logging.getLogger(__name__)
+COMMAND_TIMEOUT_S = 300.0
+"""Longest wait for the loop to carry out a command between two steps, and for weights to arrive."""
 
 
 def configure_process(actor_id: str, cores: Sequence[int], log_level: str) -> None:
     """Put the actor's id on log lines and bind the process to its cores. Call before torch does any work."""
-    logging.basicConfig(
-        level=log_level, format=f"%(asctime)s %(levelname)s {actor_id} %(name)s: %(message)s", force=True
-    )
+    line = f"%(asctime)s %(levelname)s {actor_id} %(name)s: %(message)s"
+    logging.basicConfig(level=log_level, format=line, force=True)
     if cores:
         bind_to_cores(cores)
     else:
@@ -55,10 +55,6 @@ def collected_once() -> Iterator[None]:
         gc.freeze()
 
 
-COMMAND_TIMEOUT_S = 300.0
-"""Longest wait for the loop to carry out a command between two steps, and for weights to arrive."""
-
-
 class ActorHost:
     """Services of an actor's process: calls, time, models. The simulator has its own implementation."""
 
@@ -72,10 +68,6 @@ class ActorHost:
     def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         """Prepare the process; before anything is loaded."""
         configure_process(actor_id, cores, log_level)
-
-    def facts(self) -> dict[str, object]:
-        """Facts about the process for the controller: pid and the cores it may run on."""
-        return {"pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0))}
 
     @collected_once()
     def build_engine(self, spec: VerifierSpec) -> TargetEngine:
@@ -127,15 +119,20 @@ def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Cal
     return WeightSet(version, tuple(references), num_bytes)
 
 
-class RunsInThread(Protocol):
-    """Interface of a loop that `LoopThread` runs."""
+class ModelLoop(Protocol):
+    """The loop of a `LoopActor`."""
 
     def run(self) -> None: ...
 
     def stop(self) -> None: ...
 
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]: ...
 
-L = TypeVar("L", bound=RunsInThread)
+    def forget_history(self) -> Future[None]: ...
+
+
+L = TypeVar("L", bound=ModelLoop)
+S = TypeVar("S", bound=ActorSpec)
 
 
 class LoopThread(Generic[L]):
@@ -179,22 +176,7 @@ class LoopThread(Generic[L]):
         loop.run()
 
 
-class ModelLoop(RunsInThread, Protocol):
-    """The loop of a `LoopActor`."""
-
-    @property
-    def vocab_size(self) -> int | None: ...
-
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]: ...
-
-    def forget_history(self) -> Future[None]: ...
-
-
-M = TypeVar("M", bound=ModelLoop)
-S = TypeVar("S", DraftActorSpec, VerifierSpec)
-
-
-class LoopActor(Generic[S, M]):
+class LoopActor(Generic[S, L]):
     """An actor with a loop in a thread of its own; its methods only touch queues."""
 
     _THREAD: ClassVar[str]
@@ -203,18 +185,18 @@ class LoopActor(Generic[S, M]):
     def __init__(self, spec: S, host: ActorHost | None = None) -> None:
         self._spec: S = spec
         self._host = host or ActorHost()
-        self._thread: LoopThread[M] | None = None
+        self._thread: LoopThread[L] | None = None
         self._lock = threading.Lock()
         """Guards the start, and the list of peers against older ones that come late."""
         self._peers_version = -1
 
-    def start(self) -> dict[str, Any]:
-        """Bind the cores, load the model, start the loop. Returns pid, cores and vocabulary size. Idempotent."""
+    def start(self) -> None:
+        """Bind the cores, load the model, start the loop. Idempotent."""
         with self._lock:
             if self._thread is None:
                 self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.log_level)
                 self._thread = LoopThread(self._make_loop, self._THREAD, self._host.clock)
-        return {**self._host.facts(), "vocab_size": self._thread.loop().vocab_size}
+        self._thread.loop()
 
     def load_weights(self, weights: WeightSet) -> None:
         """Load a version of the weights that the actor follows: the policy's, or those taught to its method. Requests
@@ -230,7 +212,7 @@ class LoopActor(Generic[S, M]):
         if self._thread is not None:
             self._thread.stop(10.0)
 
-    def _make_loop(self) -> M:
+    def _make_loop(self) -> L:
         """Build the loop, in its thread."""
         raise NotImplementedError
 
@@ -244,7 +226,7 @@ class LoopActor(Generic[S, M]):
     def _do(self, command: Future[None]) -> None:
         self._host.clock.result(command, COMMAND_TIMEOUT_S)
 
-    def _running(self) -> M:
+    def _running(self) -> L:
         if self._thread is None:
             raise RuntimeError(f"{self._spec.actor_id} was not started")
         return self._thread.loop()

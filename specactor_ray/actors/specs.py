@@ -29,28 +29,34 @@ class Phase(StrEnum):
     """Phase of an actor's life."""
 
     PENDING = "pending"
-    """Its placement group waits for room, or its cores are not free yet."""
+    """Waits for room, or for free cores."""
     STARTING = "starting"
-    """Its process exists or is being made; the model loads."""
+    """Its process is made, and loads the model."""
     READY = "ready"
     DRAINING = "draining"
-    """It is being removed: verifiers already use other draft actors."""
+    """It is being removed; verifiers already use other draft actors."""
     DEAD = "dead"
-    """It is gone, or not used any more."""
 
 
-@dataclass(frozen=True)
-class VerifierSpec:
-    """Specification of a verifier actor."""
+@dataclass(frozen=True, kw_only=True)
+class ActorSpec:
+    """Specification of an actor."""
 
     actor_id: str
-    """Unique for each incarnation, such as `verifier-0#3f2a`."""
+    """Unique for each incarnation, such as `ngram-1#9c0d`."""
     target: TargetConfig
-    speculation: SpeculationConfig
-    mode: ModeName
+    """The target that it computes, or drafts for."""
     cores: tuple[int, ...] = ()
     """CPU core ids it may use; empty: do not bind."""
     log_level: str = "WARNING"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierSpec(ActorSpec):
+    """Specification of a verifier actor."""
+
+    speculation: SpeculationConfig
+    mode: ModeName
     priors: Mapping[str, float] = field(default_factory=dict)
     """Draft method → chance that a draft token is right, from a profile."""
     max_drafts: int = 0
@@ -61,18 +67,11 @@ class VerifierSpec:
     """Draft methods that run in its process."""
 
 
-@dataclass(frozen=True)
-class DraftActorSpec:
+@dataclass(frozen=True, kw_only=True)
+class DraftActorSpec(ActorSpec):
     """Specification of a draft actor."""
 
-    actor_id: str
-    """Unique for each incarnation, such as `ngram-1#9c0d`."""
     drafter: DrafterSpec
-    target: TargetConfig
-    """The target that it drafts for."""
-    cores: tuple[int, ...] = ()
-    """CPU core ids it may use; empty: do not bind."""
-    log_level: str = "WARNING"
 
 
 @dataclass(frozen=True)

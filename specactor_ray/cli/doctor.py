@@ -255,7 +255,7 @@ def _clusters() -> Iterator[Finding]:
 
 
 def _cluster(address: str) -> Finding:
-    from specactor_ray.cluster.lookup import resources_of
+    from specactor_ray.cluster.connection import resources_of
 
     try:
         return Finding("cluster", address, resources_of(address))

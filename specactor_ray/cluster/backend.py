@@ -1,34 +1,98 @@
-"""Interface of the controller to its cluster: placement, processes and calls of actors, by Ray or by the simulator."""
+"""Placement, start and verified end of actors: the interface of the controller to its cluster, and its form for Ray.
+
+A placement group that cannot be satisfied never becomes ready, and Ray reports nothing: the caller ends the wait, with
+a message that compares the demand with the resources of each node. `ray.kill` is a request, which has no effect on a
+process that is stopped (SIGSTOP): the process of every removed actor is watched on its own node until it has ended.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import itertools
+import logging
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import psutil
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from specactor_ray.cluster import placement
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.cluster.names import NAMESPACE, random_suffix
-from specactor_ray.cluster.placement import Demand, NodeSupply, Placement
-from specactor_ray.cluster.processes import ActorReaper, CoreSurvey, ProcessFacts
+from specactor_ray.cluster.cores import usable_cores
+from specactor_ray.cluster.names import NAMESPACE, actor_name, random_suffix
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.leftovers import start_ticks
 
-ACTOR_OPTIONS: Mapping[str, Any] = {
-    "namespace": NAMESPACE,
-    "max_concurrency": 8,  # a long poll or a load must not hold up health checks and deliveries
-    "max_restarts": 0,
-    "max_task_retries": 0,
-}
-"""Options of every named actor of a run."""
+logger = logging.getLogger(__name__)
+
+_FIX = "Fix: fewer replicas, cores or GPUs (target.*, drafters.*), or a bigger cluster."
+_KILL_GRACE_S, _KILL_TIMEOUT_S = 1.0, 10.0
+"""Seconds from `ray.kill` to SIGKILL, in which a process may end by itself, and to the end of the watch."""
+_MOST_CALLS = 1000
+"""Most calls that an asynchronous actor serves at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Resources of one actor, all on one node."""
+
+    owner: str
+    """Actor id; also names the group."""
+    cpus: float
+    gpus: float = 0.0
+
+    def bundle(self) -> dict[str, float]:
+        """The resources for Ray; never empty, which Ray would refuse."""
+        wanted = {"CPU": float(self.cpus), "GPU": float(self.gpus)}
+        return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": 0.001}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A placement group that is ready, with its node."""
+
+    group: Any
+    bundle_index: int
+    node_id: str
+    node_ip: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSupply:
+    """Resources of one live node."""
+
+    node_id: str
+    ip: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """Identity of an actor's process."""
+
+    pid: int
+    start_ticks: int
+    """Start time in clock ticks since boot: distinguishes a process from a later one with the same pid."""
+    node_id: str
+    gpus: tuple[str, ...] = ()
+    """Ids of the GPUs that Ray assigned to it."""
 
 
 class Reaper(Protocol):
-    """Ends actors and follows their processes until they are gone; see `processes.ActorReaper`."""
+    """Ends actors and follows their processes until they are gone. Never blocks."""
 
-    def reap(self, handle: Any, facts: ProcessFacts | None) -> None: ...
+    def reap(self, handle: Any, facts: ProcessFacts | None) -> None:
+        """End this actor for good. Without facts (it never answered) the end of its process is not verified."""
 
-    def poll(self) -> int: ...
+    def poll(self) -> int:
+        """Check the processes that are being ended. Returns how many may still exist."""
 
 
 class Backend(Protocol):
@@ -44,13 +108,13 @@ class Backend(Protocol):
         """The live nodes, each with its total and its free resources."""
 
     def request(self, name: str, demand: Demand) -> Any:
-        """Request a placement group; returns at once, whether or not there is room."""
+        """Request a placement group; returns at once, whether or not there is room. It ends with this actor or job."""
 
     def resolve(self, group: Any) -> Placement | None:
-        """The placement of the group; None while it waits for room."""
+        """The placement of the group; None while it waits for room or for its node's replacement."""
 
     def remove(self, group: Any) -> None:
-        """Release the group's resources. Idempotent."""
+        """Release the group's resources. Idempotent. Ray ends actors that run in it."""
 
     def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
         """`(machine, core ids)` that processes on a node may use; None until the answer has arrived."""
@@ -65,21 +129,204 @@ class RayBackend:
 
     def __init__(self) -> None:
         self.calls = Calls()
-        self.reaper: Reaper = ActorReaper(self.calls)
-        self._survey = CoreSurvey(self.calls.transport)
+        self.reaper: Reaper = ActorReaper()
         self.suffix = random_suffix
-        self.supply = placement.cluster_supply
-        self.request = placement.request
-        self.resolve = placement.resolve
-        self.remove = placement.remove
-        self.cores = self._survey.look
+        self._here = ray.get_runtime_context().get_node_id()
+        self._cores: dict[str, Future[tuple[str, tuple[int, ...]]]] = {}
+
+    def supply(self) -> list[NodeSupply]:
+        return cluster_supply()
+
+    def request(self, name: str, demand: Demand) -> PlacementGroup:
+        return placement_group([demand.bundle()], strategy="PACK", name=name, lifetime=None)
+
+    def resolve(self, group: PlacementGroup) -> Placement | None:
+        table = placement_group_table(group)
+        if table.get("state") != "CREATED":
+            return None
+        node_id = table["bundles_to_node_id"][0]
+        node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
+        return Placement(group, 0, node_id, node["NodeManagerAddress"]) if node else None
+
+    def remove(self, group: PlacementGroup) -> None:
+        try:
+            remove_placement_group(group)
+        except Exception as error:  # noqa: BLE001 - teardown continues in any state of the cluster
+            logger.debug("removing a placement group failed: %s", error)
+
+    def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
+        if node_id == self._here:
+            return usable_cores()
+        if node_id not in self._cores:
+            self._cores[node_id] = ray.remote(usable_cores).options(**on_node(node_id)).remote().future()
+        answer = self._cores[node_id]
+        if answer.done() and answer.exception() is not None:
+            logger.warning("node %s did not report its cores, asking again: %s", node_id[:8], answer.exception())
+            del self._cores[node_id]
+            return None
+        return answer.result() if answer.done() else None
 
     def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> Any:
-        options: dict[str, Any] = {
-            **ACTOR_OPTIONS,
-            "name": name,
-            "num_cpus": demand.cpus,
-            "num_gpus": demand.gpus,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(where.group, where.bundle_index),
-        }
-        return ray.remote(cls).options(**options).remote(spec)
+        strategy = PlacementGroupSchedulingStrategy(where.group, where.bundle_index)
+        return make_actor(cls, name, strategy, spec, num_cpus=demand.cpus, num_gpus=demand.gpus)
+
+
+def make_actor(
+    cls: type, name: str, strategy: Any, *arguments: Any, groups: Mapping[str, int] | None = None, **options: Any
+) -> Any:
+    """Make the named actor `cls(*arguments)` where Ray's scheduling strategy puts it; returns its handle at once.
+    `groups`: concurrency groups; without them eight methods run at a time."""
+    remote: Any = ray.remote
+    if groups is None:  # a long poll or a load must not hold up health checks and deliveries
+        made, options = remote(cls), {"max_concurrency": 8, **options}
+    else:
+        made = remote(concurrency_groups=dict(groups))(cls)
+    always = {"namespace": NAMESPACE, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": strategy}
+    return made.options(name=name, **always, **options).remote(*arguments)
+
+
+def start_here(run: str, actor_id: str, cls: type, *arguments: Any) -> Any:
+    """Make a named actor of a run, on this node and with this process's lifetime. Returns its handle."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    is_async = any(inspect.iscoroutinefunction(method) for method in vars(cls).values())
+    options: dict[str, Any] = {"max_concurrency": _MOST_CALLS} if is_async else {}
+    return make_actor(cls, actor_name(run, actor_id), here, *arguments, num_cpus=0, **options)
+
+
+def on_node(node_id: str) -> dict[str, Any]:
+    """Options of a small task that must run on this node and takes no resources."""
+    strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    return {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
+
+
+# ---- demand and supply ----
+
+
+def cluster_supply() -> list[NodeSupply]:
+    """The live nodes, each with its total and its free resources."""
+    try:
+        from ray._private.state import available_resources_per_node  # no public function returns it
+
+        free = available_resources_per_node()
+    except (ImportError, RuntimeError):
+        free = {}
+    nodes = [(one["NodeID"], one["NodeManagerAddress"], one["Resources"]) for one in ray.nodes() if one["Alive"]]
+    return [NodeSupply(node_id, ip, total, free.get(node_id, total)) for node_id, ip, total in nodes]
+
+
+def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> bool:
+    """False when the demands exceed the total resources of these nodes, whatever other users hold."""
+    for name in ("CPU", "GPU"):
+        wanted = [demand.bundle().get(name, 0.0) for demand in demands]
+        have = [node.total.get(name, 0.0) for node in supply]
+        if sum(wanted) > sum(have) + 1e-6 or max(wanted, default=0.0) > max(have, default=0.0) + 1e-6:
+            return False
+    return True
+
+
+def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> str:
+    """A readable table: the demand of the actors, the resources of every node, and the fix."""
+    lines = ["Demand:"]
+    kinds = itertools.groupby(demands, lambda one: (one.owner.rpartition("-")[0], _amounts(one.bundle())))
+    for (_, amounts), equal in kinds:
+        owners = [demand.owner for demand in equal]
+        names = " to ".join(dict.fromkeys((owners[0], owners[-1])))
+        lines.append(f"  {names + (f' ({len(owners)})' if len(owners) > 1 else ''):<24} {amounts}")
+    total = {name: sum(demand.bundle().get(name, 0.0) for demand in demands) for name in ("CPU", "GPU")}
+    lines += [f"  {'in all':<24} {_amounts(total)}", "Supply (total, and free before this request):"]
+    lines += [
+        f"  {f'{node.ip} ({node.node_id[:8]})':<24} {_amounts(node.total)}, free {_amounts(node.free)}"
+        for node in supply
+    ] or ["  no live node"]
+    return "\n".join([*lines, _FIX])
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('CPU', 0.0):g} CPU, {resources.get('GPU', 0.0):g} GPU"
+
+
+# ---- processes ----
+
+
+def process_facts(_actor: Any) -> ProcessFacts:
+    """Identity of the actor's process; runs in the actor (`__ray_call__`), also while it still loads."""
+    context = ray.get_runtime_context()
+    gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ()))
+    return ProcessFacts(os.getpid(), start_ticks(os.getpid()) or 0, context.get_node_id(), gpus)
+
+
+def family(facts: ProcessFacts) -> list[psutil.Process]:
+    """This process of this machine and its descendants, such as the ranks of a split model, parents first; empty when
+    it is gone. Call it while the process lives: afterwards nothing relates the descendants to it."""
+    with contextlib.suppress(psutil.Error):
+        if start_ticks(facts.pid) == facts.start_ticks:
+            process = psutil.Process(facts.pid)
+            return [process, *process.children(recursive=True)]
+    return []
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether this very process still exists and is not a zombie."""
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_family(processes: Sequence[psutil.Process]) -> bool:
+    """Wait for the end of a process of this machine and its descendants, with SIGKILL once the first is gone or a
+    second has passed. False if any of them still runs after ten seconds."""
+    begin = SYSTEM.now()
+    while left := [process for process in processes if is_alive(process)]:
+        waited_s = SYSTEM.now() - begin
+        if waited_s >= _KILL_TIMEOUT_S:
+            return False
+        if waited_s >= _KILL_GRACE_S or left[0] is not processes[0]:
+            for process in left:
+                _kill(process)
+        SYSTEM.sleep(0.05)
+    return True
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        pass
+    except psutil.AccessDenied:
+        logger.error("process %d belongs to another user and cannot be killed", process.pid)
+
+
+def _end_there(facts: ProcessFacts) -> bool:
+    return end_family(family(facts))
+
+
+class ActorReaper:
+    """The `Reaper` of Ray's actors: watches processes of this node in threads, others in tasks on their nodes."""
+
+    def __init__(self) -> None:
+        self._here = ray.get_runtime_context().get_node_id()
+        self._threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="reaper")
+        self._dying: dict[Future[bool], ProcessFacts] = {}
+
+    def reap(self, handle: Any, facts: ProcessFacts | None) -> None:
+        processes = family(facts) if facts is not None and facts.node_id == self._here else []
+        try:
+            ray.kill(handle, no_restart=True)
+        except (RayError, ValueError) as error:
+            logger.debug("ray.kill: %s", error)
+        if facts is None:
+            return
+        if facts.node_id == self._here:
+            self._dying[self._threads.submit(end_family, processes)] = facts
+        else:
+            self._dying[ray.remote(_end_there).options(**on_node(facts.node_id)).remote(facts).future()] = facts
+
+    def poll(self) -> int:
+        for ended in [future for future in self._dying if future.done()]:
+            facts = self._dying.pop(ended)
+            if (error := ended.exception()) is not None:  # the node is gone, and the process with it
+                logger.debug("node %s: %s", facts.node_id[:8], error)
+            elif not ended.result():
+                logger.error("process %d on node %s does not end", facts.pid, facts.node_id[:8])
+        return len(self._dying)

@@ -68,31 +68,32 @@ class Transport(Protocol):
 
 
 class Call:
-    """A call in flight. Made by `Calls.start`; used by one thread."""
+    """A call in flight. Made by `Calls.start`; used by one thread.
+
+    Attributes:
+        done: Whether there is a result or an error; updated by `poll` and `Calls.wait`.
+        error: Error of the call; None while it is in flight or when it succeeded.
+        reference: Reference of the current attempt; None between two attempts and at the end.
+    """
 
     def __init__(
         self,
         calls: Calls,
-        actor: Any,
-        method: str,
-        arguments: Sequence[Any],
+        target: tuple[Any, str, Sequence[Any]],
         end: float,
         retry: bool,
         wake: Callable[[], None] | None,
     ) -> None:
-        self._calls, self._actor, self._method, self._arguments = calls, actor, method, arguments
+        self._calls, self._target, self._method = calls, target, target[1]
         self._end, self._retry, self._wake = end, retry, wake
         self._delay_s, self._again_at = _RETRY_S, 0.0
         self._value: Any = None
         self._unavailable: CallError | None = None
-        self.error: SpecActorError | None = None
-        """Error of the call; None while it is in flight or when it succeeded."""
-        self.done = False
-        """Whether there is a result or an error; updated by `poll` and `Calls.wait`."""
-        self.reference: Any = None
-        """Reference of the current attempt; None between two attempts and at the end."""
         self._delivery: Delivery | None = None
         """Delivery of the current attempt, with a `wake` only."""
+        self.done = False
+        self.error: SpecActorError | None = None
+        self.reference: Any = None
         self._send()
 
     def poll(self) -> bool:
@@ -144,7 +145,7 @@ class Call:
 
     def _send(self) -> None:
         try:
-            self.reference = self._calls.transport.send(self._actor, self._method, self._arguments)
+            self.reference = self._calls.transport.send(*self._target)
         except SpecActorError as error:
             self._fail(error)
             return
@@ -180,7 +181,7 @@ class Calls:
             retry: Send it again while the actor is unavailable; only for methods that are idempotent.
             wake: Called, in any thread, when an answer has arrived; `Call.poll` and `wait` then find it.
         """
-        return Call(self, actor, method, arguments, self.clock.now() + deadline_s, retry, wake)
+        return Call(self, (actor, method, arguments), self.clock.now() + deadline_s, retry, wake)
 
     def ask(self, actor: Any, method: str, *arguments: Any, deadline_s: float, retry: bool = True) -> Any:
         """Call and wait for the answer; arguments and errors as in `start` and `Call.result`."""
@@ -200,8 +201,8 @@ class Calls:
         """Wait until one of the calls is done, at most `timeout_s` seconds. Returns those that are done."""
         end = self.clock.now() + timeout_s
         while True:
-            flying = {call.reference: call for call in calls if call.reference is not None and not call.done}
-            arrived = self.transport.wait(list(flying), 0.0) if flying else set()
+            flying = [call.reference for call in calls if call.reference is not None]
+            arrived = self.transport.wait(flying, 0.0) if flying else set()
             now = self.clock.now()
             for call in calls:
                 if not call.done:
@@ -209,12 +210,12 @@ class Calls:
             done = [call for call in calls if call.done]
             if done or now >= end:
                 return done
-            until = min([end, *(call.next_at() for call in calls)])
-            flying = {call.reference: call for call in calls if call.reference is not None}
+            left_s = max(0.0, min([end, *(call.next_at() for call in calls)]) - now)
+            flying = [call.reference for call in calls if call.reference is not None]
             if flying:
-                self.transport.wait(list(flying), max(0.0, until - now))
+                self.transport.wait(flying, left_s)
             else:
-                self.clock.sleep(max(0.0, until - now))
+                self.clock.sleep(left_s)
 
     def sender(self, actor: Any, method: str) -> Callable[[Any], Delivery]:
         """A `send` for `Link`: the method takes a message; its result is ignored."""
@@ -303,11 +304,11 @@ def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
     with Ray's message. `what` names the call in it."""
     if isinstance(error, ray_errors.RayTaskError):  # first: Ray raises a class that also derives from the cause's
         cause = error.cause
-        if isinstance(cause, CallError):  # concerns an actor that this actor called
-            return RemoteError(f"{what}: {type(cause).__name__}: {cause}")
-        if isinstance(cause, SpecActorError):
+        if isinstance(cause, SpecActorError) and not isinstance(cause, CallError):
             return cause
-        return RemoteError(f"{what}: {type(cause).__name__ if cause else 'error'}: {error}")
+        concerns_another = isinstance(cause, CallError)  # an actor that this actor called
+        kind = type(cause).__name__ if cause else "error"
+        return RemoteError(f"{what}: {kind}: {cause if concerns_another else error}")
     if isinstance(error, SpecActorError):
         return error
     if isinstance(error, ray_errors.ActorUnavailableError):

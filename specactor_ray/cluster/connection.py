@@ -1,4 +1,4 @@
-"""Joining or starting a Ray cluster, with errors that come within seconds and name the fix.
+"""Joining or starting a Ray cluster, with errors that come within seconds and name the fix; and the runs on it.
 
 Ray itself waits two minutes for a cluster that does not exist and then ends the process from C++. So the address is
 probed first: whether the cluster is alive, and whether it accepts the token.
@@ -17,9 +17,9 @@ from typing import Any
 
 import ray
 
-from specactor_ray.cluster.discovery import TWO_FIXES, require_listener, resolve_address
+from specactor_ray.cluster.discovery import clusters_to_look_into, probe, resolve_address
 from specactor_ray.cluster.module_path import worker_job_config
-from specactor_ray.cluster.names import NAMESPACE
+from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, run_and_actor
 from specactor_ray.cluster.token import (
     PRIVATE_FOLDER,
     new_token,
@@ -28,16 +28,14 @@ from specactor_ray.cluster.token import (
     remove_with_token,
     shown,
     token_for,
-    why_withheld,
 )
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.core.errors import ClusterError
+from specactor_ray.core.errors import ClusterError, InputError, NoRunError
 from specactor_ray.core.leftovers import make_owned_folder, remove_abandoned
 from specactor_ray.core.signals import blocked, signals_deferred
 
 logger = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT_S = 5.0
 _LONGEST_TEMP_DIR = 40
 """Ray puts Unix sockets about 65 characters below its folder, and their paths may have at most 107."""
 
@@ -61,10 +59,8 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Leave the cluster; end it and remove its files if it was started here. Idempotent.
-
-        If Ray was initialised before `connect`, it stays initialised.
-        """
+        """Leave the cluster; end it and remove its files if it was started here. If Ray was initialised before
+        `connect`, it stays initialised. Idempotent."""
         if self._held is not None:
             with signals_deferred():  # an interrupted shutdown would leave processes, or the token
                 self._held.close()
@@ -100,7 +96,7 @@ def connect(config: ClusterConfig) -> Connection:
 def _join(config: ClusterConfig) -> Connection:
     address = resolve_address(config.address)
     variables = token_for(address, found_here=config.address == "auto" and not os.environ.get("RAY_ADDRESS"))
-    wants_token = _probe(address, read_token(variables))
+    wants_token = probe(address, read_token(variables))
     with contextlib.ExitStack() as held:
         if wants_token:
             held.enter_context(shown(variables))
@@ -170,58 +166,83 @@ def _ray_settings() -> dict[str, str]:
     return {name: value for name, value in settings.items() if name not in os.environ}
 
 
-def _probe(address: str, token: str) -> bool:
-    """Check that the cluster at `host:port` is alive and accepts the token; takes seconds, never minutes.
-
-    The token is sent only to a server that answers as a Ray cluster and requires one.
-
-    Returns:
-        Whether it requires a token.
-    """
-    require_listener(address)
-    answer = _ask_alive(address, "")
-    wants_token = answer == _UNAUTHENTICATED
-    if wants_token and token:
-        answer = _ask_alive(address, token)
-    if answer:
-        raise ClusterError(_why_refused(address, answer, token))
-    return wants_token
+# ---- runs ----
 
 
-def _ask_alive(address: str, token: str) -> str:
-    """gRPC code with which the cluster refuses to answer; empty when it answers.
+def list_runs() -> list[str]:
+    """Names of the live runs on the connected cluster, in alphabetical order."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    found = (run_and_actor(actor["name"]) for actor in actors if actor["namespace"] == NAMESPACE)
+    return sorted(run for run, actor_id in found if actor_id == CONTROLLER)
+
+
+def find_actor(run: str, actor_id: str = CONTROLLER) -> Any:
+    """Handle of the controller of `run`, or of another actor of it.
 
     Raises:
-        ClusterError: It runs another version of Ray.
+        ClusterError: There is no such run (the message lists the live ones), or it has no such actor.
     """
-    import grpc  # type: ignore[import-untyped]
-    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-
-    with grpc.insecure_channel(address) as channel:
-        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-        metadata = [("authorization", f"Bearer {token}")] if token else None
-        try:
-            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
-            reply = stub.CheckAlive(request, timeout=_PROBE_TIMEOUT_S, metadata=metadata)
-        except grpc.RpcError as error:
-            return str(error.code().name)
-    if reply.ray_version and reply.ray_version != ray.__version__:
-        raise ClusterError(
-            f"the cluster at {address} runs Ray {reply.ray_version}, this process Ray {ray.__version__}. "
-            "Fix: install the same version on both sides."
-        )
-    return ""
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(actor_name(run, actor_id), namespace=NAMESPACE)
+    alive = list_runs()
+    if run in alive:
+        raise ClusterError(f"run {run!r} has no {actor_id} for other processes: Rollout.listen starts it.")
+    known = f"alive here: {', '.join(alive)}" if alive else "no run is alive on this cluster"
+    raise ClusterError(f"there is no run {run!r}; {known}.")
 
 
-_UNAUTHENTICATED = "UNAUTHENTICATED"
+def join_run(run: str | None, address: str, actor_id: str = CONTROLLER) -> tuple[Connection, str, Any]:
+    """Join the cluster of a run (None: the only one) at an address, or where `auto` finds it on this machine. Returns
+    the connection, the name of the run, and the handle of one of its actors.
+
+    Raises:
+        ClusterError: There is no cluster, no such run or no such actor.
+        InputError: No run is named, and there is none or more than one.
+    """
+    connection = connect(ClusterConfig(address=_address_of_run(run) if address == "auto" else address))
+    try:
+        name = run or _only_run()
+        return connection, name, find_actor(name, actor_id)
+    except BaseException:
+        connection.close()
+        raise
 
 
-def _why_refused(address: str, code: str, token: str) -> str:
-    if code == _UNAUTHENTICATED:
-        found = "the token of this process is not the cluster's" if token else "this process has no token for it"
-        return (
-            f"the Ray cluster at {address} wants an authentication token, and {found}. Fix: set RAY_AUTH_MODE=token "
-            "and RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
-            + ("" if token else why_withheld(address))
-        )
-    return f"something listens at {address}, but it does not answer as a Ray cluster ({code}). Fix: {TWO_FIXES}"
+def _only_run() -> str:
+    runs = list_runs()
+    if len(runs) == 1:
+        return runs[0]
+    if not runs:
+        raise NoRunError("no run is named, and no run is going on in this cluster")
+    raise InputError(f"no run is named, and there are {', '.join(runs)}; name one")
+
+
+def _address_of_run(run: str | None) -> str:
+    """The connected cluster, else the only one on this machine with this run (None: with any run), private ones
+    included."""
+    if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+        return "auto"
+    addresses = clusters_to_look_into()
+    if len(addresses) == 1:
+        return addresses[0]
+    runs: dict[str, list[str]] = {}
+    for address in addresses:
+        with contextlib.suppress(ClusterError), connect(ClusterConfig(address=address)):
+            runs[address] = list_runs()
+    found = [address for address in runs if (run in runs[address] if run else runs[address])]
+    if len(found) == 1:
+        return found[0]
+    there = "; ".join(f"{address}: {', '.join(runs[address]) or 'no run'}" for address in runs)
+    which, fix = (f"run {run!r}", "--address") if run else ("a run", "--run, or --address")
+    count = f"{len(found)} clusters" if found else "no cluster"
+    raise (InputError if found else NoRunError)(f"{count} on this machine with {which} ({there}). Fix: give {fix}.")
+
+
+def resources_of(address: str) -> str:
+    """Description of a cluster's nodes, free resources and runs. Raises a ClusterError if it cannot be joined."""
+    with connect(ClusterConfig(address=address)):
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        total, free = ray.cluster_resources(), ray.available_resources()
+        runs = ", ".join(list_runs()) or "none"
+    shares = (f"{free.get(kind, 0.0):g} of {total[kind]:g} {kind}s free" for kind in ("CPU", "GPU") if total.get(kind))
+    return f"{nodes} nodes; {'; '.join(shares) or 'no CPUs'}; runs: {runs}"

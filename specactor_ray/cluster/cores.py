@@ -30,91 +30,71 @@ class CoreLedger:
 
     def __init__(self) -> None:
         self._machine_of: dict[str, str] = {}
-        self._usable: dict[str, tuple[int, ...]] = {}
         self._held: dict[str, dict[int, dict[str, float]]] = {}
-        """Machine → core → owner → share; an owner of whole cores has a share of 1 in each."""
+        """Machine → usable core → owner → share; an owner of whole cores has a share of 1 in each."""
 
     def add_node(self, node: str, cores: Iterable[int], machine: str = "") -> None:
         """Add the cores that processes on `node` may use; a known node is not changed. Without `machine` the node is
         its own machine."""
-        if node in self._machine_of:
-            return
-        machine = machine or node
-        self._machine_of[node] = machine
-        self._usable[machine] = tuple(sorted({*cores, *self._usable.get(machine, ())}))
-        self._held.setdefault(machine, {})
-
-    def knows(self, node: str) -> bool:
-        return node in self._machine_of
+        if node not in self._machine_of:
+            self._machine_of[node] = machine or node
+            known = self._held.setdefault(machine or node, {})
+            self._held[machine or node] = {core: known.get(core, {}) for core in sorted({*cores, *known})}
 
     def take(self, node: str, count: float, owner: str) -> tuple[int, ...]:
-        """Assign cores of `node` to `owner`, which holds none yet.
-
-        Args:
-            node, owner: The node, and the new owner.
-            count: A whole number of exclusive cores, or a share below 1 of a shared core; 0: none.
-
-        Returns:
-            Core ids, ascending; for a share the id of its core.
+        """Assign cores of `node`, which was added, to `owner`, which holds none yet: a whole number of exclusive cores,
+        or a share below 1 of a shared core. Returns their ids, ascending.
 
         Raises:
             ClusterError: There is no room; the message lists the owners of the cores. Nothing was taken.
             ValueError: The owner holds cores already, or `count` is neither whole nor below 1.
-            KeyError: The node was never added.
         """
-        machine = self._machine_of[node]
-        if self.held_by(owner):
+        held = self._held[self._machine_of[node]]
+        if any(owner in shares for cores in self._held.values() for shares in cores.values()):
             raise ValueError(f"{owner} holds cores already")
         if count < 0 or (count > 1 and count != int(count)):
             raise ValueError(f"{count} is neither a whole number of cores nor a share of one")
-        held = self._held[machine]
-        free = [core for core in self._usable[machine] if core not in held]
+        chosen = [core for core, shares in held.items() if not shares][: max(int(count), 1)]
         if 0 < count < 1:
-            roomy = [core for core, shares in held.items() if sum(shares.values()) + count <= 1 + _ROUNDING]
-            # The fullest core with room, so that whole cores stay free.
-            core = min(roomy, key=lambda core: (-sum(held[core].values()), core), default=min(free, default=None))
-            if core is None:
-                raise ClusterError(self._refusal(node, count, owner, free))
-            held.setdefault(core, {})[owner] = count
-            return (core,)
-        if len(free) < count:
-            raise ClusterError(self._refusal(node, count, owner, free))
-        cores = tuple(free[: int(count)])
-        held.update({core: {owner: 1.0} for core in cores})
-        return cores
-
-    def held_by(self, owner: str) -> tuple[int, ...]:
-        """The cores that `owner` holds or has a share of, ascending; empty when there are none."""
-        return tuple(sorted(core for held in self._held.values() for core, shares in held.items() if owner in shares))
+            filled = {core: sum(shares.values()) for core, shares in held.items() if shares}
+            roomy = [core for core, share in filled.items() if share + count <= 1 + _ROUNDING]
+            if roomy:  # the fullest core with room, so that whole cores stay free
+                chosen = [min(roomy, key=lambda core: (-filled[core], core))]
+        if len(chosen) < count:
+            raise ClusterError(self._refusal(node, count, owner))
+        taken = tuple(chosen) if count else ()
+        for core in taken:
+            held[core][owner] = min(count, 1.0)
+        return taken
 
     def release(self, owner: str) -> None:
         """Release all cores of `owner`. Idempotent."""
-        for held in self._held.values():
-            for core in [core for core, shares in held.items() if owner in shares]:
-                del held[core][owner]
-                if not held[core]:
-                    del held[core]
+        for cores in self._held.values():
+            for shares in cores.values():
+                shares.pop(owner, None)
 
     def holders(self, node: str) -> dict[str, tuple[int, ...]]:
-        """Owner → core ids on the machine of `node`."""
-        held = self._held[self._machine_of[node]]
-        owners = {owner for shares in held.values() for owner in shares}
-        return {owner: tuple(sorted(c for c, shares in held.items() if owner in shares)) for owner in owners}
+        """Owner → core ids on the machine of `node`, ascending."""
+        found: dict[str, tuple[int, ...]] = {}
+        for core, shares in self._held[self._machine_of[node]].items():
+            for owner in shares:
+                found[owner] = (*found.get(owner, ()), core)
+        return found
 
-    def _refusal(self, node: str, count: float, owner: str, free: Sequence[int]) -> str:
-        machine = self._machine_of[node]
-        holders = ", ".join(self._holding(machine, owner, cores) for owner, cores in sorted(self.holders(node).items()))
+    def _refusal(self, node: str, count: float, owner: str) -> str:
+        held = self._held[self._machine_of[node]]
+        holders = ", ".join(
+            f"{other} holds {'' if held[cores[0]][other] == 1 else f'{held[cores[0]][other]:g} of '}{_ids(cores)}"
+            for other, cores in sorted(self.holders(node).items())
+        )
+        free = [core for core, shares in held.items() if not shares]
         whose = "CPU core(s) of its own" if count >= 1 else "of a CPU core without a verifier"
         return (
-            f"{owner} needs {count:g} {whose} on node {node[:8]}, and {len(free)} of {len(self._usable[machine])} "
-            f"are free ({holders or 'none is held'}; free: {_ids(free)}). Fix: ask for fewer cores or replicas, let "
-            "draft actors share a core (drafters.N.cores=0.25), use a machine with more cores, mode=coupled (drafters "
-            "share the verifier's cores), or, for development only, cluster.pin_cores=false."
+            f"{owner} needs {count:g} {whose} on node {node[:8]}, and {len(free)} of {len(held)} are free "
+            f"({holders or 'none is held'}; free: {_ids(free)}). Fix: ask for fewer cores or replicas, let draft "
+            "actors share a core (drafters.N.cores=0.25), use a machine with more cores, mode=coupled (drafters share "
+            "the verifier's cores), or, for development only, cluster.pin_cores=false."
         )
-
-    def _holding(self, machine: str, owner: str, cores: Sequence[int]) -> str:
-        share = self._held[machine][cores[0]][owner]
-        return f"{owner} holds {'' if share == 1 else f'{share:g} of '}{_ids(cores)}"
 
 
 def cores_needed(sizes: Iterable[float]) -> int:
@@ -135,18 +115,14 @@ def usable_cores() -> tuple[str, tuple[int, ...]]:
 
 
 def limit_spins() -> dict[str, str]:
-    """Environment variables that limit the spins of idle threads, unless this process's environment sets them already.
-
-    They take effect in a process that has not loaded torch yet.
-    """
+    """Environment variables that limit the spins of idle threads in a process that has not loaded torch yet, unless
+    this process's environment sets them."""
     return {} if "GOMP_SPINCOUNT" in os.environ else {"GOMP_SPINCOUNT": str(SPINS)}
 
 
 def bind_to_cores(cores: Sequence[int]) -> None:
-    """Bind all present and future threads of this process to `cores`, with one torch thread per core.
-
-    Call it before torch computes anything: thread pools keep the size they started with. If torch is not loaded yet,
-    it takes the number of threads from the environment.
+    """Bind all present and future threads of this process to `cores`, with one torch thread per core. Call it before
+    torch computes anything: thread pools keep the size they started with.
 
     Raises:
         ClusterError: A core does not exist, or this process may not use it.

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.metrics import Counter, Gauge
 
-from specactor_ray.cluster.names import run_of_actor
+from specactor_ray.cluster.names import run_and_actor
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.metrics import METRICS, Kind, Row
 
@@ -53,7 +53,7 @@ class RayMetrics:
                 return
             self._exported_at = now
             try:
-                self._run = self._run or run or run_of_actor(ray.get_runtime_context().get_actor_name() or "")
+                self._run = self._run or run or run_and_actor(ray.get_runtime_context().get_actor_name() or "")[0]
                 for row in rows():
                     self._record(row)
             except Exception:  # a failed export must not fail the actor's health check

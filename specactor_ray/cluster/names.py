@@ -42,17 +42,7 @@ def actor_name(run: str, actor_id: str) -> str:
     return f"{_PREFIX}::{run}::{actor_id}"
 
 
-def controller_name(run: str) -> str:
-    return actor_name(run, CONTROLLER)
-
-
-def run_of_controller(name: str) -> str | None:
-    """The run whose controller has this name; None when it is not a controller's name."""
+def run_and_actor(name: str) -> tuple[str, str]:
+    """The run and the actor id of a name made by `actor_name`; empty for other names."""
     found = _ACTOR.fullmatch(name)
-    return found["run"] if found and found["actor"] == CONTROLLER else None
-
-
-def run_of_actor(name: str) -> str:
-    """The run of the actor with this name; empty when it is not an actor of this package."""
-    found = _ACTOR.fullmatch(name)
-    return found["run"] if found else ""
+    return (found["run"], found["actor"]) if found else ("", "")

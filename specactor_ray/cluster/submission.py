@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import yaml
 from rich.console import Console
 
-from specactor_ray.cluster.token import shown, token_for, why_withheld
+from specactor_ray.cluster.token import TOKEN_FIX, shown, token_for, why_withheld
 from specactor_ray.config.load import yaml_problem
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterError, InputError, clipped, redacted
@@ -50,13 +50,11 @@ def submit(
     """Submit a command with its arguments to a running cluster.
 
     Args:
-        command: `train`, `rollout`, `bench` or `train-drafter`.
-        arguments: Arguments of the command; relative paths are those of the uploaded folder.
+        command, arguments: `train`, `rollout`, `bench` or `train-drafter`; relative paths are of the uploaded folder.
         address: Address of the dashboard, such as `http://127.0.0.1:8265`; overrides all variables of Ray. Default:
             RAY_API_SERVER_ADDRESS, else port 8265 of the host in RAY_ADDRESS, else of this machine.
         runtime_env: YAML file with further settings of the job's environment.
         follow: Show the job's log until it ends; Ctrl-C then stops the job.
-        console: Shows messages.
 
     Returns:
         Exit code: 0 for a job that succeeded (or was only submitted), 1 for one that failed, 130 for one stopped.
@@ -103,7 +101,6 @@ def read_runtime_env(path: Path | None) -> dict[str, Any]:
     Raises:
         InputError: The file does not exist or is not a mapping.
     """
-    environment: dict[str, Any] = {"working_dir": os.getcwd(), "excludes": list(EXCLUDES), "env_vars": {}}
     given: Any = {}
     try:
         if path is not None:
@@ -117,10 +114,9 @@ def read_runtime_env(path: Path | None) -> dict[str, Any]:
     for key, kind in (("excludes", list), ("env_vars", dict)):
         if not isinstance(given.get(key) or kind(), kind):
             raise InputError(f"--runtime-env: {key} in {path} is no {'list' if kind is list else 'mapping'}")
-    environment.update(given)
-    environment["excludes"] = [*EXCLUDES, *(given.get("excludes") or ())]
-    environment["env_vars"] = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_WAIT_S, **(given.get("env_vars") or {})}
-    return environment
+    excludes = [*EXCLUDES, *(given.get("excludes") or ())]
+    variables = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_WAIT_S, **(given.get("env_vars") or {})}
+    return {"working_dir": os.getcwd(), **given, "excludes": excludes, "env_vars": variables}
 
 
 def _submit(client: Any, entrypoint: str, environment: dict[str, Any]) -> str:
@@ -149,11 +145,9 @@ def _readable_errors(address: str) -> Iterator[None]:
     except (RayError, RuntimeError, ValueError) as error:
         text = str(error)
         if "401" in text or "403" in text or "nauthori" in text or "uthentication" in text:
-            raise ClusterError(
-                f"the Ray cluster at {address} wants an authentication token. Fix: set RAY_AUTH_MODE=token and "
-                "RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
-                + why_withheld(urlsplit(address).netloc)
-            ) from None
+            withheld = why_withheld(urlsplit(address).netloc)
+            problem = f"the Ray cluster at {address} wants an authentication token"
+            raise ClusterError(f"{problem}. Fix: {TOKEN_FIX}{withheld}") from None
         raise ClusterError(f"the job was refused by {address}: {text}") from None
 
 

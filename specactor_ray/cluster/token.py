@@ -26,6 +26,10 @@ PRIVATE_FOLDER = "specactor-"
 """Prefix of the folder of a cluster that was started here."""
 _MODE, _TOKEN, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _TOKEN_FILE, _ADDRESS_FILE = "auth_token", "address"
+TOKEN_FIX = (
+    "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> "
+    "(or RAY_AUTH_TOKEN)."
+)
 _LISTENING = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
@@ -66,14 +70,12 @@ def token_for(address: str, found_here: bool = False) -> dict[str, str]:
     if chosen_by_user():
         return _completed()
     host, _, port = address.rpartition(":")
-    if not is_this_machine(host):
-        return _from_file(saved_token()) if found_here and saved_token().is_file() else {}
-    if not _is_trusted(port):
+    own, path = is_this_machine(host), saved_token()
+    if own and not _is_trusted(port):
         return {}
-    for other, folder in private_clusters().items():
-        if other.rpartition(":")[2] == port:
-            return _from_file(folder / _TOKEN_FILE) if (folder / _TOKEN_FILE).exists() else {}
-    return _from_file(saved_token()) if saved_token().is_file() else {}
+    if own:
+        path = next((at / _TOKEN_FILE for other, at in private_clusters().items() if other.endswith(f":{port}")), path)
+    return _from_file(path) if (own or found_here) and path.is_file() else {}
 
 
 def why_withheld(address: str) -> str:
@@ -84,12 +86,10 @@ def why_withheld(address: str) -> str:
     sends = "RAY_AUTH_MODE=token sends it all the same."
     if not is_this_machine(host):
         return f" {saved_token()} goes to clusters on this machine only; {sends}"
-    if not _is_trusted(port):
-        uids = ", ".join(map(str, sorted(_listeners(port)))) or "unknown"
-        return (
-            f" {saved_token()} was not sent: the listener belongs to user id {uids}, not to this user or root; {sends}"
-        )
-    return ""
+    if _is_trusted(port):
+        return ""
+    uids = ", ".join(map(str, sorted(_listeners(port)))) or "unknown"
+    return f" {saved_token()} was not sent: the listener belongs to user id {uids}, not to this user or root; {sends}"
 
 
 def private_clusters() -> dict[str, Path]:
@@ -144,19 +144,25 @@ def read_token(variables: Mapping[str, str]) -> str:
 def shown(variables: Mapping[str, str]) -> Iterator[None]:
     """Context in which Ray in this process, and processes that it starts, use these variables."""
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    if variables:
-        _make_ray_read_again()
+    _use(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        if variables:
-            _make_ray_read_again()
+        _use(before)
+
+
+def _use(variables: Mapping[str, str | None]) -> None:
+    """Set these variables of the environment (None: remove), and make Ray read them, which it does at its import."""
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if variables:
+        from ray import _raylet
+
+        compiled: Any = _raylet  # untyped
+        compiled.Config.initialize("")  # first: running threads of Ray must not look for a deleted token
+        compiled.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def is_this_machine(host: str) -> bool:
@@ -179,13 +185,3 @@ def _completed() -> dict[str, str]:
 
 def _from_file(path: Path) -> dict[str, str]:
     return {_MODE: "token", _PATH: str(path)}
-
-
-def _make_ray_read_again() -> None:
-    """Make Ray read its settings again, which it reads at its import. The order matters: running threads of Ray must
-    not look for a deleted token."""
-    from ray import _raylet
-
-    compiled: Any = _raylet  # untyped
-    compiled.Config.initialize("")
-    compiled.AuthenticationTokenLoader.instance().reset_cache()

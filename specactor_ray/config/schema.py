@@ -43,7 +43,7 @@ def _window(default: int | None) -> Any:
 
 
 class ModeName(str, Enum):
-    """Way of drafting for requests; see `messages.Mode`."""
+    """Way of drafting for requests."""
 
     auto = "auto"
     """Coupled or decoupled, by the existing devices; see `rollout.planning.resolve_mode`."""

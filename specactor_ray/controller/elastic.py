@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from specactor_ray.actors.specs import VERIFIER, Phase
-from specactor_ray.config.methods import acting_drafters, drafter_specs
-from specactor_ray.config.schema import Config
+from specactor_ray.config.methods import DrafterSpec, acting_drafters, drafter_specs
+from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.controller.members import Member
 from specactor_ray.plan.plan import best_ahead
 from specactor_ray.plan.step_cost import range_number
@@ -35,6 +35,7 @@ _LOOKS = 4
 _FEW = 8
 """Number of draft actors up to which each number is tried; above it powers of two and the neighbours of the present
 number."""
+_COUNTERS = ("steps", "row_steps", "supplied_row_steps", "suspended_steps")
 
 
 class LearnedCost:
@@ -70,9 +71,9 @@ class VerifierLoad:
     """Share of steps without drafts, because drafts did not pay."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Limits and devices of a method."""
+@dataclass
+class Scaling:
+    """Limits, devices, measurements and the pending change of one draft method."""
 
     least: int
     most: int
@@ -84,174 +85,154 @@ class Bounds:
     """See `ElasticConfig.devices_weight`."""
     window: int
     branches: int
-
-
-@dataclass
-class Figures:
-    """Measurements of verifiers with a draft method."""
-
-    verify: LearnedCost
+    verify: LearnedCost = field(default_factory=LearnedCost)
     """V: seconds of a verify step."""
     draft: LearnedCost = field(default_factory=LearnedCost)
     """D: seconds of a draft step, by rows and branches."""
     probability: float = DEFAULT_PRIOR
     """Chance that a draft token is right, where those before it are."""
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Pending change of a method."""
-
     aim: int = 0
     """The number of draft actors that is better than the present one, if there is one."""
     since: float = 0.0
     """Time since which the direction of the change is better, in seconds."""
     refused_rows: float = float("inf")
     """Requests in a step at which drafts last did not pay."""
+    is_held: bool = False
+    """Whether a user set the number."""
 
+    def tokens_per_s(self, number: int, load: VerifierLoad) -> float:
+        """Predicted tokens per second of a verifier with `number` draft actors, as in the plan (`plan/plan.py`)."""
+        plain = load.rows / max(self.verify.seconds(load.rows, load.rows, 0.0), 1e-9)
+        if not number:
+            return plain
+        survival = geometric(np.array([self.probability]), self.window)[0]
+        rows = load.rows * load.verifiers / number
+        step = best_ahead(self.verify, self.draft, survival, load.rows, rows, 0.0, self.branches)
+        return max(plain, load.rows * step.tgs)
 
-def tokens_per_s(number: int, load: VerifierLoad, figures: Figures, bounds: Bounds) -> float:
-    """Predicted tokens per second of a verifier with `number` draft actors, as in the plan (`plan/plan.py`)."""
-    plain = load.rows / max(figures.verify.seconds(load.rows, load.rows, 0.0), 1e-9)
-    if not number:
-        return plain
-    survival = geometric(np.array([figures.probability]), bounds.window)[0]
-    rows = load.rows * load.verifiers / number
-    step = best_ahead(figures.verify, figures.draft, survival, load.rows, rows, 0.0, bounds.branches)
-    return max(plain, load.rows * step.tgs)
+    def best_number(self, present: int, load: VerifierLoad) -> int:
+        """The best number of draft actors; `present` where no other is much better."""
+        if not load.rows or load.suspended > _SUSPENDED:
+            return self.least
+        most = self.most
+        if load.rows > _FEWER * self.refused_rows or (present and load.supply >= _SUPPLIED):
+            most = max(min(present, most), self.least)
+        worth = {
+            number: self.tokens_per_s(number, load) / (self.verifying + number * self.devices) ** self.weight
+            for number in self._candidates(present, most)
+        }
+        best = max(worth.values())
+        if present in worth and worth[present] * _BETTER >= best:
+            return present
+        return min(number for number, value in worth.items() if value >= _NEARLY * best)
 
+    def revise(self, present: int, best: int, load: VerifierLoad, now: float, up_s: float, down_s: float) -> int:
+        """The number of draft actors from now on. It changes once the same direction was better for `up_s` or `down_s`
+        seconds. `now`: seconds."""
+        if present and load.suspended > _SUSPENDED:
+            self.refused_rows = load.rows
+        elif load.rows and load.rows <= _FEWER * self.refused_rows:
+            self.refused_rows = float("inf")
+        goes_on = (self.aim > present) == (best > present) and self.aim != present
+        if not goes_on:
+            self.since = now
+        self.aim = best
+        return best if now - self.since >= (up_s if best > present else down_s) else present
 
-def best_number(present: int, load: VerifierLoad, figures: Figures, bounds: Bounds, refused_rows: float) -> int:
-    """The best number of draft actors; `present` where no other is much better."""
-    if not load.rows or load.suspended > _SUSPENDED:
-        return bounds.least
-    most = bounds.most
-    if load.rows > _FEWER * refused_rows or (present and load.supply >= _SUPPLIED):
-        most = max(min(present, most), bounds.least)
-    worth = {
-        number: tokens_per_s(number, load, figures, bounds)
-        / (bounds.verifying + number * bounds.devices) ** bounds.weight
-        for number in _candidates(present, bounds.least, most)
-    }
-    best = max(worth.values())
-    if present in worth and worth[present] * _BETTER >= best:
-        return present
-    return min(number for number, value in worth.items() if value >= _NEARLY * best)
-
-
-def revise(
-    standing: Standing, present: int, best: int, load: VerifierLoad, now: float, up_s: float, down_s: float
-) -> tuple[Standing, int]:
-    """The pending change after a look, and the number of draft actors from now on, which changes once the same
-    direction was better for `up_s` or `down_s` seconds. `now`: seconds."""
-    if present and load.suspended > _SUSPENDED:
-        standing = replace(standing, refused_rows=load.rows)
-    elif load.rows and load.rows <= _FEWER * standing.refused_rows:
-        standing = replace(standing, refused_rows=float("inf"))
-    if best == present:
-        return replace(standing, aim=present), present
-    goes_on = (standing.aim > present) == (best > present) and standing.aim != present
-    standing = replace(standing, aim=best, since=standing.since if goes_on else now)
-    if now - standing.since < (up_s if best > present else down_s):
-        return standing, present
-    return replace(standing, aim=best), best
-
-
-def _candidates(present: int, least: int, most: int) -> list[int]:
-    powers = (1 << power for power in range(most.bit_length()))
-    numbers = {least, most, present - 1, present, present + 1, *powers, *range(_FEW + 1)}
-    return sorted(number for number in numbers if least <= number <= most)
+    def _candidates(self, present: int, most: int) -> list[int]:
+        powers = (1 << power for power in range(most.bit_length()))
+        numbers = {self.least, most, present - 1, present, present + 1, *powers, *range(_FEW + 1)}
+        return sorted(number for number in numbers if self.least <= number <= most)
 
 
 class Elastic:
-    """Keeps measurements, and changes the numbers of draft actors of methods with `max_replicas`.
+    """Changes the numbers of draft actors of methods with `max_replicas`.
 
     Args:
         priors: Draft method → chance that a draft token is right, from a profile.
     """
 
     def __init__(self, config: Config, priors: Mapping[str, float]) -> None:
-        target, elastic, specs = config.target, config.elastic, drafter_specs(config)
+        elastic, specs = config.elastic, drafter_specs(config)
         self._up_s, self._down_s = elastic.up_s, elastic.down_s
         self._interval_s = max(config.cluster.health_interval_s, min(elastic.up_s, elastic.down_s) / _LOOKS)
-        self._bounds = {
-            one.method: Bounds(
-                one.min_replicas,
-                one.max_replicas,
-                one.gpus if target.gpus else one.cores,
-                target.replicas * (target.gpus or target.cores),
-                elastic.devices_weight,
-                specs[one.method].window,
-                specs[one.method].branches,
-            )
+        self._verify = LearnedCost()
+        self._methods = {
+            one.method: self._scaling(config, one, specs[one.method], priors)
             for one in acting_drafters(config)
             if one.max_replicas is not None
         }
-        verify = LearnedCost()
-        self._figures = {name: Figures(verify, probability=priors.get(name, DEFAULT_PRIOR)) for name in self._bounds}
-        self._standing = {name: Standing() for name in self._bounds}
-        self._held: set[str] = set()
         self._seen: dict[str, Mapping[str, Any]] = {}
         """Verifier → its counters at the last look."""
         self._looked_at = float("-inf")
 
-    def hold(self, method: str, held: bool) -> None:
+    def hold(self, method: str, is_held: bool) -> None:
         """Keep the number of a method fixed, or change it by the load again."""
-        (self._held.add if held else self._held.discard)(method)
-
-    def holds(self, method: str) -> bool:
-        return method in self._held
+        if method in self._methods:
+            self._methods[method].is_held = is_held
 
     def revise(
         self, members: Iterable[Member], wanted: Mapping[str, int], given_up: Iterable[str], now: float
     ) -> dict[str, int]:
         """Method → new number of draft actors, where it changes. `now`: seconds; `wanted`: the present numbers."""
-        if not self._bounds or now - self._looked_at < self._interval_s:
+        if not self._methods or now - self._looked_at < self._interval_s:
             return {}
-        members = [member for member in members if member.actor is not None or member.phase is Phase.PENDING]
-        load = self._look(members)
+        members = list(members)
+        load = self._look([member for member in members if member.phase is Phase.READY])
         if load is None:
             return {}
         self._looked_at = now
         given_up, changed = set(given_up), {}
-        for method, bounds in self._bounds.items():
-            mine = [member for member in members if member.key == method]
-            if self.holds(method) or method in given_up:
+        for method, scaling in self._methods.items():
+            if scaling.is_held or method in given_up:
                 continue
-            present, figures = wanted[method], self._figures[method]
-            best = best_number(present, load, figures, bounds, self._standing[method].refused_rows)
-            if best > present and any(member.phase in (Phase.PENDING, Phase.STARTING) for member in mine):
+            present = wanted[method]
+            best = scaling.best_number(present, load)
+            coming = (Phase.PENDING, Phase.STARTING)
+            if best > present and any(member.key == method and member.phase in coming for member in members):
                 best = present  # those that come first
-            self._standing[method], number = revise(
-                self._standing[method], present, best, load, now, self._up_s, self._down_s
-            )
+            number = scaling.revise(present, best, load, now, self._up_s, self._down_s)
             if number != present:
                 changed[method] = number
                 logger.info("%s: %d draft actors in place of %d: %s", method, number, present, load)
         return changed
 
-    def _look(self, members: list[Member]) -> VerifierLoad | None:
+    def _scaling(
+        self, config: Config, drafter: DrafterConfig, spec: DrafterSpec, priors: Mapping[str, float]
+    ) -> Scaling:
+        target = config.target
+        assert drafter.max_replicas is not None
+        return Scaling(
+            drafter.min_replicas,
+            drafter.max_replicas,
+            drafter.gpus if target.gpus else drafter.cores,
+            target.replicas * (target.gpus or target.cores),
+            config.elastic.devices_weight,
+            spec.window,
+            spec.branches,
+            self._verify,
+            probability=priors.get(drafter.method, DEFAULT_PRIOR),
+        )
+
+    def _look(self, ready: list[Member]) -> VerifierLoad | None:
         """Take the reports since the last look; None: there were none."""
-        reports = {m.actor_id: m.actor.counters for m in members if m.actor is not None and m.phase is Phase.READY}
-        verifiers = [m.actor_id for m in members if m.key == VERIFIER and "steps" in reports.get(m.actor_id, {})]
-        fresh = [name for name in verifiers if reports[name] is not self._seen.get(name)]
+        verifiers = {one.actor_id: one.counters for one in ready if one.key == VERIFIER and "steps" in one.counters}
+        fresh = {name: after for name, after in verifiers.items() if after is not self._seen.get(name)}
         if not fresh:
             return None
-        sums = np.zeros(4)
-        busy = 0
-        for name in fresh:
-            names = ("steps", "row_steps", "supplied_row_steps", "suspended_steps")
-            before, after = self._seen.get(name, {}), reports[name]
-            more = np.array([after[one] - before.get(one, 0) for one in names], np.float64)
-            if more[0] < 0:  # they were reset
-                more = np.array([after[one] for one in names], np.float64)
+        sums, busy = np.zeros(len(_COUNTERS)), 0
+        for name, after in fresh.items():
+            before = self._seen.get(name, {})
+            if after["steps"] < before.get("steps", 0):  # they were reset
+                before = {}
+            more = np.array([after[one] - before.get(one, 0) for one in _COUNTERS], np.float64)
             busy += more[0] > 0
             sums += more
             self._learn(after)
-        self._seen = {name: reports[name] for name in verifiers}
-        for member in members:
-            if member.key in self._figures and (points := reports.get(member.actor_id, {}).get("cost")):
-                self._figures[member.key].draft.take(points)
+        self._seen = dict(verifiers)
+        for member in ready:
+            if member.key in self._methods and (points := member.counters.get("cost")):
+                self._methods[member.key].draft.take(points)
         steps, rows, supplied, suspended = sums.tolist()
         if not rows:
             return VerifierLoad()
@@ -259,14 +240,9 @@ class Elastic:
         return VerifierLoad(verifiers_busy, rows / steps, supplied / rows, suspended / steps)
 
     def _learn(self, counters: Mapping[str, Any]) -> None:
-        for method, figures in self._figures.items():
-            figures.verify.take(counters["cost"])
-            if tried := list(_tried(counters, method)):
-                figures.probability = sum(n * p for n, p in tried) / sum(n for n, _ in tried)
-
-
-def _tried(counters: Mapping[str, Any], method: str) -> Iterator[tuple[float, float]]:
-    """Tried draft tokens and the share of right ones, by ranges of output positions."""
-    for standing in counters["ladder"]:
-        if standing["method"] == method:
-            yield standing["drafted"], standing["acceptance"]
+        """Take a verifier's step times, and shares of right draft tokens over ranges of output positions."""
+        self._verify.take(counters["cost"])
+        for method, scaling in self._methods.items():
+            tried = [(one["drafted"], one["acceptance"]) for one in counters["ladder"] if one["method"] == method]
+            if tried:
+                scaling.probability = sum(n * p for n, p in tried) / sum(n for n, _ in tried)

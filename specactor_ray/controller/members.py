@@ -1,9 +1,10 @@
-"""The controller's record of an actor's incarnation, and the lists of peers that it sends to the members."""
+"""The controller's record of one incarnation of an actor: its start, health checks and updates; and views of all."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.actors.specs import (
@@ -15,142 +16,258 @@ from specactor_ray.actors.specs import (
     Phase,
     VerifierSpec,
 )
-from specactor_ray.cluster.supervised import SupervisedActor
+from specactor_ray.cluster.backend import ProcessFacts, process_facts
+from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.methods import DrafterSpec, inline_drafters
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.groups import Service, assign_drafters, group_of
-from specactor_ray.controller.reconcile import FailureRecord, ObservedActor
+from specactor_ray.controller.reconcile import ActorState, FailureRecord
 from specactor_ray.controller.seats import Seat
-from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, SpecActorError, UserError
+
+logger = logging.getLogger(__name__)
+
+_UPDATE_TIMEOUT_S = 300.0
+"""Longest time in seconds for an actor to carry out an update (weights of a large model take minutes)."""
+_RETRY_S = 2.0
+"""Seconds between two attempts to send the same version."""
+_ATTEMPTS = 3
+"""Most attempts to send an actor one version of weights."""
+_STOP_POLL_S = 0.1
+_FAILURE_OF = {"__ray_call__": "did not come up", "start": "did not start", "ping": "failed its health check"}
 
 
 @dataclass(frozen=True)
 class ActorClasses:
-    """The plain classes of the actors; `None` stands for those of `specactor_ray.actors`."""
+    """The plain classes of the actors."""
 
-    verifier: type | None = None
-    draft: type | None = None
+    verifier: type
+    draft: type
 
-    def resolved(self) -> ActorClasses:
-        """The classes with the defaults imported. They load torch, so they are imported only where they are needed."""
-        if self.verifier and self.draft:
-            return self
-        from specactor_ray.actors.draft import DraftActor
-        from specactor_ray.actors.verifier import VerifierActor
 
-        return ActorClasses(self.verifier or VerifierActor, self.draft or DraftActor)
+def default_classes() -> ActorClasses:
+    """Those of `specactor_ray.actors`. They load torch, so they are imported only where they are needed."""
+    from specactor_ray.actors.draft import DraftActor
+    from specactor_ray.actors.verifier import VerifierActor
+
+    return ActorClasses(VerifierActor, DraftActor)
+
+
+class Channel:
+    """Updates of an actor by versions: one call at a time, which is polled, not waited for.
+
+    Attributes:
+        acked: Version that the actor has.
+        error: Error of the last failed call; None after a success.
+
+    Args:
+        actor_id: The actor, for errors.
+        attempts: Most attempts to send one version.
+    """
+
+    def __init__(self, actor_id: str, attempts: float = float("inf")) -> None:
+        self.acked = 0
+        self.error: SpecActorError | None = None
+        self._actor_id, self._attempts = actor_id, attempts
+        self._sent, self._failures, self._retry_at = 0, 0, float("-inf")
+        self._call: Call | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last version is not sent again."""
+        return self._failures >= self._attempts
+
+    def update(self, version: int, now: float, send: Callable[[], Call]) -> None:
+        """Take an answer that has arrived. Then send this version, unless the actor has it or a call is in flight.
+        After a failure it is sent again two seconds later."""
+        if self._call is not None and self._call.poll():
+            self._take(self._call, now)
+        if self._call is not None or version == self.acked:
+            return
+        if version != self._sent:
+            self._sent, self._failures = version, 0
+        elif self.has_failed or now < self._retry_at:
+            return
+        self._call = send()
+
+    def _take(self, call: Call, now: float) -> None:
+        self._call, self.error = None, None
+        if call.error is None:
+            self.acked, self._failures = self._sent, 0
+            return
+        self.error = _named(call.error, self._actor_id, "failed an update")
+        self._failures, self._retry_at = self._failures + 1, now + _RETRY_S
+        logger.warning("%s", self.error)
 
 
 @dataclass(eq=False)
-class Member:
-    """One incarnation of an actor, from its request to its removal."""
+class Member(ActorState):
+    """One incarnation of an actor, from its request to its removal.
 
-    actor_id: str
-    key: str
-    """`VERIFIER` or the draft method."""
-    seat: Seat
-    created_at: float
-    since: float
-    """Time at which the phase began."""
-    phase: Phase = Phase.PENDING
-    actor: SupervisedActor | None = None
-    was_ready: bool = False
+    No method blocks: calls of the actor are polled, and have deadlines. At most one call of each kind is in flight, so
+    a stuck actor delays no other.
+    """
+
+    seat: Seat = field(kw_only=True)
+    calls: Calls = field(kw_only=True)
     note: str = ""
     """Readable reason why it is not ready."""
     serves: bool = False
     """Whether other processes may use it: a verifier has the current weights, a draft actor has had current ones."""
+    handle: Any = None
+    """Handle of the actor; None while it is pending."""
+    facts: ProcessFacts | None = None
+    """Identity of its process; None until it answered."""
+    counters: dict[str, Any] = field(default_factory=dict)
+    """The latest answer to a health check."""
 
-    @property
-    def error(self) -> SpecActorError | None:
-        return self.actor.error if self.actor is not None else None
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that it has loaded: the policy's, or those taught to its method."""
-        return self.actor.weights.acked if self.actor is not None else 0
+    def __post_init__(self) -> None:
+        self.peers = Channel(self.actor_id)
+        self.weights, self.taught = (Channel(self.actor_id, _ATTEMPTS) for _ in range(2))
+        self._open: dict[str, Call] = {}
+        """Method → its call in flight."""
+        self.has_started = False
+        self._pinged_at = float("-inf")
 
     def enter(self, phase: Phase, now: float) -> None:
         self.phase, self.since = phase, now
 
-    def look(self, now: float, health_interval_s: float) -> bool:
-        """Take its actor's answers. Returns True when it became ready just now."""
-        if self.actor is None:
-            return False
-        self.actor.poll(now, health_interval_s)
-        if self.actor.error is not None:
+    def launched(self, handle: Any, start_timeout_s: float, now: float) -> None:
+        """Begin the start of the actor that was made."""
+        self.handle, self.note = handle, ""
+        self._open["__ray_call__"] = self.call("__ray_call__", process_facts, deadline_s=start_timeout_s)
+        self._open["start"] = self.call("start", deadline_s=start_timeout_s)
+        self.enter(Phase.STARTING, now)
+
+    def call(self, method: str, *arguments: Any, deadline_s: float = _UPDATE_TIMEOUT_S) -> Call:
+        """Begin a call of one of its methods."""
+        return self.calls.start(self.handle, method, *arguments, deadline_s=deadline_s)
+
+    def drain(self, now: float) -> None:
+        """Stop its taking of requests; afterwards it is `drained`."""
+        self.enter(Phase.DRAINING, now)
+        self._open["drain"] = self.call("drain")
+
+    def hurry(self) -> None:
+        """Check its health at the next `poll`, because it was reported as out of reach."""
+        self._pinged_at = float("-inf")
+
+    def forgive(self, now: float) -> None:
+        """Count the unanswered time from now, because the controller itself was delayed."""
+        if self.unanswered_since is not None:
+            self.unanswered_since = now
+
+    def poll(self, now: float, health_interval_s: float) -> bool:
+        """Take the answers that have arrived, and check the health once in an interval. Returns True when it became
+        ready just now."""
+        for method, call in list(self._open.items()):
+            if call.poll():
+                del self._open[method]
+                self._take(method, call)
+        is_due = "ping" not in self._open and now - self._pinged_at >= health_interval_s
+        if self.has_started and self.error is None and is_due:
+            self._ping(now, health_interval_s)
+        if self.error is not None:
+            self.drained = self.phase is Phase.DRAINING
             if self.phase in (Phase.STARTING, Phase.READY):
                 self.enter(Phase.DEAD, now)
-            return False
-        if self.phase is not Phase.STARTING or self.actor.started is None or self.actor.facts is None:
-            return False
-        self.enter(Phase.READY, now)
-        self.was_ready = True
-        return True
+        elif self.phase is Phase.STARTING and self.has_started and self.facts is not None:
+            self.enter(Phase.READY, now)
+            self.was_ready = True
+            return True
+        return False
 
-    def observed(self, now: float) -> ObservedActor:
-        """Its state as an argument of `decide`."""
-        actor = self.actor
-        return ObservedActor(
-            self.actor_id,
-            self.key,
-            self.phase,
-            phase_age_s=now - self.since,
-            created_at=self.created_at,
-            was_ready=self.was_ready,
-            silent_s=actor.silent_s(now) if actor is not None else 0.0,
-            stalled_s=actor.stalled_s if actor is not None else 0.0,
-            drained=self.phase is Phase.DRAINING and actor is not None and (actor.drained() or actor.error is not None),
-            error=str(self.error or ""),
-        )
+    def _ping(self, now: float, interval_s: float) -> None:
+        # A lost check must not prevent later ones.
+        self._open["ping"] = self.calls.start(self.handle, "ping", deadline_s=max(2.0 * interval_s, 1.0), retry=False)
+        self._pinged_at = now
+        if self.unanswered_since is None:
+            self.unanswered_since = now
+
+    def _take(self, method: str, call: Call) -> None:
+        error = call.error
+        if method == "drain":
+            self.drained = True
+        elif error is None and method == "ping":
+            self.counters, self.unanswered_since = call.result() or {}, None
+            self.stalled_s = float(self.counters.get("busy_s", 0.0))
+        elif error is None and method == "start":
+            self.has_started = True
+        elif error is None:
+            self.facts = call.result()
+        elif method == "ping" and isinstance(error, ActorUnavailableError | CallTimeoutError):
+            pass  # perhaps only the network fails: the actor is silent until the health timeout decides
+        elif self.error is None or not isinstance(error, ActorLostError):  # others have more detail
+            self.error = _named(error, self.actor_id, _FAILURE_OF[method])
 
     def endpoint(self, drafter: DrafterSpec) -> DraftEndpoint:
         """A draft actor as verifiers and the rollout see it."""
-        handle = self.actor.handle if self.actor is not None else None
         phase = Phase.STARTING if self.phase is Phase.READY and not self.serves else self.phase
-        return DraftEndpoint(self.actor_id, drafter, handle, phase, self.note)
+        return DraftEndpoint(self.actor_id, drafter, self.handle, phase, self.note)
 
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""
-        actor, where = self.actor, self.seat.placement
-        facts = actor.facts if actor is not None else None
+        where, facts, is_verifier = self.seat.placement, self.facts, self.key == VERIFIER
         return {
             "id": self.actor_id,
-            "kind": "verifier" if self.key == VERIFIER else "drafter",
-            "method": "" if self.key == VERIFIER else self.key,
+            "kind": "verifier" if is_verifier else "drafter",
+            "method": "" if is_verifier else self.key,
             "phase": self.phase.value,
             "node": where.node_ip if where else "",
             "node_id": where.node_id if where else "",
             "pid": facts.pid if facts else None,
             "cores": self.seat.cores,
             "gpus": facts.gpus if facts else (),
-            "silent_s": round(actor.silent_s(now), 1) if actor is not None else 0.0,
+            "silent_s": round(self.silent_s(now), 1),
             "note": (self.note or str(self.error or "") or self._doing()).partition("\n")[0],
-            "weight_version": self.weight_version,
-            "counters": actor.counters if actor is not None else {},
+            "weight_version": self.weights.acked,
+            "counters": self.counters,
         }
 
     def _doing(self) -> str:
-        if self.phase is Phase.STARTING and self.actor is not None:
-            return "its process starts" if self.actor.facts is None else "it loads"
-        inline = self.actor.counters.get("inline") if self.actor is not None else None
+        if self.phase is Phase.STARTING:
+            return "its process starts" if self.facts is None else "it loads"
+        inline = self.counters.get("inline")
         return f"drafts itself: {', '.join(inline)}" if inline else ""
+
+
+def _named(error: SpecActorError, actor_id: str, what: str) -> SpecActorError:
+    """The error to show for a failed call of an actor: a `UserError` unchanged, others with the actor's id."""
+    if isinstance(error, UserError):
+        return error
+    text = f"{actor_id} {what}: {error}"
+    return ActorLostError(text, error.node_lost) if isinstance(error, ActorLostError) else SpecActorError(text)
+
+
+def stop_in_order(members: Iterable[Member], calls: Calls, timeout_s: float, interval_s: float) -> None:
+    """Stop the loops of all, and wait until they have ended, are dead, or stay silent; at most `timeout_s` seconds."""
+    clock = calls.clock
+    deadline = clock.now() + timeout_s
+    pending = {one.call("stop", deadline_s=timeout_s): one for one in members if one.has_started}
+    while pending and (now := clock.now()) < deadline:
+        calls.wait(list(pending), _STOP_POLL_S)
+        for call, member in list(pending.items()):
+            member.poll(now, interval_s)
+            if call.done or member.error is not None or member.silent_s(now) > max(2.0, 2.0 * interval_s):
+                del pending[call]
 
 
 def build_spec(
     config: Config, drafters: Mapping[str, DrafterSpec], member: Member, priors: Mapping[str, float]
 ) -> VerifierSpec | DraftActorSpec:
     """The specification of this member's actor."""
-    level, cores, target = config.run.log_level, member.seat.cores, config.target
+    common: dict[str, Any] = {
+        "actor_id": member.actor_id,
+        "target": config.target,
+        "cores": member.seat.cores,
+        "log_level": config.run.log_level,
+    }
     if member.key != VERIFIER:
-        return DraftActorSpec(member.actor_id, drafters[member.key], target, cores, level)
+        return DraftActorSpec(**common, drafter=drafters[member.key])
     return VerifierSpec(
-        member.actor_id,
-        target,
-        config.speculation,
-        config.mode,
-        cores,
-        level,
-        priors,
+        **common,
+        speculation=config.speculation,
+        mode=config.mode,
+        priors=priors,
         max_drafts=max((drafter.window for drafter in drafters.values()), default=0),
         max_branches=max((drafter.branches for drafter in drafters.values()), default=0),
         inline=tuple(drafters[drafter.method] for drafter in inline_drafters(config)),
@@ -165,13 +282,10 @@ def next_view(
     departed: Mapping[str, Departure],
 ) -> ClusterView:
     """The view of these members: `last` if nothing changed, else a new view with the next version."""
-    handles = {
-        member.actor_id: member.actor.handle
-        for member in members
-        if member.key == VERIFIER and member.phase is Phase.READY and member.serves and member.actor is not None
-    }
-    endpoints = tuple(member.endpoint(drafters[member.key]) for member in members if member.key != VERIFIER)
+    serving = [one for one in members if one.key == VERIFIER and one.phase is Phase.READY and one.serves]
+    endpoints = tuple(one.endpoint(drafters[one.key]) for one in members if one.key != VERIFIER)
     errors = tuple(f"{key}: {record.error}" for key, record in failures.items())
+    handles = {one.actor_id: one.handle for one in serving}
     view = ClusterView(last.version + 1, handles, endpoints, errors, dict(departed))
     return last if _shown(view) == _shown(last) else view
 
@@ -180,57 +294,3 @@ def _shown(view: ClusterView) -> tuple[Any, ...]:
     """The compared parts of a view; actors are identified by their ids."""
     drafters = tuple((e.actor_id, e.phase, e.note, e.handle is None) for e in view.drafters)
     return tuple(view.verifiers), drafters, view.errors, tuple(view.departed)
-
-
-_NEWS_TIMEOUT_S = 30.0
-
-
-class PeerNews:
-    """Sends every ready member its peers: draft actors of the group to verifiers, and verifiers to draft actors.
-
-    One call per member is in flight; a stuck member does not delay others, and a failed call is repeated.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._retry_s = config.cluster.health_interval_s
-        self._replicas, self._most = config.target.replicas, config.speculation.verifiers_per_group
-        self._peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        self._version = 0
-        self._served: dict[str, Service] = {}
-        """Method → its draft actors and the groups they serve."""
-
-    def tell(self, members: Iterable[Member], view: ClusterView, now: float) -> None:
-        """Send the current lists to actors that have not acknowledged them. Never blocks."""
-        members = list(members)
-        endpoints = [endpoint for endpoint in view.drafters if endpoint.phase is Phase.READY]
-        peers = (tuple(view.verifiers), tuple(endpoint.actor_id for endpoint in endpoints))
-        group = {m.actor_id: group_of(m.seat.index, self._replicas, self._most) for m in members if m.key == VERIFIER}
-        if peers != self._peers:
-            self._peers, self._version = peers, self._version + 1
-            self._assign(endpoints, {group[name] for name in view.verifiers})
-        for member in members:
-            actor = member.actor
-            if member.phase is not Phase.READY or actor is None:
-                continue
-            if actor.news.state() == "failed":
-                actor.news.retry_at = now + self._retry_s
-            if not actor.news.is_due(self._version, now):
-                continue
-            peers_of: Any
-            if member.key == VERIFIER:
-                method, mine = "set_drafters", group[member.actor_id]
-                peers_of = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
-            else:
-                method, served = "set_verifiers", self._served.get(member.key, ())
-                peers_of = {id_: at for id_, at in view.verifiers.items() if (member.actor_id, group[id_]) in served}
-            call = actor.call(method, self._version, peers_of, deadline_s=_NEWS_TIMEOUT_S)
-            actor.news.send(call, self._version)
-
-    def _assign(self, endpoints: Sequence[DraftEndpoint], groups: Collection[int]) -> None:
-        of_method: dict[str, list[str]] = {}
-        for one in endpoints:
-            of_method.setdefault(one.drafter.method, []).append(one.actor_id)
-        self._served = {
-            method: assign_drafters(drafters, groups, self._served.get(method, frozenset()))
-            for method, drafters in of_method.items()
-        }

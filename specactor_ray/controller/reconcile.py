@@ -1,67 +1,50 @@
 """Next actions of the controller, from the desired and the observed state. Pure: no Ray, no clock, no own state.
 
 Applied repeatedly, with time in between, the actions lead from any observed state to the desired one, and then there
-are none.
+are none. A key is `VERIFIER` or a draft method; the desired state maps keys to numbers of actors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.core.errors import SpecActorError
 
 _EASIEST_TO_SPARE = (Phase.PENDING, Phase.STARTING, Phase.READY)
 
 
-@dataclass(frozen=True)
-class DesiredState:
-    """Desired number of actors of each kind."""
-
-    verifiers: int
-    drafters: Mapping[str, int] = field(default_factory=dict)
-    """Method → number of draft actors."""
-
-    def wanted(self, key: str) -> int:
-        """Desired number for `VERIFIER` or a method; 0 for methods without an entry."""
-        return self.verifiers if key == VERIFIER else self.drafters.get(key, 0)
-
-    def all_keys(self) -> tuple[str, ...]:
-        return (VERIFIER, *self.drafters)
-
-    def at_most(self, limit: DesiredState) -> DesiredState:
-        """The smaller number of each kind."""
-        drafters = {method: min(number, limit.wanted(method)) for method, number in self.drafters.items()}
-        return DesiredState(min(self.verifiers, limit.verifiers), drafters)
-
-
-@dataclass(frozen=True)
-class ObservedActor:
-    """One incarnation of an actor, as last observed."""
+@dataclass(eq=False)
+class ActorState:
+    """One incarnation of an actor, as last observed. All times are of the controller's clock, in seconds."""
 
     actor_id: str
     key: str
-    """`VERIFIER` or the draft method."""
-    phase: Phase
-    phase_age_s: float = 0.0
-    """Seconds in this phase."""
+    phase: Phase = Phase.PENDING
+    since: float = 0.0
+    """Time at which the phase began."""
     created_at: float = 0.0
     was_ready: bool = False
     """Whether it has been ready at any time."""
-    silent_s: float = 0.0
-    """Seconds that its oldest unanswered health check has waited; 0 when there is none."""
+    unanswered_since: float | None = None
+    """Time of the oldest health check without an answer."""
     stalled_s: float = 0.0
     """Seconds for which its loop had been in one step at its last answer."""
     drained: bool = False
-    """While draining: whether it has reported that it holds no requests any more."""
-    error: str = ""
+    """While draining: whether it holds no requests any more."""
+    error: SpecActorError | None = None
     """Why it is dead."""
+
+    def silent_s(self, now: float) -> float:
+        """Seconds that the oldest unanswered health check has waited."""
+        return 0.0 if self.unanswered_since is None else max(0.0, now - self.unanswered_since)
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """The recent failures of one key (the verifiers, or a draft method)."""
+    """The recent failures of one key."""
 
     quick: int = 0
     """Failures in a row without an actor that lasted; sets the back-off."""
@@ -69,15 +52,6 @@ class FailureRecord:
     """Starts that failed in a row; sets when to give up."""
     last_at: float = 0.0
     error: str = ""
-    given_up: bool = False
-
-
-@dataclass(frozen=True)
-class ObservedState:
-    """All actors, and the recorded failures."""
-
-    actors: tuple[ObservedActor, ...] = ()
-    failures: Mapping[str, FailureRecord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,8 +73,6 @@ class ReplacementLimits:
     backoff_max_s: float = 60.0
     max_start_failures: int = 4
     """Failed starts in a row after which a draft method is given up; verifiers are never given up."""
-    surge: int = 1
-    """Draining actors of a key that may exist beyond its desired number while new ones are created."""
 
     @classmethod
     def from_config(cls, cluster: ClusterConfig) -> ReplacementLimits:
@@ -135,115 +107,110 @@ class Remove:
     """Whether it failed, which is recorded, rather than being surplus."""
 
 
-@dataclass(frozen=True)
-class GiveUp:
-    """Start no more actors of this method until a user scales it again."""
-
-    key: str
-    error: str
+Action = Create | Drain | Remove
 
 
-Action = Create | Drain | Remove | GiveUp
-
-
-def decide(desired: DesiredState, observed: ObservedState, now: float, policy: ReplacementLimits) -> list[Action]:
-    """The actions that bring the observed state one step nearer to the desired one. `now` is on the clock of
-    `FailureRecord.last_at` and `ObservedActor.created_at`.
+def decide(
+    desired: Mapping[str, int],
+    actors: Sequence[ActorState],
+    failures: Mapping[str, FailureRecord],
+    now: float,
+    limits: ReplacementLimits,
+) -> list[Action]:
+    """The actions that bring the actors one step nearer to the desired state.
 
     Returns:
         Removals of dead actors first, then per key the surplus or missing actors. Healthy verifiers are never removed,
-        even if fewer are wanted.
+        even if fewer are desired.
     """
     actions: list[Action] = []
-    kept: list[ObservedActor] = []
-    failures = dict(observed.failures)
-    for actor in observed.actors:
-        removal = _removal(actor, policy)
+    kept: list[ActorState] = []
+    failures = dict(failures)
+    for actor in actors:
+        removal = _removal(actor, now, limits)
         if removal is None:
             kept.append(actor)
             continue
         actions.append(removal)
         if removal.failed:  # counts for actors created in this very step
-            failures[actor.key] = record_failure(
-                failures.get(actor.key), now, removal.reason, actor.was_ready, actor.created_at
-            )
-    for key in dict.fromkeys((*desired.all_keys(), *(actor.key for actor in observed.actors))):
+            failures[actor.key] = record_failure(failures.get(actor.key), now, removal.reason, actor)
+    for key in dict.fromkeys((*desired, *(actor.key for actor in actors))):
         mine = [actor for actor in kept if actor.key == key]
-        actions += _balance(key, desired.wanted(key), mine, failures.get(key), now, policy)
+        actions += _balance(key, desired.get(key, 0), mine, failures.get(key), now, limits)
     return actions
 
 
-def record_failure(
-    record: FailureRecord | None, now: float, error: str, was_ready: bool, created_at: float
-) -> FailureRecord:
-    """The record of a key after one more failure. An actor created before the failure on record is counted with that
-    failure."""
+def record_failure(record: FailureRecord | None, now: float, error: str, actor: ActorState) -> FailureRecord:
+    """The record of a key after the failure of one more actor. An actor created before the failure on record is counted
+    with that failure."""
     record = record or FailureRecord(last_at=float("-inf"))
-    more = created_at >= record.last_at
-    never_started = 0 if was_ready else max(record.never_started + more, 1)
+    more = actor.created_at >= record.last_at
+    never_started = 0 if actor.was_ready else max(record.never_started + more, 1)
     return replace(record, quick=record.quick + more, never_started=never_started, last_at=now, error=error)
 
 
-def backoff_s(record: FailureRecord | None, policy: ReplacementLimits) -> float:
+def is_given_up(key: str, record: FailureRecord | None, limits: ReplacementLimits) -> bool:
+    """Whether no more actors of this key are started, until a user scales it."""
+    return key != VERIFIER and record is not None and record.never_started >= limits.max_start_failures
+
+
+def backoff_s(record: FailureRecord | None, limits: ReplacementLimits) -> float:
     """Seconds to wait after the last failure before the next start; 0 for the first failure."""
     if record is None or record.quick <= 1:
         return 0.0
     doublings = min(record.quick - 2, 30)  # more doublings exceed the limit anyway, and floats would overflow
-    return min(policy.backoff_s * float(2**doublings), policy.backoff_max_s)
+    return min(limits.backoff_s * float(2**doublings), limits.backoff_max_s)
 
 
-def has_lasted(actor: ObservedActor, policy: ReplacementLimits) -> bool:
+def has_lasted(actor: ActorState, now: float, limits: ReplacementLimits) -> bool:
     """Whether this actor proves that its key works, so that earlier failures are dropped."""
-    return actor.phase is Phase.READY and actor.phase_age_s >= policy.stable_s
+    return actor.phase is Phase.READY and now - actor.since >= limits.stable_s
 
 
-def _removal(actor: ObservedActor, policy: ReplacementLimits) -> Remove | None:
+def _removal(actor: ActorState, now: float, limits: ReplacementLimits) -> Remove | None:
+    age_s, silent_s = now - actor.since, actor.silent_s(now)
     if actor.phase is Phase.DRAINING:
-        if actor.drained or actor.phase_age_s >= policy.drain_timeout_s or actor.silent_s >= policy.health_timeout_s:
-            return Remove(actor.actor_id, "drained")
-        return None
+        is_over = actor.drained or age_s >= limits.drain_timeout_s or silent_s >= limits.health_timeout_s
+        return Remove(actor.actor_id, "drained") if is_over else None
+    reason = ""
     if actor.phase is Phase.DEAD:
-        return Remove(actor.actor_id, actor.error or "it died", failed=True)
-    if actor.phase is Phase.STARTING and actor.phase_age_s >= policy.start_timeout_s:
-        return Remove(actor.actor_id, f"it did not start within {policy.start_timeout_s:g} s", failed=True)
-    if actor.phase is Phase.READY and actor.silent_s >= policy.health_timeout_s:
-        return Remove(actor.actor_id, f"it gave no answer for {actor.silent_s:.1f} s", failed=True)
-    if actor.phase is Phase.READY and actor.stalled_s >= policy.stall_timeout_s:
-        return Remove(actor.actor_id, f"it was in one step for {actor.stalled_s:.1f} s", failed=True)
-    return None
+        reason = str(actor.error or "it died")
+    elif actor.phase is Phase.STARTING and age_s >= limits.start_timeout_s:
+        reason = f"it did not start within {limits.start_timeout_s:g} s"
+    elif actor.phase is Phase.READY and silent_s >= limits.health_timeout_s:
+        reason = f"it gave no answer for {silent_s:.1f} s"
+    elif actor.phase is Phase.READY and actor.stalled_s >= limits.stall_timeout_s:
+        reason = f"it was in one step for {actor.stalled_s:.1f} s"
+    return Remove(actor.actor_id, reason, failed=True) if reason else None
 
 
 def _balance(
     key: str,
     wanted: int,
-    actors: Sequence[ObservedActor],
+    actors: Sequence[ActorState],
     record: FailureRecord | None,
     now: float,
-    policy: ReplacementLimits,
+    limits: ReplacementLimits,
 ) -> list[Action]:
     staying = [actor for actor in actors if actor.phase is not Phase.DRAINING]
     surplus = len(staying) - wanted
     if surplus > 0 and key != VERIFIER:
-        return [_spare(actor) for actor in _newest_first(staying)[:surplus]]
-    if surplus >= 0:
+        return [_spare(actor) for actor in sorted(staying, key=_removal_rank)[:surplus]]
+    if surplus >= 0 or is_given_up(key, record, limits):
         return []
-    if record is not None and key != VERIFIER and record.never_started >= policy.max_start_failures:
-        return [] if record.given_up else [GiveUp(key, record.error)]
     if record is not None and key == VERIFIER:
         # A verifier that served and died is replaced at once: the rollout stops without it, and finds the cause.
         record = replace(record, quick=record.never_started)
-    if record is not None and now - record.last_at < backoff_s(record, policy):
+    if record is not None and now - record.last_at < backoff_s(record, limits):
         return []
-    room = wanted + policy.surge - len(actors)
-    return [Create(key)] * min(-surplus, max(room, 0))
+    return [Create(key)] * -surplus
 
 
-def _newest_first(actors: Sequence[ObservedActor]) -> list[ObservedActor]:
+def _removal_rank(actor: ActorState) -> tuple[int, float, str]:
     """Order of removal: actors that never served first, then the newest; the oldest have learned the most."""
-    rank = _EASIEST_TO_SPARE.index
-    return sorted(actors, key=lambda actor: (rank(actor.phase), -actor.created_at, actor.actor_id))
+    return _EASIEST_TO_SPARE.index(actor.phase), -actor.created_at, actor.actor_id
 
 
-def _spare(actor: ObservedActor) -> Action:
+def _spare(actor: ActorState) -> Action:
     """The end of a surplus draft actor: in order if it serves, at once if it does not serve yet."""
-    return Drain(actor.actor_id) if actor.phase is Phase.READY else Remove(actor.actor_id, "wanted no more")
+    return Drain(actor.actor_id) if actor.phase is Phase.READY else Remove(actor.actor_id, "surplus")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.specs import ClusterView, Phase
-from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import CallError, ClusterError, NoRunError, SpecActorError
 
@@ -133,10 +132,9 @@ _PING_S = 2.0
 def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any], Calls]]:
     """Name of the run, function that calls its controller, and calls."""
     from specactor_ray.cluster.calls import Calls
-    from specactor_ray.cluster.connection import connect
-    from specactor_ray.cluster.lookup import address_of_run, find_controller, only_run
+    from specactor_ray.cluster.connection import join_run
 
-    with connect(ClusterConfig(address=address_of_run(run) if address == "auto" else address)):
-        name = run or only_run()
+    connection, name, controller = join_run(run, address)
+    with connection:
         calls = Calls()
-        yield name, functools.partial(calls.ask, find_controller(name), deadline_s=_ASK_S), calls
+        yield name, functools.partial(calls.ask, controller, deadline_s=_ASK_S), calls

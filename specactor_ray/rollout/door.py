@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 from specactor_ray.cluster.calls import Call, Calls, translate_ray_error
-from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.clock import SYSTEM, Thread
 from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.core.types import SamplingParams
@@ -414,13 +413,7 @@ def _same(message: Any) -> Any:
 
 def connect_engine(run: str | None, address: str) -> RemoteEngine:
     """See `Engine.connect`."""
-    from specactor_ray.cluster.connection import connect
-    from specactor_ray.cluster.lookup import address_of_run, find_actor, only_run
+    from specactor_ray.cluster.connection import join_run
 
-    connection = connect(ClusterConfig(address=address_of_run(run) if address == "auto" else address))
-    try:
-        name = run or only_run()
-        return RemoteEngine(Calls(), find_actor(name, ENGINE), connection.close)
-    except BaseException:
-        connection.close()
-        raise
+    connection, _, engine = join_run(run, address, ENGINE)
+    return RemoteEngine(Calls(), engine, connection.close)

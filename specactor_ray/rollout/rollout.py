@@ -11,12 +11,13 @@ from typing import Any, Self
 
 import ray
 
+from specactor_ray.cluster.backend import start_here
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.cluster.metrics import INTERVAL_S
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.methods import unused_branches
-from specactor_ray.controller.start import start_actor, start_controller
+from specactor_ray.controller.controller import start_controller
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.console import log_by_default
 from specactor_ray.core.errors import InputError, SpecActorError
@@ -140,7 +141,7 @@ class Rollout(RunClient):
         the run. Idempotent."""
         self.require_open()
         if self._doorman is None:
-            self._doorman = Doorman(self.engine, self._calls, start_actor(self.run_name, ENGINE, EngineActor))
+            self._doorman = Doorman(self.engine, self._calls, start_here(self.run_name, ENGINE, EngineActor))
         return self.run_name
 
     def stream(

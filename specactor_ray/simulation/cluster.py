@@ -16,10 +16,8 @@ from specactor_ray.actors.draft import DraftActor
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.actors.verifier import VerifierActor
-from specactor_ray.cluster.backend import Reaper
+from specactor_ray.cluster.backend import Demand, NodeSupply, Placement, ProcessFacts, Reaper
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.cluster.placement import Demand, NodeSupply, Placement
-from specactor_ray.cluster.processes import ProcessFacts
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
@@ -172,9 +170,6 @@ class SimulatedHost(ActorHost):
 
     def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         pass
-
-    def facts(self) -> dict[str, object]:
-        return {"pid": 0, "cores": []}
 
     def build_engine(self, spec: VerifierSpec) -> SimulatedEngine:
         world, target = self._world, spec.target

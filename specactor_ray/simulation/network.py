@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.cluster.processes import ProcessFacts
+from specactor_ray.cluster.backend import ProcessFacts
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,

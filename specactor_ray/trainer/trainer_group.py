@@ -10,10 +10,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from specactor_ray.cluster.backend import Demand, cluster_supply, demand_against_supply, make_actor
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import limit_spins
-from specactor_ray.cluster.names import NAMESPACE, actor_name
-from specactor_ray.cluster.placement import Demand, cluster_supply, demand_against_supply
+from specactor_ray.cluster.names import actor_name
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ClusterError
 from specactor_ray.learner.deepspeed_engine import LOOPBACK, Rendezvous
@@ -85,19 +85,16 @@ class TrainerGroup(TrainerRanks):
         else:
             strategy = PlacementGroupSchedulingStrategy(self._group, rank)
             cpus = float(trainer.cores or 1)
-        options: dict[str, Any] = {
-            "name": actor_name(run, f"trainer-{rank}"),
-            "namespace": NAMESPACE,
-            "num_cpus": cpus,
-            "num_gpus": trainer.gpus,
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            "scheduling_strategy": strategy,
-            "runtime_env": {"env_vars": limit_spins()},
-        }
-        remote: Any = ray.remote
-        actor = remote(concurrency_groups={HEARTBEAT: 1})(TrainerActor)
-        return actor.options(**options).remote(self._config.run.log_level)
+        return make_actor(
+            TrainerActor,
+            actor_name(run, f"trainer-{rank}"),
+            strategy,
+            self._config.run.log_level,
+            groups={HEARTBEAT: 1},
+            num_cpus=cpus,
+            num_gpus=trainer.gpus,
+            runtime_env={"env_vars": limit_spins()},
+        )
 
     def _start(self, checkpoint: Path | None) -> None:
         trainer = self._config.trainer

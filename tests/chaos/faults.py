@@ -17,8 +17,8 @@ import numpy as np
 import ray
 
 from specactor_ray import Rollout
-from specactor_ray.cluster.lookup import find_controller
-from specactor_ray.cluster.placement import on_node
+from specactor_ray.cluster.backend import on_node
+from specactor_ray.cluster.connection import find_actor
 from tests.chaos.machine import OutOfMemory, alive
 from tests.chaos.nodes import TwoNodes
 from tests.chaos.record import Fault, Stage
@@ -92,7 +92,7 @@ class Injector:
         self._stopped: set[int] = set()
         self._struck: list[Open] = []
         self._quit = threading.Event()
-        handle = find_controller(rollout.run_name)
+        handle = find_actor(rollout.run_name)
         self._controller_pid = ray.get(handle.__ray_call__.remote(lambda _self: os.getpid()), timeout=60)
         self._normal = dict(watch.wanted)
         self._thread = threading.Thread(target=self._run, name="injector", daemon=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 from typing import Any
 
 from specactor_ray.core.errors import ModelLoadError
 
 
 class FakeActor:
-    """Records what it is told. Its model's name says how it starts: `broken` raises, `crash` ends the process, and a
-    path does so as long as there is no such file, which it makes."""
+    """Records what it is told. Its model's name says how it starts: `broken` raises, `crash` ends the process."""
 
     def __init__(self, spec: Any) -> None:
         self.spec = spec
@@ -23,9 +21,6 @@ class FakeActor:
             raise ModelLoadError("no such weights: broken")
         if size.model == "crash":
             os._exit(1)
-        if "/" in (size.model or "") and not os.path.exists(size.model):
-            open(size.model, "x").close()
-            os.kill(os.getpid(), signal.SIGKILL)
         return {"pid": os.getpid(), "vocab_size": None}
 
     def ping(self) -> dict[str, Any]:

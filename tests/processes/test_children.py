@@ -1,4 +1,4 @@
-"""Children of a process are found while it lives, and known for themselves after it was killed."""
+"""Children of a process are found while it lives, known for themselves after it was killed, and ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import psutil
 
-from specactor_ray.cluster.processes import ProcessFacts, family, is_alive
+from specactor_ray.cluster.backend import ProcessFacts, end_family, family, is_alive
 from specactor_ray.core.leftovers import start_ticks
 
 PARENT = """
@@ -45,11 +45,9 @@ def test_children_outlive_a_killed_parent_and_are_known() -> None:
         assert all(is_alive(child) for child in children)
         assert family(facts_of(children[0].pid))
         assert family(facts_of(children[0].pid, earlier=1)) == []
+        assert end_family(children) and not any(is_alive(child) for child in children)
     finally:
-        for child in children:
-            if is_alive(child):
-                child.kill()
+        for child in [child for child in children if is_alive(child)]:
+            child.kill()
         parent.kill()
         parent.communicate()
-    psutil.wait_procs([child for child in children if is_alive(child)], timeout=240)
-    assert not any(is_alive(child) for child in children)

@@ -14,10 +14,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
-import os, psutil, subprocess, sys, ray
+import os, psutil, stat, subprocess, sys, ray
 from specactor_ray.cluster.connection import connect
+from specactor_ray.cluster.discovery import probe
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.core.errors import ClusterError
 
 @ray.remote
 def modules():
@@ -43,13 +45,28 @@ make_owned_folder("specactor-", sys.argv[1])
 os.kill(os.getpid(), signal.SIGKILL)
 '''
 
+def refusal(token):
+    try:
+        probe(connection.address, token)
+    except ClusterError as error:
+        return str(error)
+
+def folders():
+    return [name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("specactor-")]
+
 put_current_folder_last()
 subprocess.run([sys.executable, "-c", LEAVES_A_FOLDER, os.environ["TMPDIR"]], cwd="bin")
-(left,) = (name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("specactor-"))
+assert len(folders()) == 1, "what a killed process left"
 tokens = []
 for _ in range(2):
     with connect(ClusterConfig(num_cpus=1)) as connection:
         tokens.append(open(os.environ["RAY_AUTH_TOKEN_PATH"]).read())
+        assert connection.owned and ray.cluster_resources()["CPU"] == 1
+        with connect(ClusterConfig(address="auto")) as inner:  # the one this process has, left alone at the end
+            assert not inner.owned and inner.address == connection.address
+        (folder,) = folders()
+        assert stat.S_IMODE(os.stat(os.path.join(os.environ["TMPDIR"], folder)).st_mode) == 0o700
+        assert "this process has no token" in refusal("") and "not the cluster's" in refusal("guessed")
         found, planted, package, niceness = ray.get(modules.remote())
         assert niceness == os.getpriority(os.PRIO_PROCESS, 0), "workers run at the priority of the driver"
         assert found == os.path.join(os.getcwd(), "mine.py"), found
@@ -67,8 +84,8 @@ for _ in range(2):
         ours = {process.pid for process in psutil.Process().children(recursive=True)}
         sockets = [one for one in psutil.net_connections("tcp4") if one.pid in ours and one.status == "LISTEN"]
         assert sockets and not [one for one in sockets if one.laddr.ip == "0.0.0.0"], "Ray serves metrics"
-assert len(set(tokens)) == 2
-assert not os.path.exists(os.path.join(os.environ["TMPDIR"], left))
+    assert not ray.is_initialized() and not [name for name in os.environ if name.startswith("RAY_AUTH")]
+assert len(set(tokens)) == 2 and not folders()
 """
 
 
@@ -86,5 +103,5 @@ def test_private_clusters_have_own_tokens_tidy_up_and_run_no_planted_modules() -
         done = subprocess.run(
             [sys.executable, str(program)], cwd=folder, capture_output=True, text=True, timeout=240, env=environment
         )
-        assert done.returncode == 0, done.stderr
-        assert not (folder / "planted").exists()
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert not (folder / "planted").exists() and not (folder / "home" / ".ray").exists()

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,14 @@ from ray.util.placement_group import placement_group_table
 
 import tests.fakes.actors as fake_actors
 from specactor_ray.actors.specs import Phase
-from specactor_ray.cluster.lookup import find_controller, list_runs
+from specactor_ray.cluster.connection import find_actor, list_runs
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
+from specactor_ray.controller.controller import start_controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.reconcile import ReplacementLimits
-from specactor_ray.controller.start import start_controller
 from specactor_ray.core.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
 from tests.fakes.actors import FakeDrafter, FakeVerifier
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -84,14 +84,6 @@ def alive(pid: int) -> bool:
 
 def groups_left() -> list[str]:
     return [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.1)
-    return value
 
 
 def rows(handle: Any, kind: str = "", phase: str = "") -> list[dict[str, Any]]:
@@ -174,34 +166,6 @@ def test_killed_and_stopped_actors_are_replaced_in_their_seats(run: Callable[...
     assert sorted(groups_left()) == groups
 
 
-def test_a_stuck_drafter_holds_up_nobody(run: Callable[..., Any]) -> None:
-    handle = run(make_config(verifiers=1, ngram=2), ReplacementLimits(health_timeout_s=1000.0))
-    stuck = rows(handle, "drafter")[0]
-    os.kill(stuck["pid"], signal.SIGSTOP)
-    ray.get(handle.scale.remote({"ngram": 3}))
-    wait_until(lambda: len(rows(handle, "drafter", "ready")) == 3, "a third drafter beside the stuck one")
-    wait_until(lambda: all(len(told) == 3 for told in drafters_told(handle).values()), "the verifier was told")
-    # and the shutdown of the fixture ends the stopped process too
-
-
-def test_more_than_the_cluster_holds_stays_pending(run: Callable[..., Any]) -> None:
-    handle = run(make_config(verifiers=1, ngram=1))
-    ray.get(handle.scale.remote({"ngram": 9}))
-
-    def pending() -> list[Any]:
-        drafters = ray.get(handle.view.remote()).drafters
-        return [endpoint for endpoint in drafters if endpoint.phase is Phase.PENDING and endpoint.note]
-
-    waiting = wait_until(
-        lambda: pending() if len(rows(handle, "drafter", "ready")) == 5 else None, "5 ready, 4 pending"
-    )
-    assert len(waiting) == 4
-    assert "waits for room" in waiting[0].note
-    assert waiting[0].handle is None
-    ray.get(handle.scale.remote({"ngram": 1}))
-    wait_for_drafters(handle, 1)
-
-
 def test_a_method_that_never_starts_is_given_up(run: Callable[..., Any]) -> None:
     config = make_config(verifiers=1, ngram=1)
     config.drafters[1].model = "broken"
@@ -231,38 +195,19 @@ def test_a_failed_start_reaches_the_caller_and_leaves_nothing(
     wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True), "no actor")
 
 
-def test_actors_that_are_killed_while_the_run_starts_are_replaced(run: Callable[..., Any], tmp_path: Path) -> None:
-    config = make_config(verifiers=1, ngram=0)
-    config.target.model, config.drafters[1].model = str(tmp_path / "target"), str(tmp_path / "drafter")
-    config.drafters[1].replicas = 1
-    handle = run(config)
-    assert sorted(row["kind"] for row in rows(handle, phase="ready")) == ["drafter", "verifier"]
-    assert (tmp_path / "target").exists() and (tmp_path / "drafter").exists()
-
-
-def test_a_run_is_looked_into_while_it_starts(cluster: Cluster) -> None:
-    config = make_config(verifiers=2, ngram=0, placement_timeout_s=15.0)
+def test_a_run_without_room_is_looked_into_and_then_refused_with_demand_and_supply(cluster: Cluster) -> None:
+    config = make_config(verifiers=2, ngram=1, placement_timeout_s=10.0)
     config.run.name, config.target.cores = "early", 4
     with ThreadPoolExecutor(1) as pool:
         started = pool.submit(start_controller, config, FAKES, QUICK)
         wait_until(lambda: list_runs() == ["early"], "the run")
-        seen = wait_until(lambda: sorted(row["phase"] for row in rows(find_controller("early"))), "its actors")
-        assert len(seen) == 2 and "pending" in seen
-        with pytest.raises(ClusterError, match="found no room"):
+        seen = wait_until(lambda: sorted(row["phase"] for row in rows(find_actor("early"))), "its actors")
+        assert len(seen) == 3 and "pending" in seen
+        with pytest.raises(ClusterError, match="found no room within 10 s") as caught:
             started.result()
-    wait_until(lambda: not groups_left(), "placement groups removed")
-
-
-def test_no_room_is_refused_with_demand_and_supply(cluster: Cluster) -> None:
-    config = make_config(verifiers=2, ngram=1, placement_timeout_s=2.0)
-    config.target.cores = 4
-    with pytest.raises(ClusterError, match="found no room within 2 s") as caught:
-        start_controller(config, FAKES, QUICK)
     text = str(caught.value)
-    assert "verifier-1" in text
-    assert "9 CPU" in text  # in all
-    assert "6 CPU, 0 GPU, free 6 CPU" in text
-    assert "Fix:" in text
+    for words in ("verifier-1", "9 CPU", "6 CPU, 0 GPU, free 6 CPU", "Fix:"):
+        assert words in text
     wait_until(lambda: not groups_left(), "placement groups removed")
 
 
@@ -279,35 +224,14 @@ def test_too_few_cores_for_decoupling_are_refused(cluster: Cluster) -> None:
     wait_until(lambda: not groups_left(), "placement groups removed")
 
 
-def test_draft_actors_share_a_core_among_themselves(run: Callable[..., Any]) -> None:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("the verifier needs one core, and the draft actors another")
-    config = make_config(verifiers=1, ngram=2, pin_cores=True)
-    config.drafters[1].replicas = 1
-    config.drafters[0].cores, config.drafters[1].cores = 0.25, 0.5
-    handle = run(config)
-    ((verifier,),) = (row["cores"] for row in rows(handle, "verifier"))
-    cores = [row["cores"] for row in rows(handle, "drafter")]
-    assert len(cores) == 3 and len(set(cores)) == 1 and verifier not in cores[0]
-
-
-def test_a_coupled_run_has_no_draft_actors_and_refuses_to_scale(run: Callable[..., Any]) -> None:
-    config = make_config(verifiers=2, ngram=2)
-    config.mode = ModeName.coupled
-    handle = run(config)
-    assert [row["kind"] for row in rows(handle)] == ["verifier", "verifier"] and len(groups_left()) == 2
-    with pytest.raises(ConfigError, match=r"mode: 'coupled' has no draft actors to scale.*mode=decoupled"):
-        ray.get(handle.scale.remote({"ngram": 1}))
-
-
 def test_runs_are_found_by_name(run: Callable[..., Any]) -> None:
     config = make_config(verifiers=1, ngram=0)
     config.run.name = "evening"
     run(config)
     assert list_runs() == ["evening"]
-    assert rows(find_controller("evening"), "verifier", "ready")
+    assert rows(find_actor("evening"), "verifier", "ready")
     with pytest.raises(ClusterError, match="alive here: evening"):
-        find_controller("morning")
+        find_actor("morning")
     with pytest.raises(ConfigError, match="is alive"):
         start_controller(config, FAKES, QUICK)
 

@@ -14,9 +14,9 @@ import pytest
 import ray
 
 from specactor_ray import Engine, Rollout, SamplingParams
+from specactor_ray.cluster.backend import start_here
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
-from specactor_ray.controller.start import start_actor
 from specactor_ray.core.errors import InputError
 from specactor_ray.models.loading import load_model
 from specactor_ray.rollout.door import ALL, EngineActor, RemoteEngine
@@ -192,7 +192,7 @@ def test_the_requests_of_a_process_that_dies_are_dropped(rollout: Rollout) -> No
         ray.get(actor.read_commands.remote(0, 60.0))  # the request is there
         os._exit(1)
 
-    actor = start_actor(rollout.run_name, "door", EngineActor)
+    actor = start_here(rollout.run_name, "door", EngineActor)
     with pytest.raises(ray.exceptions.WorkerCrashedError):
         ray.get(sender.remote(actor), timeout=120.0)
     commands: list[Any] = []

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from specactor_ray.cluster import placement as placing
+from specactor_ray.cluster.backend import Demand, RayBackend
 from specactor_ray.cluster.connection import connect
-from specactor_ray.cluster.placement import Demand, NodeSupply
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -61,56 +57,12 @@ def test_malformed_addresses(address: str) -> None:
         connect(ClusterConfig(address=address))
 
 
-PRIVATE = """
-import os, stat, sys, ray
-from specactor_ray.cluster.connection import _probe, connect
-from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.core.errors import ClusterError
-
-def refusal(token):
-    try:
-        _probe(connection.address, token)
-    except ClusterError as error:
-        return str(error)
-
-with connect(ClusterConfig(num_cpus=3)) as connection:
-    assert connection.owned
-    assert ray.cluster_resources()["CPU"] == 3
-    with connect(ClusterConfig(address="auto")) as inner:  # the one this process has, left alone at the end
-        assert not inner.owned and inner.address == connection.address
-    assert ray.is_initialized()
-    (folder,) = os.listdir(sys.argv[1])
-    assert stat.S_IMODE(os.stat(os.path.join(sys.argv[1], folder)).st_mode) == 0o700
-    assert "this process has no token" in refusal("")
-    assert "not the cluster's" in refusal("guessed")
-assert not ray.is_initialized()
-assert not [name for name in os.environ if name.startswith("RAY_AUTH")]
-assert not os.path.exists(os.path.expanduser("~/.ray"))
-connection.close()
-assert os.listdir(sys.argv[1]) == [], os.listdir(sys.argv[1])
-"""
-
-
-def test_a_private_cluster_leaves_no_file_and_says_nothing() -> None:
-    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as folder:  # Ray's sockets need a short path
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        done = subprocess.run(
-            [sys.executable, "-c", PRIVATE, folder],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env={**environment, "TMPDIR": folder, "HOME": f"{folder}-home"},
-        )
-    assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("", "")
-
-
 DRIVER = """
 import sys, time
 import tests.fakes.actors as fake_actors
 from specactor_ray.cluster.connection import connect
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.controller.start import start_controller
+from specactor_ray.controller.controller import start_controller
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName
 import ray
 config = Config(ModeName.decoupled, cluster=ClusterConfig(address=sys.argv[1], pin_cores=False))
@@ -140,20 +92,21 @@ def groups_left() -> list[str]:
 
 
 def test_groups_stand_on_nodes_and_are_given_back(cluster: Cluster) -> None:
-    supply = placing.cluster_supply()
+    backend = RayBackend()
+    supply = backend.supply()
     assert sorted(node.total["CPU"] for node in supply) == [2.0, 4.0]
     demands = [Demand("verifier-0", 3), Demand("ngram-0", 1, 2)]
-    groups = {demand.owner: placing.request(demand.owner, demand) for demand in demands}
-    placed = {owner: wait_until(lambda g=group: placing.resolve(g), owner) for owner, group in groups.items()}
+    groups = {demand.owner: backend.request(demand.owner, demand) for demand in demands}
+    placed = {owner: wait_until(lambda g=group: backend.resolve(g), owner) for owner, group in groups.items()}
     nodes = {node.total["CPU"]: node.node_id for node in supply}
     assert {owner: where.node_id for owner, where in placed.items()} == {
         "verifier-0": nodes[4.0],
         "ngram-0": nodes[2.0],
     }
     for where in placed.values():
-        placing.remove(where.group)
-    placing.remove(placed["ngram-0"].group)  # twice is harmless
-    wait_until_no_groups()
+        backend.remove(where.group)
+    backend.remove(placed["ngram-0"].group)  # twice is harmless
+    wait_until(lambda: not groups_left(), "no placement group left")
 
 
 def test_a_killed_driver_takes_everything_with_it(cluster: Cluster) -> None:
@@ -170,59 +123,5 @@ def test_a_killed_driver_takes_everything_with_it(cluster: Cluster) -> None:
         driver.communicate(timeout=240)
     pids = [int(word) for word in line.split()[1:]]
     assert len(pids) == 2
-    wait_until_no_groups()
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), "the actors ended as well")
-
-
-def wait_until_no_groups() -> None:
     wait_until(lambda: not groups_left(), "no placement group left")
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 60.0
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within 60 s: {what}"
-        time.sleep(0.1)
-    return value
-
-
-# ---- pure ----
-
-
-def node(cpus: float, gpus: float = 0.0) -> NodeSupply:
-    total = {"CPU": cpus, "GPU": gpus}
-    return NodeSupply("n" * 8, "10.0.0.1", total, total)
-
-
-@pytest.mark.parametrize(
-    ("demands", "nodes", "fits"),
-    [
-        ([Demand("a", 2), Demand("b", 2)], [node(4)], True),
-        ([Demand("a", 2), Demand("b", 3)], [node(4)], False),
-        ([Demand("a", 4)], [node(2), node(2)], False),
-        ([Demand("a", 1, 1), Demand("b", 1, 1)], [node(8, 1)], False),
-        ([], [node(1)], True),
-    ],
-)
-def test_what_can_never_fit(demands: list[Demand], nodes: list[NodeSupply], fits: bool) -> None:
-    assert placing.can_ever_fit(demands, nodes) is fits
-
-
-def test_demand_and_supply_are_shown_with_the_fix() -> None:
-    demands = [Demand("verifier-0", 3), Demand("verifier-1", 3), Demand("ngram-0", 1, 1)]
-    table = placing.demand_against_supply(demands, [node(4), node(2, 2)])
-    for line in (
-        r"verifier-0 to verifier-1 \(2\) +3 CPU, 0 GPU",
-        "ngram-0 .*1 CPU, 1 GPU",
-        "in all .*7 CPU, 1 GPU",
-        "4 CPU, 0 GPU, free 4 CPU",
-        "2 CPU, 2 GPU, free",
-    ):
-        assert re.search(line, table)
-    assert "Fix: fewer replicas" in table
-
-
-def test_shared_gpus_are_refused() -> None:
-    placing.refuse_shared_gpus({"verifier-0": ("n1", ["0"]), "draft-0": ("n1", ["1"]), "draft-1": ("n2", ["0"])})
-    with pytest.raises(ClusterError, match="draft-0 and verifier-0 both use GPU 0"):
-        placing.refuse_shared_gpus({"verifier-0": ("n1", ["0"]), "draft-0": ("n1", ["0"])})
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), "the actors ended as well")

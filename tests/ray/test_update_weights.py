@@ -93,10 +93,13 @@ def test_what_does_not_fit_changes_nothing() -> None:
         with pytest.raises(InputError, match="weights cannot change while a stream is open"):
             rollout.update_weights(untouched)
         assert len(list(untouched)) == len(weights), "nothing was read"
+        with pytest.raises(InputError, match="stream is open"):
+            rollout.sleep()
         stream.close()
         assert tokens(rollout) == before
         assert {trajectory.weight_version for trajectory in rollout.generate(PROMPTS, SAMPLING)} == {0}
         assert rollout.update_weights(weights) == 1
         assert tokens(rollout) == before
-    with pytest.raises(InputError, match="this rollout is closed"):
-        rollout.update_weights(weights)
+    for use in (rollout.sleep, rollout.status, lambda: rollout.update_weights(weights)):
+        with pytest.raises(InputError, match="this rollout is closed"):
+            use()

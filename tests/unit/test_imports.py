@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "ray": (
         "cluster/",
         "actors/trainer.py",
-        "controller/start.py",
+        "controller/controller.py",
         "rollout/rollout.py",
         "runs/rollout.py",  # shows the cluster's resources
         "integrations/verl.py",

@@ -62,13 +62,10 @@ class TestOneCall:
         pauses = [round(after - before, 6) for before, after in itertools.pairwise(times)]
         assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
 
-    def test_an_actor_that_stays_unavailable_is_given_up_by_the_deadline(self) -> None:
-        error, script, took = asked([(0.5, UNAVAILABLE)] * 50, deadline_s=10.0)
-        assert error is UNAVAILABLE and 8.0 < took <= 10.0 and len(script.sent) > 4
-
-    def test_no_answer_after_it_was_unavailable_says_so(self) -> None:
-        error, _script, took = asked([(0.0, UNAVAILABLE), None], deadline_s=10.0)
-        assert error is UNAVAILABLE and took == 10.0
+    @pytest.mark.parametrize(("last", "least_s"), [((0.5, UNAVAILABLE), 8.0), (None, 10.0)], ids=["told", "silent"])
+    def test_an_actor_that_stays_unavailable_is_given_up_by_the_deadline(self, last: Any, least_s: float) -> None:
+        error, _script, took = asked([(0.0, UNAVAILABLE)] + [last] * 50, deadline_s=10.0)
+        assert error is UNAVAILABLE and least_s <= took <= 10.0
 
     def test_what_is_not_idempotent_is_sent_once(self) -> None:
         error, script, took = asked([(0.5, UNAVAILABLE), (0.0, "twice")], deadline_s=60.0, retry=False)
@@ -148,22 +145,6 @@ class TestSeveral:
 
         bench.run(body)
 
-    def test_waiting_between_two_attempts_takes_no_longer_than_the_pause(self) -> None:
-        bench = Bench()
-        calls = Script(bench, [(0.0, UNAVAILABLE), (0.0, "yes")]).calls()
-
-        def body() -> None:
-            call = calls.start("actor", "method", deadline_s=60.0)
-            assert calls.wait([call], float("inf")) == [call] and call.result() == "yes"
-
-        bench.run(body)
-        assert bench.kernel.now == pytest.approx(0.1)
-
-    def test_waiting_for_nothing_lasts_as_long_as_it_may(self) -> None:
-        bench = Bench()
-        calls = Script(bench, []).calls()
-        assert bench.run(lambda: calls.wait([], 2.0)) == [] and bench.kernel.now == 2.0
-
 
 def test_a_delivery_tells_its_sender_what_became_of_it() -> None:
     bench = Bench()
@@ -210,23 +191,9 @@ OBJECT = ("00ff", None, "")
         (ray_errors.OwnerDiedError(*OBJECT), ActorLostError),
         (ray_errors.NodeDiedError("node"), ActorLostError),
         (ray_errors.ObjectLostError(*OBJECT), CallError),
-        (ray_errors.ObjectFetchTimedOutError(*OBJECT), CallError),
-        (ray_errors.ObjectFreedError(*OBJECT), CallError),
-        (ray_errors.ReferenceCountingAssertionError(*OBJECT), CallError),
-        (ray_errors.ObjectReconstructionFailedError("00ff"), CallError),
         (ray_errors.ObjectStoreFullError("full"), CallError),
-        (ray_errors.OutOfDiskError("full"), CallError),
-        (ray_errors.OutOfMemoryError("killed"), CallError),
-        (ray_errors.LocalRayletDiedError(), CallError),
-        (ray_errors.WorkerCrashedError(), CallError),
-        (ray_errors.TaskCancelledError(), CallError),
-        (ray_errors.RaySystemError("bad"), CallError),
         (ray_errors.RpcError("bad"), CallError),
-        (ray_errors.RuntimeEnvSetupError("bad"), CallError),
-        (ray_errors.ActorPlacementGroupRemoved(), CallError),
         (ray_errors.ActorUnschedulableError("no room"), CallError),
-        (ray_errors.PendingCallsLimitExceeded("full"), CallError),
-        (ray_errors.PlasmaObjectNotAvailable("x"), CallError),
         (ray_errors.AuthenticationError("token"), CallError),
         (task_error(ValueError("bug")), RemoteError),
         (task_error(KeyboardInterrupt()), RemoteError),

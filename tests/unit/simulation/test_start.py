@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.actors.specs import Phase
-from specactor_ray.controller import controller
+from specactor_ray.controller import fleet
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.core.errors import ClusterError, ModelLoadError, SpecActorError, UserError
 from specactor_ray.simulation.cluster import SimulatedHost, VirtualRun
@@ -48,7 +48,7 @@ class Start:
     def at(self, seconds: float, act: Callable[[], Any]) -> None:
         self._calls.append((seconds, act))
 
-    def scale(self, **drafters: int) -> None:
+    def scale(self, **drafters: int | None) -> None:
         self.run.calls.ask(self.run.controller, "scale", drafters, deadline_s=5.0)
 
     def status(self) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def test_scaling_up_and_then_down_does_not_end_a_start(downs: int) -> None:
 
 def test_what_is_scaled_up_beyond_the_room_stays_pending_and_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     start, rows, warnings = Start(cpus=3.0), list[dict[str, Any]](), list[str]()
-    monkeypatch.setattr(controller.logger, "warning", lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr(fleet.logger, "warning", lambda text, *values: warnings.append(text % values))
     start.at(2.0, lambda: start.scale(ngram=40))
     assert start.play(lambda: rows.extend(start.status())) is None
     waiting = [row for row in rows if row["phase"] == "pending"]

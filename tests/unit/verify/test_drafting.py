@@ -120,7 +120,9 @@ def test_what_a_seat_left_open_at_a_drafter_ends_with_the_next_seat() -> None:
 
 def test_tails_are_kept_up_to_the_largest_window_and_most_branches_of_a_drafter() -> None:
     sizes = {"max_drafts": 9, "max_branches": 3}
-    spec = VerifierSpec("v", TargetConfig(), SpeculationConfig(window=4), ModeName.coupled, **sizes)
+    spec = VerifierSpec(
+        actor_id="v", target=TargetConfig(), speculation=SpeculationConfig(window=4), mode=ModeName.coupled, **sizes
+    )
     drafting = ActorHost().build_drafting(spec, SimpleNamespace(vocab_size=100))  # type: ignore[arg-type]
     assert drafting.table.branch_tail.shape[2:] == (3, 9)
     three = Claim(0, 1, 0, (1,), ((0, (2,)), (0, (3,)), (1, (4,))))

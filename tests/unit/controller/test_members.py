@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from specactor_ray.actors.specs import VERIFIER, Phase
+from specactor_ray.cluster.backend import Demand, ProcessFacts
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.cluster.processes import ProcessFacts
-from specactor_ray.cluster.supervised import Errand, SupervisedActor, stop_in_order
+from specactor_ray.controller.members import Channel, Member, stop_in_order
+from specactor_ray.controller.seats import Seat
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
@@ -25,18 +27,24 @@ INTERVAL_S = 2.0
 FACTS = ProcessFacts(7, 0, "node")
 
 
+def make_member(name: str, handle: Any, calls: Calls) -> Member:
+    member = Member(name, VERIFIER, seat=Seat("v-0", VERIFIER, 0, Demand("v-0", 1), None), calls=calls)
+    member.launched(handle, 30.0, 0.0)
+    return member
+
+
 class Watch:
     """One supervised actor whose calls are answered by hand; time moves by hand too."""
 
     def __init__(self, started: bool = True) -> None:
         self.clock, self.transport = HandClock(), HandTransport()
         self.calls = Calls(self.transport, self.clock)
-        self.actor = SupervisedActor("v-0#1", "v", self.calls, start_timeout_s=30.0)
+        self.actor = make_member("v-0#1", "v", self.calls)
         if started:
             self.one("__ray_call__").answer(FACTS)
             self.one("start").answer({"pid": 7})
             self.look()
-            assert self.actor.started == {"pid": 7} and self.actor.facts == FACTS
+            assert self.actor.phase is Phase.READY and self.actor.facts == FACTS
 
     def look(self, seconds: float = 0.0) -> None:
         """Time passes, and the supervisor comes round."""
@@ -52,7 +60,7 @@ class Watch:
 
     @property
     def silent_s(self) -> float:
-        return self.actor.silent_s(self.clock.seconds)
+        return float(self.actor.silent_s(self.clock.seconds))
 
 
 class TestHealth:
@@ -92,26 +100,17 @@ class TestHealth:
             watch.one("ping").answer(error=error)
             watch.look(INTERVAL_S)
         assert watch.silent_s == 4 * INTERVAL_S and watch.actor.error is None and watch.pings() == 5
-        watch.one("ping").answer({})
-        watch.look()
-        assert watch.silent_s == 0.0
 
-    @pytest.mark.parametrize("node_lost", [False, True])
-    def test_one_that_is_gone_is_dead_and_says_whether_its_node_is(self, node_lost: bool) -> None:
+    @pytest.mark.parametrize("cause", [ActorLostError("ended", True), ActorLostError("ended"), RemoteError("x")])
+    def test_one_that_is_gone_or_whose_loop_has_failed_is_dead(self, cause: SpecActorError) -> None:
         watch = Watch()
-        watch.one("ping").answer(error=ActorLostError("its process ended", node_lost))
+        watch.one("ping").answer(error=cause)
         watch.look()
         error = watch.actor.error
-        assert isinstance(error, ActorLostError) and error.node_lost == node_lost
-        assert str(error) == "v-0#1 failed its health check: its process ended"
+        assert watch.actor.phase is Phase.DEAD and str(error) == f"v-0#1 failed its health check: {cause}"
+        assert getattr(error, "node_lost", None) == getattr(cause, "node_lost", None)
         watch.look(INTERVAL_S)
         assert watch.pings() == 1
-
-    def test_one_whose_loop_has_failed_is_dead(self) -> None:
-        watch = Watch()
-        watch.one("ping").answer(error=RemoteError("the loop failed"))
-        watch.look()
-        assert "the loop failed" in str(watch.actor.error) and not isinstance(watch.actor.error, ActorLostError)
 
     def test_a_suspect_is_asked_at_once(self) -> None:
         watch = Watch()
@@ -139,21 +138,13 @@ class TestHealth:
 
 
 class TestStart:
-    def test_what_it_raises_is_told_even_if_its_process_ended_first(self) -> None:
+    @pytest.mark.parametrize("order", [("__ray_call__", "start"), ("start", "__ray_call__")])
+    def test_what_it_raised_counts_more_than_the_end_of_its_process(self, order: tuple[str, str]) -> None:
         watch = Watch(started=False)
-        watch.one("__ray_call__").answer(error=ActorLostError("gone"))
-        watch.look()
-        assert isinstance(watch.actor.error, ActorLostError)
-        watch.one("start").answer(error=ModelLoadError("there is no model m"))
-        watch.look()
-        assert isinstance(watch.actor.error, ModelLoadError)
-
-    def test_the_end_of_its_process_does_not_hide_what_it_raised(self) -> None:
-        watch = Watch(started=False)
-        watch.one("start").answer(error=ModelLoadError("there is no model m"))
-        watch.look()
-        watch.one("__ray_call__").answer(error=ActorLostError("gone"))
-        watch.look()
+        errors = {"__ray_call__": ActorLostError("gone"), "start": ModelLoadError("there is no model m")}
+        for method in order:
+            watch.one(method).answer(error=errors[method])
+            watch.look()
         assert isinstance(watch.actor.error, ModelLoadError)
 
     def test_one_that_does_not_start_in_time_has_failed(self) -> None:
@@ -164,40 +155,53 @@ class TestStart:
         assert "v-0#1 did not" in str(watch.actor.error)
 
 
-class TestErrand:
-    def errand(self) -> tuple[Watch, Errand]:
+class TestUpdates:
+    def channel(self) -> tuple[Watch, Channel]:
         watch = Watch()
-        errand = watch.actor.news
-        assert errand.state() == "idle"
-        errand.send(watch.actor.call("set_drafters", 1, ()), 1)
-        assert errand.state() == "in flight" and watch.one("set_drafters").arguments == (1, ())
-        return watch, errand
+        self.update(watch)
+        assert watch.one("set_drafters").arguments == (1, ())
+        return watch, watch.actor.peers
 
-    def test_success_is_told_once(self) -> None:
-        watch, errand = self.errand()
+    def update(self, watch: Watch) -> None:
+        actor = watch.actor
+        actor.peers.update(1, watch.clock.seconds, lambda: actor.call("set_drafters", 1, ()))
+
+    def test_a_version_that_was_taken_is_not_sent_again(self) -> None:
+        watch, channel = self.channel()
+        self.update(watch)
+        assert watch.one("set_drafters") and channel.acked == 0
         watch.one("set_drafters").answer()
-        assert [errand.state(), errand.state()] == ["done", "idle"] and errand.error is None
+        self.update(watch)
+        assert channel.acked == 1 and channel.error is None and not watch.transport.open("v", "set_drafters")
 
-    def test_failure_is_told_once_and_why(self) -> None:
-        watch, errand = self.errand()
-        watch.one("set_drafters").answer(error=RemoteError("a bug"))
-        assert [errand.state(), errand.state()] == ["failed", "idle"]
-        assert str(errand.error) == "v-0#1 did not take what it was told: a bug" and watch.actor.error is None
+    def test_a_failure_is_named_and_repeated(self) -> None:
+        watch, channel = self.channel()
+        for _ in range(5):
+            watch.one("set_drafters").answer(error=RemoteError("a bug"))
+            self.update(watch)
+            assert str(channel.error) == "v-0#1 failed an update: a bug" and watch.actor.error is None
+            assert not watch.transport.open("v", "set_drafters")
+            watch.clock.seconds += 2.0
+            self.update(watch)
 
     def test_no_answer_is_a_failure_in_the_end(self) -> None:
-        watch, errand = self.errand()
+        watch, channel = self.channel()
         watch.clock.seconds += 299.0
-        assert errand.state() == "in flight"
+        self.update(watch)
+        assert channel.error is None
         watch.clock.seconds += 1.0
-        assert errand.state() == "failed" and "no answer in time" in str(errand.error)
+        self.update(watch)
+        assert "no answer in time" in str(channel.error)
 
-    def test_draining(self) -> None:
+    @pytest.mark.parametrize("error", [None, RemoteError("a bug")])
+    def test_draining(self, error: SpecActorError | None) -> None:
         watch = Watch()
-        assert not watch.actor.drained()
-        watch.actor.drain()
-        assert not watch.actor.drained()
-        watch.one("drain").answer()
-        assert watch.actor.drained()
+        watch.actor.drain(watch.clock.seconds)
+        watch.look()
+        assert watch.actor.phase is Phase.DRAINING and not watch.actor.drained
+        watch.one("drain").answer(error=error)
+        watch.look()
+        assert watch.actor.drained
 
 
 class Stops:
@@ -226,10 +230,10 @@ def test_all_are_asked_to_stop_and_waited_for_as_long_as_it_helps(
 ) -> None:
     bench = Bench()
     handles = [bench.start(Stops(bench, seconds), f"a{seconds}") for seconds in (0.5, stop_s)]
-    actors = [SupervisedActor(handle.name, handle, bench.calls, 30.0) for handle in handles]
+    actors = [make_member(handle.name, handle, bench.calls) for handle in handles]
 
     def body() -> float:
-        while any(actor.started is None for actor in actors):
+        while not all(actor.has_started for actor in actors):
             bench.clock.sleep(0.1)
             for actor in actors:
                 actor.poll(bench.clock.now(), INTERVAL_S)

@@ -1,0 +1,235 @@
+"""The actors of a run: missing ones are placed and started, dead and surplus ones removed."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from specactor_ray.actors.specs import VERIFIER, Departure, Phase
+from specactor_ray.cluster.backend import (
+    Backend,
+    NodeSupply,
+    can_ever_fit,
+    demand_against_supply,
+)
+from specactor_ray.cluster.names import actor_name, new_actor_id
+from specactor_ray.config.methods import drafter_specs
+from specactor_ray.config.schema import Config
+from specactor_ray.controller.members import ActorClasses, Member, build_spec, default_classes, stop_in_order
+from specactor_ray.controller.reconcile import (
+    Create,
+    Drain,
+    FailureRecord,
+    Remove,
+    ReplacementLimits,
+    decide,
+    has_lasted,
+    is_given_up,
+    record_failure,
+)
+from specactor_ray.controller.seats import Seating
+from specactor_ray.core.errors import ActorLostError, ClusterError, SpecActorError, UserError
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED_DEPARTURES = 256
+STOP_TIMEOUT_S = 12.0
+GONE_TIMEOUT_S = 15.0
+
+
+class Fleet:
+    """All actors of a run, each in its seat. Used by one thread at a time. Nothing blocks, except `end`.
+
+    Attributes:
+        members: Actor id → the actor's record.
+        failures: Key → its recent failures.
+        departed: Verifiers that were removed, the newest last.
+        start_error: Why the run's start cannot succeed; None while it can.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: str,
+        backend: Backend,
+        limits: ReplacementLimits,
+        classes: ActorClasses | None,
+        priors: Mapping[str, float],
+        configured: Mapping[str, int],
+    ) -> None:
+        self._config, self._run, self._backend, self._limits = config, run, backend, limits
+        self._classes, self._priors = classes, priors
+        self._calls, self._clock = backend.calls, backend.calls.clock
+        self._drafters = drafter_specs(config)
+        self._seating = Seating(run, config, backend)
+        self.members: dict[str, Member] = {}
+        self.failures: dict[str, FailureRecord] = {}
+        self.departed: dict[str, Departure] = {}
+        self.start_error: SpecActorError | None = None
+        self._configured, self._is_placed = configured, False
+        """Actors that the start requires, and whether all have had room at the same time."""
+        self._used_ids: set[str] = set()
+        self._observed_at = self._clock.now()
+
+    def has_started(self, desired: Mapping[str, int]) -> bool:
+        """Whether as many actors serve as are configured and still desired. Others may be pending."""
+        serving = Counter(one.key for one in self.members.values() if one.phase is Phase.READY and one.serves)
+        return all(serving[key] >= number for key, number in self._required(desired).items())
+
+    def require_room(self, supply: Sequence[NodeSupply]) -> None:
+        """Check during the start that there is, or may soon be, room for all configured actors.
+
+        Raises:
+            ClusterError: There is none; demand and supply are shown.
+        """
+        cluster, now, problem = self._config.cluster, self._clock.now(), ""
+        demands = [seat.demand for seat in self._seating.seats]
+        pending = [member for member in self.members.values() if member.phase is Phase.PENDING]
+        waiting = [] if self._is_placed else pending
+        self._is_placed = not waiting
+        if cluster.address == "local" and not can_ever_fit(demands, supply):
+            problem = "the run asks for more than its private cluster has"
+        elif any(now - member.since > cluster.placement_timeout_s for member in waiting):
+            names = ", ".join(sorted(member.seat.stem for member in waiting))
+            count = f"{len(waiting)} of {len(self.members)} actors"
+            problem = f"{count} found no room within {cluster.placement_timeout_s:g} s: {names}"
+        if problem:
+            raise ClusterError(f"{problem}.\n{demand_against_supply(demands, supply)}")
+
+    def settle_pending(self) -> None:
+        """Start the pending members whose seats have room now."""
+        now, waiting = self._clock.now(), list[str]()
+        for member in self.members.values():
+            if member.phase is not Phase.PENDING:
+                continue
+            try:
+                if self._seating.settle(member.seat):
+                    self._launch(member, now)
+                elif not member.note and now - member.since > 2.0:
+                    member.note = "waits for room on the cluster."
+                    waiting.append(member.actor_id)
+            except ClusterError as error:
+                if not self._is_placed:
+                    raise
+                if str(error) != member.note:
+                    member.note = str(error)
+                    logger.warning("%s waits: %s", member.actor_id, error)
+        if waiting:
+            demands = [seat.demand for seat in self._seating.seats]
+            more = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
+            table = demand_against_supply(demands, self._backend.supply())
+            logger.warning("%s%s: no room on the cluster yet.\n%s", waiting[0], more, table)
+
+    def reconcile(self, desired: Mapping[str, int]) -> None:
+        """Observe all members, and bring them one step nearer to the desired state."""
+        now = self._clock.now()
+        if not self._is_placed:  # what `scale` added must not take the room of configured actors
+            desired = self._required(desired)
+        self._observe(now)
+        for action in decide(desired, list(self.members.values()), self.failures, now, self._limits):
+            if isinstance(action, Create):
+                self._create(action.key, now)
+            elif isinstance(action, Drain):
+                self.members[action.actor_id].drain(now)
+            else:
+                self._remove(action, desired, now)
+        self._seating.trim(desired)
+
+    def given_up(self) -> set[str]:
+        """Draft methods of which no more actors are started."""
+        return {key for key, record in self.failures.items() if is_given_up(key, record, self._limits)}
+
+    def end(self) -> bool:
+        """Stop the loops in order, end all processes, and release all seats. Bounded in time. Returns whether every
+        process is verified to be gone."""
+        launched = [member for member in self.members.values() if member.handle is not None]
+        try:
+            return self._end_all(launched)
+        finally:
+            self._seating.close()
+            self.members.clear()
+
+    def _end_all(self, members: Sequence[Member]) -> bool:
+        stop_in_order(members, self._calls, STOP_TIMEOUT_S, self._config.cluster.health_interval_s)
+        for member in members:
+            member.poll(self._clock.now(), float("inf"))  # the facts may have arrived meanwhile
+            self._backend.reaper.reap(member.handle, member.facts)
+        deadline = self._clock.now() + GONE_TIMEOUT_S
+        while self._backend.reaper.poll():
+            if self._clock.now() >= deadline:
+                logger.error("some actor processes of run %s did not end in time", self._run)
+                return False
+            self._clock.sleep(0.05)
+        return True
+
+    def _required(self, desired: Mapping[str, int]) -> dict[str, int]:
+        """The configured actors that are still desired."""
+        return {key: min(number, self._configured.get(key, 0)) for key, number in desired.items()}
+
+    def _observe(self, now: float) -> None:
+        was_delayed = now - self._observed_at > self._limits.health_timeout_s / 2  # the controller, not the actors
+        self._observed_at = now
+        for member in self.members.values():
+            if was_delayed:
+                member.forgive(now)
+            if member.poll(now, self._config.cluster.health_interval_s):
+                logger.info("%s is ready", member.actor_id)
+            if has_lasted(member, now, self._limits):
+                self.failures.pop(member.key, None)
+
+    def _create(self, key: str, now: float) -> None:
+        seat = self._seating.claim(key)
+        actor_id = new_actor_id(seat.stem, self._used_ids, self._backend.suffix)
+        self._used_ids.add(actor_id)
+        seat.occupant = actor_id
+        self.members[actor_id] = Member(actor_id, key, since=now, created_at=now, seat=seat, calls=self._calls)
+
+    def _launch(self, member: Member, now: float) -> None:
+        seat = member.seat
+        assert seat.placement is not None  # callers have settled the seat
+        self._classes = self._classes or default_classes()  # may take seconds, so it is after the first status
+        cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
+        spec = build_spec(self._config, self._drafters, member, self._priors)
+        name = actor_name(self._run, member.actor_id)
+        handle = self._backend.launch(cls, spec, name, seat.placement, seat.demand)
+        member.launched(handle, self._limits.start_timeout_s, now)
+
+    def _remove(self, action: Remove, desired: Mapping[str, int], now: float) -> None:
+        member = self.members.pop(action.actor_id)
+        log = logger.warning if action.failed else logger.info
+        log("%s is removed: %s", action.actor_id, action.reason)
+        if action.failed:
+            record = record_failure(self.failures.get(member.key), now, action.reason, member)
+            self.failures[member.key] = record
+            if self._required(desired).get(member.key, 0):
+                self._check_start(member, action.reason, record)
+            if is_given_up(member.key, record, self._limits):
+                logger.error("no more draft actors of %s are started: %s", member.key, record.error)
+        if member.key == VERIFIER:
+            self.departed[member.actor_id] = _departure(action, member)
+            for oldest in list(self.departed)[:-_REMEMBERED_DEPARTURES]:
+                del self.departed[oldest]
+        if member.handle is not None:
+            self._backend.reaper.reap(member.handle, member.facts)
+        member.seat.occupant = None
+
+    def _check_start(self, member: Member, reason: str, record: FailureRecord) -> None:
+        """Set the error of the run's start after a failure. Lost members are replaced, up to a number of losses in a
+        row; an error or a timeout in a member's own start ends that of the run."""
+        is_replaced = member.was_ready or isinstance(member.error, ActorLostError)
+        if is_replaced and record.quick < self._limits.max_start_failures:
+            return
+        if isinstance(member.error, UserError):
+            self.start_error = member.error
+        else:
+            again = f" (failure {record.quick} in a row)" if record.quick > 1 else ""
+            self.start_error = SpecActorError((reason if member.error else f"{member.actor_id}: {reason}") + again)
+
+
+def _departure(action: Remove, member: Member) -> Departure:
+    """Reason for the end of this verifier, for the rollout."""
+    if not action.failed:
+        return Departure.RELEASED
+    lost = isinstance(member.error, ActorLostError) and member.error.node_lost
+    return Departure.NODE_LOST if lost else Departure.FAILED

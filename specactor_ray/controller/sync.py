@@ -1,0 +1,206 @@
+"""Updates of all members: which draft actors serve which verifiers, and the current weights.
+
+Verifiers of neighbouring seats form a group, and a draft actor serves whole groups, so that the messages between
+verifiers and draft actors grow with the verifiers instead of with their square. Each update has a version, and a member
+is sent what it has not acknowledged (`Channel`); a stuck member does not delay others.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from specactor_ray.actors.specs import VERIFIER, ClusterView, DraftEndpoint, Phase
+from specactor_ray.cluster.calls import Call
+from specactor_ray.config.methods import inline_drafters, taught_by_trainer
+from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config
+from specactor_ray.controller.members import Member
+from specactor_ray.core.clock import Clock
+from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
+from specactor_ray.transport.messages import WeightSet
+
+logger = logging.getLogger(__name__)
+
+I = TypeVar("I", bound=Hashable)  # noqa: E741
+P = TypeVar("P", bound=Hashable)
+Service = frozenset[tuple[str, int]]
+"""Pairs of a draft actor and a group that it serves."""
+_PEERS_TIMEOUT_S = 30.0
+
+
+def group_of(seat: int, replicas: int, most: int = 0) -> int:
+    """The group of the verifier on this seat, from 0. Groups are of about equal size, `most` (0: 8) at most."""
+    groups = math.ceil(replicas / (most or VERIFIERS_PER_GROUP))
+    return seat // math.ceil(replicas / groups)
+
+
+def assign_drafters(drafters: Iterable[str], groups: Collection[int], before: Service = frozenset()) -> Service:
+    """Assign the ready draft actors of one method to the groups with verifiers. `before`: the last result.
+
+    Each draft actor serves one group; with more groups than draft actors, one draft actor serves each group. They are
+    spread evenly with as few changes as possible. Every group is served as long as there is a draft actor.
+    """
+    drafters, groups = sorted(drafters), sorted(groups)
+    if len(drafters) >= len(groups):
+        return frozenset(_spread(drafters, groups, dict(sorted(before))).items())
+    served = _spread(groups, drafters, {group: drafter for drafter, group in sorted(before)})
+    return frozenset((drafter, group) for group, drafter in served.items())
+
+
+def _spread(items: Collection[I], places: Collection[P], before: Mapping[I, P]) -> dict[I, P]:
+    """Item → place, evenly: its former place, unless that would have two items more than another."""
+    if not places:
+        return {}
+    at = {item: before[item] for item in items if before.get(item) in places}
+    load = Counter(dict.fromkeys(places, 0))
+    load.update(at.values())
+    for item in items:
+        if item not in at:
+            at[item] = min(load, key=load.__getitem__)
+            load[at[item]] += 1
+    while True:
+        fullest, emptiest = max(load, key=load.__getitem__), min(load, key=load.__getitem__)
+        if load[fullest] - load[emptiest] < 2:
+            return at
+        at[next(item for item in at if at[item] == fullest)] = emptiest
+        load[fullest] -= 1
+        load[emptiest] += 1
+
+
+class PeerSync:
+    """Sends every ready member its peers: draft actors of the group to verifiers, and verifiers to draft actors."""
+
+    def __init__(self, config: Config) -> None:
+        self._replicas, self._most = config.target.replicas, config.speculation.verifiers_per_group
+        self._peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._version = 0
+        self._served: dict[str, Service] = {}
+        """Method → its draft actors and the groups they serve."""
+
+    def update(self, members: Iterable[Member], view: ClusterView, now: float) -> None:
+        """Send the current lists to members that have not acknowledged them. Never blocks."""
+        members = list(members)
+        endpoints = [endpoint for endpoint in view.drafters if endpoint.phase is Phase.READY]
+        peers = (tuple(view.verifiers), tuple(endpoint.actor_id for endpoint in endpoints))
+        group = {m.actor_id: group_of(m.seat.index, self._replicas, self._most) for m in members if m.key == VERIFIER}
+        if peers != self._peers:
+            self._peers, self._version = peers, self._version + 1
+            self._assign(endpoints, {group[name] for name in view.verifiers})
+        for member in members:
+            if member.phase is Phase.READY:
+                send = functools.partial(self._send, member, endpoints, view, group)
+                member.peers.update(self._version, now, send)
+
+    def _send(
+        self, member: Member, endpoints: Sequence[DraftEndpoint], view: ClusterView, group: Mapping[str, int]
+    ) -> Call:
+        peers: Any
+        if member.key == VERIFIER:
+            method, mine = "set_drafters", group[member.actor_id]
+            peers = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
+        else:
+            method, served = "set_verifiers", self._served.get(member.key, ())
+            peers = {id_: at for id_, at in view.verifiers.items() if (member.actor_id, group[id_]) in served}
+        return member.call(method, self._version, peers, deadline_s=_PEERS_TIMEOUT_S)
+
+    def _assign(self, endpoints: Sequence[DraftEndpoint], groups: Collection[int]) -> None:
+        of_method: dict[str, list[str]] = {}
+        for one in endpoints:
+            of_method.setdefault(one.drafter.method, []).append(one.actor_id)
+        self._served = {
+            method: assign_drafters(drafters, groups, self._served.get(method, frozenset()))
+            for method, drafters in of_method.items()
+        }
+
+
+class WeightSync:
+    """Sends the current weights to members that lack them.
+
+    A verifier is in the view only with the current weights (`Member.serves`), and a draft actor only once it has had
+    current ones. A member that repeatedly fails to load them is marked dead, and so replaced.
+
+    A method that the trainer teaches has its own weights and versions; no call waits for them. Verifiers that host the
+    method get them, too.
+    """
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self._followers = {VERIFIER, *(drafter.method for drafter in config.drafters if drafter.follow_policy)}
+        taught = taught_by_trainer(config)
+        self._taught_method = taught.method if taught is not None else ""
+        self._is_hosted = taught in inline_drafters(config)
+        self._taught: WeightSet | None = None
+        """Newest weights of the taught method; None: it has those of the configuration."""
+        self._current: WeightSet | None = None
+        """Current weights of the policy; None until the first update: all actors have those of the configuration."""
+        self._in_place = 0
+        """Version of the policy that all verifiers have."""
+        self._changed = clock.condition()
+        """Guards all weights; notified when every verifier has the policy's current ones."""
+
+    def set_current(self, weights: WeightSet) -> None:
+        """Set new weights of the policy.
+
+        Raises:
+            InputError: They are not newer than the current ones: a version is never used for two sets of weights.
+        """
+        with self._changed:
+            current = self._current
+            if current is None or weights.version > current.version:
+                self._current = weights
+            elif weights.version < current.version or weights.buckets != current.buckets:
+                raise InputError(f"weights of version {weights.version} come after version {current.version}")
+
+    def wait_for(self, version: int, timeout_s: float) -> bool:
+        """Wait until all ready verifiers have this version. Returns whether they have. Draft actors may lag, which
+        costs speed only."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._in_place >= version, timeout_s)
+
+    def offer(self, method: str, weights: WeightSet) -> None:
+        """Take new weights of a method. They count if it is taught and the version is newer."""
+        with self._changed:
+            if method == self._taught_method and (self._taught is None or weights.version > self._taught.version):
+                self._taught = weights
+            else:
+                logger.info("weights %d of %s are not needed", weights.version, method)
+
+    def is_settled(self) -> bool:
+        """Whether no policy weights are in flight to verifiers."""
+        return self._current is None or self._in_place >= self._current.version
+
+    def update(self, members: Iterable[Member], now: float) -> None:
+        """Send missing weights and take the answers that have arrived. Never blocks."""
+        with self._changed:
+            ready = [member for member in members if member.phase is Phase.READY and member.error is None]
+            for member in ready:
+                self._update_one(member, now)
+            verifiers = [member for member in ready if member.key == VERIFIER]
+            if self._current is not None and all(self._is_current(member) for member in verifiers):
+                self._in_place = self._current.version
+                self._changed.notify_all()
+
+    def _update_one(self, member: Member, now: float) -> None:
+        wanted, taught, channel = self._wanted(member), self._taught, member.weights
+        if wanted is not None:
+            channel.update(wanted.version, now, functools.partial(member.call, "load_weights", wanted))
+        if isinstance(channel.error, ActorLostError):
+            member.error = channel.error
+        elif channel.has_failed:
+            member.error = SpecActorError(f"weights: {channel.error}")
+        member.serves = self._is_current(member) or (member.serves and member.key != VERIFIER)
+        if self._is_hosted and member.key == VERIFIER and taught is not None:
+            send = functools.partial(member.call, "teach", self._taught_method, taught)
+            member.taught.update(taught.version, now, send)
+
+    def _wanted(self, member: Member) -> WeightSet | None:
+        if member.key in self._followers:
+            return self._current
+        return self._taught if member.key == self._taught_method else None
+
+    def _is_current(self, member: Member) -> bool:
+        wanted = self._wanted(member)
+        return wanted is None or member.weights.acked == wanted.version

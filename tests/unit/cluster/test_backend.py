@@ -1,0 +1,47 @@
+"""Demand and supply of resources."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from specactor_ray.cluster.backend import (
+    Demand,
+    NodeSupply,
+    can_ever_fit,
+    demand_against_supply,
+)
+
+
+def node(cpus: float, gpus: float = 0.0) -> NodeSupply:
+    total = {"CPU": cpus, "GPU": gpus}
+    return NodeSupply("n" * 8, "10.0.0.1", total, total)
+
+
+@pytest.mark.parametrize(
+    ("demands", "nodes", "fits"),
+    [
+        ([Demand("a", 2), Demand("b", 2)], [node(4)], True),
+        ([Demand("a", 2), Demand("b", 3)], [node(4)], False),
+        ([Demand("a", 4)], [node(2), node(2)], False),
+        ([Demand("a", 1, 1), Demand("b", 1, 1)], [node(8, 1)], False),
+        ([], [node(1)], True),
+    ],
+)
+def test_what_can_never_fit(demands: list[Demand], nodes: list[NodeSupply], fits: bool) -> None:
+    assert can_ever_fit(demands, nodes) is fits
+
+
+def test_demand_and_supply_are_shown_with_the_fix() -> None:
+    demands = [Demand("verifier-0", 3), Demand("verifier-1", 3), Demand("ngram-0", 1, 1)]
+    table = demand_against_supply(demands, [node(4), node(2, 2)])
+    for line in (
+        r"verifier-0 to verifier-1 \(2\) +3 CPU, 0 GPU",
+        "ngram-0 .*1 CPU, 1 GPU",
+        "in all .*7 CPU, 1 GPU",
+        "4 CPU, 0 GPU, free 4 CPU",
+        "2 CPU, 2 GPU, free",
+    ):
+        assert re.search(line, table)
+    assert "Fix: fewer replicas" in table

@@ -1,0 +1,331 @@
+"""Draft actors in groups, evenly and with few changes; and weights for members that lack them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
+from specactor_ray.cluster.backend import Demand
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.methods import drafter_specs
+from specactor_ray.config.schema import Config
+from specactor_ray.controller.members import Member, next_view
+from specactor_ray.controller.seats import Seat
+from specactor_ray.controller.sync import PeerSync, Service, WeightSync, assign_drafters, group_of
+from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
+from specactor_ray.transport.messages import WeightSet
+from tests.fakes.clocks import HandClock
+from tests.fakes.hand_transport import HandTransport
+
+drafters = st.sets(st.sampled_from([f"ngram-{n}#a" for n in range(9)]))
+groups = st.sets(st.integers(0, 7))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "most", "sizes"),
+    [
+        (1, 0, [1]),
+        (8, 0, [8]),
+        (9, 0, [5, 4]),
+        (256, 0, [8] * 32),
+        (4, 2, [2, 2]),
+        (5, 2, [2, 2, 1]),
+        (3, 1, [1, 1, 1]),
+        (20, 64, [20]),
+    ],
+)
+def test_groups_are_of_neighbours_and_of_about_equal_size(replicas: int, most: int, sizes: list[int]) -> None:
+    of_seat = [group_of(seat, replicas, most) for seat in range(replicas)]
+    assert of_seat == sorted(of_seat) and list(Counter(of_seat).values()) == sizes
+
+
+def loads(service: Service, side: int, everyone: set[Any]) -> list[int]:
+    count = Counter(pair[side] for pair in service)
+    return [count[one] for one in everyone]
+
+
+@given(st.lists(st.tuples(drafters, groups), min_size=1, max_size=6))
+def test_whatever_comes_and_goes_all_are_served_and_evenly(history: list[tuple[set[str], set[int]]]) -> None:
+    service: Service = frozenset()
+    for ready, serving in history:
+        service = assign_drafters(ready, serving, service)
+        assert {drafter for drafter, _ in service} <= ready and {group for _, group in service} <= serving
+        if not ready or not serving:
+            assert not service
+            continue
+        for side, everyone in ((0, ready), (1, serving)):
+            counts = loads(service, side, everyone)
+            assert min(counts) >= 1 and max(counts) - min(counts) <= 1
+        assert len(service) == max(len(ready), len(serving))
+        assert assign_drafters(ready, serving, service) == service
+
+
+@given(st.sets(st.sampled_from([f"ngram-{n}#a" for n in range(9)]), min_size=2), st.integers(1, 8), st.data())
+def test_when_one_draft_actor_is_replaced_nobody_else_leaves_a_group(
+    ready: set[str], number: int, data: st.DataObject
+) -> None:
+    before = assign_drafters(ready, range(number))
+    lost = data.draw(st.sampled_from(sorted(ready)))
+    after = assign_drafters(ready - {lost} | {"ngram-9#b"}, range(number), before)
+    assert {pair for pair in before if pair[0] != lost} <= after
+
+
+class HandMember(Member):
+    """A ready member whose calls are answered when the test says so."""
+
+    def __init__(self, key: str, index: int = 0, suffix: str = "a") -> None:
+        self.transport, name = HandTransport(), f"{key}-{index}#{suffix}"
+        seat = Seat(f"{key}-{index}", key, index, Demand(key, 1), None)
+        super().__init__(name, key, Phase.READY, seat=seat, calls=Calls(self.transport, HandClock()), handle=name)
+
+    def sent(self, method: str) -> list[tuple[Any, ...]]:
+        """Arguments of all calls of this method."""
+        return [one.arguments for one in self.transport.sent if one.method == method]
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions of the weights that it was to load."""
+        return [weights.version for (weights,) in self.sent("load_weights")]
+
+    @property
+    def lessons(self) -> list[tuple[str, int]]:
+        """Methods and versions of the weights that its own drafters were to take."""
+        return [(method, weights.version) for method, weights in self.sent("teach")]
+
+    def awaits(self, method: str) -> bool:
+        return bool(self.transport.open(self.actor_id, method))
+
+    def answer(self, method: str, error: str | SpecActorError = "") -> None:
+        """Answer the open call of this method, if there is one."""
+        waiting = self.transport.open(self.actor_id, method)
+        assert len(waiting) <= 1, "one call at a time"
+        for one in waiting:
+            one.answer(None, SpecActorError(error) if error and isinstance(error, str) else error or None)
+
+
+class Cast:
+    """Members that are all ready."""
+
+    def __init__(self, verifiers: int, ngram: int, suffix: int, most: int = 0) -> None:
+        self.config = from_mapping(
+            {
+                "target": {"replicas": verifiers},
+                "speculation": {"verifiers_per_group": most},
+                "drafters": [{"method": "ngram", "replicas": ngram}, {"method": "suffix", "replicas": suffix}],
+            }
+        )
+        self.members: dict[str, HandMember] = {}
+        for key, number in ((VERIFIER, verifiers), ("ngram", ngram), ("suffix", suffix)):
+            for index in range(number):
+                self.add(key, index)
+        self.view = ClusterView()
+        self.peers = PeerSync(self.config)
+
+    def add(self, key: str, index: int, suffix: str = "a") -> str:
+        member = HandMember(key, index, suffix)
+        member.serves = True
+        self.members[member.actor_id] = member
+        return member.actor_id
+
+    def send(self) -> dict[str, set[str]]:
+        """Member → its peers."""
+        self.view = next_view(self.view, list(self.members.values()), drafter_specs(self.config), {}, {})
+        self.peers.update(self.members.values(), self.view, 0.0)
+        found = {}
+        for name, member in self.members.items():
+            method = "set_drafters" if member.key == VERIFIER else "set_verifiers"
+            member.answer(method)
+            _version, peers = member.sent(method)[-1]
+            found[name] = {getattr(one, "actor_id", one) for one in peers}
+        return found
+
+
+def methods(peers: set[str]) -> list[str]:
+    return sorted(name.partition("-")[0] for name in peers)
+
+
+class TestPeers:
+    def test_up_to_eight_verifiers_have_all_draft_actors(self) -> None:
+        cast = Cast(verifiers=8, ngram=2, suffix=1)
+        peers_of = cast.send()
+        verifiers = {name for name in peers_of if name.startswith(VERIFIER)}
+        for name, peers in peers_of.items():
+            assert peers == (peers_of.keys() - verifiers if name in verifiers else verifiers)
+
+    def test_more_are_served_in_groups_and_both_sides_agree(self) -> None:
+        cast = Cast(verifiers=16, ngram=4, suffix=1)
+        peers_of = cast.send()
+        verifiers = [name for name in peers_of if name.startswith(VERIFIER)]
+        for name in verifiers:
+            assert methods(peers_of[name]) == ["ngram", "ngram", "suffix"]
+        assert all(peers_of[name] == peers_of[f"{VERIFIER}-0#a"] for name in verifiers[:8])
+        for name, peers in peers_of.items():
+            assert all(name in peers_of[peer] for peer in peers)
+
+    def test_the_last_draft_actor_of_a_method_serves_everyone(self) -> None:
+        cast = Cast(verifiers=16, ngram=2, suffix=1)
+        cast.send()
+        del cast.members["ngram-1#a"]
+        peers_of = cast.send()
+        assert len(peers_of["ngram-0#a"]) == 16
+        cast.add("ngram", 1, "b")
+        peers_of = cast.send()
+        assert len(peers_of["ngram-0#a"]) == len(peers_of["ngram-1#b"]) == 8
+
+    def test_draft_actors_follow_the_verifiers_that_are_left(self) -> None:
+        cast = Cast(verifiers=6, ngram=3, suffix=1, most=2)
+        for index in (0, 1, 2, 3):
+            del cast.members[f"{VERIFIER}-{index}#a"]
+        peers_of = cast.send()
+        left = {f"{VERIFIER}-4#a", f"{VERIFIER}-5#a"}
+        assert all(peers_of[f"ngram-{n}#a"] == left for n in range(3))
+        assert all(methods(peers_of[name]) == ["ngram", "ngram", "ngram", "suffix"] for name in left)
+
+    def test_a_verifier_that_is_replaced_is_in_the_same_group(self) -> None:
+        cast = Cast(verifiers=16, ngram=2, suffix=2)
+        before = cast.send()[f"{VERIFIER}-3#a"]
+        del cast.members[f"{VERIFIER}-3#a"]
+        cast.send()
+        cast.add(VERIFIER, 3, "b")
+        assert cast.send()[f"{VERIFIER}-3#b"] == before
+
+
+def config(where: str = "trainer", mode: str = "decoupled") -> Config:
+    head = {"method": "eagle", "model": "m", "online": {"where": where}}
+    return from_mapping({"mode": mode, "drafters": [{"method": "ngram"}, head]})
+
+
+def make_sync(where: str = "trainer", mode: str = "decoupled") -> WeightSync:
+    return WeightSync(config(where, mode), HandClock())
+
+
+_NOW = itertools.count(0.0, 10.0)
+
+
+def send(sync: WeightSync, *members: HandMember) -> None:
+    """The next round of the controller, later than any pause."""
+    sync.update(members, next(_NOW))
+
+
+def settle(sync: WeightSync, *members: HandMember) -> None:
+    for _ in range(6):
+        send(sync, *members)
+        for one in members:
+            one.answer("load_weights")
+
+
+def in_place(sync: WeightSync, version: int) -> bool:
+    return sync.wait_for(version, 0.0)
+
+
+class TestWeights:
+    def test_all_draft_actors_of_a_method_get_the_versions_it_was_taught(self) -> None:
+        sync, members = make_sync(), [HandMember("eagle", 0), HandMember("eagle", 1), HandMember("ngram")]
+        members.append(HandMember(VERIFIER))
+        settle(sync, *members)
+        assert all(one.serves for one in members)
+        for method, version in (("eagle", 1), ("ngram", 3)):  # ngram is not taught
+            sync.offer(method, WeightSet(version, ()))
+        settle(sync, *members)
+        for version in (3, 2):
+            sync.offer("eagle", WeightSet(version, ()))
+        settle(sync, *members)
+        sync.offer("eagle", WeightSet(3, ()))
+        settle(sync, *members)
+        assert [one.versions for one in members] == [[1, 3], [1, 3], [], []], "only the newest is sent"
+        late = HandMember("eagle", 2)
+        send(sync, late, *members)
+        assert not late.serves and late.versions == [3]
+        settle(sync, late, *members)
+        assert late.serves and [one.weights.acked for one in (late, *members)] == [3, 3, 3, 0, 0]
+
+    def test_verifiers_that_draft_themselves_are_taught_and_the_policy_does_not_wait_for_it(self) -> None:
+        sync, verifiers = make_sync(mode="coupled"), [HandMember(VERIFIER, index) for index in (0, 1)]
+        sync.offer("eagle", WeightSet(2, ()))
+        send(sync, *verifiers)
+        for version in (3, 4):
+            sync.offer("eagle", WeightSet(version, ()))
+        send(sync, *verifiers)
+        assert all(one.serves and one.weights.acked == 0 for one in verifiers) and sync.is_settled()
+        verifiers[0].answer("teach")
+        verifiers[1].answer("teach", "the object is lost")  # the next version replaces it
+        send(sync, *verifiers)
+        assert [one.lessons for one in verifiers] == [[("eagle", 2), ("eagle", 4)]] * 2
+        for _ in range(6):
+            verifiers[1].answer("teach", "shapes differ")
+            send(sync, *verifiers)
+        assert verifiers[1].lessons.count(("eagle", 4)) == 3 and verifiers[1].error is None
+        late = HandMember(VERIFIER, 2)
+        send(sync, late)
+        assert late.serves and late.lessons == [("eagle", 4)] and late.versions == []
+
+    def test_the_policy_does_not_wait_for_heads(self) -> None:
+        sync, head, verifier = make_sync(), HandMember("eagle"), HandMember(VERIFIER)
+        settle(sync, head, verifier)
+        sync.offer("eagle", WeightSet(1, ()))
+        send(sync, head, verifier)
+        assert head.awaits("load_weights")
+        sync.set_current(WeightSet(7, ()))
+        assert not in_place(sync, 7) and not sync.is_settled()
+        send(sync, verifier)
+        verifier.answer("load_weights")
+        send(sync, head, verifier)
+        assert in_place(sync, 7) and sync.is_settled() and head.weights.acked == 0 and head.serves
+
+    def test_one_that_cannot_take_weights_is_marked_dead(self) -> None:
+        sync, first, second, lost = make_sync(), *(HandMember("eagle", index) for index in range(3))
+        settle(sync, first, second, lost)
+        sync.offer("eagle", WeightSet(1, ()))
+        send(sync, first, second, lost)
+        first.answer("load_weights")
+        lost.answer("load_weights", ActorLostError("killed", node_lost=True))
+        for _ in range(3):  # once may have been bad luck
+            assert second.error is None and second.awaits("load_weights")
+            second.answer("load_weights", "shapes differ")
+            send(sync, first, second, lost)
+            send(sync, first, second, lost)
+        assert "shapes differ" in str(second.error) and first.weights.acked == 1 and first.error is None
+        assert isinstance(lost.error, ActorLostError) and lost.error.node_lost
+
+    def test_failed_weights_are_sent_again_after_a_pause(self) -> None:
+        sync, one = make_sync(), HandMember(VERIFIER)
+        sync.set_current(WeightSet(1, ()))
+        sync.update([one], 0.0)
+        one.answer("load_weights", "the object is lost")
+        for now in (1.0, 2.9):
+            sync.update([one], now)
+        assert not one.awaits("load_weights")
+        sync.update([one], 3.0)
+        assert one.awaits("load_weights")
+
+    def test_a_verifier_serves_only_with_the_current_weights(self) -> None:
+        sync, one = make_sync(), HandMember(VERIFIER)
+        send(sync, one)
+        assert one.serves and sync.is_settled()
+        sync.set_current(WeightSet(1, ("a",)))
+        send(sync, one)
+        assert not one.serves and not in_place(sync, 1)
+        sync.set_current(WeightSet(2, ("b",)))  # while the first is on its way
+        one.answer("load_weights")
+        send(sync, one)
+        assert not one.serves and one.versions == [1, 2] and not in_place(sync, 2)
+        one.answer("load_weights")
+        send(sync, one)
+        assert one.serves and in_place(sync, 2)
+
+    def test_a_version_is_one_set_of_weights_for_ever(self) -> None:
+        sync, one = make_sync(), HandMember(VERIFIER)
+        for _ in range(2):  # the second time because an answer was lost
+            sync.set_current(WeightSet(3, ("a",)))
+        for wrong in (WeightSet(2, ("a",)), WeightSet(3, ("b",))):
+            with pytest.raises(InputError, match="come after version 3"):
+                sync.set_current(wrong)
+        send(sync, one)
+        assert one.sent("load_weights") == [(WeightSet(3, ("a",)),)]
