@@ -36,7 +36,7 @@ from rich.table import Table
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.evaluation import replay
-from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
+from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.proposer import packed
 
 HistoryProposer = NgramProposer | SuffixProposer

@@ -42,7 +42,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams  # fmt: skip
-from specactor_ray.draft.lookup.proposer import NgramProposer
+from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
@@ -60,9 +60,8 @@ from specactor_ray.transport.messages import (
     TailBatch,
     ToRollout,
 )
-from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import DrafterLink
 
 ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS = 24, 120

@@ -10,13 +10,12 @@ from specactor_ray.bench.comparison import Output
 from specactor_ray.config.drafter_spec import drafter_spec
 from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.target.registry import build_engine
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Finished, Progress
-from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.drafting import Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import HostedDrafter
 
 
 class TurnTaker:

@@ -16,8 +16,7 @@ from specactor_ray.core.errors import InputError, SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.evaluation import AcceptanceCounts, draft_all, replay
-from specactor_ray.draft.mirror import common_prefix
-from specactor_ray.draft.proposer import Proposer, packed
+from specactor_ray.draft.proposer import Proposer, common_prefix, packed
 from specactor_ray.transport.messages import Features
 
 

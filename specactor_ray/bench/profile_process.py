@@ -217,7 +217,7 @@ def measure_verify(
 
 def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measured: Measured, report: Report) -> None:
     """Measure D of a draft method over the axes, and how often it is right on the records; added to `measured`."""
-    from specactor_ray.draft.registry import build_proposer
+    from specactor_ray.draft.proposer import build_proposer
 
     axes, device = share.axes, "cuda" if drafter.gpus else "cpu"
     spec = drafter_spec("drafters", drafter, axes.draft_window, max(axes.batches))

@@ -14,10 +14,9 @@ from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.drafting import acting_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
-from specactor_ray.plan.plan import best_ahead
-from specactor_ray.plan.step_cost import range_number
-from specactor_ray.plan.tgs import geometric
-from specactor_ray.verify.acceptance import DEFAULT_PRIOR
+from specactor_ray.plan.costs import range_number
+from specactor_ray.plan.search import best_ahead, geometric
+from specactor_ray.verify.table import DEFAULT_PRIOR
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ class Standing:
 
 
 def tokens_per_s(number: int, load: VerifierLoad, figures: Figures, bounds: Bounds) -> float:
-    """Predicted tokens per second of a verifier with `number` draft actors, as in the plan (`plan/plan.py`)."""
+    """Predicted tokens per second of a verifier with `number` draft actors, as in the plan (`plan/search.py`)."""
     plain = load.rows / max(figures.verify.seconds(load.rows, load.rows, 0.0), 1e-9)
     if not number:
         return plain

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.distill.corpus import CorpusRecord
-from specactor_ray.draft.mirror import common_prefix
-from specactor_ray.draft.proposer import Proposer, packed
+from specactor_ray.draft.proposer import Proposer, common_prefix, packed
 from specactor_ray.transport.messages import Features
 
 

@@ -19,7 +19,7 @@ from specactor_ray.distill.card import read_card
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.evaluation import replay
 from specactor_ray.distill.rollouts import Corpus
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.models.loading import describes_head
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ import numpy as np
 
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft import _branches_numba as kernels
-from specactor_ray.draft._branches_numba import FREE as FREE
-from specactor_ray.draft._branches_numba import GAPS as GAPS
-from specactor_ray.draft._branches_numba import MAIN as MAIN
-from specactor_ray.draft._branches_numba import RANKS as RANKS
-from specactor_ray.draft.mirror import MirrorTable
+from specactor_ray.draft import _kernels as kernels
+from specactor_ray.draft._kernels import FREE as FREE
+from specactor_ray.draft._kernels import GAPS as GAPS
+from specactor_ray.draft._kernels import MAIN as MAIN
+from specactor_ray.draft._kernels import RANKS as RANKS
+from specactor_ray.draft.slots import MirrorTable
 from specactor_ray.transport.messages import NO_BRANCHES, Branches
 
 GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])

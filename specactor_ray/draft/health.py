@@ -1,12 +1,16 @@
-"""Health of a drafter: its weights, and the number of its draft tokens that were right with them."""
+"""Health of a drafter: its failures, its weights, and the number of its draft tokens that were right with them."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
 from specactor_ray.config.methods import Checkpoint, Traits
+
+logger = logging.getLogger(__name__)
 
 ENOUGH = 200
 """Wrong draft tokens in a row that raise the alarm. With 3% right tokens, one such row in 440 is a false alarm."""
@@ -31,6 +35,28 @@ def checksum(state_dict: Mapping[str, Any]) -> str:
         sample = values[:: values.numel() // _SAMPLED + 1].float().cpu().numpy()
         total = crc32(sample.tobytes(), crc32(name.encode(), total))
     return f"{total:08x}" if state_dict else ""
+
+
+class Failures:
+    """Counts failures by the kind of error. Logs the first one of a kind with its traceback, and then the 10th, the
+    100th and so on."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+
+    def __len__(self) -> int:
+        """Number of failures."""
+        return self._counts.total()
+
+    def add(self, what: str, error: BaseException) -> None:
+        """Count a failure; `what`: name of the failed work in the log."""
+        kind = type(error).__name__
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 1:
+            logger.error("%s; further failures with %s are counted", what, kind, exc_info=error)
+        elif str(count).strip("0") == "1":
+            logger.warning("%s: %s; %d failures with %s so far", what, error, count, kind)
 
 
 class Health:

@@ -22,7 +22,7 @@ from specactor_ray.core.loop import IDLE_WAIT_S, Loop
 from specactor_ray.draft.health import Health, checksum
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.requests import DraftRequests
-from specactor_ray.plan.step_cost import StepCost
+from specactor_ray.plan.costs import StepCost
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, TailBatch

@@ -1,8 +1,8 @@
 """The proposer: a plain class that drafts ahead of the last known commits of its requests.
 
 It uses no Ray, no clock and no network; the draft loop (`draft/loop.py`) calls it and sends its tails. Requests are
-slots and arrays; a proposer that drafts for one request at a time derives from `RowProposer` (`draft/slots.py`). Drafts
-never change a sampled token: the target checks every one.
+slots and arrays; a proposer that drafts for one request at a time derives from `RowProposer` (`draft/slots.py`). Traits
+and the list of built-in methods are in `config/methods.py`. Drafts never change a sampled token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from specactor_ray.config.methods import NO_TRAITS
+from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of
+from specactor_ray.core.errors import ConfigError, SpecActorError, clipped, clipped_text
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.transport.messages import NO_BRANCHES, Branches, Features, FinishedOutput
 
@@ -46,6 +47,16 @@ def packed(commits: Sequence[tuple[int, int, Sequence[int]]]) -> tuple[np.ndarra
     columns = np.array([(slot, start, len(tokens)) for slot, start, tokens in commits], np.int32).reshape(-1, 3)
     slots, starts, lengths = np.ascontiguousarray(columns.T)
     return slots, starts, lengths, np.array([token for _, _, tokens in commits for token in tokens], np.int32)
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    length = 0
+    for mine, theirs in zip(left, right, strict=False):
+        if mine != theirs:
+            break
+        length += 1
+    return length
 
 
 class Proposer(abc.ABC):
@@ -151,3 +162,28 @@ class Proposer(abc.ABC):
             ModelLoadError: Its model cannot be loaded or served.
         """
         return cls(config)  # type: ignore[call-arg]  # the constructor of a class that does not override this
+
+
+def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
+    """Build the configured proposer for this target on `device` (`cpu` or `cuda`).
+
+    Raises:
+        ConfigError: There is no such method, or a user's own class cannot be made.
+        ModelLoadError: Its model cannot be loaded or served.
+    """
+    key, method = "drafters.N.method", clipped_text(config.method)
+    proposer_class: type[Proposer] = class_of(config.method, key)
+    try:
+        proposer = proposer_class.from_config(config, target, device)
+        if not isinstance(proposer, Proposer):
+            raise TypeError(f"from_config returned {clipped(proposer)}")
+    except Exception as error:
+        if isinstance(error, SpecActorError) or config.method in BUILT_IN:
+            raise
+        problem = f"{method} cannot be made: {type(error).__name__}: {clipped(error)}."
+        raise ConfigError(key, problem, "mend its from_config, or its constructor.") from error
+    missing = [name for name in proposer.required if not hasattr(proposer, name)]
+    if missing:
+        fix = "set method and vocab_size in the class, and call super().__init__() in its constructor."
+        raise ConfigError(key, f"{method} is made without {', '.join(missing)}.", fix)
+    return proposer

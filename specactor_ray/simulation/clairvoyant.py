@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from specactor_ray.plan.step_cost import StepCost
+from specactor_ray.plan.costs import StepCost
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.world import World
-from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.table import Acceptance, RequestTable
 
 _POINTS = 33
 """Number of draft positions at which a step's cost is computed; the cost is linear in between."""

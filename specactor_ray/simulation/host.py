@@ -11,8 +11,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.draft.proposer import Proposer
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import Proposer, build_proposer
 from specactor_ray.simulation.clairvoyant import KnownAcceptance, KnownCost
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import VirtualClock

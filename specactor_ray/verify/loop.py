@@ -21,11 +21,9 @@ from specactor_ray.core.loop import IDLE_WAIT_S, Loop
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout
-from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.metrics import StepMetrics
-from specactor_ray.verify.policy import Seconds
-from specactor_ray.verify.requests import Requests
-from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
+from specactor_ray.verify.requests import Requests, StepMetrics
+from specactor_ray.verify.verify_lengths import Seconds
 
 logger = logging.getLogger(__name__)
 

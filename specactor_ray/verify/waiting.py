@@ -1,11 +1,10 @@
-"""Length of a step's wait for first drafts: its gain against the loss in its seconds and in the next step."""
+"""How long a step waits for first drafts, and when drafting is suspended. See docs/design/policy.md."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from specactor_ray.verify.acceptance import HALF_LIFE_STEPS
-from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.table import HALF_LIFE_STEPS, RequestTable
 
 _FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
 _TRIES, _GAIN_TRIES = 8.0, 64.0
@@ -21,6 +20,18 @@ _HOPELESS, _REST_STEPS = 0.75, 16
 is considered for this many steps."""
 _PLAIN, _WAITED, _TAIL = range(3)
 """Kinds of a row's step: plain, after a wait for a tail, or with a tail at its begin."""
+PROBE_STEPS = 8
+"""Steps with drafts before their speed is compared."""
+TELL_EVERY = 16
+"""Period, in steps of a suspension, at which commits are sent to drafters."""
+_STEP_FADE = 1.0 - 1.0 / 48.0
+"""Weight that a step with drafts loses with each one after it."""
+_SHORTEST, _LONGEST = 2, 256
+"""Least and most steps of a suspension, which is four times as long if drafts do not pay after it either."""
+_FEWER = 0.5
+"""Share of its initial requests at which a suspension ends early."""
+_OWN_WEIGHT = 0.1
+"""Weight of the newest plain step in the moving mean of the Python time of plain steps."""
 
 
 class Waiting:
@@ -101,3 +112,60 @@ class Waiting:
         self.rest, self._left = max(self.rest - 1, 0), self._left - 1
         if self._left == 0:
             self._answer_s, self._waits = 0.0, 0
+
+
+class Suspension:
+    """Suspends drafts for a while if steps with drafts commit fewer tokens per second than plain ones would.
+
+    The time of a plain step is computed from the actual step with drafts: without the wait, the draft positions of the
+    forward, and the additional Python time. So a temporarily slow machine favours neither.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._spell = 0, _SHORTEST  # remaining steps of this suspension, and steps of the next one
+        self._rows = 0  # requests at its begin
+        self._steps = 0  # steps with drafts since the last suspension
+        self._sums = np.zeros(4)  # tokens and seconds of these steps; the same for plain steps in their place
+        self._plain_row_s = 0.0  # Python seconds per request in plain steps; 0 before the first one
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps neither wait for drafts nor verify any."""
+        return self._left > 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether commits are not sent to drafters either."""
+        return self._left % TELL_EVERY != 0
+
+    def end(self) -> None:
+        """Resume drafting now."""
+        self._left, self._steps, self._spell = 0, 0, _SHORTEST
+
+    def record(self, num_rows: int, accepted: int, seconds: float, drafting_s: float, own_s: float) -> None:
+        """Record a step of `seconds`, of which `drafting_s` for waiting for drafts and verifying them, and `own_s` in
+        the verifier's Python. `num_rows`, `accepted`: decoded requests, and right draft tokens."""
+        if not num_rows:
+            return
+        if self._left:
+            if self.is_quiet:
+                weight = _OWN_WEIGHT if self._plain_row_s else 1.0
+                self._plain_row_s += weight * (own_s / num_rows - self._plain_row_s)
+            # Fewer requests leave more room for drafts.
+            self._left = self._left - 1 if num_rows > _FEWER * self._rows else 0
+            return
+        self._steps += 1
+        if self._steps == 1:
+            self._sums[:] = 0.0
+            return  # drafters catch up
+        saved_s = max(own_s - num_rows * self._plain_row_s, 0.0)
+        plain_s = max(seconds - drafting_s - saved_s, 0.0)
+        self._sums = _STEP_FADE * self._sums + (num_rows + accepted, seconds, num_rows, plain_s)
+        if self._steps <= PROBE_STEPS:
+            return
+        tokens, seconds, plain_tokens, plain_s = self._sums
+        if tokens * plain_s < plain_tokens * seconds:
+            self._left, self._steps, self._rows = self._spell, 0, num_rows
+            self._spell = min(4 * self._spell, _LONGEST)
+        elif self._steps > 4 * PROBE_STEPS:
+            self._spell = _SHORTEST

@@ -16,10 +16,8 @@ from specactor_ray.core.fallbacks import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.burst import CudaCapturer
 from specactor_ray.draft.eagle.checkpoint import load_head
-from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.eagle.runner import EagleRunner
-from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.model_proposer import ModelProposer
+from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
+from specactor_ray.draft.model import DraftModelProposer, ModelProposer
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.transport.messages import Features
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompt_ids, tiny_target

@@ -28,9 +28,8 @@ from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Finished, Progress
-from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.drafting import Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import HostedDrafter
 
 STEP_TOKENS, WINDOW, _WARM_UP_TOKENS = 2048, 8, 4
 

@@ -6,7 +6,7 @@ import pytest
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import build_proposer
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from specactor_ray.distill.eagle_student import Batch, EagleStudent, reject_fore
 from specactor_ray.distill.evaluation import replay
 from specactor_ray.distill.measuring import head_config
 from specactor_ray.distill.recipe import CorpusRecipe, TrainRecipe
-from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.eagle.runner import EagleRunner
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
+from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.transport.messages import Features

@@ -22,10 +22,8 @@ from specactor_ray.distill.eagle_unroll import unroll_loss
 from specactor_ray.distill.online import EagleLearner, choose_samples, load_learner
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead
-from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.eagle.runner import EagleRunner
-from specactor_ray.draft.proposer import Proposer
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
+from specactor_ray.draft.proposer import Proposer, build_proposer
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.wire import from_wire, to_wire

@@ -19,8 +19,7 @@ from specactor_ray.distill.eagle import EagleExample, expected_counts, make_batc
 from specactor_ray.distill.eagle_unroll import EagleBatch, unroll
 from specactor_ray.draft.eagle.checkpoint import load_head, read_head_config, save_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead
-from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.seeds import own_noise

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup import _token_log_numba as kernels
-from specactor_ray.draft.lookup.proposer import LookupProposer, NgramProposer, SuffixProposer
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft import _lookup_kernels as kernels
+from specactor_ray.draft.lookup import LookupProposer, NgramProposer, SuffixProposer
+from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.transport.messages import FinishedOutput
 from tests.by_name import ByName
 from tests.unit.brute_force_log import BruteForceLog, Noise

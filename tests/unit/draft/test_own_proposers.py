@@ -20,17 +20,15 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.measuring import measure
 from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
+from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.proposer import Proposer, packed
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import Proposer, build_proposer, packed
 from specactor_ray.rollout.preflight import export_what_drafters_read
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Finished, Progress
-from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.fakes.own_proposers import Lookup
 from tests.tiny import tiny_draft, tiny_target
 from tests.unit.engine_conformance import requests

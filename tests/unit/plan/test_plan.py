@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import InputError
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
-from specactor_ray.plan.plan import Candidate, Method, SliceLoad, search_plan
-from specactor_ray.plan.tgs import geometric
+from specactor_ray.plan.search import Candidate, Method, SliceLoad, geometric, search_plan
 
 PROBABILITIES = st.one_of(st.sampled_from([0.0, 1.0, 1e-300, 1 - 2**-53, 0.5]), st.floats(0.0, 1.0))
 

@@ -21,8 +21,8 @@ from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.models.identity import method_identity, model_identity
 from specactor_ray.plan.costs import CostPoint
-from specactor_ray.plan.plan import ALL_MODES
 from specactor_ray.plan.profile import KIND, SCHEMA, load_profile
+from specactor_ray.plan.search import ALL_MODES
 from specactor_ray.rollout.planning import _devices_of, apply_plan, as_decoupled, make_plan, requests_of, resolve_plan
 
 WINDOWS, CONTEXTS, BATCHES, CORES = (0, 1, 4), (32, 256), (1, 8), (1, 2)

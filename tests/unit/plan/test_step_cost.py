@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.plan.step_cost import StepCost
+from specactor_ray.plan.costs import StepCost
 
 FORGET = 256
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.plan.tgs import geometric, iterations, run_ahead, share_right, window_rates
+from specactor_ray.plan.search import geometric, iterations, run_ahead, share_right, window_rates
 
 # Also those next to 1, where a naive quotient loses its digits.
 PROBABILITIES = st.one_of(st.floats(0, 1), st.floats(1e-15, 1e-3).map(lambda rest: 1.0 - rest))

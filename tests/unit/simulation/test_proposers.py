@@ -12,9 +12,8 @@ import pytest
 
 from specactor_ray.bench.gpu_check.rollouts import OracleProposer
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
-from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.model_proposer import ModelProposer
+from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
+from specactor_ray.draft.model import DraftModelProposer, ModelProposer
 from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.draft.slots import RowProposer, SlotProposer
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specactor_ray.transport.events import EventQueue
+from specactor_ray.transport.link import EventQueue
 
 
 def woken(wait: Callable[[], object], wake: Callable[[], None]) -> object:

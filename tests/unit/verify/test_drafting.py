@@ -15,7 +15,7 @@ from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.methods import Traits, traits
 from specactor_ray.config.schema import SpeculationConfig, TargetConfig
 from specactor_ray.core.types import Mode, SamplingParams
-from specactor_ray.draft.lookup.proposer import NgramProposer
+from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.target.base import States, TargetRequest
@@ -23,8 +23,7 @@ from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, TailBatch
 from specactor_ray.verify import seat
 from specactor_ray.verify._kernels import Committed
-from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from tests.by_name import ByName
 from tests.unit.verify.tables import Claim, batch, ints, request
 

@@ -22,26 +22,24 @@ from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolic
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import loop as draft_loop
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
-from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.health import ENOUGH, checksum
-from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
+from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.slots import RowProposer
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.plan.step_cost import StepCost
+from specactor_ray.plan.costs import StepCost
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Features, Finished, Progress
 from specactor_ray.verify import racing
-from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.policy import DraftPolicy, Suspension
-from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from specactor_ray.verify.verify_lengths import DraftPolicy, Suspension
 from tests.fakes.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 from tests.unit.engine_conformance import Driver, requests, run

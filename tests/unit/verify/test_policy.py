@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
-from specactor_ray.plan.step_cost import StepCost
-from specactor_ray.plan.tgs import geometric, iterations
+from specactor_ray.plan.costs import StepCost
+from specactor_ray.plan.search import geometric, iterations
 from specactor_ray.verify import _kernels
-from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.policy import Drafter, DraftPolicy, Seconds
-from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.table import Acceptance, RequestTable
+from specactor_ray.verify.verify_lengths import Drafter, DraftPolicy, Seconds
 from tests.unit.verify.tables import commit, ints, request, say
 
 WINDOW = 8

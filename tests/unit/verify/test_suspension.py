@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
-from specactor_ray.plan.step_cost import StepCost
-from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.policy import PROBE_STEPS, TELL_EVERY, DraftPolicy, Seconds, Suspension
-from specactor_ray.verify.table import RequestTable
+from specactor_ray.plan.costs import StepCost
+from specactor_ray.verify.table import Acceptance, RequestTable
+from specactor_ray.verify.verify_lengths import PROBE_STEPS, TELL_EVERY, DraftPolicy, Seconds, Suspension
 
 PLAIN_S, OWN_S, PLAIN_OWN_S = 0.01, 0.0006, 0.0002
 """A plain step, and our own Python in steps with drafts and in plain ones."""

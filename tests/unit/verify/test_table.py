@@ -14,8 +14,7 @@ import pytest
 
 from specactor_ray.verify import _kernels
 from specactor_ray.verify._kernels import COUNTS, FREE, REFUTED
-from specactor_ray.verify.acceptance import Acceptance, bucket_of
-from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.table import Acceptance, RequestTable, bucket_of
 from tests.unit.verify.tables import EVIDENCE, Claim, batch, commit, request, say
 
 WINDOW, BRANCHES, VOCAB, METHODS = 4, 2, 3, 3

@@ -1,4 +1,4 @@
-"""Kernels of `token_log.py` and `lookup/proposer.py`, compiled by numba: logs of tokens, and drafts from them.
+"""Kernels of `lookup.py`, compiled by numba: logs of tokens, and drafts from them.
 
 A log is a ring of rows, one per token, the oldest overwritten first. A row is one line of an int32 table:
 
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specactor_ray.core.jit import kernel
-from specactor_ray.draft import _mirror_numba
-from specactor_ray.draft._mirror_numba import Lines
+from specactor_ray.draft import _kernels
+from specactor_ray.draft._kernels import Lines
 from specactor_ray.sampling import numba as sampling_numba
 from specactor_ray.sampling.numba import keyed_gumbel
 
@@ -39,7 +39,7 @@ DOUBT = 0.5
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
 
-_jit: Any = kernel(sources=(_mirror_numba, sampling_numba))
+_jit: Any = kernel(sources=(_kernels, sampling_numba))
 
 
 class Log(NamedTuple):
@@ -266,7 +266,7 @@ def _follow(
 def fill(
     mirror: Any, limits: Any, texts: Any, log: Any, count: Any, high: Any, factor: Any, floor: Any, slots: Any
 ) -> None:
-    """Lengthen the tails of `slots` up to `limits` by the rule of `lookup/proposer.py`. `high`, `factor` and `floor`:
+    """Lengthen the tails of `slots` up to `limits` by the rule of `lookup.py`. `high`, `factor` and `floor`:
     `max_match`, `length_factor` and `min_probability` of `LookupProposer`."""
     lines, texts, log = Lines(*mirror), Texts(*texts), Log(*log)
     scratch, width = np.empty((3, MAX_VOTES), np.int32), lines.lines.shape[1]

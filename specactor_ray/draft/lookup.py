@@ -2,10 +2,10 @@
 
 Let `text` be prompt, committed output and tail, and `known` its part without the tail. Sources, in this order: `known`;
 the outputs of the same prompt; with two scopes all outputs of the run, finished or not. In each source the occurrences
-of the longest match of the end of `text` are followed by vote (`token_log.py`). A later source replaces an earlier one
-if its match is at least as long and its expected accepted length (the sum of the path's probabilities) is larger; any
-source replaces one without a guess. If the texts end before the window is full, the search continues with the guess as
-context. Tails never enter an index.
+of the longest match of the end of `text` are followed by vote. A later source replaces an earlier one if its match is
+at least as long and its expected accepted length (the sum of the path's probabilities) is larger; any source replaces
+one without a guess. If the texts end before the window is full, the search continues with the guess as context. Tails
+never enter an index. See docs/design/suffix-drafter.md.
 """
 
 from __future__ import annotations
@@ -20,41 +20,73 @@ import numpy as np
 
 from specactor_ray.config.methods import BUILT_IN
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.draft.lookup import _token_log_numba as kernels
-from specactor_ray.draft.lookup.token_log import TokenLog
+from specactor_ray.draft import _lookup_kernels as kernels
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.transport.messages import FinishedOutput
 
 
+class TokenLog:
+    """Texts of token ids, interleaved in the order they were written: the outputs of the run.
+
+    An *occurrence* of a context is a token of some text such that the `n` tokens before it, in its text, equal the
+    last `n` of the context, `min_match <= n <= max_match`. Contexts are hashed at the lengths `min_match`, four times
+    that, and so on. Of the longest of these that has occurrences the `MAX_VOTES` latest are compared, and those with
+    the longest match vote for the next token. The winner is drafted, the occurrences that agree with it go on to their
+    next token and vote again.
+
+    Args:
+        capacity: Most tokens kept, at least 1. Beyond them each new token overwrites the oldest.
+        scopes: 1: look-ups stay within a group. 2: they may also go over all groups.
+    """
+
+    def __init__(self, capacity: int, min_match: int, max_match: int, scopes: int) -> None:
+        levels = [min_match]
+        while 4 * levels[-1] <= max_match:
+            levels.append(4 * levels[-1])
+        columns = scopes * len(levels)
+        # Untouched zero pages take no memory.
+        self.rows = np.zeros((capacity, kernels.LINKS + columns), np.int32)
+        self.heads = np.zeros(columns << (capacity - 1).bit_length(), np.int32)
+        self.arrays = (self.rows, self.heads, np.array(levels, np.int32), scopes)
+        """See `_lookup_kernels.Log`."""
+        self.count = 0
+        """Total of written tokens."""
+
+    def remembers(self, number: int) -> bool:
+        """Whether row `number`, counted from the first ever written, is kept."""
+        return 0 <= number >= self.count - len(self.rows)
+
+    def write(self, text: np.ndarray, group: int, last: int, begin: int = 0) -> int:
+        """Append `text[begin:]` (int32) after the row number `last` (-1: none). Returns the number of its last row."""
+        self.count, last = kernels.write(self.arrays, self.count, text, begin, len(text), group, last)
+        return last
+
+
 class LookupProposer(SlotProposer):
     """Drafts by look-ups, on token ids of any vocabulary.
-
-    `extend` fills the windows of all requests that were opened or advanced since the last call and returns each of them
-    once, also without a guess.
 
     The outputs of the run are in one `TokenLog`, each visible to all requests from its first token on. Before it is the
     end of its prompt as context only, so that the start of an output is found, too. An output that is closed unfinished
     (moved, or opened again) is continued when its request returns, so no token counts twice.
 
     Args:
-        min_match: Shortest suffix that counts as a match, at least 1.
-        max_match: Longest suffix that is looked up, at least `min_match`.
+        min_match, max_match: Shortest suffix that counts as a match, and longest one that is looked up.
         history_tokens: Most tokens kept of outputs, with the ends of their prompts, running ones included; 0: only a
-            request's own text is looked up. Default: the method's.
-        max_batch: Most requests drafted for at once, at least 1.
+            request's own text is looked up.
+        max_batch: Most requests drafted for at once.
         length_factor: Most draft tokens per matched token; 0: no such limit.
         min_probability: Smallest estimated probability of a whole guess, from 0 to below 1.
         shared_noise: Add the target's noise to the votes (temperatures above 0).
 
-    Raises:
-        ValueError: An argument is out of range.
+    Defaults of None are those of the method.
     """
 
     vocab_size: int | None = None
-    history: int
-    """Default of `history_tokens`."""
     scopes: int
     """1: outputs of the same prompt are searched. 2: also outputs of all prompts."""
+    history: int
+    factor, floor, noise = 0.0, 0.0, False
+    """`history` to `noise`: defaults of `history_tokens`, `length_factor`, `min_probability` and `shared_noise`."""
     _by_slot = (*SlotProposer._by_slot, "_indexed", "_groups", "_lasts", "_written", "_seeds", "_bases", "_noisy")
 
     def __init__(
@@ -63,28 +95,25 @@ class LookupProposer(SlotProposer):
         max_match: int = 8,
         history_tokens: int | None = None,
         max_batch: int = 64,
-        length_factor: float = 0.0,
-        min_probability: float = 0.0,
-        *,
-        shared_noise: bool = False,
+        length_factor: float | None = None,
+        min_probability: float | None = None,
+        shared_noise: bool | None = None,
     ) -> None:
-        kept = self.history if history_tokens is None else history_tokens
-        if not 1 <= min_match <= max_match:
-            raise ValueError(f"min_match is {min_match} and max_match is {max_match}; need 1 <= min_match <= max_match")
-        if kept < 0:
-            raise ValueError(f"history_tokens is {kept} (0 or more)")
         super().__init__(max_batch)
-        self._limits = max_match, float(length_factor), float(min_probability)
-        self._shared_noise, self._max_batch = shared_noise, max_batch
+        kept = self.history if history_tokens is None else history_tokens
+        factor = self.factor if length_factor is None else float(length_factor)
+        self._limits = max_match, factor, self.floor if min_probability is None else float(min_probability)
+        self._shared_noise = self.noise if shared_noise is None else shared_noise
+        self._max_batch, self._has_history = max_batch, kept > 0
         self._log_shape = max(kept, 1), min_match, max_match, self.scopes
-        self._log, self._has_history = TokenLog(*self._log_shape), kept > 0
+        self._log = TokenLog(*self._log_shape)
         self._unfinished: OrderedDict[str, tuple[int, int, np.ndarray]] = OrderedDict()
         """Request that was closed unfinished → its group, number of the last row, and output tokens in the history."""
         self._indexed, self._groups, self._lasts, self._written = np.zeros((4, 0), np.int64)
         self._seeds, self._bases = np.zeros(0, np.uint64), np.zeros(0, np.int64)
         self._noisy, self._odds = np.zeros(0, np.bool_), np.zeros((0, 0))
         self._own_rows, self._own_heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
-        """These ten arrays: see `_token_log_numba.Texts`."""
+        """These ten arrays: see `_lookup_kernels.Texts`."""
         nothing = np.zeros(0, np.int32)  # compiles or loads the kernels (some seconds on the first run of a machine)
         self._log.write(nothing, 0, -1)
         self._write(nothing)
@@ -112,17 +141,17 @@ class LookupProposer(SlotProposer):
     @property
     def history_tokens(self) -> int:
         """Tokens of outputs, with the ends of their prompts, in the history."""
-        return self._log.num_tokens
+        return min(self._log.count, len(self._log.rows))
 
     @property
     def history_bytes(self) -> int:
         """Bytes reserved for outputs and for the text of open requests, untouched pages included."""
-        return int(self._log.nbytes + self._own_rows.nbytes + self._own_heads.nbytes)
+        return sum(array.nbytes for array in (self._log.rows, self._log.heads, self._own_rows, self._own_heads))
 
     def _enter(self, slot: int, late: bool) -> bool:
         sampling, prompt, committed = self.samplings[slot], self.mirrors.prompt(slot), self.mirrors.committed(slot)
         self._seeds[slot], self._noisy[slot] = sampling.seed, self._shared_noise and sampling.temperature > 0.0
-        self._bases[slot] = sampling.first_position - int(self.mirrors.prompts[slot])
+        self._bases[slot] = sampling.first_position - len(prompt)
         self._indexed[slot], self._groups[slot] = 0, -1
         if self._has_history:
             found = self._resume(self.request_ids[slot], prompt, committed)
@@ -184,7 +213,7 @@ class NgramProposer(LookupProposer):
 
     method = "ngram"
     traits = BUILT_IN[method].traits
-    history, scopes = 1 << 16, 1
+    scopes, history = 1, 1 << 16
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
@@ -200,27 +229,10 @@ class SuffixProposer(LookupProposer):
 
     method = "suffix"
     traits = BUILT_IN[method].traits
-    history, scopes = 1 << 20, 2
-
-    def __init__(
-        self,
-        min_match: int = 2,
-        max_match: int = 8,
-        history_tokens: int | None = None,
-        max_batch: int = 64,
-        length_factor: float = 2.0,
-        min_probability: float = 0.1,
-        *,
-        shared_noise: bool = True,
-    ) -> None:
-        if not 0.0 < length_factor < float("inf") or not 0.0 <= min_probability < 1.0:
-            raise ValueError(
-                f"length_factor is {length_factor} (above 0), min_probability is {min_probability} (0 to below 1)"
-            )
-        limits = (min_match, max_match, history_tokens, max_batch, length_factor, min_probability)
-        super().__init__(*limits, shared_noise=shared_noise)
+    scopes, history = 2, 1 << 20
+    factor, floor, noise = 2.0, 0.1, True
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
-        limits = (config.min_match, config.max_match, config.history_tokens, config.max_batch)
-        return cls(*limits, config.length_factor, config.min_probability, shared_noise=config.shared_noise)
+        lookups = (config.min_match, config.max_match, config.history_tokens, config.max_batch)
+        return cls(*lookups, config.length_factor, config.min_probability, config.shared_noise)
