@@ -62,17 +62,16 @@ class Texts(NamedTuple):
     """int32 `(slots, width, LINKS + levels)`; `heads` int32 `(slots, levels * width)`: logs of the own text."""
     heads: np.ndarray
     indexed: np.ndarray
-    """int64 `(slots,)`: tokens in these logs; 0 begins a new log."""
+    """Tokens in these logs; 0 begins a new log."""
     groups: np.ndarray
-    """int64 `(slots,)`: the request's group in the log of the run; -1: it does not use that log."""
+    """The request's group in the log of the run (-1: it does not use that log), the number of its last row there, and
+    its output tokens there."""
     lasts: np.ndarray
-    """int64 `(slots,)`: number of the request's last row in the log of the run."""
     written: np.ndarray
-    """int64 `(slots,)`: the request's output tokens in the log of the run."""
     seeds: np.ndarray
-    """uint64 `(slots,)`: seeds of the target's noise, used where `noisy` is True."""
+    """Seeds of the target's noise, the position in the noise of the first token of each line, and whether it is used.
+    """
     bases: np.ndarray
-    """int64 `(slots,)`: position in the noise of the first token of each line."""
     noisy: np.ndarray
     odds: np.ndarray
     """float64 `(slots, width)`: share of the votes of each tail token."""
@@ -227,14 +226,9 @@ def _elect(rows: Any, found: Any, votes: Any, key: Any, tokens: Any, ballots: An
 def _follow(
     rows: Any, votes: Any, limit: Any, floor: Any, path: Any, noise: Any, scratch: Any, tokens: Any, odds: Any
 ) -> Any:
-    """Follow the elected tokens from the first `votes` rows in `scratch[0]` on.
-
-    Args:
-        limit: Most tokens.
-        floor, path: Least probability of the path, and its probability so far.
-        noise: (seed, position of the first token, whether it is used); else the majority decides.
-        scratch: int32 `(3, MAX_VOTES)`.
-        tokens, odds: Filled with the tokens and their share of the votes.
+    """Follow the elected tokens from the first `votes` rows in `scratch[0]` on, `limit` tokens at most, while the
+    probability of the path, `path` so far, is not below `floor`. Fills `tokens` and their shares of the votes, `odds`.
+    `noise`: (seed, position of the first token, whether it is used); else the majority decides.
 
     Returns:
         (drafted tokens, sum of the path probabilities, whether the end of the texts ended the draft).

@@ -2,10 +2,9 @@
 
 The main chains are the lines of `MirrorTable`. A drafter that samples with the target's noise has the next best
 candidates of each position for this very draw; a branch is the main chain up to a position, then such a candidate and
-its continuation. Where a commit refutes the main chain, the branch that agrees takes its place. SSD (arXiv 2603.03251)
-drafts outcomes by their distribution; here they are those of the draw.
-
-The worth of a branch is learned: how often each candidate is right, by the gap between the first and the second score.
+its continuation. Where a commit refutes the main chain, the branch that agrees takes its place. How often each
+candidate is right is learned by the gap between the first and the second score. SSD (arXiv 2603.03251) drafts outcomes
+by their distribution; here they are those of the draw.
 """
 
 from __future__ import annotations
@@ -33,17 +32,15 @@ UNKNOWN = np.zeros(0)
 
 
 class Chains(NamedTuple):
-    """Chains of a forward."""
+    """Chains of a forward: int32 `(n,)` each."""
 
     slots: np.ndarray
-    """int32 `(n,)`: slot of each chain."""
     numbers: np.ndarray
-    """int32 `(n,)`: `MAIN`, or the number of the branch."""
+    """`MAIN`, or the number of the branch."""
     begins: np.ndarray
-    """int32 `(n,)`: for a branch that begins with this forward, the index in the line at which it leaves the main
-    chain; else `FREE`."""
+    """Index in the line at which a branch that begins with this forward leaves the main chain; else `FREE`."""
     counts: np.ndarray
-    """int32 `(n,)`: tokens that each chain reads, at least 1; a branch reads one."""
+    """Tokens that each chain reads, at least 1; a branch reads one."""
 
     def at(self, chosen: np.ndarray) -> Chains:
         """The chains chosen by bool `(n,)`."""
@@ -55,7 +52,8 @@ class BranchTable:
 
     Rows of the drafter's cache are kept with the branches; the caller defines their meaning. `gaps` and `others` have
     one more place than branches: that of the main chain, the last one. Both are stored at their index in the line
-    modulo `width`.
+    modulo `width`. `tips`, int32 `(slots,)`, are indices in the line at which each main chain is extended: from there
+    to the end of the tail it is drafted again, and another token replaces the rest.
     """
 
     def __init__(self, most: int) -> None:
@@ -98,15 +96,8 @@ class BranchTable:
         return freed
 
     def settle(self, mirrors: MirrorTable, main_rows: np.ndarray, *commits: np.ndarray) -> np.ndarray:
-        """Compare the branches with commits, right before `MirrorTable.commit` of the same commits.
-
-        Args:
-            main_rows: int64 `(slots,)`: rows of the main chains, updated where a branch takes the place of one.
-            commits: As in `Proposer.commit`.
-
-        Returns:
-            Rows freed by this, int64.
-        """
+        """Compare the branches with commits (see `Proposer.commit`), right before `MirrorTable.commit` of the same.
+        `main_rows`, int64 `(slots,)`, change where a branch takes the place of a main chain. Returns freed rows."""
         arrays = [np.array(array, np.int32) for array in commits]
         freed: np.ndarray = kernels.settle(self.arrays, mirrors.arrays, main_rows, *arrays, self.outcomes)
         return freed
@@ -134,7 +125,6 @@ class BranchTable:
         of `ahead` are taken by the chance that their next token is needed. New branches have one token and no row.
 
         Args:
-            tips: As in `append`.
             reading, ahead: bool `(slots,)`: slots that read first, and slots whose chains are extended.
             backlogs: int64 `(slots,)`: tokens that a main chain reads, at least 1.
             budget: Most chains, but at least as many as there are main chains with room.
@@ -154,17 +144,13 @@ class BranchTable:
         chains: Chains,
         rows: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens that chains read, and the positions of their next tokens.
+        """The tokens that chains read, int32 `(sum of counts,)`; by chain the index in the line of the next token, and
+        whether all tokens before that one are then read.
 
         Args:
-            tips: As in `append`.
             origins: int64 `(slots,)`: index in the line of the first token in the cache.
             cached: int64 `(rows,)`: tokens of each row of the cache.
             rows: int64 `(n,)`: row of each chain.
-
-        Returns:
-            int32 `(sum of counts,)`, chain by chain; int64 `(n,)`: index in the line of the next token of each chain;
-            bool `(n,)`: whether the chain has then read all tokens before that one.
         """
         slots, numbers, _, counts = chains
         found: tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -184,11 +170,9 @@ class BranchTable:
     def append(
         self, mirrors: MirrorTable, tips: np.ndarray, chains: Chains, tokens: np.ndarray, gaps: np.ndarray
     ) -> np.ndarray:
-        """Append the token that each chain drafted; chains that were given up are left out.
+        """Append the token that each chain drafted, and update `tips`; chains that were given up are left out.
 
         Args:
-            tips: int32 `(slots,)`, updated: index in the line at which each main chain is extended. From there to the
-                end of the tail it is drafted again: another token replaces the rest.
             tokens: int32 `(n, 1 + RANKS)`, or `(n, 1)` without branches: that token and the other candidates, -1 where
                 there is none.
             gaps: int32 `(n,)`: see `ranges_of`.

@@ -20,7 +20,7 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.ragged import places
 from specactor_ray.draft import branches as branching
 from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, ranges_of
-from specactor_ray.draft.burst import LONGEST, Burst, Bursts, Capturer, CudaCapturer, Runner
+from specactor_ray.draft.burst import LONGEST, Burst, Bursts, CudaCapturer, Runner
 from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
@@ -40,7 +40,6 @@ class ModelProposer(SlotProposer):
 
     Args:
         runner: Owned by the proposer.
-        max_batch: Most requests drafted for at once; others get empty tails until one ends.
         shared_noise: Sample with the target's noise, else with independent noise.
         branches: Most branches of a request.
         capturer: Captures bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
@@ -54,7 +53,7 @@ class ModelProposer(SlotProposer):
         max_batch: int = 64,
         shared_noise: bool = True,
         branches: int = 0,
-        capturer: Capturer | None = None,
+        capturer: CudaCapturer | None = None,
     ) -> None:
         super().__init__(max_batch)
         self.branches = BranchTable(branches)
@@ -132,12 +131,8 @@ class ModelProposer(SlotProposer):
         return self.branches.plan(*chains, self.budget, self.max_len, self.forward_s)
 
     def _forward(self, chains: Chains, most: int) -> tuple[int, list[np.ndarray]]:
-        """Draft a token for each of the chains that fit, or up to `most` of them in a burst.
-
-        Returns:
-            Number of rows if each of them reads one token, else 0; for each forward the slots with changed tails, and
-            slots that cannot continue, int32.
-        """
+        """Draft a token for each of the chains that fit, or up to `most` of them in a burst. Returns the number of rows
+        if each of them reads one token, else 0; and for each forward the slots with changed or ended tails."""
         chains, rows = self._reserve(chains, self._rows_of(chains))
         if not len(rows):
             return 0, [chains.slots]
@@ -202,10 +197,7 @@ class ModelProposer(SlotProposer):
 
     def _reserve(self, chains: Chains, rows: np.ndarray) -> tuple[Chains, np.ndarray]:
         """Make room in the cache for the tokens that each chain reads. If a main chain has no room, all branches are
-        given up; chains without room are given up, too.
-
-        Returns:
-            The chains and their tokens that fit into one forward, and the chains' cache rows.
+        given up; chains without room are given up, too. Returns the chains that fit into one forward, and their rows.
         """
         counts = chains.counts
         if counts.sum() > _MAX_STEP_TOKENS:
@@ -244,12 +236,7 @@ class ModelProposer(SlotProposer):
 
 
 class DraftModelProposer(ModelProposer):
-    """`Proposer` over a `RaggedModel`.
-
-    Args:
-        model: The small model with its cache; owned by the proposer.
-        arguments, options: See `ModelProposer`.
-    """
+    """`draft_model`: drafts with a `RaggedModel`. Other arguments are those of `ModelProposer`."""
 
     method = "draft_model"
     traits = BUILT_IN[method].traits

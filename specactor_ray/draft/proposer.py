@@ -24,14 +24,11 @@ if TYPE_CHECKING:
 
 
 class Tails(NamedTuple):
-    """Tails of `n` requests."""
+    """Tails of `n` requests: int32 numbers of committed tokens and of draft tokens after them, and all draft tokens."""
 
     bases: np.ndarray
-    """int32 `(n,)`: committed output tokens of the mirror."""
     lengths: np.ndarray
-    """int32 `(n,)`: draft tokens after them."""
     tokens: np.ndarray
-    """int32 `(sum of lengths,)`: draft tokens, request by request."""
     branches: Branches = NO_BRANCHES
 
     def rows(self) -> Iterator[tuple[int, list[int]]]:
@@ -66,7 +63,6 @@ class Proposer(abc.ABC):
     """
 
     method: str
-    """Name of the method: `ngram`, `draft_model`, ..."""
     vocab_size: int | None
     """Number of tokens of the drafter's vocabulary; None: any vocabulary."""
     traits = NO_TRAITS
@@ -103,9 +99,6 @@ class Proposer(abc.ABC):
         Args:
             slot: 0 or more, and below the largest number of requests ever open at once.
             request_id: Unique; one that returns continues the same output.
-            prompt_token_ids: The prompt.
-            committed_token_ids: Final output tokens.
-            sampling: Sampling parameters of the target.
             window: Most tokens of the tail.
         """
 
@@ -114,9 +107,7 @@ class Proposer(abc.ABC):
         """Take final output tokens of `n` requests: keep the parts of the tails that agree, drop the rest. Idempotent.
 
         Args:
-            slots: int32 `(n,)`.
-            starts: int32 `(n,)`: output position of the first token.
-            lengths: int32 `(n,)`.
+            slots, starts, lengths: int32 `(n,)`; `starts` are output positions of first tokens.
             tokens: int32 `(sum of lengths,)`, request by request.
 
         Returns:

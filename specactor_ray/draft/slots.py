@@ -139,22 +139,13 @@ def _warm_up() -> None:
 
 
 class SlotProposer(Proposer):
-    """Implements `Proposer` except `extend`.
-
-    Args:
-        max_batch: Most requests drafted for at once, at least 1.
-
-    Raises:
-        ValueError: `max_batch` is out of range.
-    """
+    """Implements `Proposer` except `extend`. `max_batch`: most requests drafted for at once."""
 
     _by_slot: tuple[str, ...] = ("_placed", "_waiting", "_unanswered")
     """Names of the arrays `(slots,)` that grow with the table, filled with 0."""
     required = (*Proposer.required, "mirrors")
 
     def __init__(self, max_batch: int = 64) -> None:
-        if max_batch < 1:
-            raise ValueError(f"max_batch is {max_batch} (1 or more)")
         self.mirrors = MirrorTable()
         self.judged = self.mirrors.judged
         self.request_ids, self.samplings = dict[int, str](), dict[int, SamplingParams]()
@@ -245,16 +236,9 @@ class RowProposer(SlotProposer):
 
     @abc.abstractmethod
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Sequence[int] | np.ndarray:
-        """Guess the next tokens of an output.
+        """Guess the next tokens of an output: token ids, of which at most `room` (1 or more) are used.
 
-        Args:
-            slot: Slot of the request.
-            prompt: int32, its prompt.
-            output: int32, its committed tokens and its present tail.
-            room: Most tokens used, at least 1.
-
-        Returns:
-            Token ids; those beyond `room` are dropped.
+        `prompt` is int32, and so is `output`: the committed tokens and the present tail of the request.
         """
 
     def extend(self) -> np.ndarray:

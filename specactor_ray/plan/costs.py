@@ -1,4 +1,4 @@
-"""Costs of drafting and verifying: measured points, and the grid between them.
+"""Costs of drafting and verifying: measured points with the grid between them, and means of running steps.
 
     D(g, b)    seconds to draft one token for each of b requests on g devices
     V(g, w, b) seconds to verify w + 1 tokens for each of b requests on g devices
@@ -27,15 +27,14 @@ Point = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class CostPoint:
-    """One measured cost. For drafting, `window` is 0 and `seconds` are those of one token per request."""
+    """One measured cost: the median `seconds` of the repeats, for requests of `context` tokens of prompt and output.
+    For drafting, `window` is 0 and `seconds` are those of one token per request."""
 
     devices: int
     window: int
     context: int
-    """Tokens of prompt and output that each request had."""
     batch: int
     seconds: float
-    """Median of the repeats."""
 
 
 class GridCost:
@@ -46,9 +45,6 @@ class GridCost:
     rows, or else along positions or context.
     Noise is smoothed upwards: no cell is below one with fewer rows, positions or tokens, so more work never costs less.
     A prompt position costs as much as a position of the largest measured step.
-
-    Args:
-        seconds: Measured points.
 
     Raises:
         InputError: There are no points, or one is missing that has no two before it on any axis.

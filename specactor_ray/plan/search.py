@@ -1,6 +1,16 @@
 """Search of the fastest layout, draft method, mode and window: Algorithm 1 of SpecActor (arXiv 2511.16193, section 4).
 
-The speed of one request, TGS = τ / IL, is in `plan/search.py`; D and V are those of `costs.py`.
+D and V are those of `costs.py`. With `S_i` the chance that the first `i` draft tokens are all right (`p^i` in the
+paper), a window of `w` tokens, `D` seconds per drafted token and `V(w)` seconds to verify `w + 1` positions, one
+iteration commits τ tokens of a request in IL seconds, and TGS = τ / IL:
+
+    coupled    IL = w·D + V(w)       τ = Σ_{a<w} (S_a - S_{a+1}) (a+1)   + (w+1)·S_w  =  Σ_{i=0}^{w} S_i
+    decoupled  IL = max(w·D, V(w))   τ = Σ_{a<w} (S_a - S_{a+1}) (a+1)/2 + w·S_w      =  (Σ_{i=0}^{w-1} S_i + w·S_w) / 2
+    plain      IL = V(0)             τ = 1
+
+A decoupled miss also loses the window in flight (the /2), and a decoupled full match has no bonus token, since its
+successor was drafted already. The ladder ranks methods by these. The plan predicts decoupled drafting by `run_ahead`, a
+model of this package: neither side waits, and branches rescue a share of the misses.
 
 G devices hold n_v verifiers of g_v devices and, if decoupled, n_d drafters of g_d devices, n_v at most. Each verifier
 runs B / n_v of the B requests (b: rounded up), each drafter drafts for B / n_d. In the paper n_d = n_v, and where
@@ -74,25 +84,20 @@ class Candidate:
     method: str | None
     """None in plain mode."""
     draft_devices: int
-    """g_d: devices of each drafter; 0 unless it has devices of its own."""
+    """g_d, and number of drafters n_d: 0 where drafters have no devices of their own."""
     verify_devices: int
-    """g_v: devices of each verifier."""
+    """g_v, and number of verifiers n_v."""
     drafters: int
-    """n_d; 0 where drafters have no devices of their own."""
     verifiers: int
-    """n_v."""
     batch: int
     """b: requests that each verifier runs at once, at most."""
     window: int
-    """Draft tokens; 0 in plain mode."""
+    """Draft tokens, and p within this window; 0 in plain mode."""
     probability: float
-    """p within this window; 0 in plain mode."""
     draft_s: float
-    """D: seconds to draft a token for the whole batch."""
+    """D for the whole batch, V and τ."""
     verify_s: float
-    """V: seconds of a verify step."""
     tokens_per_iteration: float
-    """τ."""
     tgs: float
     """Tokens per second of one request; of a rollout that shrinks, over all its slices."""
     tokens_per_s: float
@@ -104,11 +109,9 @@ class Plan:
     """Result of `search_plan`."""
 
     devices: int
-    """G."""
+    """G; B, requests of the whole cluster; their mean tokens of prompt and output."""
     batch: int
-    """B: requests of the whole cluster."""
     context: float
-    """Mean tokens of prompt and output per request."""
     predictions: tuple[Candidate, ...]
     """Every layout that can be predicted, fastest first."""
     rejected: tuple[str, ...]
@@ -152,11 +155,8 @@ def search_plan(
 
     Args:
         verify: Device count → V; these counts are the verifier configurations.
-        methods: Draft methods by name.
-        devices: G.
-        requests: B.
+        devices, requests: G and B.
         context: Tokens of prompt and output that a request has on average.
-        modes: Modes that may be chosen.
         loads: Number of verifiers → loads of equal slices of a rollout, where requests end and no others come; one
             layout is chosen for all of them. Default: all requests, always.
         max_batch: Most requests that a verifier runs at once. Default: no limit.
@@ -267,12 +267,8 @@ def best_ahead(
 ) -> Step:
     """A decoupled step with the best numbers of branches and verified tokens.
 
-    Args:
-        costs, drafting: V and D.
-        survival: `(window + 1,)` S_i.
-        batch, rows: Requests of a verifier, and of a drafter.
-        context: Tokens of prompt and output per request.
-        most_branches: Most branches of a request.
+    `costs` and `drafting` are V and D; `survival`, `(window + 1,)`, S_i; `batch` and `rows` requests of a verifier and
+    of a drafter; `context` tokens of prompt and output per request.
     """
     best = Step(len(survival) - 1, share_right(survival), 0.0, 0.0, 0.0, 0.0)
     for branches in (count for count in _BRANCHES if count <= most_branches):

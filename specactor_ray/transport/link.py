@@ -52,7 +52,6 @@ class Link(Generic[M]):
     Args:
         send: Starts a delivery and returns at once; raises like `Delivery.exception`.
         on_free: Called when a delivery has ended, in any thread: the loop may `offer` again.
-        clock: Clock of deadlines and pauses.
         deadline_s: Seconds after which a delivery counts as not arrived.
     """
 
@@ -195,14 +194,9 @@ class EventQueue(Generic[E]):
             self._changed.notify_all()
 
     def read(self, after: int, timeout_s: float = 0.0, linger_s: float = 0.0) -> tuple[int, list[E]]:
-        """Events from number `after` on. Waits up to `timeout_s` seconds for the first, and if none of them is urgent
-        up to `linger_s` longer for one that is, so that the others are read in batches.
-
-        Events before `after` are acknowledged and are discarded.
-
-        Returns:
-            Number of the first event returned, and the events. It is `after`, or more if those in between were
-            discarded by an earlier call.
+        """Discard events before number `after`. Returns the number of the first event from `after` on that is left,
+        and the events. Waits up to `timeout_s` seconds for the first, and if none of them is urgent up to `linger_s`
+        longer for one that is, so that the others are read in batches.
 
         Raises:
             ValueError: The number was not given out yet, so it cannot come from this queue.

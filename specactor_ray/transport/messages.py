@@ -62,10 +62,9 @@ class CommitBatch:
 
     verifier_id: str
     rows: np.ndarray
-    """int32 `(n,)`, like `generations`, `starts` and `lengths`."""
+    """int32 `(n,)`, like `generations`, `starts` (output positions of first tokens) and `lengths`."""
     generations: np.ndarray
     starts: np.ndarray
-    """Output position of the first token."""
     lengths: np.ndarray
     tokens: np.ndarray
     """int32, the tokens of all rows one after the other."""
@@ -86,11 +85,10 @@ class Branches(NamedTuple):
     """
 
     tails: np.ndarray
-    """int32 `(m,)`, ascending: index of the tail."""
+    """int32 `(m,)`, as `ats` and `lengths`: ascending indices of tails; places from 0 to the tail's length; numbers of
+    tokens, at least 1."""
     ats: np.ndarray
-    """int32 `(m,)`: 0 to the tail's length."""
     lengths: np.ndarray
-    """int32 `(m,)`, at least 1."""
     tokens: np.ndarray
     """int32 `(sum of lengths,)`, branch by branch."""
 
@@ -150,14 +148,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Counters of one finished request."""
+    """Counters of one finished request: forwards that committed tokens, verified draft tokens, right draft tokens."""
 
     steps: int = 0
-    """Number of decode steps (forwards that committed at least one token)."""
     drafted: int = 0
-    """Number of verified draft tokens."""
     accepted: int = 0
-    """Number of right draft tokens."""
     by_method: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Draft method → (drafted, accepted)."""
 
@@ -181,12 +176,11 @@ class Finished:
 
 
 class FinishedOutput(NamedTuple):
-    """Rollout → verifier: an output that another verifier finished, for the histories of hosted lookups."""
+    """Rollout → verifier: an int32 output that another verifier finished, for the histories of hosted lookups."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     token_ids: np.ndarray
-    """int32 `(n,)`: output tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +194,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """One version of the policy's weights."""
+    """One version of the policy's weights, from 1 (0 is the configured model): references of `WeightBucket`s."""
 
     version: int
-    """Version number, from 1; version 0 is the configured model."""
     buckets: tuple[Any, ...]
-    """Object references of `WeightBucket`s."""
     num_bytes: int = 0
 
 

@@ -265,13 +265,10 @@ def choose(probability: Any, supply: Any, room: Any, curve: Any, seats: Any, len
     The i-th draft token of a row gains `p^i` tokens, and the cost depends only on the total number of positions: for
     every total the best choice takes the largest gains, so it is enough to compare totals. Gains are sorted into bins.
 
-    Args:
-        probability, supply, room: `(seats, rows)`, the same, and `(rows,)`: most draft tokens of each row.
-        curve: `curve[j]`: seconds of the step with `j` draft tokens in total, preceding work included.
-        seats, lengths: `(rows,)`, filled: the seat of the best tail or `FREE`, and the number of its tokens that pay.
-
-    Returns:
-        Expected committed tokens per second.
+    `probability` and `supply` are `(seats, rows)`, `room` is `(rows,)`: most draft tokens of each row. `curve[j]`:
+    seconds of the step with `j` draft tokens in total, preceding work included. Fills `seats` and `lengths`, `(rows,)`:
+    the seat of the best tail or `FREE`, and the number of its tokens that pay. Returns the expected committed tokens
+    per second.
     """
     rows, most = len(room), len(curve) - 1
     gains, counts, steps = np.zeros(_BINS), np.zeros(_BINS, np.int64), np.empty(rows)

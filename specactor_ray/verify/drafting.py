@@ -1,7 +1,7 @@
 """The verifier's side of drafting: the table of requests, the drafters in its seats, and the messages between them.
 
-Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `verify/verify_lengths.py` and
-`verify/racing.py`.
+Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `verify_lengths.py`,
+`waiting.py` and `racing.py`.
 """
 
 from __future__ import annotations
@@ -172,9 +172,7 @@ class Drafting:
     Args:
         verifier_id: Incarnation id of the verifier, to which drafters answer.
         coupled: Whether drafters take turns with the verifier on its cores.
-        max_batch: Most requests the verifier runs at once.
         window: Most draft tokens of a request, if a drafter has a larger window than that of `config`.
-        branches: Most branches of a tail.
         acceptance, cost: Estimates; default: learned, without a prior.
     """
 

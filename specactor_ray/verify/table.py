@@ -35,11 +35,8 @@ def bucket_of(positions: np.ndarray) -> np.ndarray:
 
 
 class Acceptance:
-    """Estimates for the rows of a table, shrunk to those of their method, and these to a prior.
-
-    Args:
-        priors: Draft method → chance that a draft token is right, as measured offline.
-    """
+    """Estimates for the rows of a table, shrunk to those of their method, and these to a prior: `priors`, the chance
+    that a draft token of a method is right as measured offline, or `DEFAULT_PRIOR`."""
 
     def __init__(self, priors: Mapping[str, float] | None = None) -> None:
         self._given = dict(priors or {})
@@ -93,9 +90,7 @@ class RequestTable:
     - `method` by seat; int64 `counts` (`_kernels.COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
       tail was verified, and was right, until `StepMetrics` takes them.
 
-    Args:
-        window: Most draft tokens of a request that are kept.
-        branches: Most branches of a tail that are kept.
+    `window` and `branches`: most draft tokens of a request, and most branches of a tail, that are kept.
     """
 
     def __init__(self, window: int, branches: int = 0) -> None:

@@ -42,14 +42,10 @@ _TRIED = 6
 
 
 class EagleRunner:
-    """Runs a head. Not thread-safe.
-
-    Args:
-        head: Owned by the runner; its linears may be packed.
-        cache_bytes: Memory budget of keys and values.
+    """Packed forwards of a head, which it owns, over a paged cache of `cache_bytes`. Not thread-safe.
 
     Raises:
-        ModelLoadError: The budget is too small for one page.
+        ModelLoadError: The cache is too small for one page.
     """
 
     def __init__(self, head: EagleHead, cache_bytes: int) -> None:
@@ -89,13 +85,11 @@ class EagleRunner:
         token_ids: np.ndarray,
         features: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append positions to rows, which must have room; the last position of each row gives a prediction.
+        """Append `counts` positions to each of the `rows` of the cache, which must have room.
 
         Args:
-            rows: int `(n,)` rows of the cache.
-            positions: `(sum(counts),)` sequence positions, row by row; a row may begin anywhere.
-            counts: int64 `(n,)` positions of each row, at least 1.
-            token_ids: `(sum(counts),)`: the token after each position.
+            positions: Sequence positions, row by row; a row may begin anywhere.
+            token_ids: The token after each position.
             features: `(sum(counts), hidden)`: fused features, or the head's own outputs.
 
         Returns:
@@ -151,12 +145,7 @@ def _attend(
 
 
 class EagleProposer(ModelProposer):
-    """`Proposer` over an `EagleRunner`; it needs `add_features` after each `open` and `commit`.
-
-    Args:
-        runner: The head with its cache; owned by the proposer.
-        arguments, options: See `ModelProposer`.
-    """
+    """`eagle`: drafts with an `EagleRunner`. It needs `add_features` after each `open` and `commit`."""
 
     method = "eagle"
     traits = BUILT_IN[method].traits

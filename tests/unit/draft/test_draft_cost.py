@@ -53,28 +53,6 @@ def test_an_outlier_does_not_count_and_an_old_measurement_is_forgotten() -> None
     assert costs[:60] == pytest.approx([0.01] * 60) and costs[-1] == pytest.approx(0.02)
 
 
-def test_a_clock_that_stands_still_measures_nothing() -> None:
-    loop, told = loop_of(DraftModelProposer(tiny_model()), clock=HandClock())
-    loop.deliver(news([opening(0)]))
-    assert loop.run_once() and told[0].token_s == 0.0
-
-
-def test_a_model_is_not_slow_because_it_read_prompts_first() -> None:
-    class Slow(DraftModelProposer):
-        """Reading a prompt takes it three seconds, a token a tenth."""
-
-        def extend(self) -> np.ndarray:
-            clock.seconds += 0.1 if clock.seconds else 3.0
-            return super().extend()
-
-    clock = HandClock()
-    loop, told = loop_of(Slow(tiny_model()), clock=clock)
-    loop.deliver(news([opening(0, prompt=(1, 2, 3))]))
-    for _ in range(3):
-        loop.run_once()
-    assert told[0].token_s == pytest.approx(3.0) and told[-1].token_s == pytest.approx(0.1)
-
-
 def test_lookups_cost_nothing_worth_measuring() -> None:
     loop, told = loop_of(NgramProposer(1, 4, 0, 8), clock=HandClock(tick_s=0.5))
     loop.deliver(news([opening(row, prompt=(1, 2, 3, 1, 2, 3)) for row in range(2)]))

@@ -222,14 +222,6 @@ def test_a_row_or_a_request_that_is_used_again_replaces_what_was_there() -> None
     assert open_at(loop) == 2, "it has moved to another verifier; what the first says of it is over"
 
 
-def test_requests_of_a_verifier_that_left_are_dropped_at_once() -> None:
-    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
-    loop.deliver(news([opening(0)]))
-    assert open_at(loop) == 1 and told
-    loop.set_verifiers({})
-    assert open_at(loop) == 0
-
-
 def test_what_a_verifier_says_before_it_is_listed_is_asked_for_again() -> None:
     loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
     loop.deliver(news([opening(0)], verifier_id="v1"))

@@ -221,20 +221,6 @@ def test_a_taught_head_goes_on_with_its_branches() -> None:
         assert other.tail(its.name)[1] == branch[1:]
 
 
-def test_a_surviving_tail_is_gone_through_again_and_kept_where_it_still_fits() -> None:
-    drafter = eagle()
-    request = Sequence(0, 1.0)
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [7])
-    extend_fully(drafter)
-    _, before = drafter.tail(request.name)
-    request.commit(drafter, [before[0]])
-    assert drafter.tail(request.name) == (2, before[1:]), "what survives stays on offer until it is refuted"
-    assert extend_fully(drafter)[-1:] == [request.name]
-    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
-    assert drafter.tail(request.name) == (2, expected)
-
-
 def test_rows_are_counted_where_there_was_one_forward() -> None:
     """What goes through a surviving tail again changes nothing, so that an `extend` runs several."""
     drafter, request, forwards = eagle(), Sequence(1, 1.0), [0]
@@ -268,20 +254,6 @@ def test_a_tail_that_ends_with_the_output_is_drafted_again() -> None:
     assert drafter.tail(request.name) == (2, before[1:])
     extend_fully(drafter)
     assert drafter.tail(request.name)[1] == request.expected(head())[:-1] != before[1:]
-
-
-def test_a_gap_in_the_states_means_less_context() -> None:
-    drafter = eagle()
-    request = Sequence(1, 1.0)
-    drafter.open(request.name, request.prompt, (3, 4, 5), request.sampling, WINDOW)
-    request.output = [3, 4, 5]
-    assert extend_fully(drafter) == [request.name], "without states there is no guess, and that is said once"
-    assert drafter.tail(request.name) == (3, ())
-    request.sent = first = len(request.prompt) + 1
-    request.commit(drafter, [6, 7])
-    extend_fully(drafter)
-    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling, first)
-    assert drafter.tail(request.name) == (5, expected)
 
 
 def test_a_long_prompt_is_read_in_parts() -> None:
@@ -361,52 +333,6 @@ def test_draws_over_the_draft_vocabulary_are_those_over_the_whole_one(branches: 
             extend_fully(drafter)
             seen.append((drafter.tail(request.name), branches_of(drafter, request.name)))
     assert found[0] == found[1] and any(tail for _, tail in [one for one, _ in found[0]])
-
-
-@pytest.mark.parametrize("branches", [0, 4])
-def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(branches: int) -> None:
-    drafter = eagle(branches=branches)
-    requests = [Sequence(number, 1.0) for number in range(3)]
-    for request in requests:
-        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-        request.commit(drafter, [9])
-    drafter.proposer.budget = 99
-    drafter.extend()
-    bad, forward = drafter._rows[drafter.slots["r1"]], drafter._runner.forward
-
-    def poisoned(rows: np.ndarray, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs, logits = (tensor.clone() for tensor in forward(rows, *arguments))
-        logits[np.flatnonzero(rows == bad)] = float("nan")
-        return outputs, logits
-
-    drafter._runner.forward = poisoned  # type: ignore[method-assign, assignment]
-    assert sorted(set(drafter.extend())) == ["r0", "r1", "r2"], "also that there is no guess for r1"
-    assert drafter.tail("r1") == (1, ()) and not branches_of(drafter, "r1")
-    extend_fully(drafter)
-    for request in (requests[0], requests[2]):
-        assert drafter.tail(request.name) == (1, request.expected(head()))
-    for request in requests:
-        drafter.close(request.name)
-    assert drafter._runner.cache.free_slots == drafter._runner.cache.slots
-
-
-def test_a_branch_that_cannot_be_sampled_from_is_given_up_alone() -> None:
-    drafter, request = eagle(branches=4), Sequence(0, 1.0)
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [9])
-    drafter.proposer.budget = 99
-    forward = drafter._runner.forward
-
-    def poisoned(rows: np.ndarray, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs, logits = (tensor.clone() for tensor in forward(rows, *arguments))
-        logits[np.flatnonzero(rows != drafter._rows[drafter.slots["r0"]])] = float("nan")
-        return outputs, logits
-
-    drafter._runner.forward = poisoned  # type: ignore[method-assign, assignment]
-    extend_fully(drafter)
-    assert drafter.tail(request.name) == (1, request.expected(head())) and not branches_of(drafter, request.name)
-    drafter.close(request.name)
-    assert drafter._runner.cache.free_slots == drafter._runner.cache.slots
 
 
 def test_own_noise_changes_the_samples() -> None:
@@ -625,16 +551,3 @@ class TestCheckpoint:
         (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
         with pytest.raises(ModelLoadError, match="cannot be read"):
             load_head(str(tmp_path), str(tiny_target()))
-
-
-def test_new_weights_take_effect_in_a_running_head() -> None:
-    drafter = eagle()
-    request, other = Sequence(0, 1.0), head()
-    with torch.no_grad():
-        other.lm_head.weight.copy_(other.lm_head.weight.flip(0))
-    drafter.load_weights(3, trained_weights(other))
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [9])
-    extend_fully(drafter)
-    expected = expected_tail(other, request.states, request.tokens, len(request.prompt), request.sampling)
-    assert drafter.tail(request.name)[1] == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specactor_ray.config.methods import BUILT_IN, Checkpoint, Traits
+from specactor_ray.config.methods import Checkpoint, Traits
 from specactor_ray.draft.health import ENOUGH, Health, checksum, is_alarmed
 
 MODEL = Traits(checkpoint=Checkpoint.MODEL)
@@ -24,11 +24,6 @@ MODEL = Traits(checkpoint=Checkpoint.MODEL)
 )
 def test_the_alarm_is_for_weights_that_are_never_right(traits: Traits, was: bool, missed: int, alarm: bool) -> None:
     assert is_alarmed(traits, was, missed) is alarm
-
-
-def test_lookups_are_shown_without_an_alarm() -> None:
-    alarmed = {method for method, one in BUILT_IN.items() if is_alarmed(one.traits, False, ENOUGH)}
-    assert alarmed == {"draft_model", "eagle"}
 
 
 def test_each_version_has_one_warning_and_an_alarm_one_end() -> None:

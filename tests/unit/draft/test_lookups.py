@@ -289,73 +289,11 @@ def test_every_commit_is_answered_once_also_without_a_guess(method: Any) -> None
 
 
 @both
-def test_siblings_see_what_is_committed_at_once(method: Any) -> None:
-    proposer = method(2, 8)
-    proposer.open("a", [1, 2, 3], [], GREEDY, 4)
-    proposer.open("b", [1, 2, 3], [], GREEDY, 4)
-    assert drafted(proposer, "b") == []
-    proposer.commit("a", 0, [10, 11, 12])
-    proposer.open("c", [1, 2, 3], [], GREEDY, 4)
-    assert drafted(proposer, "c") == [10, 11, 12], "from its first token on, and not past its end"
-    proposer.commit("b", 0, [10])
-    assert drafted(proposer, "b") == [11, 12]
-    proposer.commit("a", 3, [13])
-    proposer.commit("b", 1, [11])
-    assert drafted(proposer, "b") == [12, 13]
-
-
-@both
-def test_the_majority_leads_and_of_equals_the_latest(method: Any) -> None:
-    proposer = method(2, 2)
-    learn(proposer, [1, 2], [5, 1], [5, 3], [6, 2])
-    proposer.open("r", [1, 2], [], GREEDY, 2)
-    assert drafted(proposer) == [5, 3]
-    learn(proposer, [1, 2], [6, 4])
-    proposer.open("r", [1, 2], [], GREEDY, 2)
-    assert drafted(proposer)[0] == 6
-
-
-@both
 def test_only_the_latest_occurrences_vote(method: Any) -> None:
     proposer = method(2, 4, max_batch=200)
     learn(proposer, [1, 2], *[[7]] * 100, *[[8]] * (kernels.MAX_VOTES // 2 + 1))
     proposer.open("r", [1, 2], [], GREEDY, 1)
     assert drafted(proposer) == [8]
-
-
-@both
-def test_no_match_reaches_across_the_ends_of_outputs(method: Any) -> None:
-    proposer = method(1, 4)
-    learn(proposer, [8, 9], [1, 2, 5], [2, 3])
-    proposer.open("r", [8, 9], [5], GREEDY, 4)
-    assert drafted(proposer) == [], "an output that ended there was followed by the lead of the next"
-    proposer.open("r", [8, 9], [4, 2], GREEDY, 1)
-    assert drafted(proposer) == [3], "of equal matches the latest"
-
-
-@both
-def test_the_oldest_is_forgotten_first(method: Any) -> None:
-    proposer = method(2, 2, history_tokens=12)
-    learn(proposer, [1, 2], [10, 11])
-    proposer.open("r", [1, 2], [], GREEDY, 2)
-    assert drafted(proposer) == [10, 11]
-    for number in range(3):
-        learn(proposer, [3, 4], [6, 7, 8, 9 + number])
-    proposer.open("s", [1, 2], [], GREEDY, 2)
-    assert drafted(proposer, "s") == []
-    assert proposer.history_tokens == 12
-
-
-@both
-def test_without_history_only_the_own_text(method: Any) -> None:
-    proposer = method(2, 8, history_tokens=0)
-    proposer.open("a", [1, 2], [5, 6, 7], GREEDY, 4)
-    proposer.open("b", [1, 2], [5, 6], GREEDY, 4)
-    assert drafted(proposer, "b") == []
-    proposer.open("b", [1, 2], [5, 6, 5], GREEDY, 1)
-    proposer.commit("b", 3, [6])
-    assert drafted(proposer, "b") == [5]
-    assert proposer.history_tokens == 0
 
 
 @both
@@ -395,15 +333,6 @@ LIMITS = [(0, 4), (3, 2), (1, 2, -1), (1, 2, 0, 0)]
 SUFFIX_LIMITS = [(1, 2, 0, 1, 0.0), (1, 2, 0, 1, 1.0, 1.0), (1, 2, 0, 1, 1.0, -0.1)]
 
 
-@pytest.mark.parametrize(
-    ("proposer", "arguments"),
-    [(NgramProposer, one) for one in LIMITS] + [(SuffixProposer, one) for one in LIMITS + SUFFIX_LIMITS],
-)
-def test_bad_arguments_are_refused(proposer: type[LookupProposer], arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=r"is -?[0-9]"):
-        proposer(*arguments)
-
-
 @pytest.mark.parametrize(("name", "kept"), [("ngram", 1 << 16), ("suffix", 1 << 20)])
 def test_keys_of_the_configuration(name: str, kept: int) -> None:
     proposer = ByName(build_proposer(DrafterConfig(method=name, history_tokens=3, max_batch=8), TargetConfig(), "cpu"))
@@ -415,81 +344,10 @@ def test_keys_of_the_configuration(name: str, kept: int) -> None:
     assert default.history_tokens == min(70_002, kept)
 
 
-@both
-def test_a_longer_match_is_not_given_up_for_more_votes(method: Any) -> None:
-    proposer = method(2, 8)
-    prompt = [9, 8, 5, 6, 30, 1, 2, 3]
-    learn(proposer, prompt, *[[7, 5, 6, 40]] * 6)
-    proposer.open("r", prompt, [9, 8, 5, 6], GREEDY, 1)
-    assert drafted(proposer) == [30], "four tokens match in the prompt, two in the other outputs"
-    learn(proposer, prompt, *[[9, 8, 5, 6, 50]] * 6)
-    proposer.open("r", prompt, [9, 8, 5, 6], GREEDY, 1)
-    assert drafted(proposer) == [50]
-
-
 # ---- ngram ----
 
 
-def test_copies_what_followed_the_longest_match() -> None:
-    proposer = ngram(2, 4)
-    proposer.open("r", [7, 1, 2, 3, 40, 41, 8, 2, 3, 50, 51, 9], [1, 2, 3], GREEDY, 3)
-    assert drafted(proposer) == [40, 41, 8]
-
-
-def test_periodic_text_continues_past_its_end() -> None:
-    proposer = ngram(2, 8)
-    proposer.open("r", [1, 2, 3], [1, 2], GREEDY, 10)
-    assert drafted(proposer) == [3, 1, 2, 3, 1, 2, 3, 1, 2, 3]
-
-
-def test_refills_behind_a_surviving_tail_and_rolls_back_cleanly() -> None:
-    proposer = ngram(2, 8)
-    proposer.open("r", [1, 2, 3, 4, 5, 6, 7, 8], [1, 2], GREEDY, 3)
-    assert drafted(proposer) == [3, 4, 5]
-    assert proposer.commit("r", 2, [3, 4])
-    assert drafted(proposer) == [5, 6, 7]
-    assert proposer.commit("r", 4, [9])
-    assert drafted(proposer) == []
-    assert proposer.commit("r", 5, [1, 2])
-    assert drafted(proposer) == [3, 4, 9], "the latest occurrence is the own output; the wrong 5, 6, 7 left no trace"
-
-
-def test_ngram_serves_the_same_prompt_only() -> None:
-    proposer = ngram(2, 8)
-    learn(proposer, [1, 2, 3], [10, 11, 12, 13])
-    proposer.open("c", [0, 2, 3], [], GREEDY, 6)
-    assert drafted(proposer, "c") == []
-
-
-def test_own_text_is_preferred_at_equal_worth_and_takes_over_where_history_ends() -> None:
-    proposer = ngram(2, 8)
-    learn(proposer, [1, 2, 3, 9, 4, 5, 6, 7], [4, 5])
-    proposer.open("r", [1, 2, 3, 9, 4, 5, 6, 7], [], GREEDY, 4)
-    assert drafted(proposer) == [4, 5, 6, 7]
-    learn(proposer, [1, 2, 3, 0], [1, 2, 8])
-    proposer.open("r", [1, 2, 3, 0], [7, 1, 2], GREEDY, 1)
-    assert drafted(proposer) == [3]
-
-
 # ---- suffix ----
-
-
-def test_a_lone_occurrence_is_no_certainty() -> None:
-    proposer = suffix(2, 8, min_probability=0.0, length_factor=8)
-    learn(proposer, [1, 2], [5, 6, 7, 8], [5, 6, 9], [5, 6, 7, 4])
-    proposer.open("r", [1, 2], [5], GREEDY, 3)
-    assert drafted(proposer) == [6, 7, 4], "4 and 8 are as frequent; 4 came later"
-    odds = proposer._odds[proposer.slots["r"], 3:6]
-    assert odds.tolist() == [3 / 3.5, 2 / 3.5, 1 / 2.5]
-
-
-def test_other_prompts_help_when_nothing_nearer_does() -> None:
-    proposer = suffix(2, 8)
-    proposer.open("a", [1, 2], [20, 21, 22, 23], GREEDY, 4)
-    proposer.open("b", [3, 4], [20, 21], GREEDY, 2)
-    assert drafted(proposer, "b") == [22, 23]
-    proposer.open("c", [3, 4], [20, 21, 40, 41, 20, 21], GREEDY, 2)
-    assert drafted(proposer, "c") == [40, 41], "of equal scores the own text"
 
 
 def test_the_noise_of_the_target_chooses_among_what_was_seen() -> None:
@@ -509,29 +367,6 @@ def test_the_noise_of_the_target_chooses_among_what_was_seen() -> None:
     assert guesses == {5, 6}
     majority.open("r", [1, 2], [], SamplingParams(1.0, seed=1), 1)
     assert drafted(majority) == [6]
-
-
-def test_a_tail_that_survives_is_lengthened_as_if_it_were_new() -> None:
-    """Its confirmed part no longer counts against the probability of the whole."""
-    proposer = suffix(2, 8, history_tokens=0, length_factor=2, min_probability=0.2)
-    text = list(range(10, 40))
-    proposer.open("r", text, text[:8], GREEDY, 20)
-    assert drafted(proposer) == text[8:11], "0.67 ** 4 is below 0.2"
-    proposer.commit("r", 8, text[8:10])
-    assert drafted(proposer) == text[10:13]
-
-
-def test_an_output_that_comes_back_does_not_count_twice() -> None:
-    proposer = suffix(2, 8)
-    proposer.open("a", [1, 2], [5, 6], GREEDY, 4)
-    proposer.open("a", [1, 2], [5, 6, 7], GREEDY, 4)
-    proposer.close("a", finished=False)
-    proposer.open("a", [1, 2], [5], GREEDY, 4)
-    assert proposer.history_tokens == 5
-    proposer.commit("a", 1, [6, 7, 8])
-    assert proposer.history_tokens == 6
-    proposer.open("a", [1, 2], [5, 9], GREEDY, 4)
-    assert proposer.history_tokens == 10, "another output under the same name is an output of its own"
 
 
 # ---- the history ----
@@ -565,16 +400,6 @@ def test_what_closed_requests_leave_is_bounded() -> None:
         kept = proposer.proposer._unfinished
         assert len(kept) <= 3 and all(len(tokens) == 3 for _, _, tokens in kept.values())
     assert list(kept) == ["16", "17", "19"]
-
-
-def test_an_output_whose_tokens_were_overwritten_begins_anew() -> None:
-    proposer = suffix(2, 4, history_tokens=20)
-    proposer.open("a", [1, 2], [5, 6], GREEDY, 4)
-    proposer.close("a", finished=False)
-    learn(proposer, [3, 4], [7] * 30)
-    for name in ("a", "d"):
-        proposer.open(name, [1, 2], [5, 6, 8] if name == "a" else [], GREEDY, 3)
-    assert drafted(proposer, "d") == [5, 6, 8]
 
 
 def test_bytes_are_reported() -> None:

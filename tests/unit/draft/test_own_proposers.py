@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specactor_ray.config.drafter_spec import WINDOW, drafter_specs
+from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.drafting import is_hosted
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import traits
@@ -121,14 +121,6 @@ def test_lookups_of_decoupled_verifiers_are_as_fresh_as_those_of_coupled_ones() 
     assert coupled.steps == decoupled.steps
 
 
-def test_a_lookup_of_ones_own_follows_all_requests_beside_a_model() -> None:
-    """Two models share them."""
-    bench = Bench(config_of({"method": own("Lookup")}, {"method": own("Model")}))
-    bench.run()
-    assert all(len(proposer.opened) == 4 for proposer in bench.proposers.values())
-    assert bench.loops[own("Model")].snapshot()["token_s"] > 0.0
-
-
 @both
 def test_one_that_keeps_history_is_told_outputs_to_their_ends_and_forgets(mode: str) -> None:
     bench = Bench(config_of({"method": own("Learner")}, mode=mode))
@@ -231,11 +223,6 @@ def test_failures_of_a_kind_are_logged_once_and_counted(caplog: pytest.LogCaptur
 
 def test_classes_are_not_imported_where_nothing_is_drafted() -> None:
     assert drafter_specs(config_of({"method": "no.such.module:Drafter"}, mode="plain")) == {}
-
-
-def test_a_record_has_the_window_that_counts() -> None:
-    config = config_of({"method": "ngram", "window": 3}, {"method": own("Lookup")})
-    assert [spec.window for spec in drafter_specs(config).values()] == [3, WINDOW]
 
 
 @pytest.mark.parametrize("proposer", [NgramProposer, SuffixProposer, DraftModelProposer, EagleProposer])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -209,13 +208,6 @@ def test_a_drafter_drops_what_is_malformed_and_keeps_the_rest(message: object) -
     assert list(box.snapshot()["malformed"].values()) == [1]
 
 
-def test_lengths_that_overflow_do_not_add_up() -> None:
-    box, most = inbox.for_verifier(VOCAB, BRANCHES), 2**31 - 1
-    three, lengths = ints([0, 1, 2]), ints([most, most, 5])  # 3 in 32 bits
-    box.put(TailBatch("d", three, three, three, lengths, ints([1, 2, 3])))
-    assert box.drain() == [] and box.snapshot()["malformed"] == {"d": 1}
-
-
 def test_where_the_vocabulary_is_unknown_any_token_goes() -> None:
     large = dataclasses.replace(COMMIT, tokens=ints([1, 2, 2**31 - 1]))
     for vocab_size, kept in ((VOCAB, []), (None, [large])):
@@ -270,24 +262,6 @@ def test_a_sender_that_floods_loses_only_its_own() -> None:
     assert left[:2] == [calm, calm] and len(left) == 2 + MOST_WAITING
     assert box.snapshot()["dropped_messages"] == 1000 - MOST_WAITING
     assert [message.token_s for message in left[2:]] == list(range(1000 - MOST_WAITING, 1000))
-
-
-def test_many_producers_lose_nothing() -> None:
-    box, seen = inbox.for_verifier(VOCAB, BRANCHES), []
-
-    def produce(number: int) -> None:
-        for place in range(MOST_WAITING):
-            box.put(dataclasses.replace(TAIL, drafter_id=str(number), token_s=place))
-
-    threads = [threading.Thread(target=produce, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        seen += box.drain()
-    seen += box.drain()
-    for number in range(4):
-        places = [message.token_s for message in seen if message.drafter_id == str(number)]
-        assert places == list(range(MOST_WAITING))
 
 
 # ---- anything at all ----

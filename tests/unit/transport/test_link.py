@@ -159,13 +159,6 @@ def test_a_send_that_raises_is_a_delivery_that_failed() -> None:
     assert link.offer(lambda: "two") and isinstance(link.failed, ActorLostError)
 
 
-def test_a_message_that_cannot_be_made_leaves_the_link_as_it_was() -> None:
-    wire = Wire()
-    with pytest.raises(AssertionError):
-        wire.link.offer(unasked)
-    assert wire.link.is_free and wire.offer("one") and wire.sent == ["one"]
-
-
 def test_within_a_process_a_message_is_there_when_offer_returns() -> None:
     taken: list[str] = []
     link: Link[str] = Link(direct_sender(taken.append), lambda: taken.append("free"))

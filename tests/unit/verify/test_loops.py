@@ -19,7 +19,6 @@ import torch
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.methods import Checkpoint, Traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import loop as draft_loop
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
@@ -39,7 +38,8 @@ from specactor_ray.transport.messages import Features, Finished, Progress
 from specactor_ray.verify import racing
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.verify_lengths import DraftPolicy, Suspension
+from specactor_ray.verify.verify_lengths import DraftPolicy
+from specactor_ray.verify.waiting import Suspension
 from tests.fakes.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 from tests.unit.engine_conformance import Driver, requests, run
@@ -254,32 +254,6 @@ def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> Non
         assert all(drafter["history_bytes"] > drafter["history_tokens"] > 0 for drafter in drafters)
 
 
-@pytest.mark.parametrize(("temperature", "faulty"), [(0.0, False), (1.0, False), (1.0, True)])
-@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
-def test_branches_drafted_within_a_step_change_no_token(kind: str, temperature: float, faulty: bool) -> None:
-    batch = requests(6, temperature)
-    proposer = eagle(branches=8) if kind == "eagle" else DraftModelProposer(ragged(tiny_draft()), branches=8)
-    bench = Bench({"small-0": proposer}, False, random.Random(3) if faulty else None, draft_wait_s=0.05)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        if not faulty:
-            bench.await_closed()
-    finally:
-        bench.close()
-    assert faulty or proposer._cache.free_slots == proposer._cache.slots
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_faulty_channel_changes_no_token_and_drafts_recover(seed: int) -> None:
-    batch = requests(8, 1.0)
-    bench = Bench(proposers("eagle" if seed % 2 else "ngram"), False, random.Random(seed), draft_wait_s=0.01)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        assert bench.verifier.snapshot()["drafted_tokens"] > 0
-    finally:
-        bench.close()
-
-
 @pytest.mark.parametrize(
     ("temperature", "layout", "race", "names", "lossy"),
     [
@@ -372,45 +346,6 @@ def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatc
     assert 0 < snapshot["suspended_steps"] < snapshot["steps"]
     assert snapshot["accepted_tokens"] > 0
     assert lookup["history_tokens"] > snapshot["committed_tokens"] / 2, "lookups learn in suspensions, too"
-
-
-def test_the_self_drafter_is_always_right() -> None:
-    """The target as its own drafter, with the same noise at temperature 1: (nearly) every draft token is accepted."""
-    batch = requests(6, 1.0, ignore_eos=True)
-    bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        snapshot = bench.verifier.snapshot()
-    finally:
-        bench.close()
-    assert snapshot["accepted_tokens"] / snapshot["drafted_tokens"] > 0.95
-
-
-@pytest.mark.parametrize("verify", [VerifyPolicy.all, VerifyPolicy.auto])
-@pytest.mark.parametrize("kind", ["eagle", "all"])
-def test_inline_drafters_close_what_has_ended(kind: str, verify: VerifyPolicy) -> None:
-    """Models are driven only where drafts pay; what ended meanwhile must not keep its memory."""
-    batch = requests(10, 1.0)
-    bench = Bench(proposers(kind), True, verify=verify)
-    try:
-        for _ in range(2):
-            assert bench.run(batch) == truth_of(batch)
-        bench.await_closed()
-        inline = bench.verifier.snapshot()["inline"]
-        assert inline.keys() == bench.drafts.keys() and any(counters["tails"] for counters in inline.values())
-    finally:
-        bench.close()
-
-
-def test_a_drafter_may_have_a_larger_window_than_the_others() -> None:
-    batch = requests(2, 1.0, max_tokens=200, ignore_eos=True)
-    bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True, window=12, narrow=4)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        snapshot = bench.verifier.snapshot()
-    finally:
-        bench.close()
-    assert len(snapshot["accepted_by_position"]) == 12
 
 
 def test_a_model_is_told_at_its_turn_what_happened_since(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -621,15 +556,3 @@ def test_drafters_come_and_go_while_requests_run() -> None:
         stop.set()
         thread.join()
         bench.close()
-
-
-def test_impossible_requests_end_with_their_reason() -> None:
-    good = requests(2, 0.0)
-    bad = TargetRequest("bad", (10**6,), SamplingParams())
-    bench = Bench({}, False)
-    try:
-        bench.run([good[0], bad, good[1]])
-    finally:
-        bench.close()
-    assert bench.finished["bad"].finish_reason == "error" and "vocabulary" in bench.finished["bad"].error
-    assert bench.finished["r0"].finish_reason != "error"

@@ -82,17 +82,6 @@ def test_at_any_cost_what_is_promised_is_what_is_chosen(rows: list[tuple[float, 
     assert rate == pytest.approx(expected / curve[sum(lengths)]) and rate >= len(rows) / curve[0] * (1 - 1e-9)
 
 
-def test_free_positions_take_all_and_dear_ones_none() -> None:
-    p, supply, room = np.array([0.9, 0.3, 0.0, 1.0, 0.5]), np.array([4, 4, 4, 3, 0]), np.full(5, 9)
-    assert chosen(p, supply, room, np.ones(16))[2] == [4, 4, 0, 3, 0]
-    assert chosen(p, supply, room, np.arange(5, 21.0) ** 3)[2] == [0] * 5
-
-
-def test_the_better_request_gets_the_positions() -> None:
-    curve = np.where(np.arange(17) <= 4, 1.0, 100.0)
-    assert chosen(np.array([0.9, 0.3]), np.array([8, 8]), np.full(2, 8), curve)[2] == [4, 0]
-
-
 def test_of_several_tails_the_one_that_promises_most_is_taken() -> None:
     p = np.array([[0.9, 0.9, 0.5, 0.5, 0.5], [0.6, 0.6, 0.9, 0.9, 0.9]])
     supply = np.array([[1, 5, 3, 3, 0], [8, 8, 1, 0, 0]])
@@ -225,11 +214,6 @@ def test_drafters_that_take_turns_draft_as_far_as_it_pays(token_s: float, prior:
         assert rounds
 
 
-def test_drafters_of_one_thread_take_turns() -> None:
-    pair = [replace(MODEL, token_s=0.006), replace(MODEL, drafter_id="e", token_s=0.006)]
-    assert 0 < Bench(*pair).rounds < Bench(pair[0]).rounds == Bench(replace(LOOKUP, token_s=9.0), pair[0]).rounds
-
-
 def test_drafters_whose_pace_is_unknown_are_tried_for_a_few_rounds() -> None:
     assert Bench(replace(MODEL, token_s=0.0)).rounds == 3
     assert Bench(replace(MODEL, token_s=0.0, spec=spec_of("eagle", 2))).rounds == 2
@@ -282,16 +266,6 @@ def test_a_hosted_head_drafts_for_rows_whose_outside_tails_were_refuted() -> Non
     assert lengths[:4].tolist() == [rounds] * 4 and (lengths[4:] > rounds).all()
 
 
-def test_rounds_of_a_hosted_head_cost_what_it_takes_and_draft_actors_cost_none() -> None:
-    bench = Bench(replace(APART, token_s=9.0), replace(MODEL, token_s=0.003), rows=8)
-    assert bench.rounds > 0
-    one = Bench(APART, replace(MODEL, token_s=0.02), rows=8, prior=0.7)
-    one.say([WINDOW] * 8, seat=0)
-    commit(one.table, one.acceptance, {int(one.rows[0]): [2]})
-    assert one.rounds == 0, "a round for a single row of eight does not pay"
-    assert Bench(APART).rounds == 0, "it drafts ahead by itself"
-
-
 def test_a_hosted_head_pays_less_where_a_draft_actor_prepares_a_tail() -> None:
     """Right tokens of the head run ahead of that tail; branches save half of what it loses."""
     head = replace(MODEL, token_s=0.008)
@@ -313,15 +287,6 @@ def test_a_pace_of_twice_as_many_requests_says_nothing() -> None:
     assert bench.rounds == 0, "it is too slow"
     bench.drafters[0].token_rows = 8
     assert 0 < bench.rounds <= 3 and bench.drafters[0].token_s == 0.0
-
-
-def test_who_verifies_all_drafts_whole_windows() -> None:
-    bench = Bench(
-        replace(MODEL, spec=spec_of("eagle", 5)), MODEL, prior=0.02, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all
-    )
-    assert bench.rounds == WINDOW
-    del bench.drafters[1]
-    assert bench.rounds == 5
 
 
 def test_a_number_sets_the_wait_by_hand_and_0_none() -> None:

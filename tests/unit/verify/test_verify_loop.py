@@ -7,14 +7,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.target.base import TargetRequest
@@ -23,7 +21,6 @@ from specactor_ray.transport.messages import CommitBatch, Finished, Progress, Re
 from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.requests import Attempts
-from tests.batches import news, opening
 from tests.fakes import virtual
 from tests.fakes.clocks import HandClock
 from tests.tiny import tiny_target
@@ -193,18 +190,6 @@ def test_attempts_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch)
     assert (attempts.newest("a"), attempts.newest("c")) == (3, 0)
 
 
-def test_a_poll_that_is_repeated_brings_the_same_events(verifier: Verifier) -> None:
-    verifier.loop.submit([one()])
-    for _ in range(5):
-        verifier.loop.run_once()
-    lost = verifier.loop.poll(0, 0.0)
-    assert lost[1] and verifier.loop.poll(0, 600.0, linger_s=0.0) == lost
-    verifier.finish()
-    assert verifier.tokens("r0", 0) == truth_of([one()])["r0"]
-    verifier.poll()
-    assert verifier.loop.poll(0, 600.0) == (len(verifier.events), []), "they were acknowledged by a later poll"
-
-
 def test_a_poll_does_not_linger_behind_an_end(verifier: Verifier) -> None:
     """With what has ended in its answer it returns at once: the wait below would outlast the test."""
     verifier.loop.submit([one()])
@@ -246,15 +231,6 @@ def test_a_command_that_does_not_come_back_shows_too(verifier: Verifier) -> None
     assert verifier.loop.snapshot()["busy_s"] == 0.0
 
 
-def test_a_failed_step_leaves_no_heartbeat(verifier: Verifier) -> None:
-    verifier.engine.step = None  # type: ignore[method-assign, assignment]
-    verifier.loop.submit([one()])
-    with pytest.raises(TypeError):
-        verifier.loop.run_once()
-    verifier.clock.seconds += 30.0
-    assert verifier.loop.snapshot()["busy_s"] == 0.0
-
-
 def test_a_command_is_no_part_of_the_step_after_it(verifier: Verifier) -> None:
     """New weights of a head that take long would look like the price of having drafts."""
 
@@ -265,24 +241,6 @@ def test_a_command_is_no_part_of_the_step_after_it(verifier: Verifier) -> None:
     verifier.loop.put(teach)
     verifier.loop.run_once()
     assert verifier.loop.metrics.steps == 1 and verifier.loop.metrics.protocol_s < 1.0
-
-
-def test_a_draft_loop_has_a_heartbeat_too() -> None:
-    clock, seen = HandClock(), list[float]()
-
-    class Slow(NgramProposer):
-        def extend(self) -> np.ndarray:
-            clock.seconds += 45.0
-            seen.append(loop.snapshot()["busy_s"])
-            return super().extend()
-
-    loop = DraftLoop("d", Slow(1, 4, 0, 8), clock)
-    assert not loop.run_guarded() and loop.snapshot()["extends"] == 0
-    loop.deliver(news([opening(0)]))
-    assert loop.run_guarded()
-    assert seen == [45.0, 45.0]
-    clock.seconds += 5.0
-    assert (loop.snapshot()["busy_s"], loop.snapshot()["extends"]) == (0.0, 1)
 
 
 # ---- waits for drafters in other processes, on virtual time ----
@@ -332,11 +290,6 @@ def decode(deaf: bool = False, **speculation: Any) -> dict[str, Any]:
 
 def deaf_ear(message: object) -> None:
     """What arrives here is not heard."""
-
-
-def test_by_default_nobody_waits_for_a_drafter_of_another_process() -> None:
-    counters = decode()
-    assert counters["waiting_s"] == counters["drafted_tokens"] == 0, "its drafts always come too late"
 
 
 def test_a_step_waits_for_first_tokens_if_it_is_told_how_long() -> None:

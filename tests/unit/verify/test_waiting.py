@@ -79,13 +79,6 @@ def test_the_rule_with_the_higher_long_run_rate_is_taken(
     assert share > 0.9 if gain > 1.0 else share < 0.1
 
 
-def test_tokens_of_the_step_alone_do_not_decide() -> None:
-    """The wait adds more tokens than its seconds cost, and loses more tails than that is worth."""
-    chain = Chain(*MODEL, answer_s=0.004)
-    step_alone = 0.7 / (chain.rate(waits=False) * 0.004)
-    assert step_alone > 1.3 and chain.rate(waits=True) < chain.rate(waits=False)
-
-
 def test_all_rows_wait_so_the_rows_without_a_tail_pay_for_them() -> None:
     waits = []
     for rows in (1, 16):
