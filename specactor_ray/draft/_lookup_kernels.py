@@ -8,11 +8,10 @@ A log is a ring of rows, one per token, the oldest overwritten first. A row is o
     GROUP  number of the text's prompt; CONTEXT_ONLY for tokens that are never a guess
     links  per scope and level: slot of the previous row of the same hash bucket, -1 at the end
 
-so texts that grow at the same time may interleave. Level `l` hashes the `levels[l]` tokens before a row. In scope 0
-rows share a bucket with rows of their group, in scope 1 with all rows. As in LZ77 dictionaries links are not repaired
-when their slot is overwritten: a link leads to an older row, and an overwritten slot is younger than the row that
-points there, so a walk ends when age does not increase. A bucket may hold rows of other contexts; rows are compared
-token by token.
+Level `l` hashes the `levels[l]` tokens before a row. In scope 0 rows share a bucket with rows of their group, in scope
+1 with all rows. As in LZ77 dictionaries links are not repaired when their slot is overwritten: a link leads to an older
+row, so a walk ends when age does not increase. A bucket may hold rows of other contexts; rows are compared token by
+token.
 """
 
 from __future__ import annotations

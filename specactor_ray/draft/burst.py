@@ -1,9 +1,8 @@
 """Bursts: several tokens of the same chains by forwards over static tensors, which a CUDA graph holds.
 
-One step reads a token of each row, draws the next one with the keyed sampler and writes it, with positions, lengths
-and cache slots, to the inputs of the next step. The host copies rows and page tables in, launches one step per token,
-and waits once at the end. Rows are padded to a bucket, and each bucket is captured once. Padding, and rows that have
-drafted their share, write to a page that no chain holds.
+One step reads a token of each row, draws the next one and writes it to the inputs of the next step. The host copies
+rows and page tables in, launches one step per token, and waits once at the end. Rows are padded to a bucket, and each
+bucket is captured once. Padding, and rows that have drafted their share, write to a page that no chain holds.
 """
 
 from __future__ import annotations
@@ -120,11 +119,8 @@ class Bursts:
     @torch.inference_mode()
     def run(self, burst: Burst) -> tuple[list[Candidates], torch.Tensor]:
         """Draft the shares of all rows, which `takes` has accepted; their lengths in the cache grow by the shares.
-
-        Returns:
-            For each step the draws of all rows, undefined past their shares; and the features of the next tokens,
-            `(steps, n, feature_size)`.
-        """
+        Returns for each step the draws of all rows, undefined past their shares; and the features of the next tokens,
+        `(steps, n, feature_size)`."""
         n, steps, step = len(burst.rows), int(burst.shares.max()), self._step(len(burst.rows), burst.rules)
         assert step is not None
         step.load(burst)

@@ -67,35 +67,31 @@ class Health:
         self._version, self._checksum = 0, ""
         self._tried = self._right = self._missed = 0
         self._seen = (0, 0)
-        self._alarm = self._is_warned = self._is_open = False
-        """Whether the alarm is on; this version had its warning; the end of an alarm is still to be logged."""
+        self._alarm = False
 
     def renew(self, version: int, weights: str) -> None:
         """Begin the counts of new weights with this checksum. An alarm stays until a token is right."""
-        self._version, self._checksum, self._is_warned = version, weights, False
+        self._version, self._checksum = version, weights
         self._tried = self._right = self._missed = 0
 
     def observe(self, tried: int, right: int) -> str:
-        """Take the totals of `Proposer.judged`. Returns a message for the log, if any: the alarm once per version, its
-        end once."""
+        """Take the totals of `Proposer.judged`. Returns a message for the log when the alarm begins or ends."""
         tries, hits = tried - self._seen[0], right - self._seen[1]
         if not tries:
             return ""
         self._seen = tried, right
         self._tried, self._right = self._tried + tries, self._right + hits
         self._missed = 0 if hits else self._missed + tries
-        self._alarm = is_alarmed(self._traits, self._alarm, self._missed)
+        was, self._alarm = self._alarm, is_alarmed(self._traits, self._alarm, self._missed)
         name = f"{self._drafter_id} ({self._method})"
-        if self._missed >= ENOUGH and self._alarm and not self._is_warned:
-            self._is_warned = self._is_open = True
+        if self._alarm and not was:
             return (
                 f"{name}: none of its last {self._missed} draft tokens was right, with weights of version "
                 f"{self._version} (checksum {self._checksum or 'none'}). Outputs are not affected, their speed is. "
                 "Fix: compare the checksum with those of other drafters (specactor status); check drafters.N.model, "
                 "follow_policy and online of the method, or remove it"
             )
-        if self._is_open and not self._alarm:
-            self._is_open = False
+        if was and not self._alarm:
             return f"{name}: its draft tokens are right again, with weights of version {self._version}"
         return ""
 

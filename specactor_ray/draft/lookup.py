@@ -1,4 +1,4 @@
-"""The lookup methods: they draft the tokens that followed earlier occurrences of the last tokens.
+"""The lookup methods `ngram` and `suffix`: they draft the tokens that followed earlier occurrences of the last tokens.
 
 Let `text` be prompt, committed output and tail, and `known` its part without the tail. Sources, in this order: `known`;
 the outputs of the same prompt; with two scopes all outputs of the run, finished or not. In each source the occurrences
@@ -11,7 +11,6 @@ never enter an index. See docs/design/suffix-drafter.md.
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Self
 from zlib import crc32
@@ -26,17 +25,13 @@ from specactor_ray.transport.messages import FinishedOutput
 
 
 class TokenLog:
-    """Texts of token ids, interleaved in the order they were written: the outputs of the run.
+    """The outputs of the run, `capacity` tokens at most, interleaved in the order they were written.
 
     An *occurrence* of a context is a token of some text such that the `n` tokens before it, in its text, equal the
     last `n` of the context, `min_match <= n <= max_match`. Contexts are hashed at the lengths `min_match`, four times
     that, and so on. Of the longest of these that has occurrences the `MAX_VOTES` latest are compared, and those with
     the longest match vote for the next token. The winner is drafted, the occurrences that agree with it go on to their
-    next token and vote again.
-
-    Args:
-        capacity: Most tokens kept, at least 1. Beyond them each new token overwrites the oldest.
-        scopes: 1: look-ups stay within a group. 2: they may also go over all groups.
+    next token and vote again. With two scopes look-ups may go over all groups.
     """
 
     def __init__(self, capacity: int, min_match: int, max_match: int, scopes: int) -> None:
@@ -52,10 +47,6 @@ class TokenLog:
         self.count = 0
         """Total of written tokens."""
 
-    def remembers(self, number: int) -> bool:
-        """Whether row `number`, counted from the first ever written, is kept."""
-        return 0 <= number >= self.count - len(self.rows)
-
     def write(self, text: np.ndarray, group: int, last: int, begin: int = 0) -> int:
         """Append `text[begin:]` (int32) after the row number `last` (-1: none). Returns the number of its last row."""
         self.count, last = kernels.write(self.arrays, self.count, text, begin, len(text), group, last)
@@ -65,9 +56,8 @@ class TokenLog:
 class LookupProposer(SlotProposer):
     """Drafts by look-ups, on token ids of any vocabulary.
 
-    The outputs of the run are in one `TokenLog`, each visible to all requests from its first token on. Before it is the
-    end of its prompt as context only, so that the start of an output is found, too. An output that is closed unfinished
-    (moved, or opened again) is continued when its request returns, so no token counts twice.
+    The outputs of the run are in one `TokenLog`, each behind the end of its prompt, which is context only. An output
+    that is opened again, or is finished elsewhere after it began here, is written again.
 
     Args:
         min_match, max_match: Shortest suffix that counts as a match, and longest one that is looked up.
@@ -104,11 +94,9 @@ class LookupProposer(SlotProposer):
         factor = self.factor if length_factor is None else float(length_factor)
         self._limits = max_match, factor, self.floor if min_probability is None else float(min_probability)
         self._shared_noise = self.noise if shared_noise is None else shared_noise
-        self._max_batch, self._has_history = max_batch, kept > 0
+        self._has_history = kept > 0
         self._log_shape = max(kept, 1), min_match, max_match, self.scopes
         self._log = TokenLog(*self._log_shape)
-        self._unfinished: OrderedDict[str, tuple[int, int, np.ndarray]] = OrderedDict()
-        """Request that was closed unfinished → its group, number of the last row, and output tokens in the history."""
         self._indexed, self._groups, self._lasts, self._written = np.zeros((4, 0), np.int64)
         self._seeds, self._bases = np.zeros(0, np.uint64), np.zeros(0, np.int64)
         self._noisy, self._odds = np.zeros(0, np.bool_), np.zeros((0, 0))
@@ -126,16 +114,14 @@ class LookupProposer(SlotProposer):
         return slots
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
-        for request_id, prompt, tokens in outputs if self._has_history else ():
+        for _, prompt, tokens in outputs if self._has_history else ():
             text = np.concatenate([np.array(prompt, np.int32), tokens])
-            group, last, written = self._resume(request_id, text[: len(prompt)], tokens)
-            self._log.write(text, group, last, len(prompt) + written)
-            self._unfinished.pop(request_id, None)
+            group, last = self._begin_output(text[: len(prompt)])
+            self._log.write(text, group, last, len(prompt))
 
     def forget_history(self) -> None:
         """Clear the history; open requests add nothing to the new one."""
         self._log = TokenLog(*self._log_shape)
-        self._unfinished.clear()
         self._groups[:] = -1
 
     @property
@@ -149,38 +135,21 @@ class LookupProposer(SlotProposer):
         return sum(array.nbytes for array in (self._log.rows, self._log.heads, self._own_rows, self._own_heads))
 
     def _enter(self, slot: int, late: bool) -> bool:
-        sampling, prompt, committed = self.samplings[slot], self.mirrors.prompt(slot), self.mirrors.committed(slot)
+        sampling, prompt = self.samplings[slot], self.mirrors.prompt(slot)
         self._seeds[slot], self._noisy[slot] = sampling.seed, self._shared_noise and sampling.temperature > 0.0
         self._bases[slot] = sampling.first_position - len(prompt)
-        self._indexed[slot], self._groups[slot] = 0, -1
-        if self._has_history:
-            found = self._resume(self.request_ids[slot], prompt, committed)
-            self._groups[slot], self._lasts[slot], self._written[slot] = found
+        self._indexed[slot] = self._written[slot] = 0
+        self._groups[slot], self._lasts[slot] = self._begin_output(prompt) if self._has_history else (-1, -1)
         self._write(np.array([slot], np.int32))
         return True
 
-    def _resume(self, request_id: str, prompt: np.ndarray, committed: np.ndarray) -> tuple[int, int, int]:
-        """Begin an output of a prompt in the history, or continue one that agrees with `committed`. Returns its group,
-        the number of its last row and how many tokens it has there."""
+    def _begin_output(self, prompt: np.ndarray) -> tuple[int, int]:
+        """Write the end of the prompt of a new output to the history. Returns its group and the number of the row."""
         group = crc32(prompt.tobytes()) >> 1
-        known, last, tokens = self._unfinished.get(request_id, (-1, -1, committed))
-        length = min(len(tokens), len(committed))
-        if known == group and self._log.remembers(last) and np.array_equal(tokens[:length], committed[:length]):
-            return group, last, len(tokens)
-        self._unfinished.pop(request_id, None)
-        return group, self._log.write(prompt[-self._limits[0] :], kernels.CONTEXT_ONLY, -1), 0
+        return group, self._log.write(prompt[-self._limits[0] :], kernels.CONTEXT_ONLY, -1)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         self._write(slots[self._placed[slots]])
-
-    def _leave(self, slot: int, finished: bool) -> None:
-        group, request_id, committed = int(self._groups[slot]), self.request_ids[slot], self.mirrors.committed(slot)
-        _, _, earlier = self._unfinished.pop(request_id, (-1, -1, committed[:0]))
-        if not finished and group >= 0:
-            tokens = max(earlier, committed.copy(), key=len)
-            self._unfinished[request_id] = group, int(self._lasts[slot]), tokens
-            if len(self._unfinished) > self._max_batch:
-                self._unfinished.popitem(last=False)
 
     def _write(self, slots: np.ndarray) -> None:
         """Add the newly committed tokens to the logs."""

@@ -71,16 +71,14 @@ class Proposer(abc.ABC):
     forward_s: np.ndarray = np.zeros(0)
     """float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... rows, set before `extend`; empty: unknown."""
     burst: int = 1
-    """Most tokens that models draft for each chain in one `extend`, set before it: 1 where the first tokens may be
-    needed before the last ones are drafted."""
+    """Most tokens that models draft for each chain in one `extend`, set before it."""
     drafted: int = 1
     """Tokens that the newest `extend` drafted for each chain."""
     rows_drafted: int = 0
-    """Mean rows of a forward of the newest `extend`, if each row read one token; 0 if a row read more, or a forward
-    changed no tail."""
+    """Mean rows of a forward of the newest `extend`; 0 if a row read more than a token, or a forward changed no tail.
+    """
     judged: np.ndarray = np.zeros(2, np.int64)
-    """int64 `(2,)`: draft tokens of main chains that commits confirmed or refuted, each after right ones, and how many
-    of them were right."""
+    """int64 `(2,)`: draft tokens of main chains that commits tested after right ones, and how many were right."""
     required: tuple[str, ...] = ("method", "vocab_size")
     """Attributes that a proposer must have."""
 

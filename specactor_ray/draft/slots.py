@@ -25,7 +25,7 @@ _CLOSED = {"prompts": 0, "known": -1, "ends": -1, "windows": 0, "lasts": -1}
 
 
 class MirrorTable:
-    """One line of tokens per slot: prompt, committed output, tail. Commits may be repeated, late or overlapping."""
+    """One line of tokens per slot: prompt, committed output, tail."""
 
     def __init__(self) -> None:
         self.lines = np.zeros((0, 0), np.int32)
@@ -73,12 +73,8 @@ class MirrorTable:
     def commit(
         self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See `Proposer.commit`; a tail that disagrees is dropped as a whole.
-
-        Returns:
-            int32 `(n,)` each: the token up to which the line, tail included, is unchanged (-1: the commit does not fit
-            and changed nothing); new output tokens.
-        """
+        """See `Proposer.commit`; a tail that disagrees is dropped as a whole. Returns int32 `(n,)` each: the token up
+        to which the line, tail included, is unchanged (-1: the commit does not fit); new output tokens."""
         # Copies: kernels are compiled for writable arrays, and those of a message may be read-only.
         slots, starts, lengths, tokens = (np.array(array, np.int32) for array in (slots, starts, lengths, tokens))
         self._fit(0, _kernels.reach(self.arrays, slots, starts, lengths, len(tokens)))
@@ -87,12 +83,7 @@ class MirrorTable:
         return same, fresh
 
     def lengthen(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append tokens to a tail, up to its limit.
-
-        Raises:
-            TypeError: The tokens are not integers.
-            ValueError: A token does not fit into an int32.
-        """
+        """Append tokens to a tail, up to its limit. Raises TypeError or ValueError if they are no int32 token ids."""
         tokens = np.asarray(tokens)
         if len(tokens) and tokens.dtype.kind not in "iu":
             raise TypeError(f"guesses are token ids, not {tokens.dtype}")

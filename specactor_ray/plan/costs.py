@@ -3,8 +3,7 @@
     D(g, b)    seconds to draft one token for each of b requests on g devices
     V(g, w, b) seconds to verify w + 1 tokens for each of b requests on g devices
 
-SpecActor (arXiv 2511.16193, section 4) fits lines over b. Steps bend where a device is saturated, so costs are
-interpolated here; docs/design/plan.md.
+SpecActor fits lines over b. Steps bend where a device is saturated, so costs are interpolated; docs/design/plan.md.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class GridCost:
         """Seconds of each cell, the last cell of each axis twice, so that every cell has a next one."""
 
     def seconds(self, rows: float, positions: float, context_tokens: float, prefill_tokens: int = 0) -> float:
-        """See `simulation.roofline.StepCost`; positions and context are those of all rows."""
+        """Seconds of a step; positions and context are those of all rows."""
         prefill_s = self._position_s * prefill_tokens
         if rows <= 0:
             return prefill_s

@@ -53,11 +53,10 @@ _RIGHT = _BEHIND_WRONG * np.cumprod(np.append(1.0, 1.0 - _BEHIND_WRONG[:-1]))
 
 
 class SliceLoad(NamedTuple):
-    """Load of a slice of a rollout."""
+    """Load of a slice of a rollout: requests, and their mean tokens of prompt and output."""
 
     requests: float
     context: float
-    """Mean tokens of prompt and output per request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +154,10 @@ def search_plan(
 
     Args:
         verify: Device count → V; these counts are the verifier configurations.
-        devices, requests: G and B.
-        context: Tokens of prompt and output that a request has on average.
+        devices, requests, context: G, B, and their mean tokens of prompt and output.
         loads: Number of verifiers → loads of equal slices of a rollout, where requests end and no others come; one
             layout is chosen for all of them. Default: all requests, always.
-        max_batch: Most requests that a verifier runs at once. Default: no limit.
+        max_batch: Most requests that a verifier runs at once.
         profiled: Whether the notes state that larger windows can be profiled.
 
     Raises:
@@ -346,16 +344,11 @@ def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s:
 def run_ahead(survival: np.ndarray, forwards: float, most: int, spare: float) -> tuple[float, float]:
     """τ of a decoupled step of a verifier that does not wait, and the draft tokens that it verifies, both per row.
 
-    The state of a row is the length of its tail. While a step verifies the tail, the drafter lengthens it. A tail that
-    was right so far continues after the committed tokens; if it was refuted, a branch that begins with the right
-    candidate takes its place, and without such a branch the next step of the row is plain. The results are means over
-    the stationary distribution of the states.
-
-    Args:
-        survival: `(window + 1,)` S_i; tails have at most `window` tokens.
-        forwards: Tokens by which a drafter lengthens a main chain in a step.
-        most: Most draft tokens of a row that a step verifies.
-        spare: Tokens of branches that a drafter drafts in a step for each row, the most likely needed ones.
+    The state of a row is the length of its tail, `window` tokens at most. A step verifies up to `most` of them; the
+    drafter lengthens the tail by `forwards` tokens meanwhile, and drafts the `spare` most likely needed tokens of
+    branches. A tail that was right so far continues after the committed tokens; if it was refuted, a branch that begins
+    with the right candidate takes its place, and without such a branch the next step of the row is plain. The results
+    are means over the stationary distribution of the states.
     """
     window = len(survival) - 1
     missed, branches = survival[:-1] - survival[1:], _branch_lengths(survival, forwards, spare)

@@ -46,8 +46,7 @@ class Link(Generic[M]):
     """The way to one consumer. `offer` is for the producer's loop, everything else for any thread.
 
     A delivery that ends in `ActorUnavailableError` or `CallTimeoutError`, or has not ended by its deadline, is tried
-    again by a later `offer`; `ActorLostError` ends the link for good; of any other error (the consumer raised it) the
-    message is the cause: it is dropped.
+    again by a later `offer`; `ActorLostError` ends the link for good; any other error drops the message.
 
     Args:
         send: Starts a delivery and returns at once; raises like `Delivery.exception`.
@@ -88,10 +87,8 @@ class Link(Generic[M]):
         return self._clock.now() >= (self._again_at if self._pausing else self._sent_at + self._deadline_s)
 
     def offer(self, make: Callable[[], M | None]) -> bool:
-        """Send the result of `make`, unless a delivery is under way. Returns whether a message was sent.
-
-        `make` is called only when its message can be sent; it returns None if there is nothing to send.
-        """
+        """Send the result of `make`, unless a delivery is under way. `make` is called only when its message can be
+        sent; it returns None if there is nothing to send. Returns whether a message was sent."""
         with self._lock:
             if not self.is_free:
                 return False
@@ -114,8 +111,7 @@ class Link(Generic[M]):
         return True
 
     def snapshot(self) -> dict[str, Any]:
-        """For status displays. `failed`: why the link has ended, empty while it has not; `retries`: deliveries that did
-        not arrive in time; messages `rejected` by the consumer."""
+        """For status displays: why the link has ended, deliveries that did not arrive, messages that were rejected."""
         return {
             "failed": "" if self.failed is None else str(self.failed) or type(self.failed).__name__,
             "retries": self._retries,
@@ -172,11 +168,8 @@ def direct_sender(receive: Callable[[Any], Any]) -> Callable[[Any], Delivery]:
 
 
 class EventQueue(Generic[E]):
-    """Events in order, numbered from 0, kept until the reader acknowledges them; for any thread.
-
-    A reader that lost an answer reads again with the same number and gets the same events. The size has no other bound:
-    every event is a part of an output that the run keeps anyway.
-    """
+    """Events in order, numbered from 0, kept until the reader acknowledges them; for any thread. A reader that lost an
+    answer reads again with the same number. The run keeps the outputs anyway, so the size has no other bound."""
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self._changed = clock.condition()

@@ -21,7 +21,7 @@ class Features:
     """The target's hidden states of consecutive sequence positions, for drafters that read them (EAGLE)."""
 
     begin: int
-    """Sequence position of the first one; 0 is the first token of the prompt."""
+    """Sequence position of the first one, prompt included."""
     states: Any
     """numpy `(n, layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/wire.py`)."""
 
@@ -53,11 +53,10 @@ class CommitBatch:
     A handle names a request: `rows[i]`, its place in the verifier's table, and `generations[i]`, which is used once in
     the life of a verifier. Commits come before closes, and closes before opens.
 
-    A verifier numbers its seats; `session` is the number. On a newer session the drafter closes all requests of the
-    verifier; it ignores batches of older ones. The first batch of a seat is sent even if it is empty, so requests that
-    a seat leaves open end with the next seat. Tails have no session: a handle names the same request in all of them, so
-    a late tail is a draft like any other, a late `lost` costs one opening, and a tail of a request that the seat does
-    not draft for is answered with a close.
+    A verifier numbers its seats from 1; `session` is the number. On a newer session the drafter closes all requests of
+    the verifier; it ignores batches of older ones. The first batch of a seat is sent even if it is empty, so requests
+    that a seat leaves open end with the next seat. Tails have no session: a late tail is a draft like any other, a late
+    `lost` costs one opening, and a tail of a request that the seat does not draft for is answered with a close.
     """
 
     verifier_id: str
@@ -75,14 +74,10 @@ class CommitBatch:
     """Row and the states of its positions that were computed since the last commit, up to the one that predicted the
     last of its tokens; only for drafters that request them."""
     session: int = 0
-    """Number of the seat's session, from 1; a newer one replaces all requests of older ones."""
 
 
 class Branches(NamedTuple):
-    """Alternatives to the ends of `n` tails: after the first `ats[j]` tokens of tail `tails[j]`, then these tokens.
-
-    The first token of a branch differs from the tail's token at `ats[j]`.
-    """
+    """Alternatives to the ends of `n` tails: after the first `ats[j]` tokens of tail `tails[j]`, other tokens."""
 
     tails: np.ndarray
     """int32 `(m,)`, as `ats` and `lengths`: ascending indices of tails; places from 0 to the tail's length; numbers of
@@ -138,7 +133,7 @@ class Progress:
     """Most probable tokens; None if no request needs any."""
 
     def rows(self) -> Iterator[tuple[str, list[int], list[float], list[float]]]:
-        """Yield request, tokens, log-probabilities and margins (empty without any), one request after the other."""
+        """Yield request, tokens, log-probabilities and margins (empty without any)."""
         end, tokens, logprobs = 0, self.tokens.tolist(), self.logprobs.tolist()
         margins = self.margins.tolist() if self.margins is not None else []
         for (request_id, _), length in zip(self.requests, self.lengths.tolist(), strict=True):

@@ -68,14 +68,9 @@ class Places:
         return bool(free)
 
     def assign_race(self, stragglers: Sequence[int], methods: Sequence[str]) -> None:
-        """Algorithm 3: every method that does not serve a straggler yet joins the race for it if there is room.
-
-            sort the stragglers by acceptance, ascending; methods come in the order of the draft ladder
-            for each straggler, for each method that does not serve it:
-                take the least loaded worker of that method among those with load < b_max, if there is one
-                assign the straggler to it; its load grows by one
-
-        Drafters of a straggler stay if there is room. As a worker has one method, the order has no effect."""
+        """Algorithm 3: stragglers by acceptance, ascending; methods in the order of the draft ladder; each method that
+        does not serve a straggler yet joins the race with its least loaded worker with room (load < b_max), if there is
+        one. Drafters of a straggler stay if there is room. As a worker has one method, the order has no effect."""
         mine = [seat for seat, one in self.drafters.items() if one.spec.method in methods]
         there = np.zeros_like(self.wanted)
         there[mine] = self._assigned[mine] & ~self.wanted[mine]

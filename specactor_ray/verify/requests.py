@@ -89,24 +89,6 @@ class StepMetrics:
         return {**numbers, "drafted_by_position": drafted, "accepted_by_position": accepted}
 
 
-class Attempts:
-    """The newest attempt of each request that was begun or cancelled: submissions and cancellations may be repeated,
-    late, or out of order."""
-
-    def __init__(self) -> None:
-        self._newest: dict[str, int] = {}
-
-    def note(self, request_id: str, attempt: int) -> None:
-        """Record an attempt: it and earlier ones are not begun any more."""
-        self._newest[request_id] = max(attempt, self._newest.pop(request_id, attempt))
-        if len(self._newest) > _REMEMBERED:
-            del self._newest[next(iter(self._newest))]
-
-    def newest(self, request_id: str) -> int:
-        """The newest recorded attempt; -1 for none."""
-        return self._newest.get(request_id, -1)
-
-
 class Requests:
     """Keeps the running requests of engine, table and rollout consistent. For the loop's thread; `events` for any."""
 
@@ -118,7 +100,9 @@ class Requests:
         self._row_of: dict[str, int] = {}  # open request → its row
         self._names: dict[int, tuple[str, int]] = {}  # row → its request and attempt
         self._prompt_logprobs: dict[int, np.ndarray] = {}  # row → those of its prompt, once they are computed
-        self._attempts = Attempts()
+        self._attempts: dict[str, int] = {}
+        """The newest attempt of each request that was begun or cancelled, the newest requests last: submissions and
+        cancellations may be repeated, late, or out of order."""
         self._fresh: list[ToRollout] = []  # events of the step under way
 
     def __len__(self) -> int:
@@ -132,9 +116,9 @@ class Requests:
     def add(self, request: TargetRequest) -> None:
         """Begin a request, unless this attempt or a newer one was begun or cancelled."""
         request_id, attempt = request.request_id, request.attempt
-        if attempt <= self._attempts.newest(request_id):
+        if attempt <= self._attempts.get(request_id, -1):
             return
-        self._attempts.note(request_id, attempt)
+        self._note(request_id, attempt)
         if request_id in self._row_of:
             self.drop(request_id)
         loaded = self._engine.weight_version
@@ -160,9 +144,15 @@ class Requests:
 
     def cancel(self, request_id: str, attempt: int, has_ended: bool = False) -> None:
         """Drop this attempt, or an older one, and never begin it again. `has_ended`: see `VerifyLoop.cancel`."""
-        if request_id in self._row_of and self._attempts.newest(request_id) <= attempt:
+        if request_id in self._row_of and self._attempts.get(request_id, -1) <= attempt:
             self.drop(request_id, finished=has_ended)
-        self._attempts.note(request_id, attempt)
+        self._note(request_id, attempt)
+
+    def _note(self, request_id: str, attempt: int) -> None:
+        """Record an attempt: it and earlier ones are not begun any more."""
+        self._attempts[request_id] = max(attempt, self._attempts.pop(request_id, attempt))
+        if len(self._attempts) > _REMEMBERED:
+            del self._attempts[next(iter(self._attempts))]
 
     def drop(self, request_id: str, finished: bool = False) -> None:
         """Remove a request without an event."""

@@ -79,7 +79,7 @@ class RequestTable:
     about the old request do not apply. A drafter has a seat. Arrays, int32 if no other type is stated:
 
     - by row: number of `committed` output tokens, their maximum (`limit`), their ids (`output`, `(rows, capacity)`),
-      `steps` that committed tokens, and bool `begun`: it has been in a step; before, no drafter is assigned;
+      `steps` that committed tokens, and bool `begun`: it has been in a step, so drafters may be assigned;
     - by seat and row: bool `assigned`; `told`: committed tokens sent to the drafter, -1: the request is not open there;
       `base` of its newest tail, -1: none; `tail`, `(seats, rows, window)`: the part of it past the committed prefix;
       its `length`, 0 where the drafter is not assigned;

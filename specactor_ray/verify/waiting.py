@@ -11,10 +11,8 @@ _TRIES, _GAIN_TRIES = 8.0, 64.0
 """Number of observations for which a prior counts: of a tail at the next step, and of an accepted token."""
 _SUNK = 2.0
 """Multiple of its worth in seconds after which a wait ends: seconds that have passed do not count any more."""
-_LEAST_WEIGHT = 0.1
-"""Least weight of the newest wait in the moving mean of their seconds."""
-_FORGET_STEPS = 256
-"""Steps after the last wait at which that mean is dropped."""
+_LEAST_WEIGHT, _FORGET_STEPS = 0.1, 256
+"""Least weight of the newest wait in the mean of their seconds; steps after the last wait at which it is dropped."""
 _HOPELESS, _REST_STEPS = 0.75, 16
 """Share of a wait's seconds, and steps: if a wait is worth less than this share even without the loss of a tail, none
 is considered for this many steps."""

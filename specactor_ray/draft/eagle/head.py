@@ -31,8 +31,7 @@ class EagleHeadConfig:
     """Shape of a head."""
 
     layer: dict[str, Any]
-    """Keys of a transformers Llama configuration of one layer: hidden_size, intermediate_size, num_attention_heads,
-    num_key_value_heads, head_dim, rms_norm_eps, vocab_size (the target's), rope parameters, max_position_embeddings."""
+    """Keys of a transformers Llama configuration of one layer, with the target's vocab_size."""
     draft_vocab_size: int
     target_hidden_size: int
     aux_layers: tuple[int, ...]
@@ -40,9 +39,8 @@ class EagleHeadConfig:
     norm_before_residual: bool = False
     """Whether the residual stream starts from the normalised feature."""
     verifier: str = ""
-    """Name of the target for which the head was trained."""
+    """Name of the target for which the head was trained, and its number of decoder layers, if known."""
     verifier_layers: int | None = None
-    """Decoder layers of that target; None if the checkpoint has no such entry."""
 
     @property
     def hidden_size(self) -> int:

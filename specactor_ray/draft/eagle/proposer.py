@@ -1,10 +1,10 @@
 """`eagle`: a small head that predicts the target's next tokens from the target's hidden states.
 
-EAGLE-3 (arXiv 2503.01840; the head: `draft/eagle/head.py`). The verifier streams the hidden states of committed
-positions with its commits. The head runs ahead of them on its own outputs and *re-anchors* when states arrive: it
-restarts from the newest state, goes through the surviving tail again, and replaces it from the first token on that it
-would no longer draft. So a draft rests on at most one window of predicted features. Branches begin on the head's
-outputs; a commit that refutes the main chain leaves the tokens of the one that agrees, and new states end them all.
+EAGLE-3 (arXiv 2503.01840). The verifier streams the hidden states of committed positions with its commits. The head
+runs ahead of them on its own outputs and *re-anchors* when states arrive: it restarts from the newest state, goes
+through the surviving tail again, and replaces it from the first token on that it would no longer draft. Branches begin
+on the head's outputs; a commit that refutes the main chain leaves the tokens of the one that agrees, and new states end
+them all.
 
 For `L` committed tokens, prompt included, the states of positions `0..L-2` are known: the target has not read the
 newest token yet. The head's entry for position `i`, (state of `i`, token of `i + 1`), predicts the token of `i + 2`.

@@ -60,26 +60,14 @@ class Reference:
         self.run = BruteForceLog(kept, low, high) if kept else None
         self.groups: dict[tuple[int, ...], int] = {}
         self.texts = itertools.count()
-        self.unfinished: dict[str, Open] = {}
 
     def open(self, request_id: str, request: Open) -> None:
         if self.run is None:
             return
         group = self.groups.setdefault(request.prompt, len(self.groups))
-        earlier = self.unfinished.pop(request_id, None)
-        if earlier and earlier.prompt == request.prompt and self.ends_in(earlier.text):
-            overlap = min(len(earlier.written), len(request.committed))
-            if earlier.written[:overlap] == request.committed[:overlap]:
-                request.text, request.written = earlier.text, earlier.written
-        if request.text < 0:
-            request.text = next(self.texts)
-            self.run.append(request.text, request.prompt[-self.high :], group, guess=False)
+        request.text = next(self.texts)
+        self.run.append(request.text, request.prompt[-self.high :], group, guess=False)
         self.write(request)
-
-    def ends_in(self, text: int) -> bool:
-        """Whether the last token of a text is still there."""
-        rows = [row for row in self.run.rows if row.text == text] if self.run else []
-        return bool(rows) and rows[-1] in self.run.alive()  # type: ignore[union-attr]
 
     def write(self, request: Open) -> None:
         if self.run is not None and request.text >= 0:
@@ -91,7 +79,6 @@ class Reference:
         if self.run is not None:
             self.run.rows.clear()
             self.groups.clear()
-            self.unfinished.clear()
         for request in requests.values():
             request.text = -1
 
@@ -151,9 +138,7 @@ class Follower:
         self.dirty = []
 
     def end(self, name: str, finished: bool = False) -> None:
-        closed = self.requests.pop(name, None)
-        if closed and closed.text >= 0 and not finished:
-            self.reference.unfinished[name] = closed
+        self.requests.pop(name, None)
         self.dirty = [r for r in self.dirty if r != name]
 
     def close(self, name: str, finished: bool) -> None:
@@ -182,7 +167,7 @@ class Follower:
 tokens = st.integers(0, 2)
 prompts = st.lists(tokens, max_size=10).map(tuple)
 kinds = [
-    "open", "reopen", "commit", "commit", "commit", "late", "gap", "extend", "extend", "close", "stop", "forget"
+    "open", "commit", "commit", "commit", "late", "gap", "extend", "extend", "close", "stop", "forget"
 ]  # fmt: skip
 operations = st.lists(
     st.tuples(
@@ -211,13 +196,9 @@ def test_tails_are_those_of_the_rule(
     else:
         f = Follower(ngram(low, high, kept), Reference(low, high, kept, 0.0, 0.0, False, False))
     for kind, name, number, ids, which in sequence:
-        if kind in ("open", "reopen"):
-            committed, prompt = list(ids), known_prompts[which % len(known_prompts)]
-            f.end(name)
-            if kind == "reopen" and name in f.reference.unfinished:  # more, or less, of what was there
-                earlier = f.reference.unfinished[name]
-                committed, prompt = (earlier.written + ids)[: len(earlier.written) + number - 3], earlier.prompt
-            f.open(name, prompt, committed, SamplingParams(temperature, max_tokens=14, seed=ord(name)), number)
+        if kind == "open":
+            prompt = known_prompts[which % len(known_prompts)]
+            f.open(name, prompt, list(ids), SamplingParams(temperature, max_tokens=14, seed=ord(name)), number)
         elif kind == "extend":
             f.extend()
         elif kind in ("close", "stop"):
@@ -389,17 +370,6 @@ def test_what_others_finished_is_as_if_it_had_been_finished_here(method: Any, da
         told.proposer.learn([FinishedOutput(str(number), tuple(prompt), ints(*tokens))])
     for plane in ("rows", "heads", "count"):
         assert np.array_equal(getattr(told.proposer._log, plane), getattr(shown.proposer._log, plane))
-
-
-def test_what_closed_requests_leave_is_bounded() -> None:
-    """Of prompts nothing is kept, of unfinished outputs as many as requests may be open."""
-    proposer, prompt = suffix(2, 8, history_tokens=50, max_batch=3), list(range(10_000))
-    for number in range(20):
-        proposer.open(str(number), prompt, [number, 2, 3], LONG, 4)
-        proposer.close(str(number), finished=number % 3 == 0)
-        kept = proposer.proposer._unfinished
-        assert len(kept) <= 3 and all(len(tokens) == 3 for _, _, tokens in kept.values())
-    assert list(kept) == ["16", "17", "19"]
 
 
 def test_bytes_are_reported() -> None:

@@ -20,7 +20,6 @@ from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, Finished, Progress, Refused, ToRollout
 from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.requests import Attempts
 from tests.fakes import virtual
 from tests.fakes.clocks import HandClock
 from tests.tiny import tiny_target
@@ -178,16 +177,13 @@ def test_parameters_out_of_bounds_end_their_request_alone(verifier: Verifier, na
     assert verifier.tokens("r0", 0) == truth_of([one()])["r0"]
 
 
-def test_attempts_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_are_remembered_within_a_bound(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specactor_ray.verify.requests._REMEMBERED", 2)
-    attempts = Attempts()
-    attempts.note("a", 3)
-    attempts.note("b", 0)
-    attempts.note("a", 1)
-    assert attempts.newest("a") == 3, "an older one does not hide a newer"
-    attempts.note("c", 0)
-    assert attempts.newest("b") == -1, "the one that was noted longest ago is forgotten"
-    assert (attempts.newest("a"), attempts.newest("c")) == (3, 0)
+    for name, attempt in (("r0", 3), ("b", 0), ("r0", 1), ("c", 0)):
+        verifier.loop.cancel([(name, attempt)])
+    verifier.loop.submit([one(3), replace(one(), request_id="b"), replace(one(), request_id="c")])
+    verifier.finish()
+    assert verifier.ends() == [("b", 0)], "an older one hides no newer; the one noted longest ago is forgotten"
 
 
 def test_a_poll_does_not_linger_behind_an_end(verifier: Verifier) -> None:
