@@ -254,10 +254,9 @@ def plan(
 
 @_jit
 def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budget: int, seconds: Any) -> Any:
-    """The `budget` most likely chains of `slots`, but at least as many as there are main chains with room. With
-    `seconds` of a forward with 0, 1, ... chains, only as many as give the most needed tokens per second.
+    """The most likely chains of `slots` for `BranchTable.plan`.
 
-    The next token of a main chain of `n` tokens is needed with the product of their chances. That of a branch of
+    The next token of a main chain is needed with the product of the chances of its tokens. That of a branch of
     candidate `f` at the main chain's token `i` is needed with (chance of the tokens before `i`) times (chance that `f`
     is the right one there) times (chance of the branch's further tokens).
 

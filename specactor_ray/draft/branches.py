@@ -79,8 +79,7 @@ class BranchTable:
         """Most of these arrays, for kernels."""
 
     def fit(self, slots: int, window: int) -> np.ndarray:
-        """Make room for `slots` slots with tails of `window` tokens. If the width grows, all branches are dropped.
-        Returns their rows, int64."""
+        """Make room for tails of `window` tokens. If the width grows, all branches end; returns their rows."""
         (have, width), freed = self.opened.shape, np.zeros(0, np.int64)
         if window + 1 > width:
             width, freed = 1 << window.bit_length(), self.close_all()
@@ -103,7 +102,7 @@ class BranchTable:
         return freed
 
     def release(self, slots: np.ndarray | int) -> np.ndarray:
-        """Drop the branches and candidates of slots. Returns their rows, int64."""
+        """Drop the branches and candidates of slots. Returns their rows."""
         slots = np.atleast_1d(slots)
         freed: np.ndarray = self.rows[slots][self.ats[slots] != FREE]
         self.ats[slots], self.gaps[slots, MAIN], self.opened[slots] = FREE, FREE, 0
@@ -120,14 +119,13 @@ class BranchTable:
         longest: int = 2**31 - 1,
         forward_s: np.ndarray = UNKNOWN,
     ) -> Chains:
-        """Choose the chains of the next forward: main chains of `ahead`, then main chains of `reading` with the fewest
-        tokens to read first, then branches of `ahead`. Slots without room in their tails have no main chain. Chains
-        of `ahead` are taken by the chance that their next token is needed. New branches have one token and no row.
+        """Choose up to `budget` chains of the next forward: main chains of `ahead`, then main chains of `reading` with
+        the fewest tokens to read first, then branches of `ahead`. Main chains with room in their tails are taken in any
+        case, other chains by the chance that their next token is needed. New branches have one token and no row.
 
         Args:
             reading, ahead: bool `(slots,)`: slots that read first, and slots whose chains are extended.
             backlogs: int64 `(slots,)`: tokens that a main chain reads, at least 1.
-            budget: Most chains, but at least as many as there are main chains with room.
             longest: Most tokens of a line.
             forward_s: float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... chains; if given, only as many
                 chains are taken as give the most needed tokens per second.
@@ -158,7 +156,7 @@ class BranchTable:
         return found
 
     def close_all(self) -> np.ndarray:
-        """Give up all branches; they are not opened again. Returns their rows, int64."""
+        """Give up all branches; they are not opened again. Returns their rows."""
         rows: np.ndarray = self.rows[self.ats != FREE]
         self.ats[:] = FREE
         return rows

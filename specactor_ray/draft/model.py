@@ -38,11 +38,8 @@ _FIRST_RESERVATION = 128
 class ModelProposer(SlotProposer):
     """Drafts by forwards of several requests: cache rows of the requests, the loop over forwards, sampling.
 
-    Args:
-        runner: Owned by the proposer.
-        shared_noise: Sample with the target's noise, else with independent noise.
-        branches: Most branches of a request.
-        capturer: Captures bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
+    It owns the `runner`. `shared_noise`: sample with the target's noise, else with independent noise. `capturer`: of
+    bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
     """
 
     _by_slot = (*SlotProposer._by_slot, "_rows", "_origins")

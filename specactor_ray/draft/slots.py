@@ -1,7 +1,6 @@
 """Base classes of proposers: requests in a `MirrorTable`, up to `max_batch` of which are drafted for.
 
-Other requests are mirrored, too, and get empty tails on their commits. Drafting for them begins at their first commit
-at which a place is free. A user's own proposer derives from `RowProposer`.
+Other requests get empty tails on their commits until a place is free. A user's own proposer derives from `RowProposer`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class MirrorTable:
         """int32 `(slots, width)` tokens; an open line has room for its committed tokens and a whole tail."""
         self.prompts, self.known, self.ends, self.windows, self.lasts = np.zeros((5, 0), np.int32)
         """int32 `(slots,)`: tokens of the prompt; of prompt and committed output (-1: not open); of these and the tail;
-        most tokens of the tail; tokens of prompt and output at which `max_tokens` ends the output."""
+        most tokens of the tail; most tokens of prompt and output."""
         self.judged = np.zeros(2, np.int64)
         """See `Proposer.judged`."""
         self.arrays = _LINES(self)
@@ -219,11 +218,8 @@ class SlotProposer(Proposer):
 
 
 class RowProposer(SlotProposer):
-    """Base class of a user's own proposer that implements `guess` for one request.
-
-    With the trait `looks_up` a commit leads to one call of `guess`, else to calls until the window is full or the guess
-    is empty.
-    """
+    """Base class of a user's own proposer that implements `guess` for one request. With the trait `looks_up` a commit
+    leads to one call of `guess`, else to calls until the window is full or the guess is empty."""
 
     @abc.abstractmethod
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Sequence[int] | np.ndarray:

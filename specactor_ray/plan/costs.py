@@ -39,11 +39,10 @@ class CostPoint:
 class GridCost:
     """Seconds of a step, interpolated linearly along each axis of a measured grid.
 
-    Beyond the last knot of an axis the grid follows the line through the last two; before the first knot it has the
-    value of the first. A missing point (large steps run out of memory) lies on the line through the two before it along
-    rows, or else along positions or context.
-    Noise is smoothed upwards: no cell is below one with fewer rows, positions or tokens, so more work never costs less.
-    A prompt position costs as much as a position of the largest measured step.
+    Beyond the last knot of an axis the grid follows the line through the last two, before the first it is flat. A
+    missing point (large steps run out of memory) lies on the line through the two before it along rows, or else along
+    positions or context. Noise is smoothed upwards, so more work never costs less. A prompt position costs as much as a
+    position of the largest measured step.
 
     Raises:
         InputError: There are no points, or one is missing that has no two before it on any axis.
@@ -99,8 +98,7 @@ def cost_grids(points: Iterable[CostPoint]) -> dict[int, GridCost]:
 
 
 def _continued(grid: NDArray[np.float64], axes: Sequence[Sequence[float]], index: tuple[int, ...]) -> float:
-    """The value at a point that was not measured, from those before it, which are filled: along the last axis on which
-    it is far out, else along the first axis with two points."""
+    """A missing point: along the last axis on which it is far out, else along the first with two points before it."""
     far = [axis for axis in (2, 1, 0) if index[axis] > 1 and index[axis] == len(axes[axis]) - 1]
     for axis in (*far, 0, 1, 2):
         at, knots = index[axis], axes[axis]
@@ -142,9 +140,8 @@ _REFIT_EVERY = 4
 
 class StepCost:
     """Moving means per range of position counts (two ranges per doubling), made monotone, with straight lines between.
-
-    Unknown ranges are estimated optimistically: above the largest known range further positions cost nothing, below the
-    smallest each position costs its share. So longer and shorter steps are tried, and again when they were dropped."""
+    Above the largest known range further positions cost nothing, below the smallest each position costs its share, so
+    longer and shorter steps are tried, and again when they were dropped."""
 
     def __init__(self) -> None:
         self._tokens, self._seconds = [0.0] * _RANGES, [0.0] * _RANGES

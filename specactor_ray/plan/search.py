@@ -36,12 +36,10 @@ _VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _BRANCHES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Tried numbers of branches of a row in a draft forward."""
 _NEARLY = 0.99
-"""Ratio of speeds above which two layouts count as equal. The one with the fewest drafters is taken then: its
-verifiers hold more cache."""
+"""Ratio of speeds above which two layouts count as equal; the one with the fewest drafters is taken then."""
 _ROUNDS = 3
 """Rounds of the fixed point: the duration of a step depends on its positions, and these on the tokens drafted in it."""
 TINY_S = 1e-9
-"""Seconds in place of a time of zero or less."""
 RIGHT_BEHIND_WRONG = (0.4, 0.18, 0.12, 0.1)
 """Chance that the second, third, ... candidate of a draw is right where those before it are wrong: SmolLM2 as a drafter
 that samples with the target's noise has 0.36-0.48, 0.13-0.23, 0.10-0.16 and 0.06-0.15."""

@@ -1,11 +1,9 @@
 """Links, the producer's side of a queue: at most one delivery per consumer is in flight, and later news are merged. And
 the queue of events for the rollout, none of which is merged or lost.
 
-Producers keep state, not messages: the next message is made when it can be sent (`offer`), from the difference between
-the current state and the state that was sent. So a slow or stopped consumer slows no producer and costs it no memory.
-
-A delivery that does not arrive is sent again until the consumer is gone for good. It may have arrived nevertheless:
-the protocol tolerates repetition and reordering (`messages.py`).
+Producers keep state, not messages: the next message is made when it can be sent (`offer`), so a slow or stopped
+consumer slows no producer and costs it no memory. A delivery that does not arrive is sent again until the consumer is
+gone for good; the protocol tolerates repetition and reordering (`messages.py`).
 """
 
 from __future__ import annotations

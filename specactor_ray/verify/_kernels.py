@@ -35,19 +35,15 @@ Planes = namedtuple(
 
 
 class Committed(NamedTuple):
-    """Results of a step for `n` requests."""
+    """Results of a step for `n` requests, int32 `(n,)`: numbers of committed tokens, and these row by row; seats of the
+    verified tails (or `FREE`), and numbers of their verified and of their right tokens."""
 
     rows: np.ndarray
-    """int32 `(n,)`, as all arrays except `tokens`."""
     counts: np.ndarray
-    """Number of committed tokens."""
     tokens: np.ndarray
-    """int32: committed tokens of all rows, row by row."""
     seats: np.ndarray
-    """Seat of the verified tail, or `FREE`."""
     drafted: np.ndarray
     accepted: np.ndarray
-    """`drafted` and `accepted`: numbers of verified and of right tokens of this tail."""
 
 
 @_jit
@@ -70,14 +66,11 @@ def take_tails(
     seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any,
     owners: Any, ats: Any, sizes: Any, branch_tokens: Any, table: Planes,
 ) -> Any:  # fmt: skip
-    """Take in a `TailBatch` of the drafter in a seat; `owners` to `branch_tokens` are its branches.
+    """See `RequestTable.take`; `owners` to `branch_tokens` are the branches.
 
     A tail is compared with the committed tokens. If all of them agree, the rest is usable; else the longest branch that
     agrees takes its place. A tail is dropped if it claims more committed tokens than there are, has no tokens left, or
     is older or smaller than the present tail: by base, then by the rest of the main chain, then by branch tokens.
-
-    Returns:
-        bool `(n,)`: whether the tail's request is not assigned to the drafter.
     """
     generation, committed, base, length, tail = table.generation, table.committed, table.base, table.length, table.tail
     flat, most, window = _flat(table), table.branch_at.shape[2], tail.shape[2]

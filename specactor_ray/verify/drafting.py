@@ -76,11 +76,8 @@ class FeatureLog:
 
 
 class DrafterSeat(Drafter):
-    """A drafter and the data that is still to be sent to it. For the verifier's thread.
-
-    `number`: index of the seat in the table; `session`: see `CommitBatch`; `drafter_id`: incarnation id of the draft
-    actor.
-    """
+    """A drafter in seat `number` of the table, and the data that is still to be sent to it. `session`: see
+    `CommitBatch`."""
 
     def __init__(
         self, number: int, session: int, drafter_id: str, link: DrafterLink, table: RequestTable, features: FeatureLog
@@ -101,8 +98,7 @@ class DrafterSeat(Drafter):
         self._closed.setdefault((row, generation), False)
 
     def end(self, row: int, finished: bool) -> None:
-        """Close a request of the drafter that leaves its row. A request that is still to be opened (again) is closed,
-        too, because the drafter may keep a place for it."""
+        """Close a request that leaves its row, opened or not: the drafter may keep a place for it."""
         table, told = self._table, int(self._table.told[self.number, row])
         finished = finished and told >= 0
         generation, tokens = int(table.generation[row]), table.output[row, told : table.committed[row]]
@@ -118,8 +114,7 @@ class DrafterSeat(Drafter):
                 table.told[number, row] = -1
 
     def news(self, verifier_id: str) -> CommitBatch | None:
-        """The batch of unsent data, which counts as sent from now on. None if there is none; the first batch, which
-        begins the session, is always sent."""
+        """The batch of unsent data, which counts as sent from now on. None if there is none after the first batch."""
         table, number = self._table, self.number
         told, mine = table.told[number], np.flatnonzero(table.assigned[number])
         deliveries, self.postponed = 1 + self.postponed, 0
@@ -247,8 +242,8 @@ class Drafting:
             seat.let_go(*handle)
 
     def flush(self, *, models_turn: bool = True) -> None:
-        """Send news to drafters, unless the last delivery is under way. Models of the verifier's own thread get them at
-        their turn only, all news since the last turn in one message."""
+        """Send news to drafters, unless the last delivery is under way; models of the verifier's own thread get all
+        news since their last turn at their turn only."""
         for seat in self._seats.values():
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
             seat.trip_s = seat.link.trip_s

@@ -1,8 +1,8 @@
 """Assignment of drafters to requests: the draft ladder, and the race for stragglers.
 
 A request has at most one *base* drafter, a model of the method with the best prediction and with room. Further drafters
-join by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups and models hosted beside draft actors for every request,
-other models in a race. A drafter that already has the request is preferred, since another one must first read it.
+join by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups and hosted models for every request, other models in a
+race. A drafter that already has the request is preferred, since another one must first read it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ REVISE_EVERY = 16
 SWITCH_GAIN = 0.15
 """Least predicted gain in speed for a change of the method."""
 SWITCH_SHARE = 8
-"""Divisor of the share of requests that change their method in one revision, so that the new method is measured on
-them."""
+"""One in so many requests changes its method in one revision, so that the new method is measured on them."""
 
 
 def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:

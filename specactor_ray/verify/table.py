@@ -75,8 +75,8 @@ def _draw(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:
 class RequestTable:
     """Requests and their drafts. Not thread-safe.
 
-    A request has a row from `open` to `close`; a row is used again with a new `generation` (0: free), so that messages
-    about the old request do not apply. A drafter has a seat. Arrays, int32 if no other type is stated:
+    A request has a row from `open` to `close`; a row is used again with a new `generation` (0: free). A drafter has a
+    seat. Arrays, int32 if no other type is stated:
 
     - by row: number of `committed` output tokens, their maximum (`limit`), their ids (`output`, `(rows, capacity)`),
       `steps` that committed tokens, and bool `begun`: it has been in a step, so drafters may be assigned;
@@ -165,8 +165,7 @@ class RequestTable:
         self.assigned[seat, row], self.length[seat, row] = False, 0
 
     def take(self, seat: int, tails: Any) -> np.ndarray:
-        """Process the tails of one drafter (`messages.TailBatch`). Returns bool `(n,)`: whether the tail's request is
-        not assigned to the drafter."""
+        """Process a `TailBatch`. Returns bool `(n,)`: whether the tail's request is not assigned to the drafter."""
         arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens, *tails.branches)
         unknown: np.ndarray = _kernels.take_tails(seat, *arrays, _kernels.Planes(*_PLANES(self)))
         return unknown
@@ -178,7 +177,7 @@ class RequestTable:
         _kernels.commit(step, bucket_of(start), _kernels.Planes(*_PLANES(self)), acceptance.evidence)
 
     def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Committed tokens that were not sent to the drafter, and count as sent now: lengths by row, and all tokens."""
+        """Committed tokens that count as sent to the drafter from now on: lengths by row, and all tokens."""
         lengths: np.ndarray
         lengths, tokens = _kernels.untold(np.asarray(rows, np.int32), self.told[seat], self.committed, self.output)
         return lengths, tokens

@@ -1,11 +1,10 @@
-"""Decisions of a verifier: how far models of its own thread draft, and which draft tokens a step verifies.
+"""How many draft tokens a step verifies, how far models of the verifier's thread draft, and which methods promise most.
 
-All decisions maximise one quotient, expected committed tokens per second of the step:
+All decisions maximise the expected committed tokens per second of the step:
 
     (rows + sum of expected accepted tokens) / (seconds of drafting + V(positions))
 
-Acceptance comes from `acceptance.py`, V from `cost.py`, D from the drafters. There is one rule of exploration: old
-observations decay, and unknown values are estimated optimistically. See docs/design/policy.md.
+Old observations decay, and unknown values are estimated optimistically. See docs/design/policy.md.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Drafter:
     drafter_id: str
     spec: DrafterSpec
     token_s: float = 0.0
-    """D: seconds in which a model drafts one token for each of its requests; 0 if unknown."""
+    """D: seconds in which a model drafts one token for each of its requests; 0 if unknown. `token_rows`: requests of
+    the verifier when it arrived."""
     token_rows: int = 0
-    """Requests of the verifier when `token_s` arrived."""
     trip_s: float = 0.0
     """Least seconds of a message to it and of its answer; 0 if unknown."""
     able: bool = True
@@ -89,7 +88,6 @@ class DraftPolicy:
         """Number of tokens that models that take turns with the verifier draft for each request before the step."""
         table, drafters = self.table, [one for one in self.drafters.values() if one.takes_turns]
         longest = np.zeros((len(table.method), len(rows)), np.int32)
-        """`(seats, rows)`: longest tails of these models; 0 where none drafts."""
         for seat, one in self.drafters.items():
             if one.able and one.takes_turns:
                 longest[seat] = one.spec.window * table.assigned[seat, rows]
@@ -154,9 +152,9 @@ class DraftPolicy:
             self._waiting.waited(rows, seconds)
 
     def record(self, num_rows: int, positions: int, prefill: int, accepted: int, seconds: Seconds) -> None:
-        """Learn the cost of steps, and whether drafts pay, unless the configuration demands drafts. Prompts take the
-        same time with and without drafts, so their share does not count. `num_rows`, `accepted`: decoded requests, and
-        right draft tokens; `positions`, `prefill`: positions of the forward, and of prompts in it."""
+        """Learn the cost of steps, and whether drafts pay, unless the configuration demands drafts. `num_rows` requests
+        were decoded, with `accepted` right draft tokens; of the `positions` of the forward `prefill` were of prompts,
+        which take the same time with and without drafts."""
         if 2 * prefill > positions:
             return
         self.cost.record(positions, seconds.engine)

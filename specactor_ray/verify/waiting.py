@@ -8,7 +8,7 @@ from specactor_ray.verify.table import HALF_LIFE_STEPS, RequestTable
 
 _FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
 _TRIES, _GAIN_TRIES = 8.0, 64.0
-"""Number of observations for which a prior counts: of a tail at the next step, and of an accepted token."""
+"""Observations for which a prior counts: of a tail at the next step, and of an accepted token."""
 _SUNK = 2.0
 """Multiple of its worth in seconds after which a wait ends: seconds that have passed do not count any more."""
 _LEAST_WEIGHT, _FORGET_STEPS = 0.1, 256
@@ -47,19 +47,15 @@ class Waiting:
     """
 
     def __init__(self) -> None:
-        self._counts = np.zeros((3, 3))
-        """`(3, 3)`, by kind of step: rows, rows with a tail at the next step, and committed tokens."""
-        self._hoped = np.zeros(2)
-        """`(2,)`: rows without a tail, and the sum of the chances of their first draft tokens."""
-        self._rate = np.zeros(2)
-        """`(2,)`: tokens and seconds of steps."""
-        self._answer_s, self._waits, self._left = 0.0, 0, 0
-        """Mean seconds of a wait; waits since the mean was dropped; steps until it is dropped."""
+        self._counts = np.zeros((3, 3))  # by kind of step: rows, those with a tail at the next step, committed tokens
+        self._hoped = np.zeros(2)  # rows without a tail, and the sum of the chances of their first draft tokens
+        self._rate = np.zeros(2)  # tokens and seconds of steps
+        self._answer_s, self._waits = 0.0, 0  # mean seconds of a wait; waits since the mean was dropped
+        self._left = 0  # steps until the mean is dropped
         self.rest = 0
         """Number of next steps in which no wait is considered."""
         self._did = np.zeros(0, np.int8)
-        self._began = np.zeros((3, 0), np.int32)
-        """`(3, rows)`: generation, steps and committed tokens of each row of the table at its newest step."""
+        self._began = np.zeros((3, 0), np.int32)  # by row at its newest step: generation, steps, committed tokens
 
     def begin(self, table: RequestTable, rows: np.ndarray, has_tail: np.ndarray) -> None:
         """Begin a step: learn from the rows' states since the previous step."""
@@ -74,13 +70,8 @@ class Waiting:
         self._began[:, rows], self._did[rows] = now, np.where(has_tail, _TAIL, _PLAIN)
 
     def plan(self, chances: np.ndarray, verify_s: float, least_s: float) -> float:
-        """Longest wait in seconds; 0 where none pays.
-
-        Args:
-            chances: `(n,)`: chance that the first draft token is right, for rows that could wait.
-            verify_s: Seconds of verifying one draft token of each row.
-            least_s: Least seconds of an answer; used without a mean of waits.
-        """
+        """Longest wait in seconds of rows whose first draft tokens are right with `chances`; 0 where none pays.
+        `verify_s`: seconds of verifying one draft token of each; `least_s`: least seconds of an answer."""
         self._hoped += (len(chances), chances.sum())
         tokens, seconds = self._rate
         if not tokens:
@@ -113,11 +104,8 @@ class Waiting:
 
 
 class Suspension:
-    """Suspends drafts for a while if steps with drafts commit fewer tokens per second than plain ones would.
-
-    The time of a plain step is computed from the actual step with drafts: without the wait, the draft positions of the
-    forward, and the additional Python time. So a temporarily slow machine favours neither.
-    """
+    """Suspends drafts for a while if steps with drafts commit fewer tokens per second than plain ones would: the same
+    steps without the wait, the draft positions and the additional Python. A slow machine favours neither."""
 
     def __init__(self) -> None:
         self._left, self._spell = 0, _SHORTEST  # remaining steps of this suspension, and steps of the next one

@@ -155,12 +155,11 @@ class EagleProposer(ModelProposer):
         super().__init__(runner, *arguments, **options)
         self._runner = runner
         self._anchors, self._received = np.zeros((2, 0), np.int64)
-        """int64 `(slots,)`: first position with an unread state; first position without a state. Entries from the
-        anchor on are based on the head's own outputs."""
-        self._drafted = np.zeros(0, np.int32)
-        """int32 `(slots,)`: tokens of the line that are committed, or drafted since the newest commit."""
-        self._promised = np.zeros(0, np.bool_)
-        """bool `(slots,)`: the slot got a place late and lacks earlier states, so it must be opened again."""
+        """int64 `(slots,)`: first position with an unread state (later entries are based on the head's own outputs);
+        first position without a state."""
+        self._drafted, self._promised = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+        """`(slots,)`: tokens of the line that are committed, or drafted since the newest commit; whether the slot got a
+        place late and lacks earlier states, so it must be opened again."""
         self._unread: dict[int, torch.Tensor] = {}
         """Slot → states of the positions from its anchor to `_received`, if there are any."""
         self._outputs = torch.empty(

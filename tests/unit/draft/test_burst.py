@@ -25,7 +25,7 @@ from tests.by_name import ByName
 from tests.fakes.capturer import FakeCapturer
 from tests.fakes.clocks import HandClock
 from tests.tiny import tiny_prompt_ids
-from tests.unit.draft.test_draft_cost import loop_of
+from tests.unit.draft.test_draft_loop import loop_of
 from tests.unit.draft.test_draft_model import branches_of, check_branches, expected_tail, load
 from tests.unit.draft.test_eagle import head, states_of
 from tests.unit.models.test_ragged_attention import NoKernel, Watch
