@@ -24,8 +24,8 @@ from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Features, TailBatch
 from tests.batches import news, opening
 from tests.fakes.clocks import HandClock
+from tests.fakes.loops import eagle, ragged
 from tests.tiny import tiny_draft
-from tests.unit.verify.test_loops import eagle, ragged
 
 # ---- costs ----
 

@@ -17,7 +17,6 @@ from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows
-from specactor_ray.sampling.seeds import own_noise
 from specactor_ray.transport.messages import Features
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
@@ -216,28 +215,6 @@ def test_a_taught_head_goes_on_with_its_branches() -> None:
         assert other.tail(its.name)[1] == branch[1:]
 
 
-def test_rows_are_counted_where_there_was_one_forward() -> None:
-    """What goes through a surviving tail again changes nothing, so that an `extend` runs several."""
-    drafter, request, forwards = eagle(), Sequence(1, 1.0), [0]
-    forward = drafter._runner.forward
-
-    def counted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        forwards[-1] += 1
-        return forward(*arguments)
-
-    drafter._runner.forward = counted  # type: ignore[method-assign, assignment]
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [7])
-    extend_fully(drafter)
-    for _ in range(6):
-        request.commit(drafter, [drafter.tail(request.name)[1][0]])
-        forwards.append(0)
-        while drafter.extend():
-            assert drafter.rows_drafted == (forwards[-1] == 1)
-            forwards.append(0)
-    assert max(forwards[1:]) > 1
-
-
 def test_a_tail_that_ends_with_the_output_is_drafted_again() -> None:
     drafter, request = eagle(branches=4), Sequence(0, 1.0)
     request.sampling, drafter.proposer.budget = replace(request.sampling, max_tokens=WINDOW + 1), 99
@@ -328,17 +305,3 @@ def test_draws_over_the_draft_vocabulary_are_those_over_the_whole_one(branches: 
             extend_fully(drafter)
             seen.append((drafter.tail(request.name), branches_of(drafter, request.name)))
     assert found[0] == found[1] and any(tail for _, tail in [one for one, _ in found[0]])
-
-
-def test_own_noise_changes_the_samples() -> None:
-    request = Sequence(0, 1.0)
-    tails = []
-    for shared in (True, False):
-        drafter = eagle(shared_noise=shared)
-        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-        request.sent, request.output = 0, []
-        request.commit(drafter, [9])
-        extend_fully(drafter)
-        tails.append(drafter.tail(request.name)[1])
-    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), own_noise(request.sampling))
-    assert tails[1] == expected != tails[0]

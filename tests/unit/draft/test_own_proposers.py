@@ -29,10 +29,10 @@ from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Finished, Progress
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
+from tests.fakes.loops import engine, truth_of
 from tests.fakes.own_proposers import Lookup
 from tests.tiny import tiny_draft, tiny_target
 from tests.unit.engine_conformance import requests
-from tests.unit.verify.test_loops import engine, truth_of
 
 LAYERS = (1, 2)
 

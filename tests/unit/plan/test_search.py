@@ -106,14 +106,6 @@ def test_run_ahead_is_the_mean_of_what_it_describes(p: float, forwards: float, m
     assert [tau, positions] == pytest.approx([committed / steps, verified / steps], rel=0.05, abs=0.05)
 
 
-@given(st.floats(0.1, 20.0), st.integers(1, 12), st.floats(0.0, 50.0))
-def test_run_ahead_at_the_ends(forwards: float, most: int, spare: float) -> None:
-    never, always = geometric(np.array([0.0, 1.0]), 12)
-    assert run_ahead(never, forwards, most, spare)[0] == pytest.approx(1.0)
-    tau, positions = run_ahead(always, forwards, most, spare)
-    assert 1.0 - 1e-9 <= tau <= 1.0 + min(forwards, most) and positions <= most
-
-
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.1, 20.0), st.integers(1, 12), st.floats(0.0, 50.0))
 def test_better_or_faster_drafts_never_commit_fewer_tokens(
     p: float, q: float, forwards: float, most: int, spare: float
@@ -280,21 +272,6 @@ class TestSearch:
         assert shrinking.tgs == pytest.approx(2.0 / (1.0 / whole.tgs + 1.0 / alone.tgs))
         assert shrinking.tokens_per_s == pytest.approx(10 * shrinking.tgs)
 
-    @pytest.mark.parametrize(
-        ("head", "chosen"),
-        [(0.8, ("coupled", "eagle", 0, 4)), (0.2, ("decoupled", "draft_model", 1, 4))],
-    )
-    def test_a_coupled_head_is_chosen_where_it_is_right_often_enough(self, head: float, chosen: tuple) -> None:
-        """Qwen2.5-32B on 4 of 20 GPUs each, a forward of either drafter in a millisecond (roofline of an H100)."""
-        methods = {
-            "draft_model": Method(table({1: 1e-6}, 0.001), survival(0.75)),
-            "eagle": Method(table({4: 1e-6}, 0.004), survival(head)),
-        }
-        verify = table({4: 1e-5}, 0.04, WINDOWS, 1e-5)
-        plan = search_plan(verify, methods, devices=20, requests=20, context=CONTEXT)
-        assert layout_of(plan.chosen) == chosen
-        assert {c.mode for c in plan.predictions} == set(ModeName) - {ModeName.auto}
-
     def test_reasons(self) -> None:
         plan = search_plan(**{**self.even(0.5), "devices": 3})
         assert plan.rejected == ("decoupled draft_model, 1 x 2 + 1 x 2: needs 4 devices, and there are 3",)
@@ -304,11 +281,6 @@ class TestSearch:
         plan = search_plan(**problem)
         assert plan.rejected[0] == "plain, 1 x 1: batch 4 was not measured, only 8"
         assert {c.batch for c in plan.predictions} == {8}
-
-    def test_windows_end_where_acceptance_was_not_measured(self) -> None:
-        problem = self.even(1.0)
-        problem["methods"] = {"draft_model": replace(problem["methods"]["draft_model"], survival=survival(1.0)[:4])}
-        assert search_plan(**problem).chosen.window == 3
 
     def test_in_words(self) -> None:
         plan = search_plan(**self.even(0.0))

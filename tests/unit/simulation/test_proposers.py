@@ -21,8 +21,8 @@ from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import Features
 from tests.fakes import own_proposers as own
+from tests.fakes.loops import eagle, ragged
 from tests.tiny import tiny_draft
-from tests.unit.verify.test_loops import eagle, ragged
 
 CONFIG = SimpleNamespace(window=4)
 STATES = np.random.default_rng(0).standard_normal((400, 192)).astype(np.float32)

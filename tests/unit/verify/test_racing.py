@@ -244,29 +244,6 @@ def test_hosted_models_follow_all_beside_draft_actors(race: RaceName) -> None:
     assert coupled.loads == [1, 5]
 
 
-def test_newcomers_take_their_share() -> None:
-    bench = Bench(drafter("eagle"), requests=7)
-    bench.step()
-    bench.join(drafter("eagle", number=1), drafter("eagle", 1, 2))
-    assert sorted(bench.loads) == [1, 3, 3]
-    assert all(len(bench.seats(row)) == 1 for row in bench.rows)
-    bench.leave(0)
-    assert bench.loads == [0, 6, 1] and bench.step(2 * REVISE_EVERY) == []
-
-
-def test_requests_leave_a_drafter_that_is_out_of_reach() -> None:
-    bench = Bench(drafter("eagle"), requests=3)
-    bench.step()
-    bench.drafters[0].able = False
-    bench.step(REVISE_EVERY)
-    assert bench.loads == [0]
-    bench.join(drafter("draft_model", 2))
-    assert bench.loads == [0, 2]
-    bench.drafters[1].spec.max_batch = 9
-    bench.step(REVISE_EVERY)
-    assert bench.loads == [0, 3]
-
-
 def test_requests_change_to_a_method_that_promises_more_a_few_at_a_time() -> None:
     bench = Bench(drafter("draft_model"), drafter("eagle"), requests=16)
     bench.good("draft_model", 0.8)

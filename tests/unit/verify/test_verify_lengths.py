@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -17,7 +16,6 @@ from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.methods import traits
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.plan.costs import StepCost
-from specactor_ray.plan.search import geometric, iterations
 from specactor_ray.verify import _kernels
 from specactor_ray.verify.table import Acceptance, RequestTable
 from specactor_ray.verify.verify_lengths import Drafter, DraftPolicy, Seconds
@@ -114,19 +112,6 @@ def test_hardly_any_other_number_of_rounds_commits_more_per_second(seed: int) ->
     rounds = _kernels.best_rounds(p, supply, longest, room, curve, token_s, most, 1.0)
     assert 0 <= rounds <= most
     assert best_rate(rounds) >= 0.97 * max(map(best_rate, range(most + 1)))
-
-
-def test_rounds_that_bring_nothing_are_not_drafted() -> None:
-    p, none, room, curve = np.full((1, 2), 0.8), np.zeros((1, 2), np.int32), np.full(2, 9, np.int32), np.ones(40)
-    assert _kernels.best_rounds(p, none, none + 3, room, curve, 0.001, 8, 1.0) == 3, "tails grow no further"
-    assert _kernels.best_rounds(p, none + 3, none + 3, room, curve, 0.001, 8, 1.0) == 0
-    assert _kernels.best_rounds(p, none, none + 8, np.full(2, 2, np.int32), curve, 0.001, 8, 1.0) == 2, (
-        "nor is there room"
-    )
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.001, 5, 1.0) == 5, "no more than allowed"
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 1.0, 8, 1.0) == 0, "they are too dear"
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.6, 8, 1.0) == 1
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.6, 8, 1.2) == 0, "they promise less than a fifth more"
 
 
 def test_models_that_have_much_to_read_must_promise_more() -> None:
@@ -357,36 +342,6 @@ def test_no_more_is_verified_than_there_is_room_for(verify: VerifyPolicy) -> Non
     bench.table.limit[bench.rows] = [1, 2, 3, 100]
     bench.say([4] * 4)
     assert bench.policy.choose(bench.rows)[1].tolist() == [0, 1, 2, 4]
-
-
-def test_a_method_is_predicted_in_its_best_window_or_none() -> None:
-    bench = Bench(replace(MODEL, token_s=0.004))
-    bench.policy.choose(bench.rows)
-    verify_s = [0.05 + 0.001 * 4 * (1 + window) for window in range(WINDOW + 1)]
-    for p in (0.0, 0.3, 0.8, 1.0):
-        tau_coupled, tau_decoupled = (
-            tau[0] for tau, _ in iterations(geometric(np.array([p]), WINDOW), 0.0, np.ones(WINDOW + 1))
-        )
-        coupled = [tau_coupled[w - 1] / (w * 0.004 + verify_s[w]) for w in range(1, WINDOW + 1)]
-        decoupled = [tau_decoupled[w - 1] / max(w * 0.004, verify_s[w]) for w in range(1, WINDOW + 1)]
-        expected = max(*coupled, *decoupled, 1 / verify_s[0])
-        assert bench.policy.predict("eagle", np.array([p, 0.5]))[0] == pytest.approx(expected, rel=1e-3)
-
-
-def test_nothing_is_chosen_but_what_is_there() -> None:
-    """At random: tails of two drafters, unseated rows, closed seats, narrow rooms."""
-    rng = random.Random(0)
-    for _ in range(100):
-        bench = Bench(MODEL, replace(MODEL, drafter_id="e", spec=DrafterSpec("ngram")), rows=5, prior=rng.random())
-        bench.table.limit[bench.rows] = [rng.randint(1, 12) for _ in range(5)]
-        for seat, row in product(range(2), bench.rows.tolist()):
-            say(bench.table, seat, row, *[1] * rng.randint(0, 8))
-            if rng.random() < 0.3:
-                bench.table.release(seat, row)
-        seats, lengths = bench.policy.choose(bench.rows)
-        for row, seat, length in zip(bench.rows.tolist(), seats.tolist(), lengths.tolist(), strict=True):
-            assert length < bench.table.limit[row]
-            assert length == 0 or (bench.table.assigned[seat, row] and length <= bench.table.length[seat, row])
 
 
 def test_the_ladder_is_shown_as_plain_data() -> None:

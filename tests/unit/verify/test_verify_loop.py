@@ -22,9 +22,9 @@ from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from tests.fakes import virtual
 from tests.fakes.clocks import HandClock
+from tests.fakes.loops import engine, ragged, truth_of
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import requests
-from tests.unit.verify.test_loops import engine, ragged, truth_of
 
 torch.set_num_threads(1)
 
@@ -213,20 +213,6 @@ def test_the_heartbeat_tells_since_when_a_step_has_been_under_way(verifier: Veri
     assert verifier.loop.snapshot()["busy_s"] == 0.0, "between two steps"
 
 
-def test_a_command_that_does_not_come_back_shows_too(verifier: Verifier) -> None:
-    def hang() -> None:
-        verifier.clock.seconds += 30.0
-        hung.append(verifier.loop.snapshot()["busy_s"])
-
-    hung = list[float]()
-    verifier.engine.sleep = verifier.engine.wake = hang  # type: ignore[method-assign]
-    verifier.loop.sleep()
-    verifier.loop.wake()
-    verifier.step()
-    assert hung == [30.0, 30.0], "each counts from its own beginning"
-    assert verifier.loop.snapshot()["busy_s"] == 0.0
-
-
 def test_a_command_is_no_part_of_the_step_after_it(verifier: Verifier) -> None:
     """New weights of a head that take long would look like the price of having drafts."""
 
@@ -304,18 +290,3 @@ def test_drafts_that_are_waited_for_in_vain_are_left_alone() -> None:
     counters = decode(deaf=True, draft_wait_s=0.5)
     assert 0 < counters["suspended_steps"] < counters["steps"]
     assert counters["waiting_s"] <= 0.5 * (counters["steps"] - counters["suspended_steps"])
-
-
-def test_a_suspension_ends_with_the_requests_that_it_was_for(verifier: Verifier) -> None:
-    suspension = verifier.loop._drafting.policy.suspension
-    for _ in range(3000):  # drafts never pay, so suspensions are long by now
-        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0, own_s=0.0)
-    while suspension.is_on:
-        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0, own_s=0.0)
-    while not suspension.is_on:
-        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0, own_s=0.0)
-    verifier.loop.submit([one()])
-    verifier.finish()
-    assert suspension.is_on and verifier.ends()
-    verifier.step()
-    assert not suspension.is_on
