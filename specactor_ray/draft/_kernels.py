@@ -150,9 +150,7 @@ def chance(evidence: Any, gap: int, rank: int) -> float:
 
 
 @_jit
-def settle(
-    table: Any, mirror: Any, main_rows: Any, slots: Any, starts: Any, lengths: Any, tokens: Any, outcomes: Any
-) -> Any:
+def settle(table: Any, mirror: Any, main_rows: Any, slots: Any, starts: Any, lengths: Any, tokens: Any) -> Any:
     """See `BranchTable.settle`. Refuted or outdated branches are freed. Candidates are counted as right or wrong."""
     table, mirror = Planes(*table), Lines(*mirror)
     freed, count = np.empty(table.ats.size, np.int64), 0
@@ -177,7 +175,6 @@ def settle(
             while rank < RANKS and table.others[slot, MAIN, spot, rank] != rest[0]:
                 rank += 1
             _judge(table.evidence, table.gaps[slot, MAIN, spot], rank + 1)
-            outcomes[0] += 1
             for b in range(places):
                 if table.ats[slot, b] != wrong or (
                     best != FREE and table.lengths[slot, b] <= table.lengths[slot, best]
@@ -188,7 +185,6 @@ def settle(
                     best = b
         if best != FREE:
             size = table.lengths[slot, best]
-            outcomes[1] += wrong + size > stop
             # `MirrorTable.commit` counts the branch as a tail that was right; the main chain was wrong.
             counted = min(wrong + size, stop)
             mirror.judged[0] += wrong + 1 - counted

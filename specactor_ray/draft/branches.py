@@ -73,8 +73,6 @@ class BranchTable:
         """int32 `(slots, width)`: bit `r`: a branch was opened with candidate `r + 1` of the main chain's token."""
         self.evidence = np.zeros((2, RANKS + 1, GAPS))
         """Hits and tries of each candidate where those before it were wrong, by range of the gap."""
-        self.outcomes = np.zeros(2, np.int64)
-        """int64 `(2,)`: refuted main chains, and branches that took their place with tokens past the commit."""
         self.arrays = _PLANES(self)
         """Most of these arrays, for kernels."""
 
@@ -98,7 +96,7 @@ class BranchTable:
         """Compare the branches with commits (see `Proposer.commit`), right before `MirrorTable.commit` of the same.
         `main_rows`, int64 `(slots,)`, change where a branch takes the place of a main chain. Returns freed rows."""
         arrays = [np.array(array, np.int32) for array in commits]
-        freed: np.ndarray = kernels.settle(self.arrays, mirrors.arrays, main_rows, *arrays, self.outcomes)
+        freed: np.ndarray = kernels.settle(self.arrays, mirrors.arrays, main_rows, *arrays)
         return freed
 
     def release(self, slots: np.ndarray | int) -> np.ndarray:

@@ -128,8 +128,7 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(
         assert base == len(committed[i])
         assert tail == expected_tail(reference, prompt, committed[i], samplings[i], 5)
         found += check_branches(reference, drafter, f"r{i}", prompt, samplings[i])
-    refuted, rescued = drafter.branches.outcomes.tolist()
-    assert (found > 4) == (rescued > 0) == (branches > 0) and refuted >= rescued
+    assert (found > 4) == (branches > 0)
     check_empty(drafter)
 
 
