@@ -34,7 +34,7 @@ from specactor_ray.models.cpu_layers import fuse
 from specactor_ray.models.packed_linear import assign_weights, can_pack, pack_linears
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention, to_device
-from specactor_ray.models.wire import from_wire
+from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.transport.messages import Features
 
 _TRIED = 6

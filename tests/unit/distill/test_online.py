@@ -26,7 +26,7 @@ from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.draft.proposer import Proposer, build_proposer
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
-from specactor_ray.models.wire import from_wire, to_wire
+from specactor_ray.models.weight_buckets import from_wire, to_wire
 from specactor_ray.transport.messages import Features
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_target
