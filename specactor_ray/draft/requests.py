@@ -225,6 +225,4 @@ class DraftRequests:
 
 def _longer(array: np.ndarray, length: int) -> np.ndarray:
     """A copy, filled up with `_NONE` (False)."""
-    filled = np.full(length, _NONE if array.dtype == np.int32 else False, array.dtype)
-    filled[: len(array)] = array
-    return filled
+    return np.pad(array, (0, length - len(array)), constant_values=_NONE if array.dtype == np.int32 else False)

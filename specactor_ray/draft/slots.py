@@ -218,8 +218,11 @@ class SlotProposer(Proposer):
 
 
 class RowProposer(SlotProposer):
-    """Base class of a user's own proposer that implements `guess` for one request. With the trait `looks_up` a commit
-    leads to one call of `guess`, else to calls until the window is full or the guess is empty."""
+    """Base class of a user's own proposer (`drafters.N.method: package.module:Class`) that implements `guess` for one
+    request. With the trait `looks_up` a commit leads to one call of `guess`, else to calls until the window is full or
+    the guess is empty. With `keeps_history` it reads finished outputs, `mirrors.committed(slot)`, in `_leave` and those
+    of other verifiers in `learn`, and clears them in `forget_history`.
+    """
 
     @abc.abstractmethod
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Sequence[int] | np.ndarray:
