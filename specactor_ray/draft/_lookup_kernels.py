@@ -227,10 +227,8 @@ def _follow(
 ) -> Any:
     """Follow the elected tokens from the first `votes` rows in `scratch[0]` on, `limit` tokens at most, while the
     probability of the path, `path` so far, is not below `floor`. Fills `tokens` and their shares of the votes, `odds`.
-    `noise`: (seed, position of the first token, whether it is used); else the majority decides.
-
-    Returns:
-        (drafted tokens, sum of the path probabilities, whether the end of the texts ended the draft).
+    `noise`: (seed, position of the first token, whether it is used); else the majority decides. Returns (drafted
+    tokens, sum of the path probabilities, whether the end of the texts ended the draft).
     """
     length, score, found = 0, 0.0, scratch[0]
     seed, position, noisy = noise

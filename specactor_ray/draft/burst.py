@@ -39,11 +39,8 @@ class CudaCapturer:
         self._stream = torch.cuda.Stream()
 
     def capture(self, step: Callable[[], None]) -> Callable[[], object]:
-        """Run a step, which uses the same tensors every time, and return a function that repeats it.
-
-        Raises:
-            RuntimeError: An operation of the step cannot be captured.
-        """
+        """Run a step, which uses the same tensors every time, and return a function that repeats it. RuntimeError: an
+        operation of the step cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # compiles kernels and makes workspaces outside of the capture

@@ -59,16 +59,8 @@ class LookupProposer(SlotProposer):
     The outputs of the run are in one `TokenLog`, each behind the end of its prompt, which is context only. An output
     that is opened again, or is finished elsewhere after it began here, is written again.
 
-    Args:
-        min_match, max_match: Shortest suffix that counts as a match, and longest one that is looked up.
-        history_tokens: Most tokens kept of outputs, with the ends of their prompts, running ones included; 0: only a
-            request's own text is looked up.
-        max_batch: Most requests drafted for at once.
-        length_factor: Most draft tokens per matched token; 0: no such limit.
-        min_probability: Smallest estimated probability of a whole guess, from 0 to below 1.
-        shared_noise: Add the target's noise to the votes (temperatures above 0).
-
-    Defaults of None are those of the method.
+    The arguments are keys of `drafters` (`config/schema.py`); None: the default of the method. `history_tokens` 0: only
+    a request's own text is looked up; `length_factor` 0: no limit of the length.
     """
 
     vocab_size: int | None = None

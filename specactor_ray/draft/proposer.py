@@ -116,11 +116,7 @@ class Proposer(abc.ABC):
     @abc.abstractmethod
     def extend(self) -> np.ndarray:
         """Extend tails that have room in their windows: models by up to `burst` tokens each, lookups to the end.
-
-        Returns:
-            int32: slots whose tail changed, or whose newest commit has no guess. Empty: there is nothing to do until
-            the next message.
-        """
+        Returns int32: slots whose tail changed, or whose newest commit has no guess; empty: nothing to do."""
 
     @abc.abstractmethod
     def tails(self, slots: np.ndarray) -> Tails:
@@ -145,11 +141,7 @@ class Proposer(abc.ABC):
 
     @classmethod
     def from_config(cls, config: DrafterSpec, target: TargetConfig, device: str) -> Self:
-        """Build the proposer of a section of `drafters` for this target, on `device` (`cpu` or `cuda`).
-
-        Raises:
-            ModelLoadError: Its model cannot be loaded or served.
-        """
+        """Build the proposer of a section of `drafters` for this target, on `device` (`cpu` or `cuda`)."""
         return cls(config)  # type: ignore[call-arg]  # the constructor of a class that does not override this
 
 

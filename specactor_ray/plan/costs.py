@@ -44,8 +44,7 @@ class GridCost:
     positions or context. Noise is smoothed upwards, so more work never costs less. A prompt position costs as much as a
     position of the largest measured step.
 
-    Raises:
-        InputError: There are no points, or one is missing that has no two before it on any axis.
+    InputError: there are no points, or one is missing that has no two before it on any axis.
     """
 
     def __init__(self, seconds: Mapping[Point, float]) -> None:
@@ -86,11 +85,7 @@ class GridCost:
 
 
 def cost_grids(points: Iterable[CostPoint]) -> dict[int, GridCost]:
-    """Device count → costs measured on that many devices, ascending. A window of w is w + 1 positions per row.
-
-    Raises:
-        InputError: A point of a grid is missing.
-    """
+    """Device count → costs measured on that many devices, ascending. InputError: a point of a grid is missing."""
     measured: dict[int, dict[Point, float]] = {}
     for point in points:
         measured.setdefault(point.devices, {})[point.batch, point.window + 1, point.context] = point.seconds

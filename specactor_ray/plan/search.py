@@ -8,9 +8,9 @@ iteration commits τ tokens of a request in IL seconds, and TGS = τ / IL:
     decoupled  IL = max(w·D, V(w))   τ = Σ_{a<w} (S_a - S_{a+1}) (a+1)/2 + w·S_w      =  (Σ_{i=0}^{w-1} S_i + w·S_w) / 2
     plain      IL = V(0)             τ = 1
 
-A decoupled miss also loses the window in flight (the /2), and a decoupled full match has no bonus token, since its
-successor was drafted already. The ladder ranks methods by these. The plan predicts decoupled drafting by `run_ahead`, a
-model of this package: neither side waits, and branches rescue a share of the misses.
+A decoupled miss also loses the window in flight (the /2), and a decoupled full match has no bonus token. The ladder
+ranks methods by these. The plan predicts decoupled drafting by `run_ahead`: neither side waits, and branches rescue a
+share of the misses.
 
 G devices hold n_v verifiers of g_v devices and, if decoupled, n_d drafters of g_d devices, n_v at most. Each verifier
 runs B / n_v of the B requests (b: rounded up), each drafter drafts for B / n_d. In the paper n_d = n_v, and where
@@ -153,9 +153,7 @@ def search_plan(
     Args:
         verify: Device count → V; these counts are the verifier configurations.
         devices, requests, context: G, B, and their mean tokens of prompt and output.
-        loads: Number of verifiers → loads of equal slices of a rollout, where requests end and no others come; one
-            layout is chosen for all of them. Default: all requests, always.
-        max_batch: Most requests that a verifier runs at once.
+        loads: Number of verifiers → loads of equal slices of a rollout that shrinks; one layout is chosen for all.
         profiled: Whether the notes state that larger windows can be profiled.
 
     Raises:
@@ -261,11 +259,8 @@ def _best_step(
 def best_ahead(
     costs: Cost, drafting: Cost, survival: np.ndarray, batch: float, rows: float, context: float, most_branches: int
 ) -> Step:
-    """A decoupled step with the best numbers of branches and verified tokens.
-
-    `costs` and `drafting` are V and D; `survival`, `(window + 1,)`, S_i; `batch` and `rows` requests of a verifier and
-    of a drafter; `context` tokens of prompt and output per request.
-    """
+    """A decoupled step with the best numbers of branches and verified tokens. `costs` and `drafting` are V and D;
+    `batch` and `rows` requests of a verifier and of a drafter."""
     best = Step(len(survival) - 1, share_right(survival), 0.0, 0.0, 0.0, 0.0)
     for branches in (count for count in _BRANCHES if count <= most_branches):
         chains = rows * (1.0 + branches)

@@ -44,12 +44,8 @@ class Link(Generic[M]):
     """The way to one consumer. `offer` is for the producer's loop, everything else for any thread.
 
     A delivery that ends in `ActorUnavailableError` or `CallTimeoutError`, or has not ended by its deadline, is tried
-    again by a later `offer`; `ActorLostError` ends the link for good; any other error drops the message.
-
-    Args:
-        send: Starts a delivery and returns at once; raises like `Delivery.exception`.
-        on_free: Called when a delivery has ended, in any thread: the loop may `offer` again.
-        deadline_s: Seconds after which a delivery counts as not arrived.
+    again by a later `offer`; `ActorLostError` ends the link for good; any other error drops the message. `send` starts
+    a delivery and raises like `Delivery.exception`; `on_free` is called in any thread when a delivery has ended.
     """
 
     def __init__(
@@ -187,10 +183,7 @@ class EventQueue(Generic[E]):
     def read(self, after: int, timeout_s: float = 0.0, linger_s: float = 0.0) -> tuple[int, list[E]]:
         """Discard events before number `after`. Returns the number of the first event from `after` on that is left,
         and the events. Waits up to `timeout_s` seconds for the first, and if none of them is urgent up to `linger_s`
-        longer for one that is, so that the others are read in batches.
-
-        Raises:
-            ValueError: The number was not given out yet, so it cannot come from this queue.
+        longer for one that is, so that the others are read in batches. ValueError: the number was not given out yet.
         """
         with self._changed:
             if after > self._end:

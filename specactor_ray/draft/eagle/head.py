@@ -159,13 +159,8 @@ class EagleHead(nn.Module):
     def forward(
         self, features: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, **kwargs: Any
     ) -> torch.Tensor:
-        """One pass of the layer: inputs of `logits`, and features of the next positions when running ahead.
-
-        Args:
-            features: `(B, N, hidden)`: fused features, or the head's own outputs.
-            token_ids: `(B, N)`: the token after each position.
-            attend: The attention over cached keys and values; it receives the keyword arguments.
-        """
+        """One pass of the layer over features or own outputs `(B, N, hidden)` and the token after each position: inputs
+        of `logits`, and features of the next positions. `attend` receives the keyword arguments."""
         rope = self.rotary(features, positions)
         return self.layers[0](self.embed_tokens(token_ids), features, rope, attend, **kwargs)
 

@@ -42,11 +42,7 @@ _TRIED = 6
 
 
 class EagleRunner:
-    """Packed forwards of a head, which it owns, over a paged cache of `cache_bytes`. Not thread-safe.
-
-    Raises:
-        ModelLoadError: The cache is too small for one page.
-    """
+    """Packed forwards of a head, which it owns, over a paged cache of `cache_bytes`. Not thread-safe."""
 
     def __init__(self, head: EagleHead, cache_bytes: int) -> None:
         self.head = head.eval().requires_grad_(False)
@@ -85,16 +81,11 @@ class EagleRunner:
         token_ids: np.ndarray,
         features: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append `counts` positions to each of the `rows` of the cache, which must have room.
+        """Append `counts` positions to each of the `rows` of the cache, which must have room: sequence positions, the
+        token after each, and features or the head's own outputs, `(sum(counts), hidden)`.
 
-        Args:
-            positions: Sequence positions, row by row; a row may begin anywhere.
-            token_ids: The token after each position.
-            features: `(sum(counts), hidden)`: fused features, or the head's own outputs.
-
-        Returns:
-            Outputs `(n, hidden)` of the last position of each row, and logits `(n, draft_vocab)`, or `(n, vocab)` with
-            -inf for tokens outside of the draft vocabulary; see `ids`.
+        Returns outputs `(n, hidden)` of the last position of each row, and logits `(n, draft_vocab)`, or `(n, vocab)`
+        with -inf for tokens outside of the draft vocabulary; see `ids`.
         """
         batch = RaggedBatch(self.cache, rows, counts, (token_ids.astype(np.int64), positions, np.cumsum(counts) - 1))
         tokens, places, last = batch.arrays
@@ -125,11 +116,7 @@ class EagleRunner:
         self.cache.free(row)
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Replace the trained weights (`checkpoint.trained_weights`); embedding and vocabulary stay.
-
-        Raises:
-            InputError: A name or shape does not match; nothing was changed.
-        """
+        """Replace the trained weights (`checkpoint.trained_weights`). InputError: a name or shape does not match."""
         kept = {"embed_tokens.weight": self.head.embed_tokens.weight}
         assign_weights(self.head, {**kept, **state_dict}, {})
 
