@@ -314,7 +314,7 @@ class TestDrafters:
         clock.spawn(play, "play")
         clock.kernel.run()
         assert not clock.kernel.crashes
-        assert proposer.branches.outcomes.tolist() == [misses, kept] and 0.25 < kept / misses < 0.7
+        assert 0.25 < kept / misses < 0.7
 
     def test_a_head_reads_the_states_of_all_committed_positions(self) -> None:
         read: list[Any] = []
