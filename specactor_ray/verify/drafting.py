@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
@@ -233,7 +232,7 @@ class Drafting:
                 self._take(seats[batch.drafter_id], batch)
 
     def _take(self, seat: DrafterSeat, batch: TailBatch) -> None:
-        if 0.0 < batch.token_s < math.inf:
+        if batch.token_s > 0.0:
             seat.token_s, seat.token_rows = float(batch.token_s), self.policy.rows
         seat.forget(batch.lost)
         unknown = self.table.take(seat.number, batch)

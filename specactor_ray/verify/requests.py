@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,9 @@ class StepMetrics:
     """Number of times that it was right; the same length."""
 
     def count_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Add counts per draft position; `accepted` is no longer than `drafted`."""
-        missing = [0] * (len(drafted) - len(self.drafted_by_position))
-        self.drafted_by_position += missing
-        self.accepted_by_position += missing
-        for position, count in enumerate(drafted):
-            self.drafted_by_position[position] += count
-        for position, count in enumerate(accepted):
-            self.accepted_by_position[position] += count
+        """Add counts per draft position, as many of both."""
+        self.drafted_by_position = list(map(sum, zip_longest(self.drafted_by_position, drafted, fillvalue=0)))
+        self.accepted_by_position = list(map(sum, zip_longest(self.accepted_by_position, accepted, fillvalue=0)))
 
     def record_step(self, result: StepResult, seconds: Seconds, suspended: bool = False) -> None:
         """Add the seconds of one step. `suspended`: whether it used no drafts."""
