@@ -204,23 +204,6 @@ def test_a_larger_window_new_weights_and_the_models_end_leave_branches_right(ref
     check_empty(drafter)
 
 
-def test_requests_beyond_the_limit_are_answered_with_no_guess(reference: torch.nn.Module) -> None:
-    drafter = proposer(max_batch=1)
-    for name in ("a", "b"):
-        drafter.open(name, (5, 6, 7), (), SamplingParams(max_tokens=20), 3)
-    extend_fully(drafter)
-    assert len(drafter.tail("a")[1]) == 3 and drafter.tail("b") == (0, ())
-    assert drafter.commit("b", 0, [9])
-    assert drafter.extend() == ["b"], "each commit is answered once"
-    assert drafter.extend() == []
-    drafter.open("c", (5, 6, 7), (), SamplingParams(max_tokens=20), 3)
-    drafter.close("a")
-    assert drafter.commit("b", 1, [9]) and drafter.commit("c", 0, [9])
-    extend_fully(drafter)
-    assert [len(drafter.tail(name)[1]) for name in ("b", "c")] == [3, 0], "there is one place"
-    assert drafter.tail("b")[1] == expected_tail(reference, (5, 6, 7), [9, 9], SamplingParams(max_tokens=20), 3)
-
-
 def test_a_request_that_outgrows_the_cache_leaves_its_place_to_another(reference: torch.nn.Module) -> None:
     probe = RaggedModel(load(), 16 << 20)
     drafter = proposer(cache_bytes=probe.cache.bytes_per_token * 600, max_batch=2)

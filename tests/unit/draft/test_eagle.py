@@ -252,29 +252,11 @@ def test_a_request_too_long_for_the_head_leaves_its_place_to_another() -> None:
     assert drafter._places == 1
 
 
-def test_limits_are_answered_quietly() -> None:
-    drafter = eagle(max_batch=1)
-    first, second = Sequence(0, 0.0), Sequence(1, 0.0)
-    for request in (first, second):
-        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-        request.commit(drafter, [9])
-    extend_fully(drafter)
-    assert len(drafter.tail(first.name)[1]) == WINDOW and drafter.tail(second.name) == (1, ())
-    assert not drafter.commit("nobody", 0, [1])
-    assert not drafter.commit(first.name, 5, [1]), "a gap asks for a fresh open"
+def test_states_of_another_width_are_refused() -> None:
+    drafter, request = eagle(), Sequence(0, 0.0)
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
     with pytest.raises(ValueError, match="the head reads 192"):
-        drafter.add_features(first.name, [Features(0, states_of(50, 0, width=64))])
-    third = Sequence(2, 0.0)
-    drafter.open(third.name, third.prompt, (), third.sampling, WINDOW)
-    drafter.close(first.name)
-    assert not drafter.commit(second.name, 1, [9]), "there is a place: to be opened with all states"
-    third.commit(drafter, [9])  # and none for this one
-    assert not drafter.commit(second.name, 1, [9]), "until it is opened"
-    drafter.open(second.name, second.prompt, (9, 9), second.sampling, WINDOW)
-    second.output = [9, 9]
-    drafter.add_features(second.name, [Features(0, second.states[: len(second.tokens) - 1])])
-    extend_fully(drafter)
-    assert [len(drafter.tail(one.name)[1]) for one in (second, third)] == [WINDOW, 0]
+        drafter.add_features(request.name, [Features(0, states_of(50, 0, width=64))])
 
 
 def test_no_states_are_kept_of_a_request_that_is_too_long_for_the_head() -> None:

@@ -257,19 +257,6 @@ def learn(proposer: ByName, prompt: list[int], *outputs: list[int]) -> None:
 
 
 @both
-def test_every_commit_is_answered_once_also_without_a_guess(method: Any) -> None:
-    proposer = method()
-    proposer.open("r", [1, 2, 3], [], GREEDY, 4)
-    assert proposer.extend() == ["r"] and proposer.extend() == []
-    proposer.commit("r", 0, [9])
-    assert proposer.extend() == ["r"] and proposer.tail("r") == (1, ())
-    proposer.commit("r", 0, [9])
-    assert proposer.extend() == [], "a repeated commit asks nothing new"
-    proposer.load_weights(3, {})
-    assert proposer.history_tokens == 4, "outputs of another policy are still worth something"
-
-
-@both
 def test_only_the_latest_occurrences_vote(method: Any) -> None:
     proposer = method(2, 4, max_batch=200)
     learn(proposer, [1, 2], *[[7]] * 100, *[[8]] * (kernels.MAX_VOTES // 2 + 1))

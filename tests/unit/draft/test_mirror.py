@@ -57,13 +57,6 @@ def test_drafts_that_commits_decide_on_are_counted_once(drafts: list[int], commi
     assert m.judged.tolist() == judged, "repeated, early and contradicting ones decide on nothing"
 
 
-def test_a_gap_or_a_contradiction_changes_nothing() -> None:
-    m = mirror(4, [7])
-    for start, tokens in ((5, TRUTH[5:7]), (-1, [1]), (2, [TRUTH[2], 99, 1])):
-        assert commit(m, start, tokens)[0] < 0
-        assert tail(m) == (4, [7]) and m.committed(2).tolist() == TRUTH[:4]
-
-
 def test_a_slot_that_is_not_open_takes_nothing() -> None:
     m = mirror(4)
     same, fresh = m.commit(*packed([(slot, 0, [1]) for slot in (0, 1, 3, 10**6, -1)]))
