@@ -183,11 +183,9 @@ def _keep(
 
 @_jit
 def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> None:
-    """Append committed tokens to the outputs, count verified ones, and compare every tail with the new tokens.
-
-    Evidence, hits in tries of draft tokens after right ones, is added by (method, row) and by (method, range of
-    positions `bucket[i]`). A branch counts from the token after the commit that chose it.
-    """
+    """Append committed tokens, count verified ones, and compare every tail with the new tokens. Hits and tries of draft
+    tokens are added by (method, row) and by (method, range of positions `bucket[i]`). A branch counts from the token
+    after the commit that chose it."""
     rows, lengths, tokens, seats, drafted, accepted = step
     committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
     length, tail, method, counts, reached = table.length, table.tail, table.method, table.counts, table.reached
