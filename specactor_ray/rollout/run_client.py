@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specactor_ray.actors.process import put_weights
 from specactor_ray.actors.specs import ClusterView, Phase
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.drafting import inline_drafters
-from specactor_ray.config.methods import traits
+from specactor_ray.config.methods import inline_drafters, traits
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ActorLostError, InputError
 from specactor_ray.core.metrics import DRIVER, Row, row, verifier_rows

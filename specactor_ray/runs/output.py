@@ -20,8 +20,7 @@ from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import names_open_file, remove_if_empty
-from specactor_ray.core.json_text import open_regular
+from specactor_ray.core.files import names_open_file, open_regular, remove_if_empty
 
 CONFIG_FILE, SUMMARY_FILE, TRAJECTORIES_FILE = "config.yaml", "summary.json", "trajectories.jsonl"
 

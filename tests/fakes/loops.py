@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner

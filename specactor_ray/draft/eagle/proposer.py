@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.methods import BUILT_IN
+from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import places

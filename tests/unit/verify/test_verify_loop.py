@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.loop import DraftLoop
