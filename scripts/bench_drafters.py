@@ -18,7 +18,7 @@ import typer
 from specactor_ray.bench.micro import JsonFile, Point, refuse_existing, run_script, show_points
 from specactor_ray.cli.options import parse_numbers
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
+from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.proposer import packed
 
 Lookup = NgramProposer | SuffixProposer

@@ -25,7 +25,7 @@ from specactor_ray.bench.micro import run_figures
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup.proposer import NgramProposer
+from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
@@ -39,9 +39,8 @@ from specactor_ray.transport.messages import (
     DraftOpen,
     TailBatch,
 )
-from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import DrafterLink
 
 ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS = 24, 120

@@ -83,8 +83,8 @@ class ActorHost:
 
     def build_drafting(self, spec: VerifierSpec, engine: TargetEngine, *figures: Any) -> Drafting:
         """The drafts' side of a verifier. `figures`: acceptance and step cost, where they are not to be learned."""
-        from specactor_ray.verify.acceptance import Acceptance
         from specactor_ray.verify.drafting import Drafting
+        from specactor_ray.verify.table import Acceptance
 
         coupled, sizes = spec.mode is ModeName.coupled, (spec.target.max_batch, spec.max_drafts, spec.max_branches)
         learned = figures or (Acceptance(spec.priors),)
@@ -93,7 +93,7 @@ class ActorHost:
     @collected_once()
     def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
         """The proposer of a draft method; loads its model if it has one."""
-        from specactor_ray.draft.registry import build_proposer
+        from specactor_ray.draft.proposer import build_proposer
 
         return build_proposer(drafter, target, device)
 

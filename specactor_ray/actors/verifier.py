@@ -13,8 +13,8 @@ from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout, WeightSet
+from specactor_ray.verify.drafting import DrafterLink, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 
 
 class VerifierActor(LoopActor[VerifierSpec, VerifyLoop]):

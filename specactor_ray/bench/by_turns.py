@@ -18,15 +18,14 @@ from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, Target
 from specactor_ray.core.child import Report
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.registry import build_engine
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Finished, Progress
-from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.drafting import Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import HostedDrafter
 
 PROMPTS_PER_ROUND = 3
 """Prompts of a round: one of each kind of `demo_tasks.edit_prompts`, so that rounds are alike."""

@@ -29,8 +29,7 @@ from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord, RecordStore, RolloutRequest, collect
 from specactor_ray.distill.evaluation import AcceptanceCounts, draft_all, replay
-from specactor_ray.draft.mirror import common_prefix
-from specactor_ray.draft.proposer import Proposer, packed
+from specactor_ray.draft.proposer import Proposer, common_prefix, packed
 from specactor_ray.plan.costs import CostPoint
 from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest
 from specactor_ray.target.rows import refuse_impossible
@@ -275,7 +274,7 @@ def _measure_methods(share: Share, measured: Measured, report: Report) -> None:
 
 def _measure_method(drafter: DrafterConfig, share: Share, measured: Measured, report: Report) -> None:
     """Measure D of a draft method over the axes, and how often it is right on the records; added to `measured`."""
-    from specactor_ray.draft.registry import build_proposer
+    from specactor_ray.draft.proposer import build_proposer
 
     axes, text = share.axes, TextStream(measured.recorded)
     window, batch, drafter = axes.draft_window, max(axes.batches), copy.copy(drafter)

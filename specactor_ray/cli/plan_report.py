@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from specactor_ray.core.console import make_table
-from specactor_ray.plan.plan import Plan
+from specactor_ray.plan.search import Plan
 
 
 def cost_table(profile: Mapping[str, Any]) -> Table:

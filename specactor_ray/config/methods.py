@@ -62,9 +62,9 @@ class BuiltIn(NamedTuple):
 
 
 BUILT_IN = {
-    "ngram": BuiltIn("lookup.proposer:NgramProposer", Traits(looks_up=True, keeps_history=True)),
+    "ngram": BuiltIn("lookup:NgramProposer", Traits(looks_up=True, keeps_history=True)),
     "suffix": BuiltIn(
-        "lookup.proposer:SuffixProposer",
+        "lookup:SuffixProposer",
         Traits(looks_up=True, keeps_history=True, draws_noise=True),
         ("length_factor", "min_probability"),
     ),

@@ -13,10 +13,9 @@ from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.config.methods import DrafterSpec, acting_drafters, drafter_specs
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.controller.members import Member
-from specactor_ray.plan.plan import best_ahead
-from specactor_ray.plan.step_cost import range_number
-from specactor_ray.plan.tgs import geometric
-from specactor_ray.verify.acceptance import DEFAULT_PRIOR
+from specactor_ray.plan.costs import range_number
+from specactor_ray.plan.search import best_ahead, geometric
+from specactor_ray.verify.table import DEFAULT_PRIOR
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,7 @@ from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.distill.card import read_card
 from specactor_ray.distill.corpus import Corpus, CorpusRecord, target_config
-from specactor_ray.draft.mirror import common_prefix
-from specactor_ray.draft.proposer import Proposer, packed
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import Proposer, build_proposer, common_prefix, packed
 from specactor_ray.models.checkpoint_files import describes_head
 from specactor_ray.transport.messages import Features
 

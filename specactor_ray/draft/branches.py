@@ -2,10 +2,9 @@
 
 The main chains are the lines of `MirrorTable`. A drafter that samples with the target's noise has the next best
 candidates of each position for this very draw; a branch is the main chain up to a position, then such a candidate and
-its continuation. Where a commit refutes the main chain, the branch that agrees takes its place. SSD (arXiv 2603.03251)
-drafts outcomes by their distribution; here they are those of the draw.
-
-The worth of a branch is learned: how often each candidate is right, by the gap between the first and the second score.
+its continuation. Where a commit refutes the main chain, the branch that agrees takes its place. How often each
+candidate is right is learned by the gap between the first and the second score. SSD (arXiv 2603.03251) drafts outcomes
+by their distribution; here they are those of the draw.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import numpy as np
 
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft import _branches_numba as kernels
-from specactor_ray.draft._branches_numba import FREE as FREE
-from specactor_ray.draft._branches_numba import GAPS as GAPS
-from specactor_ray.draft._branches_numba import MAIN as MAIN
-from specactor_ray.draft._branches_numba import RANKS as RANKS
-from specactor_ray.draft.mirror import MirrorTable
+from specactor_ray.draft import _kernels as kernels
+from specactor_ray.draft._kernels import FREE as FREE
+from specactor_ray.draft._kernels import GAPS as GAPS
+from specactor_ray.draft._kernels import MAIN as MAIN
+from specactor_ray.draft._kernels import RANKS as RANKS
+from specactor_ray.draft.slots import MirrorTable
 from specactor_ray.transport.messages import NO_BRANCHES, Branches
 
 GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])
@@ -33,17 +32,15 @@ UNKNOWN = np.zeros(0)
 
 
 class Chains(NamedTuple):
-    """Chains of a forward."""
+    """Chains of a forward: int32 `(n,)` each."""
 
     slots: np.ndarray
-    """int32 `(n,)`: slot of each chain."""
     numbers: np.ndarray
-    """int32 `(n,)`: `MAIN`, or the number of the branch."""
+    """`MAIN`, or the number of the branch."""
     begins: np.ndarray
-    """int32 `(n,)`: for a branch that begins with this forward, the index in the line at which it leaves the main
-    chain; else `FREE`."""
+    """Index in the line at which a branch that begins with this forward leaves the main chain; else `FREE`."""
     counts: np.ndarray
-    """int32 `(n,)`: tokens that each chain reads, at least 1; a branch reads one."""
+    """Tokens that each chain reads, at least 1; a branch reads one."""
 
     def at(self, chosen: np.ndarray) -> Chains:
         """The chains chosen by bool `(n,)`."""
@@ -55,7 +52,8 @@ class BranchTable:
 
     Rows of the drafter's cache are kept with the branches; the caller defines their meaning. `gaps` and `others` have
     one more place than branches: that of the main chain, the last one. Both are stored at their index in the line
-    modulo `width`.
+    modulo `width`. `tips`, int32 `(slots,)`, are indices in the line at which each main chain is extended: from there
+    to the end of the tail it is drafted again, and another token replaces the rest.
     """
 
     def __init__(self, most: int) -> None:
@@ -75,14 +73,11 @@ class BranchTable:
         """int32 `(slots, width)`: bit `r`: a branch was opened with candidate `r + 1` of the main chain's token."""
         self.evidence = np.zeros((2, RANKS + 1, GAPS))
         """Hits and tries of each candidate where those before it were wrong, by range of the gap."""
-        self.outcomes = np.zeros(2, np.int64)
-        """int64 `(2,)`: refuted main chains, and branches that took their place with tokens past the commit."""
         self.arrays = _PLANES(self)
         """Most of these arrays, for kernels."""
 
     def fit(self, slots: int, window: int) -> np.ndarray:
-        """Make room for `slots` slots with tails of `window` tokens. If the width grows, all branches are dropped.
-        Returns their rows, int64."""
+        """Make room for tails of `window` tokens. If the width grows, all branches end; returns their rows."""
         (have, width), freed = self.opened.shape, np.zeros(0, np.int64)
         if window + 1 > width:
             width, freed = 1 << window.bit_length(), self.close_all()
@@ -98,21 +93,14 @@ class BranchTable:
         return freed
 
     def settle(self, mirrors: MirrorTable, main_rows: np.ndarray, *commits: np.ndarray) -> np.ndarray:
-        """Compare the branches with commits, right before `MirrorTable.commit` of the same commits.
-
-        Args:
-            main_rows: int64 `(slots,)`: rows of the main chains, updated where a branch takes the place of one.
-            commits: As in `Proposer.commit`.
-
-        Returns:
-            Rows freed by this, int64.
-        """
+        """Compare the branches with commits (see `Proposer.commit`), right before `MirrorTable.commit` of the same.
+        `main_rows`, int64 `(slots,)`, change where a branch takes the place of a main chain. Returns freed rows."""
         arrays = [np.array(array, np.int32) for array in commits]
-        freed: np.ndarray = kernels.settle(self.arrays, mirrors.arrays, main_rows, *arrays, self.outcomes)
+        freed: np.ndarray = kernels.settle(self.arrays, mirrors.arrays, main_rows, *arrays)
         return freed
 
     def release(self, slots: np.ndarray | int) -> np.ndarray:
-        """Drop the branches and candidates of slots. Returns their rows, int64."""
+        """Drop the branches and candidates of slots. Returns their rows."""
         slots = np.atleast_1d(slots)
         freed: np.ndarray = self.rows[slots][self.ats[slots] != FREE]
         self.ats[slots], self.gaps[slots, MAIN], self.opened[slots] = FREE, FREE, 0
@@ -129,15 +117,13 @@ class BranchTable:
         longest: int = 2**31 - 1,
         forward_s: np.ndarray = UNKNOWN,
     ) -> Chains:
-        """Choose the chains of the next forward: main chains of `ahead`, then main chains of `reading` with the fewest
-        tokens to read first, then branches of `ahead`. Slots without room in their tails have no main chain. Chains
-        of `ahead` are taken by the chance that their next token is needed. New branches have one token and no row.
+        """Choose up to `budget` chains of the next forward: main chains of `ahead`, then main chains of `reading` with
+        the fewest tokens to read first, then branches of `ahead`. Main chains with room in their tails are taken in any
+        case, other chains by the chance that their next token is needed. New branches have one token and no row.
 
         Args:
-            tips: As in `append`.
             reading, ahead: bool `(slots,)`: slots that read first, and slots whose chains are extended.
             backlogs: int64 `(slots,)`: tokens that a main chain reads, at least 1.
-            budget: Most chains, but at least as many as there are main chains with room.
             longest: Most tokens of a line.
             forward_s: float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... chains; if given, only as many
                 chains are taken as give the most needed tokens per second.
@@ -154,17 +140,13 @@ class BranchTable:
         chains: Chains,
         rows: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens that chains read, and the positions of their next tokens.
+        """The tokens that chains read, int32 `(sum of counts,)`; by chain the index in the line of the next token, and
+        whether all tokens before that one are then read.
 
         Args:
-            tips: As in `append`.
             origins: int64 `(slots,)`: index in the line of the first token in the cache.
             cached: int64 `(rows,)`: tokens of each row of the cache.
             rows: int64 `(n,)`: row of each chain.
-
-        Returns:
-            int32 `(sum of counts,)`, chain by chain; int64 `(n,)`: index in the line of the next token of each chain;
-            bool `(n,)`: whether the chain has then read all tokens before that one.
         """
         slots, numbers, _, counts = chains
         found: tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -172,7 +154,7 @@ class BranchTable:
         return found
 
     def close_all(self) -> np.ndarray:
-        """Give up all branches; they are not opened again. Returns their rows, int64."""
+        """Give up all branches; they are not opened again. Returns their rows."""
         rows: np.ndarray = self.rows[self.ats != FREE]
         self.ats[:] = FREE
         return rows
@@ -184,11 +166,9 @@ class BranchTable:
     def append(
         self, mirrors: MirrorTable, tips: np.ndarray, chains: Chains, tokens: np.ndarray, gaps: np.ndarray
     ) -> np.ndarray:
-        """Append the token that each chain drafted; chains that were given up are left out.
+        """Append the token that each chain drafted, and update `tips`; chains that were given up are left out.
 
         Args:
-            tips: int32 `(slots,)`, updated: index in the line at which each main chain is extended. From there to the
-                end of the tail it is drafted again: another token replaces the rest.
             tokens: int32 `(n, 1 + RANKS)`, or `(n, 1)` without branches: that token and the other candidates, -1 where
                 there is none.
             gaps: int32 `(n,)`: see `ranges_of`.

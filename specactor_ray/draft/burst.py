@@ -1,9 +1,8 @@
 """Bursts: several tokens of the same chains by forwards over static tensors, which a CUDA graph holds.
 
-One step reads a token of each row, draws the next one with the keyed sampler and writes it, with positions, lengths
-and cache slots, to the inputs of the next step. The host copies rows and page tables in, launches one step per token,
-and waits once at the end. Rows are padded to a bucket, and each bucket is captured once. Padding, and rows that have
-drafted their share, write to a page that no chain holds.
+One step reads a token of each row, draws the next one and writes it to the inputs of the next step. The host copies
+rows and page tables in, launches one step per token, and waits once at the end. Rows are padded to a bucket, and each
+bucket is captured once. Padding, and rows that have drafted their share, write to a page that no chain holds.
 """
 
 from __future__ import annotations
@@ -31,29 +30,17 @@ _BUCKETS = (8, 16, 32, 64, 128, 256, 512)
 _WARM_UPS = 2
 
 
-class Capturer(Protocol):
-    """Operations of a device for bursts."""
-
-    def capture(self, step: Callable[[], None]) -> Callable[[], object]:
-        """Run a step, which uses the same tensors every time, and return a function that repeats it.
-
-        Raises:
-            RuntimeError: An operation of the step cannot be captured.
-        """
-
-    def fetch(self, tensor: torch.Tensor) -> np.ndarray:
-        """Wait for the device and copy a tensor to the host."""
-
-
 class CudaCapturer:
     """One `torch.cuda.CUDAGraph` per step, in one memory pool: no two run at the same time, and the results of a step
-    are in tensors outside of the pool."""
+    are in tensors outside of the pool. Tests replace the class."""
 
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream = torch.cuda.Stream()
 
     def capture(self, step: Callable[[], None]) -> Callable[[], object]:
+        """Run a step, which uses the same tensors every time, and return a function that repeats it. RuntimeError: an
+        operation of the step cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # compiles kernels and makes workspaces outside of the capture
@@ -67,6 +54,7 @@ class CudaCapturer:
         return graph.replay
 
     def fetch(self, tensor: torch.Tensor) -> np.ndarray:
+        """Wait for the device and copy a tensor to the host."""
         array: np.ndarray = tensor.cpu().numpy()
         return array
 
@@ -91,35 +79,27 @@ class Runner(Protocol):
 
 
 class Burst(NamedTuple):
-    """Rows of a burst."""
+    """Rows of a burst, `(n,)` each."""
 
     rows: np.ndarray
-    """int64 `(n,)`: rows of the cache, with room for their shares."""
+    """Rows of the cache, with room for their shares."""
     tokens: np.ndarray
-    """`(n,)`: the token that each row reads first."""
+    """The token that each row reads first; `places` and `features` are its sequence position and its features."""
     ends: np.ndarray
-    """int64 `(n,)`: index in the line of the token that each row draws first."""
+    """Index in the line of the token that each row draws first."""
     shares: np.ndarray
-    """int64 `(n,)`: tokens to draft for each row, at least 1, at most `LONGEST`."""
+    """Tokens to draft for each row, at least 1, at most `LONGEST`."""
     places: np.ndarray
-    """int64 `(n,)`: sequence position of the token that each row reads first."""
     rules: np.ndarray
-    """`(n,)`: entries of `Rules.table`."""
+    """Entries of `Rules.table`."""
     features: torch.Tensor
-    """`(n, feature_size)`: features of the tokens that the rows read first."""
 
 
 class Bursts:
-    """Runs bursts over one cache. Not thread-safe.
+    """Runs bursts of rows of up to `longest` tokens, with `most` candidates a draw, over the cache of a model, of which
+    it takes a page. Not thread-safe."""
 
-    Args:
-        runner: The drafter's model; one page of its cache is taken.
-        longest: Most tokens of a row.
-        most: Candidates of a draw.
-        capturer: Capturer for the cache's device.
-    """
-
-    def __init__(self, runner: Runner, longest: int, most: int, capturer: Capturer) -> None:
+    def __init__(self, runner: Runner, longest: int, most: int, capturer: CudaCapturer) -> None:
         cache = runner.cache
         self._runner, self._cache, self._most, self._capturer = runner, cache, most, capturer
         self._columns = -(-longest // cache.page_size)
@@ -130,22 +110,14 @@ class Bursts:
         """(rows, whether some of them filter tokens) → step."""
 
     def takes(self, rows: np.ndarray, rules: np.ndarray) -> bool:
-        """Whether a burst serves these rows of the cache, and the device can capture it.
-
-        Args:
-            rows: int64 `(n,)`.
-            rules: `(n,)`: their entries of `Rules.table`.
-        """
+        """Whether a burst serves these rows of the cache, and the device can capture it."""
         return self._scratch is not None and len(rows) <= _BUCKETS[-1] and self._step(len(rows), rules) is not None
 
     @torch.inference_mode()
     def run(self, burst: Burst) -> tuple[list[Candidates], torch.Tensor]:
         """Draft the shares of all rows, which `takes` has accepted; their lengths in the cache grow by the shares.
-
-        Returns:
-            For each step the draws of all rows, undefined past their shares; and the features of the next tokens,
-            `(steps, n, feature_size)`.
-        """
+        Returns for each step the draws of all rows, undefined past their shares; and the features of the next tokens,
+        `(steps, n, feature_size)`."""
         n, steps, step = len(burst.rows), int(burst.shares.max()), self._step(len(burst.rows), burst.rules)
         assert step is not None
         step.load(burst)
@@ -172,13 +144,8 @@ class Bursts:
 
 
 class _Step(RaggedBatch):
-    """One token of each row, in static tensors. It begins with padding alone.
-
-    Args:
-        bursts: Owner.
-        rows: Rows, padding included.
-        filters: Whether top-k or top-p may leave out tokens.
-    """
+    """One token of each of `rows` rows, padding included, in static tensors. `filters`: whether top-k or top-p may
+    leave out tokens."""
 
     def __init__(self, bursts: Bursts, rows: int, filters: bool) -> None:
         cache, columns, scratch, runner = bursts._cache, bursts._columns, bursts._scratch, bursts._runner

@@ -1,12 +1,16 @@
-"""Health of a drafter: its weights, and the number of its draft tokens that were right with them."""
+"""Health of a drafter: its failures, its weights, and the number of its draft tokens that were right with them."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
 from specactor_ray.config.methods import Checkpoint, Traits
+
+logger = logging.getLogger(__name__)
 
 ENOUGH = 200
 """Wrong draft tokens in a row that raise the alarm. With 3% right tokens, one such row in 440 is a false alarm."""
@@ -33,6 +37,28 @@ def checksum(state_dict: Mapping[str, Any]) -> str:
     return f"{total:08x}" if state_dict else ""
 
 
+class Failures:
+    """Counts failures by the kind of error. Logs the first one of a kind with its traceback, and then the 10th, the
+    100th and so on."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+
+    def __len__(self) -> int:
+        """Number of failures."""
+        return self._counts.total()
+
+    def add(self, what: str, error: BaseException) -> None:
+        """Count a failure; `what`: name of the failed work in the log."""
+        kind = type(error).__name__
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 1:
+            logger.error("%s; further failures with %s are counted", what, kind, exc_info=error)
+        elif str(count).strip("0") == "1":
+            logger.warning("%s: %s; %d failures with %s so far", what, error, count, kind)
+
+
 class Health:
     """Counts since the newest weights, and the alarm of a drafter. Not thread-safe, except `to_dict`."""
 
@@ -41,35 +67,31 @@ class Health:
         self._version, self._checksum = 0, ""
         self._tried = self._right = self._missed = 0
         self._seen = (0, 0)
-        self._alarm = self._is_warned = self._is_open = False
-        """Whether the alarm is on; this version had its warning; the end of an alarm is still to be logged."""
+        self._alarm = False
 
     def renew(self, version: int, weights: str) -> None:
         """Begin the counts of new weights with this checksum. An alarm stays until a token is right."""
-        self._version, self._checksum, self._is_warned = version, weights, False
+        self._version, self._checksum = version, weights
         self._tried = self._right = self._missed = 0
 
     def observe(self, tried: int, right: int) -> str:
-        """Take the totals of `Proposer.judged`. Returns a message for the log, if any: the alarm once per version, its
-        end once."""
+        """Take the totals of `Proposer.judged`. Returns a message for the log when the alarm begins or ends."""
         tries, hits = tried - self._seen[0], right - self._seen[1]
         if not tries:
             return ""
         self._seen = tried, right
         self._tried, self._right = self._tried + tries, self._right + hits
         self._missed = 0 if hits else self._missed + tries
-        self._alarm = is_alarmed(self._traits, self._alarm, self._missed)
+        was, self._alarm = self._alarm, is_alarmed(self._traits, self._alarm, self._missed)
         name = f"{self._drafter_id} ({self._method})"
-        if self._missed >= ENOUGH and self._alarm and not self._is_warned:
-            self._is_warned = self._is_open = True
+        if self._alarm and not was:
             return (
                 f"{name}: none of its last {self._missed} draft tokens was right, with weights of version "
                 f"{self._version} (checksum {self._checksum or 'none'}). Outputs are not affected, their speed is. "
                 "Fix: compare the checksum with those of other drafters (specactor status); check drafters.N.model, "
                 "follow_policy and online of the method, or remove it"
             )
-        if self._is_open and not self._alarm:
-            self._is_open = False
+        if was and not self._alarm:
             return f"{name}: its draft tokens are right again, with weights of version {self._version}"
         return ""
 

@@ -21,7 +21,7 @@ from specactor_ray.core.environment import fallbacks
 from specactor_ray.draft.health import Health, checksum
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.requests import DraftRequests
-from specactor_ray.plan.step_cost import StepCost
+from specactor_ray.plan.costs import StepCost
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, TailBatch
@@ -34,13 +34,8 @@ _MOST_COSTS = 31
 
 
 class DraftLoop(Loop):
-    """Drives one proposer, in its own thread (`run`) or in that of a verifier (`run_guarded`).
-
-    Args:
-        drafter_id: Incarnation id of this draft actor, part of every message.
-        proposer: The draft method.
-        clock: Clock for waits and for the cost of a draft token.
-    """
+    """Drives one proposer, in its own thread (`run`) or in that of a verifier (`run_guarded`). `drafter_id`, the
+    incarnation id of this draft actor, is part of every message."""
 
     def __init__(self, drafter_id: str, proposer: Proposer, clock: Clock = SYSTEM) -> None:
         super().__init__(clock)

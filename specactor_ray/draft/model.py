@@ -1,11 +1,13 @@
-"""`draft_model`: a smaller transformers model with the target's vocabulary drafts token by token, in batches.
+"""Drafting by models token by token, in batches: `ModelProposer`, the base of `draft_model` and `eagle`; `draft_model`.
 
-It samples with the target's keyed noise (same seed, same position): P[match] >= (1 - TV) / (1 + TV) for total variation
-TV between the two distributions (Daliri, Musco, Suresh, arXiv 2408.07978); independent draws match with sum p(v) q(v).
+`draft_model` is a smaller transformers model with the target's vocabulary. It samples with the target's keyed noise
+(same seed, same position): P[match] >= (1 - TV) / (1 + TV) for total variation TV between the two distributions
+(Daliri, Musco, Suresh, arXiv 2408.07978); independent draws match with sum p(v) q(v).
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -15,20 +17,222 @@ import torch
 from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.ragged import places
-from specactor_ray.draft.branches import Chains
-from specactor_ray.draft.model_proposer import ModelProposer
+from specactor_ray.draft import branches as branching
+from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, ranges_of
+from specactor_ray.draft.burst import LONGEST, Burst, Bursts, CudaCapturer, Runner
+from specactor_ray.draft.proposer import Tails
+from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.sampling.candidates import MOST, candidates, warm_up
+from specactor_ray.sampling.rules import Rules
+from specactor_ray.sampling.seeds import own_noise
+
+_MAX_STEP_TOKENS = 512
+"""Most positions of one forward; a long prompt is read in chunks of this size."""
+_FIRST_RESERVATION = 128
+
+
+class ModelProposer(SlotProposer):
+    """Drafts by forwards of several requests: cache rows of the requests, the loop over forwards, sampling.
+
+    It owns the `runner`. `shared_noise`: sample with the target's noise, else with independent noise. `capturer`: of
+    bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
+    """
+
+    _by_slot = (*SlotProposer._by_slot, "_rows", "_origins")
+
+    def __init__(
+        self,
+        runner: Runner,
+        max_batch: int = 64,
+        shared_noise: bool = True,
+        branches: int = 0,
+        capturer: CudaCapturer | None = None,
+    ) -> None:
+        super().__init__(max_batch)
+        self.branches = BranchTable(branches)
+        cache = runner.cache
+        self._cache, self._shared_noise, self._ids = cache, shared_noise, runner.ids
+        self.vocab_size: int | None = runner.vocab_size
+        self.max_len = min(runner.max_positions, cache.slots)
+        self._rules = Rules(0, cache.device)
+        """Sampling rules by slot; positions are those of the lines."""
+        self._rows, self._origins = np.zeros((2, 0), np.int64)
+        """int64 `(slots,)`, for requests that have a place: row in the cache; index in the line of the token that the
+        first entry of the row has read."""
+        self._most = MOST if branches else 1
+        """Number of candidates per draw."""
+        warm_up(cache.device, runner.dtype, self._most)
+        branching.warm_up()
+        if capturer is None and cache.device.type == "cuda":
+            capturer = CudaCapturer()
+        self._bursts = Bursts(runner, self.max_len, self._most, capturer) if capturer is not None else None
+
+    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        if self.branches.most:
+            self._cache.free_rows(self.branches.settle(self.mirrors, self._rows, slots, starts, lengths, tokens))
+        return super().commit(slots, starts, lengths, tokens)
+
+    def tails(self, slots: np.ndarray) -> Tails:
+        tails = super().tails(slots)
+        return tails._replace(branches=self.branches.published(self.mirrors, slots)) if self.branches.most else tails
+
+    @property
+    def _tips(self) -> np.ndarray:
+        """int32 `(slots,)`: index in the line at which main chains are extended, see `BranchTable.append`."""
+        return self.mirrors.ends
+
+    @abc.abstractmethod
+    def _ready(self) -> Chains:
+        """Chains for which a forward can draft: main chains before branches, the most urgent ones first."""
+
+    @abc.abstractmethod
+    def _run(
+        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
+    ) -> torch.Tensor:
+        """Read `counts` tokens of each chain into its row of the cache. Returns the logits of the next tokens for
+        chains that are complete then, bool `(n,)`."""
+
+    @abc.abstractmethod
+    def _begin(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+        """Sequence positions of the `counts` tokens that each chain reads next, int64, and their features."""
+
+    def _end(self, chains: Chains, shares: np.ndarray, outputs: torch.Tensor) -> None:
+        """Keep the outputs `(steps, n, feature_size)` of as many steps of each chain as its share, int64 `(n,)`."""
+
+    def extend(self) -> np.ndarray:
+        changed, self.drafted, rows, alike = np.zeros(len(self._placed), np.bool_), 0, 0, True
+        while not changed.any() or (alike and self.drafted < self.burst):
+            chains = self._ready()
+            silent = self._unanswered.copy()
+            silent[chains.slots] = False  # other slots have no more guesses
+            changed |= silent
+            if not len(chains.slots):
+                break
+            count, steps = self._forward(chains, max(self.burst - self.drafted, 1))
+            for slots in steps:
+                changed[slots] = True
+                rows += count
+                self.drafted += len(slots) > 0
+                alike &= count > 0 and len(slots) > 0
+        self.rows_drafted = round(rows / self.drafted) if alike and self.drafted else 0
+        self._unanswered[changed] = False
+        return np.flatnonzero(changed).astype(np.int32)
+
+    def _plan(self, reading: np.ndarray, ahead: np.ndarray, backlogs: np.ndarray) -> Chains:
+        """See `BranchTable.plan`."""
+        chains = self.mirrors, self._tips, reading, ahead, backlogs
+        return self.branches.plan(*chains, self.budget, self.max_len, self.forward_s)
+
+    def _forward(self, chains: Chains, most: int) -> tuple[int, list[np.ndarray]]:
+        """Draft a token for each of the chains that fit, or up to `most` of them in a burst. Returns the number of rows
+        if each of them reads one token, else 0; and for each forward the slots with changed or ended tails."""
+        chains, rows = self._reserve(chains, self._rows_of(chains))
+        if not len(rows):
+            return 0, [chains.slots]
+        tokens, ends, complete = self.branches.read(
+            self.mirrors, self._tips, self._origins, self._cache.lengths, chains, rows
+        )
+        alike = len(rows) if len(tokens) == len(rows) else 0
+        rules, bursts = self._rules.table[chains.slots], self._bursts
+        if bursts is not None and alike and complete.all() and bursts.takes(rows, rules):
+            room = np.minimum(self.mirrors.limits, self.max_len)[chains.slots] - ends
+            shares = np.minimum(room, min(most, LONGEST))
+            shares[~self._cache.reserve_rows(rows, self._cache.lengths[rows] + shares)] = 1
+            positions, features = self._begin(chains, rows, np.ones(len(rows), np.int64))
+            steps, outputs = bursts.run(Burst(rows, tokens, ends, shares, positions, rules, features))
+            self._end(chains, shares, outputs)
+            changed, drafts = list[np.ndarray](), shares > 0
+            for step, (tokens, gaps) in enumerate(steps):
+                drafts &= shares > step
+                changed.append(self._append(chains.at(drafts), tokens[drafts], gaps[drafts]))
+                drafts &= tokens[:, 0] >= 0
+            return alike, changed
+        logits = self._run(chains, rows, chains.counts.astype(np.int64), tokens, complete)
+        if not complete.all():
+            chains, ends = chains.at(complete), ends[complete]
+        slots = chains.slots.astype(np.int64)
+        drawn = candidates(logits, ends, slots, self._rules, self._most, ids=self._ids)
+        return alike, [self._append(chains, *drawn)]
+
+    def _enter(self, slot: int, late: bool) -> bool:
+        tokens = min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len)
+        row = self._cache.open(tokens)
+        if row is None:
+            self._drop_branches()
+            row = self._cache.open(tokens)
+        if row is None:
+            return False
+        self._rows[slot] = row
+        sampling = self.samplings[slot] if self._shared_noise else own_noise(self.samplings[slot])
+        self._rules.write([slot], [sampling], [-int(self.mirrors.prompts[slot])])
+        return True
+
+    def _leave(self, slot: int, finished: bool) -> None:
+        self._cache.free_rows(np.append(self.branches.release(slot), self._rows[slot]))
+
+    def _drop_branches(self) -> None:
+        """Free the pages of all branches for main chains."""
+        self._cache.free_rows(self.branches.close_all())
+
+    def _fit(self, slots: int) -> None:
+        super()._fit(slots)
+        self._cache.free_rows(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
+
+    def _rows_of(self, chains: Chains) -> np.ndarray:
+        """int64 `(n,)`: rows of the cache; the row of a new branch is forked from its main chain's."""
+        slots, numbers, begins, _ = chains
+        rows: np.ndarray = self._rows[slots]
+        if not len(rows) or numbers[-1] == MAIN:  # branches come last
+            return rows
+        new, held = np.flatnonzero(begins != FREE), self.branches.rows
+        held[slots[new], numbers[new]] = self._cache.fork(rows[new], begins[new] - self._origins[slots[new]])
+        return np.where(numbers == MAIN, rows, held[slots, numbers])
+
+    def _reserve(self, chains: Chains, rows: np.ndarray) -> tuple[Chains, np.ndarray]:
+        """Make room in the cache for the tokens that each chain reads. If a main chain has no room, all branches are
+        given up; chains without room are given up, too. Returns the chains that fit into one forward, and their rows.
+        """
+        counts = chains.counts
+        if counts.sum() > _MAX_STEP_TOKENS:
+            counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts).astype(np.int32)
+            chains, rows = chains._replace(counts=counts).at(counts > 0), rows[counts > 0]  # the first ones
+        ends = self._cache.lengths[rows] + chains.counts
+        fits = self._cache.reserve_rows(rows, ends)
+        if fits.all():
+            return chains, rows
+        for i in np.flatnonzero(~fits).tolist():
+            if chains.numbers[i] == MAIN:
+                self._drop_branches()
+            if chains.numbers[i] != MAIN or not self._cache.reserve(int(rows[i]), int(ends[i])):
+                self._give_up_chain(int(chains.slots[i]), int(chains.numbers[i]))
+        left, branch = self._placed[chains.slots], np.flatnonzero(chains.numbers != MAIN)
+        left[branch] = self.branches.ats[chains.slots[branch], chains.numbers[branch]] != FREE
+        return chains.at(left), rows[left]
+
+    def _give_up_chain(self, slot: int, number: int) -> None:
+        """Give up a branch, or a main chain together with its request."""
+        if number == MAIN:
+            self._give_up(slot)
+        elif self.branches.ats[slot, number] != FREE:  # else it was dropped with its main chain
+            self._cache.free_rows(self.branches.rows[slot, [number]])
+            self.branches.close(slot, number)
+
+    def _append(self, chains: Chains, tokens: np.ndarray, gaps: np.ndarray) -> np.ndarray:
+        """Append the draws of each chain, see `Candidates`; a chain without a token is given up. Returns int32: slots
+        with changed tails, and slots that were given up."""
+        slots, numbers = chains.slots, chains.numbers
+        for i in (tokens[:, 0] < 0).nonzero()[0].tolist():
+            if numbers[i] == MAIN:  # NaN: a whole window is wrong
+                self.judged[0] += self.mirrors.windows[slots[i]]
+            self._give_up_chain(int(slots[i]), int(numbers[i]))
+        return slots[self.branches.append(self.mirrors, self._tips, chains, tokens, ranges_of(gaps))]
 
 
 class DraftModelProposer(ModelProposer):
-    """`Proposer` over a `RaggedModel`.
-
-    Args:
-        model: The small model with its cache; owned by the proposer.
-        arguments, options: See `ModelProposer`.
-    """
+    """`draft_model`: drafts with a `RaggedModel`. Other arguments are those of `ModelProposer`."""
 
     method = "draft_model"
     traits = BUILT_IN[method].traits

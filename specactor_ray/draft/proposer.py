@@ -1,8 +1,8 @@
 """The proposer: a plain class that drafts ahead of the last known commits of its requests.
 
 It uses no Ray, no clock and no network; the draft loop (`draft/loop.py`) calls it and sends its tails. Requests are
-slots and arrays; a proposer that drafts for one request at a time derives from `RowProposer` (`draft/slots.py`). Drafts
-never change a sampled token: the target checks every one.
+slots and arrays; a proposer that drafts for one request at a time derives from `RowProposer` (`draft/slots.py`). Traits
+and the list of built-in methods are in `config/methods.py`. Drafts never change a sampled token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from specactor_ray.config.methods import NO_TRAITS
+from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of
+from specactor_ray.core.errors import ConfigError, SpecActorError, clipped, clipped_text
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.transport.messages import NO_BRANCHES, Branches, Features, FinishedOutput
 
@@ -23,14 +24,11 @@ if TYPE_CHECKING:
 
 
 class Tails(NamedTuple):
-    """Tails of `n` requests."""
+    """Tails of `n` requests: int32 numbers of committed tokens and of draft tokens after them, and all draft tokens."""
 
     bases: np.ndarray
-    """int32 `(n,)`: committed output tokens of the mirror."""
     lengths: np.ndarray
-    """int32 `(n,)`: draft tokens after them."""
     tokens: np.ndarray
-    """int32 `(sum of lengths,)`: draft tokens, request by request."""
     branches: Branches = NO_BRANCHES
 
     def rows(self) -> Iterator[tuple[int, list[int]]]:
@@ -48,6 +46,16 @@ def packed(commits: Sequence[tuple[int, int, Sequence[int]]]) -> tuple[np.ndarra
     return slots, starts, lengths, np.array([token for _, _, tokens in commits for token in tokens], np.int32)
 
 
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    length = 0
+    for mine, theirs in zip(left, right, strict=False):
+        if mine != theirs:
+            break
+        length += 1
+    return length
+
+
 class Proposer(abc.ABC):
     """Interface of a draft method.
 
@@ -55,7 +63,6 @@ class Proposer(abc.ABC):
     """
 
     method: str
-    """Name of the method: `ngram`, `draft_model`, ..."""
     vocab_size: int | None
     """Number of tokens of the drafter's vocabulary; None: any vocabulary."""
     traits = NO_TRAITS
@@ -64,16 +71,14 @@ class Proposer(abc.ABC):
     forward_s: np.ndarray = np.zeros(0)
     """float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... rows, set before `extend`; empty: unknown."""
     burst: int = 1
-    """Most tokens that models draft for each chain in one `extend`, set before it: 1 where the first tokens may be
-    needed before the last ones are drafted."""
+    """Most tokens that models draft for each chain in one `extend`, set before it."""
     drafted: int = 1
     """Tokens that the newest `extend` drafted for each chain."""
     rows_drafted: int = 0
-    """Mean rows of a forward of the newest `extend`, if each row read one token; 0 if a row read more, or a forward
-    changed no tail."""
+    """Mean rows of a forward of the newest `extend`; 0 if a row read more than a token, or a forward changed no tail.
+    """
     judged: np.ndarray = np.zeros(2, np.int64)
-    """int64 `(2,)`: draft tokens of main chains that commits confirmed or refuted, each after right ones, and how many
-    of them were right."""
+    """int64 `(2,)`: draft tokens of main chains that commits tested after right ones, and how many were right."""
     required: tuple[str, ...] = ("method", "vocab_size")
     """Attributes that a proposer must have."""
 
@@ -92,9 +97,6 @@ class Proposer(abc.ABC):
         Args:
             slot: 0 or more, and below the largest number of requests ever open at once.
             request_id: Unique; one that returns continues the same output.
-            prompt_token_ids: The prompt.
-            committed_token_ids: Final output tokens.
-            sampling: Sampling parameters of the target.
             window: Most tokens of the tail.
         """
 
@@ -103,9 +105,7 @@ class Proposer(abc.ABC):
         """Take final output tokens of `n` requests: keep the parts of the tails that agree, drop the rest. Idempotent.
 
         Args:
-            slots: int32 `(n,)`.
-            starts: int32 `(n,)`: output position of the first token.
-            lengths: int32 `(n,)`.
+            slots, starts, lengths: int32 `(n,)`; `starts` are output positions of first tokens.
             tokens: int32 `(sum of lengths,)`, request by request.
 
         Returns:
@@ -116,11 +116,7 @@ class Proposer(abc.ABC):
     @abc.abstractmethod
     def extend(self) -> np.ndarray:
         """Extend tails that have room in their windows: models by up to `burst` tokens each, lookups to the end.
-
-        Returns:
-            int32: slots whose tail changed, or whose newest commit has no guess. Empty: there is nothing to do until
-            the next message.
-        """
+        Returns int32: slots whose tail changed, or whose newest commit has no guess; empty: nothing to do."""
 
     @abc.abstractmethod
     def tails(self, slots: np.ndarray) -> Tails:
@@ -145,9 +141,30 @@ class Proposer(abc.ABC):
 
     @classmethod
     def from_config(cls, config: DrafterSpec, target: TargetConfig, device: str) -> Self:
-        """Build the proposer of a section of `drafters` for this target, on `device` (`cpu` or `cuda`).
-
-        Raises:
-            ModelLoadError: Its model cannot be loaded or served.
-        """
+        """Build the proposer of a section of `drafters` for this target, on `device` (`cpu` or `cuda`)."""
         return cls(config)  # type: ignore[call-arg]  # the constructor of a class that does not override this
+
+
+def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
+    """Build the configured proposer for this target on `device` (`cpu` or `cuda`).
+
+    Raises:
+        ConfigError: There is no such method, or a user's own class cannot be made.
+        ModelLoadError: Its model cannot be loaded or served.
+    """
+    key, method = "drafters.N.method", clipped_text(config.method)
+    proposer_class: type[Proposer] = class_of(config.method, key)
+    try:
+        proposer = proposer_class.from_config(config, target, device)
+        if not isinstance(proposer, Proposer):
+            raise TypeError(f"from_config returned {clipped(proposer)}")
+    except Exception as error:
+        if isinstance(error, SpecActorError) or config.method in BUILT_IN:
+            raise
+        problem = f"{method} cannot be made: {type(error).__name__}: {clipped(error)}."
+        raise ConfigError(key, problem, "mend its from_config, or its constructor.") from error
+    missing = [name for name in proposer.required if not hasattr(proposer, name)]
+    if missing:
+        fix = "set method and vocab_size in the class, and call super().__init__() in its constructor."
+        raise ConfigError(key, f"{method} is made without {', '.join(missing)}.", fix)
+    return proposer

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.draft.failures import Failures
+from specactor_ray.draft.health import Failures
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, TailBatch
@@ -32,12 +32,7 @@ class _Verifier:
 
 
 class DraftRequests:
-    """Applies messages of verifiers to the proposer and assigns its slots. Not thread-safe.
-
-    Args:
-        drafter_id: Incarnation id of the draft actor, part of every message.
-        proposer: The draft method.
-    """
+    """Applies messages of verifiers to the proposer and assigns its slots. Not thread-safe."""
 
     def __init__(self, drafter_id: str, proposer: Proposer) -> None:
         self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "branches"), 0)
@@ -197,16 +192,10 @@ class DraftRequests:
     def publish(
         self, changed: np.ndarray, links: Mapping[str, Link[TailBatch]], cut_off: Container[str], token_s: float
     ) -> None:
-        """Offer changed tails to their verifiers; a busy link sends them later.
+        """Offer the tails of changed slots to their verifiers; a busy link sends them later.
 
-        Requests of verifiers that are cut off or not in `links` are dropped. If the list with a verifier arrives after
-        the verifier's messages, its next commits are of unknown requests, which it opens again.
-
-        Args:
-            changed: int32, slots whose tails changed; slots that are not open are ignored.
-            links: Verifier id → link for tails.
-            cut_off: Ids of verifiers whose messages are refused.
-            token_s: See `TailBatch`.
+        Requests of verifiers that are in `cut_off` or not in `links` are dropped. If the list with a verifier arrives
+        after the verifier's messages, its next commits are of unknown requests, which it opens again.
         """
         changed = changed[(changed >= 0) & (changed < len(self._changed))]
         self._changed[changed] = self._owners[changed] != _NONE
@@ -236,6 +225,4 @@ class DraftRequests:
 
 def _longer(array: np.ndarray, length: int) -> np.ndarray:
     """A copy, filled up with `_NONE` (False)."""
-    filled = np.full(length, _NONE if array.dtype == np.int32 else False, array.dtype)
-    filled[: len(array)] = array
-    return filled
+    return np.pad(array, (0, length - len(array)), constant_values=_NONE if array.dtype == np.int32 else False)

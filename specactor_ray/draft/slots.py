@@ -1,40 +1,141 @@
 """Base classes of proposers: requests in a `MirrorTable`, up to `max_batch` of which are drafted for.
 
-Other requests are mirrored, too, and get empty tails on their commits. Drafting for them begins at their first commit
-at which a place is free.
+Other requests get empty tails on their commits until a place is free. A user's own proposer derives from `RowProposer`.
 """
 
 from __future__ import annotations
 
 import abc
+import functools
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.failures import Failures
-from specactor_ray.draft.mirror import MirrorTable, warm_up
+from specactor_ray.draft import _kernels
+from specactor_ray.draft.health import Failures
 from specactor_ray.draft.proposer import Proposer, Tails
+
+_MOST = 2**31 - 1
+_CLOSED = {"prompts": 0, "known": -1, "ends": -1, "windows": 0, "lasts": -1}
+"""Values of a slot that is not open."""
+
+
+class MirrorTable:
+    """One line of tokens per slot: prompt, committed output, tail."""
+
+    def __init__(self) -> None:
+        self.lines = np.zeros((0, 0), np.int32)
+        """int32 `(slots, width)` tokens; an open line has room for its committed tokens and a whole tail."""
+        self.prompts, self.known, self.ends, self.windows, self.lasts = np.zeros((5, 0), np.int32)
+        """int32 `(slots,)`: tokens of the prompt; of prompt and committed output (-1: not open); of these and the tail;
+        most tokens of the tail; most tokens of prompt and output."""
+        self.judged = np.zeros(2, np.int64)
+        """See `Proposer.judged`."""
+        self.arrays = _LINES(self)
+        """All of these arrays, for kernels."""
+
+    def is_open(self, slot: int) -> bool:
+        return slot < len(self.known) and bool(self.known[slot] >= 0)
+
+    @property
+    def limits(self) -> np.ndarray:
+        """int32 `(slots,)`: index in the line at which each tail ends at the latest; -1 where nothing is open."""
+        limits: np.ndarray = np.minimum(self.known + self.windows, self.lasts)
+        return limits
+
+    def prompt(self, slot: int) -> np.ndarray:
+        """The prompt, int32, a view."""
+        return self.lines[slot, : self.prompts[slot]]
+
+    def committed(self, slot: int) -> np.ndarray:
+        """The final output tokens, int32, a view."""
+        return self.lines[slot, self.prompts[slot] : self.known[slot]]
+
+    def open(
+        self, slot: int, prompt: Sequence[int], committed: Sequence[int], sampling: SamplingParams, window: int
+    ) -> None:
+        tokens = np.array([*prompt, *committed], np.int32)  # raises before any change
+        begin, known = len(prompt), len(tokens)
+        self._fit(slot + 1, known + window)
+        self.lines[slot, :known] = tokens
+        self.prompts[slot], self.windows[slot] = begin, window
+        self.lasts[slot] = min(begin + sampling.max_tokens, _MOST)
+        self.known[slot] = self.ends[slot] = known
+
+    def close(self, slot: int) -> None:
+        for name, closed in _CLOSED.items():
+            getattr(self, name)[slot] = closed
+
+    def commit(
+        self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `Proposer.commit`; a tail that disagrees is dropped as a whole. Returns int32 `(n,)` each: the token up
+        to which the line, tail included, is unchanged (-1: the commit does not fit); new output tokens."""
+        # Copies: kernels are compiled for writable arrays, and those of a message may be read-only.
+        slots, starts, lengths, tokens = (np.array(array, np.int32) for array in (slots, starts, lengths, tokens))
+        self._fit(0, _kernels.reach(self.arrays, slots, starts, lengths, len(tokens)))
+        same: np.ndarray
+        same, fresh = _kernels.commit(self.arrays, slots, starts, lengths, tokens)
+        return same, fresh
+
+    def lengthen(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
+        """Append tokens to a tail, up to its limit. Raises TypeError or ValueError if they are no int32 token ids."""
+        tokens = np.asarray(tokens)
+        if len(tokens) and tokens.dtype.kind not in "iu":
+            raise TypeError(f"guesses are token ids, not {tokens.dtype}")
+        begin = int(self.ends[slot])
+        tokens = tokens[: max(int(self.limits[slot]) - begin, 0)]
+        if len(tokens) and tokens.dtype != np.int32 and int(tokens.max()) > _MOST:
+            raise ValueError(f"guesses are token ids, not {tokens.max()}")
+        self.lines[slot, begin : begin + len(tokens)] = tokens
+        self.ends[slot] = begin + len(tokens)
+
+    def tails(self, slots: np.ndarray) -> Tails:
+        return Tails(*_kernels.tails(self.arrays, np.asarray(slots, np.int32)))
+
+    def _fit(self, slots: int, width: int) -> None:
+        """Grow to at least `slots` lines of `width` tokens by doubling."""
+        have, wide = self.lines.shape
+        if slots <= have and width <= wide:
+            return
+        slots, width = _doubled(have, slots), _doubled(wide, width)
+        old, self.lines = self.lines, np.zeros((slots, width), np.int32)
+        for slot, end in enumerate(self.ends.tolist()):  # pages behind the ends stay untouched
+            if end > 0:
+                self.lines[slot, :end] = old[slot, :end]
+        for name, closed in _CLOSED.items():
+            setattr(self, name, enlarged(getattr(self, name), 0, slots))
+            getattr(self, name)[have:] = closed
+        self.arrays = _LINES(self)
+
+
+_LINES = operator.attrgetter(*_kernels.Lines._fields)
+
+
+def _doubled(have: int, wanted: int) -> int:
+    return have if wanted <= have else 1 << (wanted - 1).bit_length()
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Compile or load the kernels."""
+    table, zero = MirrorTable(), np.zeros(1, np.int32)
+    table.open(0, (1,), (), SamplingParams(), 1)
+    table.commit(zero, zero, zero, zero[:0])
+    table.tails(zero)
 
 
 class SlotProposer(Proposer):
-    """Implements `Proposer` except `extend`.
-
-    Args:
-        max_batch: Most requests drafted for at once, at least 1.
-
-    Raises:
-        ValueError: `max_batch` is out of range.
-    """
+    """Implements `Proposer` except `extend`. `max_batch`: most requests drafted for at once."""
 
     _by_slot: tuple[str, ...] = ("_placed", "_waiting", "_unanswered")
     """Names of the arrays `(slots,)` that grow with the table, filled with 0."""
     required = (*Proposer.required, "mirrors")
 
     def __init__(self, max_batch: int = 64) -> None:
-        if max_batch < 1:
-            raise ValueError(f"max_batch is {max_batch} (1 or more)")
         self.mirrors = MirrorTable()
         self.judged = self.mirrors.judged
         self.request_ids, self.samplings = dict[int, str](), dict[int, SamplingParams]()
@@ -45,7 +146,7 @@ class SlotProposer(Proposer):
         """Number of free places."""
         self._placed, self._waiting, self._unanswered = np.zeros((3, 0), np.bool_)
         """bool `(slots,)`: has a place; open without a place; has a commit that `extend` has not processed."""
-        warm_up()
+        _warm_up()
 
     def _enter(self, slot: int, late: bool) -> bool:
         """Take resources for a request, at its `open` or, if `late`, at a commit. False: there are none now."""
@@ -117,24 +218,17 @@ class SlotProposer(Proposer):
 
 
 class RowProposer(SlotProposer):
-    """Base class of a user's own proposer that implements `guess` for one request.
-
-    With the trait `looks_up` a commit leads to one call of `guess`, else to calls until the window is full or the guess
-    is empty.
+    """Base class of a user's own proposer (`drafters.N.method: package.module:Class`) that implements `guess` for one
+    request. With the trait `looks_up` a commit leads to one call of `guess`, else to calls until the window is full or
+    the guess is empty. With `keeps_history` it reads finished outputs, `mirrors.committed(slot)`, in `_leave` and those
+    of other verifiers in `learn`, and clears them in `forget_history`.
     """
 
     @abc.abstractmethod
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Sequence[int] | np.ndarray:
-        """Guess the next tokens of an output.
+        """Guess the next tokens of an output: token ids, of which at most `room` (1 or more) are used.
 
-        Args:
-            slot: Slot of the request.
-            prompt: int32, its prompt.
-            output: int32, its committed tokens and its present tail.
-            room: Most tokens used, at least 1.
-
-        Returns:
-            Token ids; those beyond `room` are dropped.
+        `prompt` is int32, and so is `output`: the committed tokens and the present tail of the request.
         """
 
     def extend(self) -> np.ndarray:

@@ -1,10 +1,9 @@
-"""Costs of drafting and verifying: measured points, and the grid between them.
+"""Costs of drafting and verifying: measured points with the grid between them, and means of running steps.
 
     D(g, b)    seconds to draft one token for each of b requests on g devices
     V(g, w, b) seconds to verify w + 1 tokens for each of b requests on g devices
 
-SpecActor (arXiv 2511.16193, section 4) fits lines over b. Steps bend where a device is saturated, so costs are
-interpolated here; docs/design/plan.md.
+SpecActor fits lines over b. Steps bend where a device is saturated, so costs are interpolated; docs/design/plan.md.
 """
 
 from __future__ import annotations
@@ -27,31 +26,25 @@ Point = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class CostPoint:
-    """One measured cost. For drafting, `window` is 0 and `seconds` are those of one token per request."""
+    """One measured cost: the median `seconds` of the repeats, for requests of `context` tokens of prompt and output.
+    For drafting, `window` is 0 and `seconds` are those of one token per request."""
 
     devices: int
     window: int
     context: int
-    """Tokens of prompt and output that each request had."""
     batch: int
     seconds: float
-    """Median of the repeats."""
 
 
 class GridCost:
     """Seconds of a step, interpolated linearly along each axis of a measured grid.
 
-    Beyond the last knot of an axis the grid follows the line through the last two; before the first knot it has the
-    value of the first. A missing point (large steps run out of memory) lies on the line through the two before it along
-    rows, or else along positions or context.
-    Noise is smoothed upwards: no cell is below one with fewer rows, positions or tokens, so more work never costs less.
-    A prompt position costs as much as a position of the largest measured step.
+    Beyond the last knot of an axis the grid follows the line through the last two, before the first it is flat. A
+    missing point (large steps run out of memory) lies on the line through the two before it along rows, or else along
+    positions or context. Noise is smoothed upwards, so more work never costs less. A prompt position costs as much as a
+    position of the largest measured step.
 
-    Args:
-        seconds: Measured points.
-
-    Raises:
-        InputError: There are no points, or one is missing that has no two before it on any axis.
+    InputError: there are no points, or one is missing that has no two before it on any axis.
     """
 
     def __init__(self, seconds: Mapping[Point, float]) -> None:
@@ -76,7 +69,7 @@ class GridCost:
         """Seconds of each cell, the last cell of each axis twice, so that every cell has a next one."""
 
     def seconds(self, rows: float, positions: float, context_tokens: float, prefill_tokens: int = 0) -> float:
-        """See `simulation.roofline.StepCost`; positions and context are those of all rows."""
+        """Seconds of a step; positions and context are those of all rows."""
         prefill_s = self._position_s * prefill_tokens
         if rows <= 0:
             return prefill_s
@@ -92,11 +85,7 @@ class GridCost:
 
 
 def cost_grids(points: Iterable[CostPoint]) -> dict[int, GridCost]:
-    """Device count → costs measured on that many devices, ascending. A window of w is w + 1 positions per row.
-
-    Raises:
-        InputError: A point of a grid is missing.
-    """
+    """Device count → costs measured on that many devices, ascending. InputError: a point of a grid is missing."""
     measured: dict[int, dict[Point, float]] = {}
     for point in points:
         measured.setdefault(point.devices, {})[point.batch, point.window + 1, point.context] = point.seconds
@@ -104,8 +93,7 @@ def cost_grids(points: Iterable[CostPoint]) -> dict[int, GridCost]:
 
 
 def _continued(grid: NDArray[np.float64], axes: Sequence[Sequence[float]], index: tuple[int, ...]) -> float:
-    """The value at a point that was not measured, from those before it, which are filled: along the last axis on which
-    it is far out, else along the first axis with two points."""
+    """A missing point: along the last axis on which it is far out, else along the first with two points before it."""
     far = [axis for axis in (2, 1, 0) if index[axis] > 1 and index[axis] == len(axes[axis]) - 1]
     for axis in (*far, 0, 1, 2):
         at, knots = index[axis], axes[axis]
@@ -131,3 +119,79 @@ def _bilinear(plane: list[list[float]], p: int, fp: float, c: int, fc: float) ->
     low, high = plane[p], plane[p + 1]
     first = low[c] + fc * (low[c + 1] - low[c])
     return first + fp * (high[c] + fc * (high[c + 1] - high[c]) - first)
+
+
+# ---- learned ----
+
+_RANGES = 64
+_LEAST_WEIGHT = 0.15
+"""Least weight of the newest step in the moving mean of its range."""
+_OUTLIER = 3.0
+"""Factor of the mean to which an interrupted step is limited."""
+_FORGET_STEPS = 256
+"""Steps without an observation after which a range is dropped."""
+_REFIT_EVERY = 4
+
+
+class StepCost:
+    """Moving means per range of position counts (two ranges per doubling), made monotone, with straight lines between.
+    Above the largest known range further positions cost nothing, below the smallest each position costs its share, so
+    longer and shorter steps are tried, and again when they were dropped."""
+
+    def __init__(self) -> None:
+        self._tokens, self._seconds = [0.0] * _RANGES, [0.0] * _RANGES
+        self._count, self._seen = [0] * _RANGES, [-_FORGET_STEPS] * _RANGES
+        self._steps = 0
+        self._knots = (np.array([0.0, 1.0]), np.array([1.0, 1.0]))
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        """Record the seconds of a step over `num_tokens` positions; invalid values are ignored."""
+        if num_tokens < 1 or not 0.0 < seconds < float("inf"):
+            return
+        self._steps += 1
+        at = range_number(num_tokens)
+        is_new = self._steps - self._seen[at] > _FORGET_STEPS
+        if is_new:
+            self._count[at] = 0
+        self._count[at] += 1
+        weight = max(1.0 / self._count[at], _LEAST_WEIGHT)
+        if self._count[at] > 3:
+            seconds = min(seconds, _OUTLIER * self._seconds[at])
+        self._seconds[at] += weight * (seconds - self._seconds[at])
+        self._tokens[at] += weight * (num_tokens - self._tokens[at])
+        self._seen[at] = self._steps
+        if is_new or self._steps % _REFIT_EVERY == 0:
+            self._fit()
+
+    def curve(self, num_rows: int, most: int) -> np.ndarray:
+        """`(most + 1,)`: seconds of a step with 0, 1, ..., `most` draft tokens beside one position per row."""
+        seconds: np.ndarray = np.interp(np.arange(num_rows, num_rows + most + 1), *self._knots)
+        return seconds
+
+    def difference(self, num_tokens: int, fewer: int) -> float:
+        """Additional seconds of a step with `num_tokens` positions over one with `fewer`."""
+        more_s, less_s = np.interp((num_tokens, fewer), *self._knots)
+        return max(float(more_s - less_s), 0.0)
+
+    def points(self) -> list[tuple[float, float]]:
+        """Positions and seconds of the known ranges; for any thread."""
+        tokens, seconds = self._knots
+        return list(zip(tokens[1:].tolist(), seconds[1:].tolist(), strict=True)) if self._steps else []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a step was recorded."""
+        return self._steps > 0
+
+    def _fit(self) -> None:
+        oldest = self._steps - _FORGET_STEPS
+        known = [at for at in range(_RANGES) if self._count[at] and self._seen[at] >= oldest]
+        seconds = np.array([self._seconds[at] for at in known])
+        rising, falling = np.maximum.accumulate(seconds), np.minimum.accumulate(seconds[::-1])[::-1]
+        self._knots = np.array([0.0, *(self._tokens[at] for at in known)]), np.append(0.0, (rising + falling) / 2.0)
+
+
+def range_number(num_tokens: int) -> int:
+    """Number of the range, of 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, ...: two per doubling."""
+    octave = (num_tokens - 1).bit_length()
+    return 2 * octave + (4 * num_tokens > 3 << octave)

@@ -13,7 +13,7 @@ import numpy as np
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
-from specactor_ray.plan.plan import Method
+from specactor_ray.plan.search import Method
 
 KIND, SCHEMA = "specactor profile", 1
 
@@ -28,14 +28,11 @@ _AGAIN = "Fix: measure it again: specactor profile --output NEW.json"
 
 @dataclass(frozen=True)
 class Profile:
-    """Contents of a profile."""
+    """Contents of a profile: the whole file, device count → V, and draft methods by name."""
 
     data: Mapping[str, Any]
-    """The whole file."""
     verify: Mapping[int, GridCost]
-    """Device count → V."""
     methods: Mapping[str, Method]
-    """Draft methods by name."""
 
 
 def disturbed(data: Mapping[str, Any]) -> list[str]:
@@ -87,18 +84,11 @@ def load_profile(path: str | Path) -> Profile:
 def reject_foreign_profile(
     profile: Profile, where: str, here: Mapping[str, Mapping[str, Any]], force: bool
 ) -> list[str]:
-    """Check that a profile was measured with this model, this hardware and this torch.
-
-    Args:
-        profile, where: The contents, and the file, for messages.
-        here: `model`, `hardware` and `versions` of a profile that is measured here.
-        force: Use it although hardware or versions differ.
-
-    Returns:
-        Warnings about differences of a profile that is used.
+    """Check that the profile of file `where` was measured with this model, this hardware and this torch: `here` has
+    `model`, `hardware` and `versions` of a profile that is measured here. Returns warnings about differences.
 
     Raises:
-        ConfigError: It was measured with another model; or on other hardware or with another torch, and not forced.
+        ConfigError: It was measured with another model; or on other hardware or with another torch, and not `force`.
     """
     data, there, target = profile.data, profile.data["model"], here["model"]
     if _differences(data, here, "model", "config_hash", "dtype"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.requests import StepMetrics
 
 _NOT_SUMS = ("drafted_by_position", "accepted_by_position")
 """Counters with their own way of merging."""

@@ -19,9 +19,8 @@ from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import MAX_WINDOW, Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.plan.plan import ALL_MODES, Method, Plan, search_plan
 from specactor_ray.plan.profile import Profile, load_profile, reject_foreign_profile
-from specactor_ray.plan.tgs import geometric, share_right
+from specactor_ray.plan.search import ALL_MODES, Method, Plan, geometric, search_plan, share_right
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
       coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers on theirs: it would be
       slower than the target on a CPU core.
 
-    Plain is never chosen: both modes decide at every step whether drafting pays (`verify/policy.py`).
+    Plain is never chosen: both modes decide at every step whether drafting pays (`verify/verify_lengths.py`).
     If there is no drafter, one of `DEFAULT_METHOD` is added.
 
     Args:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.core.jit import kernel
-from specactor_ray.draft._branches_numba import Planes
-from specactor_ray.draft._mirror_numba import Lines
+from specactor_ray.draft._kernels import Lines, Planes
 from specactor_ray.target.base import Finish
 
 _jit: Any = kernel()

@@ -22,9 +22,8 @@ from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.draft.proposer import Proposer
-from specactor_ray.draft.registry import build_proposer
-from specactor_ray.plan.step_cost import StepCost
+from specactor_ray.draft.proposer import Proposer, build_proposer
+from specactor_ray.plan.costs import StepCost
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
@@ -33,9 +32,8 @@ from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
 from specactor_ray.simulation.text import RecordedText
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import WeightSet
-from specactor_ray.verify.acceptance import Acceptance
 from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.table import Acceptance, RequestTable
 
 LINGER_S = (0.0, 1.5)
 """Least and most seconds from the request to end a process to its end."""

@@ -1,4 +1,4 @@
-"""Plan search (`plan/plan.py`) on a scenario's cost models, workload and skills."""
+"""Plan search (`plan/search.py`) on a scenario's cost models, workload and skills."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specactor_ray.config.methods import drafter_specs, traits
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
-from specactor_ray.plan.plan import Method, Plan, SliceLoad, search_plan
+from specactor_ray.plan.search import Method, Plan, SliceLoad, search_plan
 from specactor_ray.simulation.roofline import ForwardCost
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, SkillConfig
 from specactor_ray.simulation.text import draw_lengths

@@ -17,7 +17,7 @@ from specactor_ray.config.methods import BUILT_IN, acting_drafters
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName, open_config
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.plan.tgs import RIGHT_BEHIND_WRONG
+from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
 from specactor_ray.rollout.planning import Devices, resolve_mode
 
 _MOST = 1e9

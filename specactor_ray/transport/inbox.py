@@ -1,8 +1,7 @@
 """The consumer's side of a queue: a thread-safe inbox that lets well-formed messages in.
 
-A message states what its sender holds true, which may be outdated; the protocol tolerates that. The form of a message
-is checked here only: afterwards every array has the stated type, length and range. A malformed message is counted for
-its sender and dropped; a sender of many of them is cut off.
+The form of a message is checked here only: afterwards every array has the stated type, length and range. A malformed
+message is counted for its sender and dropped; a sender of many of them is cut off.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The producer's side of a queue: at most one delivery per consumer is in flight, and later news are merged.
+"""Links, the producer's side of a queue: at most one delivery per consumer is in flight, and later news are merged. And
+the queue of events for the rollout, none of which is merged or lost.
 
-Producers keep state, not messages: the next message is made when it can be sent (`offer`), from the difference between
-the current state and the state that was sent. So a slow or stopped consumer slows no producer and costs it no memory.
-
-A delivery that does not arrive is sent again until the consumer is gone for good. It may have arrived nevertheless:
-the protocol tolerates repetition and reordering (`messages.py`).
+Producers keep state, not messages: the next message is made when it can be sent (`offer`), so a slow or stopped
+consumer slows no producer and costs it no memory. A delivery that does not arrive is sent again until the consumer is
+gone for good; the protocol tolerates repetition and reordering (`messages.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -21,6 +20,7 @@ from specactor_ray.core.clock import SYSTEM, Clock
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError
 
 M = TypeVar("M")
+E = TypeVar("E")
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +44,8 @@ class Link(Generic[M]):
     """The way to one consumer. `offer` is for the producer's loop, everything else for any thread.
 
     A delivery that ends in `ActorUnavailableError` or `CallTimeoutError`, or has not ended by its deadline, is tried
-    again by a later `offer`; `ActorLostError` ends the link for good; of any other error (the consumer raised it) the
-    message is the cause: it is dropped.
-
-    Args:
-        send: Starts a delivery and returns at once; raises like `Delivery.exception`.
-        on_free: Called when a delivery has ended, in any thread: the loop may `offer` again.
-        clock: Clock of deadlines and pauses.
-        deadline_s: Seconds after which a delivery counts as not arrived.
+    again by a later `offer`; `ActorLostError` ends the link for good; any other error drops the message. `send` starts
+    a delivery and raises like `Delivery.exception`; `on_free` is called in any thread when a delivery has ended.
     """
 
     def __init__(
@@ -87,10 +81,8 @@ class Link(Generic[M]):
         return self._clock.now() >= (self._again_at if self._pausing else self._sent_at + self._deadline_s)
 
     def offer(self, make: Callable[[], M | None]) -> bool:
-        """Send the result of `make`, unless a delivery is under way. Returns whether a message was sent.
-
-        `make` is called only when its message can be sent; it returns None if there is nothing to send.
-        """
+        """Send the result of `make`, unless a delivery is under way. `make` is called only when its message can be
+        sent; it returns None if there is nothing to send. Returns whether a message was sent."""
         with self._lock:
             if not self.is_free:
                 return False
@@ -113,8 +105,7 @@ class Link(Generic[M]):
         return True
 
     def snapshot(self) -> dict[str, Any]:
-        """For status displays. `failed`: why the link has ended, empty while it has not; `retries`: deliveries that did
-        not arrive in time; messages `rejected` by the consumer."""
+        """For status displays: why the link has ended, deliveries that did not arrive, messages that were rejected."""
         return {
             "failed": "" if self.failed is None else str(self.failed) or type(self.failed).__name__,
             "retries": self._retries,
@@ -168,3 +159,47 @@ def direct_sender(receive: Callable[[Any], Any]) -> Callable[[Any], Delivery]:
         return _DELIVERED
 
     return send
+
+
+class EventQueue(Generic[E]):
+    """Events in order, numbered from 0, kept until the reader acknowledges them; for any thread. A reader that lost an
+    answer reads again with the same number. The run keeps the outputs anyway, so the size has no other bound."""
+
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self._changed = clock.condition()
+        self._events: list[E] = []
+        self._first = 0
+        self._urgent = 0
+        """Number after the newest urgent event."""
+
+    def put(self, events: Iterable[E], urgent: bool = True) -> None:
+        """Append events. `urgent` ones end the wait of a lingering `read`."""
+        with self._changed:
+            self._events.extend(events)
+            if urgent:
+                self._urgent = self._end
+            self._changed.notify_all()
+
+    def read(self, after: int, timeout_s: float = 0.0, linger_s: float = 0.0) -> tuple[int, list[E]]:
+        """Discard events before number `after`. Returns the number of the first event from `after` on that is left,
+        and the events. Waits up to `timeout_s` seconds for the first, and if none of them is urgent up to `linger_s`
+        longer for one that is, so that the others are read in batches. ValueError: the number was not given out yet.
+        """
+        with self._changed:
+            if after > self._end:
+                raise ValueError(f"event {after} was asked for, but the next one is number {self._end}")
+            del self._events[: max(0, after - self._first)]
+            self._first = max(self._first, after)
+            self._changed.wait_for(lambda: self._end > after, max(0.0, timeout_s))
+            if linger_s > 0.0 and self._end > after:
+                self._changed.wait_for(lambda: self._urgent > after, linger_s)
+            return self._first, list(self._events)
+
+    @property
+    def _end(self) -> int:
+        return self._first + len(self._events)
+
+    def __len__(self) -> int:
+        """Events that are kept."""
+        with self._changed:
+            return len(self._events)

@@ -2,7 +2,7 @@
 
 Drafts are predictions for absolute output positions. Output position 0 is the first generated token of a request;
 "committed length" counts output tokens, never prompt tokens. Every message may be lost, repeated, reordered or late;
-the receiver checks it against its own state (`verify/table.py`, `draft/mirror.py`).
+the receiver checks it against its own state (`verify/table.py`, `draft/slots.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Features:
     """The target's hidden states of consecutive sequence positions, for drafters that read them (EAGLE)."""
 
     begin: int
-    """Sequence position of the first one; 0 is the first token of the prompt."""
+    """Sequence position of the first one, prompt included."""
     states: Any
     """numpy `(n, layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/weight_buckets.py`)."""
 
@@ -53,19 +53,17 @@ class CommitBatch:
     A handle names a request: `rows[i]`, its place in the verifier's table, and `generations[i]`, which is used once in
     the life of a verifier. Commits come before closes, and closes before opens.
 
-    A verifier numbers its seats; `session` is the number. On a newer session the drafter closes all requests of the
-    verifier; it ignores batches of older ones. The first batch of a seat is sent even if it is empty, so requests that
-    a seat leaves open end with the next seat. Tails have no session: a handle names the same request in all of them, so
-    a late tail is a draft like any other, a late `lost` costs one opening, and a tail of a request that the seat does
-    not draft for is answered with a close.
+    A verifier numbers its seats from 1; `session` is the number. On a newer session the drafter closes all requests of
+    the verifier; it ignores batches of older ones. The first batch of a seat is sent even if it is empty, so requests
+    that a seat leaves open end with the next seat. Tails have no session: a late tail is a draft like any other, a late
+    `lost` costs one opening, and a tail of a request that the seat does not draft for is answered with a close.
     """
 
     verifier_id: str
     rows: np.ndarray
-    """int32 `(n,)`, like `generations`, `starts` and `lengths`."""
+    """int32 `(n,)`, like `generations`, `starts` (output positions of first tokens) and `lengths`."""
     generations: np.ndarray
     starts: np.ndarray
-    """Output position of the first token."""
     lengths: np.ndarray
     tokens: np.ndarray
     """int32, the tokens of all rows one after the other."""
@@ -76,21 +74,16 @@ class CommitBatch:
     """Row and the states of its positions that were computed since the last commit, up to the one that predicted the
     last of its tokens; only for drafters that request them."""
     session: int = 0
-    """Number of the seat's session, from 1; a newer one replaces all requests of older ones."""
 
 
 class Branches(NamedTuple):
-    """Alternatives to the ends of `n` tails: after the first `ats[j]` tokens of tail `tails[j]`, then these tokens.
-
-    The first token of a branch differs from the tail's token at `ats[j]`.
-    """
+    """Alternatives to the ends of `n` tails: after the first `ats[j]` tokens of tail `tails[j]`, other tokens."""
 
     tails: np.ndarray
-    """int32 `(m,)`, ascending: index of the tail."""
+    """int32 `(m,)`, as `ats` and `lengths`: ascending indices of tails; places from 0 to the tail's length; numbers of
+    tokens, at least 1."""
     ats: np.ndarray
-    """int32 `(m,)`: 0 to the tail's length."""
     lengths: np.ndarray
-    """int32 `(m,)`, at least 1."""
     tokens: np.ndarray
     """int32 `(sum of lengths,)`, branch by branch."""
 
@@ -140,7 +133,7 @@ class Progress:
     """Most probable tokens; None if no request needs any."""
 
     def rows(self) -> Iterator[tuple[str, list[int], list[float], list[float]]]:
-        """Yield request, tokens, log-probabilities and margins (empty without any), one request after the other."""
+        """Yield request, tokens, log-probabilities and margins (empty without any)."""
         end, tokens, logprobs = 0, self.tokens.tolist(), self.logprobs.tolist()
         margins = self.margins.tolist() if self.margins is not None else []
         for (request_id, _), length in zip(self.requests, self.lengths.tolist(), strict=True):
@@ -150,14 +143,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Counters of one finished request."""
+    """Counters of one finished request: forwards that committed tokens, verified draft tokens, right draft tokens."""
 
     steps: int = 0
-    """Number of decode steps (forwards that committed at least one token)."""
     drafted: int = 0
-    """Number of verified draft tokens."""
     accepted: int = 0
-    """Number of right draft tokens."""
     by_method: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Draft method → (drafted, accepted)."""
 
@@ -181,12 +171,11 @@ class Finished:
 
 
 class FinishedOutput(NamedTuple):
-    """Rollout → verifier: an output that another verifier finished, for the histories of hosted lookups."""
+    """Rollout → verifier: an int32 output that another verifier finished, for the histories of hosted lookups."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     token_ids: np.ndarray
-    """int32 `(n,)`: output tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +189,10 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """One version of the policy's weights."""
+    """One version of the policy's weights, from 1 (0 is the configured model): references of `WeightBucket`s."""
 
     version: int
-    """Version number, from 1; version 0 is the configured model."""
     buckets: tuple[Any, ...]
-    """Object references of `WeightBucket`s."""
     num_bytes: int = 0
 
 

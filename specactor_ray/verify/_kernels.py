@@ -23,7 +23,7 @@ COUNTS = (
     "row_steps", "committed_tokens", "supplied_tokens", "supplied_row_steps", "drafted_tokens", "accepted_tokens",
     "refuted_tails", "arrival_rescues", "commit_rescues",
 )  # fmt: skip
-"""Indices of `RequestTable.counts`; `verify/metrics.py` documents them."""
+"""Indices of `RequestTable.counts`; `verify/requests.py` documents them."""
 REFUTED, ON_ARRIVAL, AT_COMMIT = range(6, 9)
 
 Planes = namedtuple(
@@ -35,19 +35,15 @@ Planes = namedtuple(
 
 
 class Committed(NamedTuple):
-    """Results of a step for `n` requests."""
+    """Results of a step for `n` requests, int32 `(n,)`: numbers of committed tokens, and these row by row; seats of the
+    verified tails (or `FREE`), and numbers of their verified and of their right tokens."""
 
     rows: np.ndarray
-    """int32 `(n,)`, as all arrays except `tokens`."""
     counts: np.ndarray
-    """Number of committed tokens."""
     tokens: np.ndarray
-    """int32: committed tokens of all rows, row by row."""
     seats: np.ndarray
-    """Seat of the verified tail, or `FREE`."""
     drafted: np.ndarray
     accepted: np.ndarray
-    """`drafted` and `accepted`: numbers of verified and of right tokens of this tail."""
 
 
 @_jit
@@ -70,14 +66,11 @@ def take_tails(
     seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any,
     owners: Any, ats: Any, sizes: Any, branch_tokens: Any, table: Planes,
 ) -> Any:  # fmt: skip
-    """Take in a `TailBatch` of the drafter in a seat; `owners` to `branch_tokens` are its branches.
+    """See `RequestTable.take`; `owners` to `branch_tokens` are the branches.
 
     A tail is compared with the committed tokens. If all of them agree, the rest is usable; else the longest branch that
     agrees takes its place. A tail is dropped if it claims more committed tokens than there are, has no tokens left, or
     is older or smaller than the present tail: by base, then by the rest of the main chain, then by branch tokens.
-
-    Returns:
-        bool `(n,)`: whether the tail's request is not assigned to the drafter.
     """
     generation, committed, base, length, tail = table.generation, table.committed, table.base, table.length, table.tail
     flat, most, window = _flat(table), table.branch_at.shape[2], tail.shape[2]
@@ -190,11 +183,9 @@ def _keep(
 
 @_jit
 def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> None:
-    """Append committed tokens to the outputs, count verified ones, and compare every tail with the new tokens.
-
-    Evidence, hits in tries of draft tokens after right ones, is added by (method, row) and by (method, range of
-    positions `bucket[i]`). A branch counts from the token after the commit that chose it.
-    """
+    """Append committed tokens, count verified ones, and compare every tail with the new tokens. Hits and tries of draft
+    tokens are added by (method, row) and by (method, range of positions `bucket[i]`). A branch counts from the token
+    after the commit that chose it."""
     rows, lengths, tokens, seats, drafted, accepted = step
     committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
     length, tail, method, counts, reached = table.length, table.tail, table.method, table.counts, table.reached
@@ -265,13 +256,10 @@ def choose(probability: Any, supply: Any, room: Any, curve: Any, seats: Any, len
     The i-th draft token of a row gains `p^i` tokens, and the cost depends only on the total number of positions: for
     every total the best choice takes the largest gains, so it is enough to compare totals. Gains are sorted into bins.
 
-    Args:
-        probability, supply, room: `(seats, rows)`, the same, and `(rows,)`: most draft tokens of each row.
-        curve: `curve[j]`: seconds of the step with `j` draft tokens in total, preceding work included.
-        seats, lengths: `(rows,)`, filled: the seat of the best tail or `FREE`, and the number of its tokens that pay.
-
-    Returns:
-        Expected committed tokens per second.
+    `probability` and `supply` are `(seats, rows)`, `room` is `(rows,)`: most draft tokens of each row. `curve[j]`:
+    seconds of the step with `j` draft tokens in total, preceding work included. Fills `seats` and `lengths`, `(rows,)`:
+    the seat of the best tail or `FREE`, and the number of its tokens that pay. Returns the expected committed tokens
+    per second.
     """
     rows, most = len(room), len(curve) - 1
     gains, counts, steps = np.zeros(_BINS), np.zeros(_BINS, np.int64), np.empty(rows)

@@ -1,8 +1,7 @@
 """The verifier's loop: verifies the best draft tail of every running request and commits the right tokens.
 
 A plain class around a target engine, without Ray: a drafter is a link, the rollout is an event queue. Other threads
-deliver requests, drafts and lists of drafters; one thread calls `run`. The engine checks every draft token, so
-drafters change no token, and every wait for a drafter in another process is bounded.
+deliver requests, drafts and lists of drafters; one thread calls `run`. Every wait for a drafter is bounded.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ from specactor_ray.core.environment import fallbacks
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout
-from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.metrics import StepMetrics
-from specactor_ray.verify.policy import Seconds
-from specactor_ray.verify.requests import Requests
-from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
+from specactor_ray.verify.requests import Requests, StepMetrics
+from specactor_ray.verify.verify_lengths import Seconds
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +56,15 @@ class VerifyLoop(Loop):
     # ---- called from other threads ----
 
     def submit(self, requests: Sequence[TargetRequest]) -> None:
-        """Queue requests. A request that can never run ends as `Finished` with its reason; one for other weights than
-        the loaded ones ends as `Refused`. An attempt that runs, has ended, or is older than such an attempt is ignored;
-        a newer one replaces the older without a `Finished` for it."""
+        """Queue requests. A request that can never run ends as `Finished` with its reason; one for other weights ends
+        as `Refused`. An attempt that runs, has ended, or is older than such an attempt is ignored; a newer one replaces
+        the older without a `Finished` for it."""
         for request in requests:
             self.put(functools.partial(self._requests.add, request))
 
     def cancel(self, items: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
-        """Drop requests without a `Finished`: pairs of request id and attempt; older attempts are dropped, too. A later
-        submission of them is ignored. `has_ended`: whether the outputs are complete, so that drafters may learn from
-        them."""
+        """Drop attempts, and older ones, without a `Finished`; a later submission of them is ignored. `has_ended`:
+        whether the outputs are complete, so that drafters may learn from them."""
         for request_id, attempt in items:
             self.put(functools.partial(self._requests.cancel, request_id, attempt, has_ended))
 
@@ -212,8 +208,8 @@ class VerifyLoop(Loop):
         return self._clock.now() - begin
 
     def _draft(self, most: int = 1) -> int:
-        """Run one step of every drafter of this thread: a model drafts up to `most` tokens for each of its requests. A
-        failing drafter is logged and loses its requests. Returns the number of drafted tokens, or 0 without work."""
+        """Run one step of every drafter of this thread: a model drafts up to `most` tokens for each of its requests.
+        Returns the number of drafted tokens, or 0 without work."""
         return max((drafter.loop.take_turn(most) for drafter in self._hosted), default=0)
 
     def _await_tails(self, rows: np.ndarray) -> None:

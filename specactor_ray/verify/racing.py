@@ -1,8 +1,8 @@
 """Assignment of drafters to requests: the draft ladder, and the race for stragglers.
 
 A request has at most one *base* drafter, a model of the method with the best prediction and with room. Further drafters
-join by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups and models hosted beside draft actors for every request,
-other models in a race. A drafter that already has the request is preferred, since another one must first read it.
+join by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups and hosted models for every request, other models in a
+race. A drafter that already has the request is preferred, since another one must first read it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.verify.policy import DraftPolicy
+from specactor_ray.verify.verify_lengths import DraftPolicy
 
 REVISE_EVERY = 16
 """Steps between two revisions of all requests."""
 SWITCH_GAIN = 0.15
 """Least predicted gain in speed for a change of the method."""
 SWITCH_SHARE = 8
-"""Divisor of the share of requests that change their method in one revision, so that the new method is measured on
-them."""
+"""One in so many requests changes its method in one revision, so that the new method is measured on them."""
 
 
 def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:
@@ -68,14 +67,9 @@ class Places:
         return bool(free)
 
     def assign_race(self, stragglers: Sequence[int], methods: Sequence[str]) -> None:
-        """Algorithm 3: every method that does not serve a straggler yet joins the race for it if there is room.
-
-            sort the stragglers by acceptance, ascending; methods come in the order of the draft ladder
-            for each straggler, for each method that does not serve it:
-                take the least loaded worker of that method among those with load < b_max, if there is one
-                assign the straggler to it; its load grows by one
-
-        Drafters of a straggler stay if there is room. As a worker has one method, the order has no effect."""
+        """Algorithm 3: stragglers by acceptance, ascending; methods in the order of the draft ladder; each method that
+        does not serve a straggler yet joins the race with its least loaded worker with room (load < b_max), if there is
+        one. Drafters of a straggler stay if there is room. As a worker has one method, the order has no effect."""
         mine = [seat for seat, one in self.drafters.items() if one.spec.method in methods]
         there = np.zeros_like(self.wanted)
         there[mine] = self._assigned[mine] & ~self.wanted[mine]

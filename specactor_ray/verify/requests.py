@@ -1,41 +1,88 @@
-"""Requests of a verifier from submission to end, and the events for the rollout."""
+"""Requests of a verifier from submission to end, the events for the rollout, and the counters of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
 from specactor_ray.core.clock import SYSTEM, Clock
 from specactor_ray.core.errors import InputError
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
-from specactor_ray.transport.events import EventQueue
+from specactor_ray.transport.link import EventQueue
 from specactor_ray.transport.messages import Finished, Progress, Refused, RequestStats, ToRollout
-from specactor_ray.verify._kernels import Committed
+from specactor_ray.verify._kernels import COUNTS, Committed
 from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.verify_lengths import Seconds
 
 _REMEMBERED = 65_536
 """Number of newest requests whose attempts are kept: many more than are submitted while a message is in flight."""
 
 
-class Attempts:
-    """The newest attempt of each request that was begun or cancelled: submissions and cancellations may be repeated,
-    late, or out of order."""
+@dataclass
+class StepMetrics:
+    """Totals of one verifier since the start or the last reset: seconds, tokens, steps."""
 
-    def __init__(self) -> None:
-        self._newest: dict[str, int] = {}
+    steps: int = 0
+    suspended_steps: int = 0
+    """Steps without drafts, because drafts did not pay (`Suspension`)."""
+    committed_tokens: int = 0
+    row_steps: int = 0
+    """Rows that committed, summed over steps: committed_tokens / row_steps is the acceptance length."""
+    supplied_tokens: int = 0
+    """Usable draft tokens, summed over row-steps (supply)."""
+    supplied_row_steps: int = 0
+    """Row-steps with at least one usable draft token."""
+    drafted_tokens: int = 0
+    """Verified draft tokens."""
+    accepted_tokens: int = 0
+    refuted_tails: int = 0
+    """Tails that committed tokens refuted, on arrival or at a commit."""
+    arrival_rescues: int = 0
+    """Branches that became the tail when their message arrived."""
+    commit_rescues: int = 0
+    """Branches that became the tail at a commit."""
+    forward_s: float = 0.0
+    sampling_s: float = 0.0
+    waiting_s: float = 0.0
+    protocol_s: float = 0.0
+    """Seconds between two forwards that are neither sampling nor waiting for drafts."""
+    drafted_by_position: list[int] = field(default_factory=list)
+    """Number of times that the 1st, 2nd, ... draft token of a tail was verified."""
+    accepted_by_position: list[int] = field(default_factory=list)
+    """Number of times that it was right; the same length."""
 
-    def note(self, request_id: str, attempt: int) -> None:
-        """Record an attempt: it and earlier ones are not begun any more."""
-        self._newest[request_id] = max(attempt, self._newest.pop(request_id, attempt))
-        if len(self._newest) > _REMEMBERED:
-            del self._newest[next(iter(self._newest))]
+    def count_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Add counts per draft position, as many of both."""
+        self.drafted_by_position = list(map(sum, zip_longest(self.drafted_by_position, drafted, fillvalue=0)))
+        self.accepted_by_position = list(map(sum, zip_longest(self.accepted_by_position, accepted, fillvalue=0)))
 
-    def newest(self, request_id: str) -> int:
-        """The newest recorded attempt; -1 for none."""
-        return self._newest.get(request_id, -1)
+    def record_step(self, result: StepResult, seconds: Seconds, suspended: bool = False) -> None:
+        """Add the seconds of one step. `suspended`: whether it used no drafts."""
+        self.steps += 1
+        self.suspended_steps += suspended
+        self.forward_s += result.forward_s
+        self.sampling_s += result.sampling_s
+        self.waiting_s += seconds.waiting
+        self.protocol_s += seconds.own
+
+    def take(self, counts: np.ndarray, reached: np.ndarray) -> None:
+        """Add `RequestTable.counts` and `reached`, and set these to 0."""
+        for name, count in zip(COUNTS, counts.tolist(), strict=True):
+            setattr(self, name, getattr(self, name) + count)
+        self.count_positions(*reached[:, : np.count_nonzero(reached[0])].tolist())
+        counts[:] = 0
+        reached[:] = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counters as plain data, for any thread: both lists have equal length also while the loop counts."""
+        numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepMetrics)}
+        accepted = list(self.accepted_by_position)
+        drafted = self.drafted_by_position[: len(accepted)]
+        return {**numbers, "drafted_by_position": drafted, "accepted_by_position": accepted}
 
 
 class Requests:
@@ -49,7 +96,9 @@ class Requests:
         self._row_of: dict[str, int] = {}  # open request → its row
         self._names: dict[int, tuple[str, int]] = {}  # row → its request and attempt
         self._prompt_logprobs: dict[int, np.ndarray] = {}  # row → those of its prompt, once they are computed
-        self._attempts = Attempts()
+        self._attempts: dict[str, int] = {}
+        """The newest attempt of each request that was begun or cancelled, the newest requests last: submissions and
+        cancellations may be repeated, late, or out of order."""
         self._fresh: list[ToRollout] = []  # events of the step under way
 
     def __len__(self) -> int:
@@ -63,9 +112,9 @@ class Requests:
     def add(self, request: TargetRequest) -> None:
         """Begin a request, unless this attempt or a newer one was begun or cancelled."""
         request_id, attempt = request.request_id, request.attempt
-        if attempt <= self._attempts.newest(request_id):
+        if attempt <= self._attempts.get(request_id, -1):
             return
-        self._attempts.note(request_id, attempt)
+        self._note(request_id, attempt)
         if request_id in self._row_of:
             self.drop(request_id)
         loaded = self._engine.weight_version
@@ -91,9 +140,15 @@ class Requests:
 
     def cancel(self, request_id: str, attempt: int, has_ended: bool = False) -> None:
         """Drop this attempt, or an older one, and never begin it again. `has_ended`: see `VerifyLoop.cancel`."""
-        if request_id in self._row_of and self._attempts.newest(request_id) <= attempt:
+        if request_id in self._row_of and self._attempts.get(request_id, -1) <= attempt:
             self.drop(request_id, finished=has_ended)
-        self._attempts.note(request_id, attempt)
+        self._note(request_id, attempt)
+
+    def _note(self, request_id: str, attempt: int) -> None:
+        """Record an attempt: it and earlier ones are not begun any more."""
+        self._attempts[request_id] = max(attempt, self._attempts.pop(request_id, attempt))
+        if len(self._attempts) > _REMEMBERED:
+            del self._attempts[next(iter(self._attempts))]
 
     def drop(self, request_id: str, finished: bool = False) -> None:
         """Remove a request without an event."""

@@ -1,9 +1,9 @@
-"""Requests of one verifier: a structure of arrays, one row per request, one seat per drafter."""
+"""Requests of one verifier, a structure of arrays, and the chance that their draft tokens are right."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,20 +12,74 @@ from specactor_ray.config.schema import MAX_METHODS
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.verify import _kernels
 from specactor_ray.verify._kernels import Committed
-from specactor_ray.verify.acceptance import Acceptance, bucket_of
 
 if TYPE_CHECKING:
     from specactor_ray.target.base import TargetRequest
 
 
+BUCKET_NAMES = ("0-63", "64-127", "128-255", "256-511", "512-1023", "1024-2047", "2048-4095", "4096+")
+"""Names of the ranges of output positions."""
+BUCKETS = len(BUCKET_NAMES)
+_BUCKET_BEGINS = 64 << np.arange(BUCKETS - 1)
+DEFAULT_PRIOR = 0.6
+PRIOR_TRIES = 8.0
+"""Tries for which a prior counts, such as that of a method for its requests: about one window."""
+HALF_LIFE_STEPS = 128.0
+"""Verify steps after which an observation counts half, also without later ones: the only rule of exploration."""
+_FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
+
+
+def bucket_of(positions: np.ndarray) -> np.ndarray:
+    """The range of each output position."""
+    return _BUCKET_BEGINS.searchsorted(positions, side="right")
+
+
+class Acceptance:
+    """Estimates for the rows of a table, shrunk to those of their method, and these to a prior: `priors`, the chance
+    that a draft token of a method is right as measured offline, or `DEFAULT_PRIOR`."""
+
+    def __init__(self, priors: Mapping[str, float] | None = None) -> None:
+        self._given = dict(priors or {})
+        self.methods: list[str] = []
+        self.prior = np.full(MAX_METHODS, DEFAULT_PRIOR)
+        self.evidence = np.zeros((2, MAX_METHODS, BUCKETS))
+        """`(2, methods, BUCKETS)`: as `RequestTable.evidence`, by range of output positions."""
+
+    def number(self, method: str) -> int:
+        """Index of a method in the arrays, assigned at the first call for the method."""
+        if method not in self.methods:
+            self.methods.append(method)
+            self.prior[len(self.methods) - 1] = self._given.get(method, DEFAULT_PRIOR)
+        return self.methods.index(method)
+
+    def fade(self, table: RequestTable) -> None:
+        """Decrease the weight of all evidence after a step."""
+        self.evidence *= _FADE
+        table.evidence *= _FADE
+
+    def of_method(self) -> np.ndarray:
+        """`(methods, BUCKETS)`: chance that a token is right given that those before it are."""
+        return _draw(self.evidence, _draw(self.evidence.sum(axis=2), self.prior)[:, None])
+
+    def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
+        """`(methods, rows)`: the same chance for single requests at their output positions."""
+        at_positions = self.of_method().take(bucket_of(table.committed[rows]), axis=1)
+        return _draw(table.evidence.take(rows, axis=2), at_positions)
+
+
+def _draw(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    chances: np.ndarray = (evidence[0] + PRIOR_TRIES * prior) / (evidence[1] + PRIOR_TRIES)
+    return chances
+
+
 class RequestTable:
     """Requests and their drafts. Not thread-safe.
 
-    A request has a row from `open` to `close`; a row is used again with a new `generation` (0: free), so that messages
-    about the old request do not apply. A drafter has a seat. Arrays, int32 if no other type is stated:
+    A request has a row from `open` to `close`; a row is used again with a new `generation` (0: free). A drafter has a
+    seat. Arrays, int32 if no other type is stated:
 
     - by row: number of `committed` output tokens, their maximum (`limit`), their ids (`output`, `(rows, capacity)`),
-      `steps` that committed tokens, and bool `begun`: it has been in a step; before, no drafter is assigned;
+      `steps` that committed tokens, and bool `begun`: it has been in a step, so drafters may be assigned;
     - by seat and row: bool `assigned`; `told`: committed tokens sent to the drafter, -1: the request is not open there;
       `base` of its newest tail, -1: none; `tail`, `(seats, rows, window)`: the part of it past the committed prefix;
       its `length`, 0 where the drafter is not assigned;
@@ -36,9 +90,7 @@ class RequestTable:
     - `method` by seat; int64 `counts` (`_kernels.COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
       tail was verified, and was right, until `StepMetrics` takes them.
 
-    Args:
-        window: Most draft tokens of a request that are kept.
-        branches: Most branches of a tail that are kept.
+    `window` and `branches`: most draft tokens of a request, and most branches of a tail, that are kept.
     """
 
     def __init__(self, window: int, branches: int = 0) -> None:
@@ -113,8 +165,7 @@ class RequestTable:
         self.assigned[seat, row], self.length[seat, row] = False, 0
 
     def take(self, seat: int, tails: Any) -> np.ndarray:
-        """Process the tails of one drafter (`messages.TailBatch`). Returns bool `(n,)`: whether the tail's request is
-        not assigned to the drafter."""
+        """Process a `TailBatch`. Returns bool `(n,)`: whether the tail's request is not assigned to the drafter."""
         arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens, *tails.branches)
         unknown: np.ndarray = _kernels.take_tails(seat, *arrays, _kernels.Planes(*_PLANES(self)))
         return unknown
@@ -126,7 +177,7 @@ class RequestTable:
         _kernels.commit(step, bucket_of(start), _kernels.Planes(*_PLANES(self)), acceptance.evidence)
 
     def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Committed tokens that were not sent to the drafter, and count as sent now: lengths by row, and all tokens."""
+        """Committed tokens that count as sent to the drafter from now on: lengths by row, and all tokens."""
         lengths: np.ndarray
         lengths, tokens = _kernels.untold(np.asarray(rows, np.int32), self.told[seat], self.committed, self.output)
         return lengths, tokens

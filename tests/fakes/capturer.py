@@ -9,7 +9,7 @@ import torch
 
 
 class FakeCapturer:
-    """Implements `Capturer`, and counts."""
+    """Does what `CudaCapturer` does, and counts."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.captures = self.launches = self.fetches = 0

@@ -12,10 +12,8 @@ from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.burst import CudaCapturer
 from specactor_ray.draft.eagle.checkpoint import load_head
-from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.eagle.runner import EagleRunner
-from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.model_proposer import ModelProposer
+from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
+from specactor_ray.draft.model import DraftModelProposer, ModelProposer
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.transport.messages import Features
 from tests.fakes.capturer import FakeCapturer

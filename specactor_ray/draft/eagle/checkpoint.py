@@ -48,11 +48,7 @@ _LAYERS: _Kind = (
 
 
 def read_head_config(name: str, target: str, *, trust_remote_code: bool = False) -> EagleHeadConfig:
-    """Read the shape of a head and check it against the target.
-
-    Args:
-        name: Directory of the head.
-        target: Directory, id or built-in name of the target.
+    """Read the shape of the head in directory `name` and check it against the target.
 
     Raises:
         ModelLoadError: There is no head, it has another type, or it was made for another target; both are named.

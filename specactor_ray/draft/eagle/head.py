@@ -31,8 +31,7 @@ class EagleHeadConfig:
     """Shape of a head."""
 
     layer: dict[str, Any]
-    """Keys of a transformers Llama configuration of one layer: hidden_size, intermediate_size, num_attention_heads,
-    num_key_value_heads, head_dim, rms_norm_eps, vocab_size (the target's), rope parameters, max_position_embeddings."""
+    """Keys of a transformers Llama configuration of one layer, with the target's vocab_size."""
     draft_vocab_size: int
     target_hidden_size: int
     aux_layers: tuple[int, ...]
@@ -40,9 +39,8 @@ class EagleHeadConfig:
     norm_before_residual: bool = False
     """Whether the residual stream starts from the normalised feature."""
     verifier: str = ""
-    """Name of the target for which the head was trained."""
+    """Name of the target for which the head was trained, and its number of decoder layers, if known."""
     verifier_layers: int | None = None
-    """Decoder layers of that target; None if the checkpoint has no such entry."""
 
     @property
     def hidden_size(self) -> int:
@@ -161,17 +159,8 @@ class EagleHead(nn.Module):
     def forward(
         self, features: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, **kwargs: Any
     ) -> torch.Tensor:
-        """One pass of the layer; keyword arguments go to `attend`.
-
-        Args:
-            features: `(B, N, hidden)`: fused features, or the head's own outputs.
-            token_ids: `(B, N)`: the token after each position.
-            positions: `(B, N)`: sequence positions.
-            attend: The attention over cached keys and values.
-
-        Returns:
-            `(B, N, hidden)`: inputs of `logits`, and features of the next positions when running ahead.
-        """
+        """One pass of the layer over features or own outputs `(B, N, hidden)` and the token after each position: inputs
+        of `logits`, and features of the next positions. `attend` receives the keyword arguments."""
         rope = self.rotary(features, positions)
         return self.layers[0](self.embed_tokens(token_ids), features, rope, attend, **kwargs)
 

@@ -1,10 +1,10 @@
 """`eagle`: a small head that predicts the target's next tokens from the target's hidden states.
 
-EAGLE-3 (arXiv 2503.01840; the head: `draft/eagle/head.py`). The verifier streams the hidden states of committed
-positions with its commits. The head runs ahead of them on its own outputs and *re-anchors* when states arrive: it
-restarts from the newest state, goes through the surviving tail again, and replaces it from the first token on that it
-would no longer draft. So a draft rests on at most one window of predicted features. Branches begin on the head's
-outputs; a commit that refutes the main chain leaves the tokens of the one that agrees, and new states end them all.
+EAGLE-3 (arXiv 2503.01840). The verifier streams the hidden states of committed positions with its commits. The head
+runs ahead of them on its own outputs and *re-anchors* when states arrive: it restarts from the newest state, goes
+through the surviving tail again, and replaces it from the first token on that it would no longer draft. Branches begin
+on the head's outputs; a commit that refutes the main chain leaves the tokens of the one that agrees, and new states end
+them all.
 
 For `L` committed tokens, prompt included, the states of positions `0..L-2` are known: the target has not read the
 newest token yet. The head's entry for position `i`, (state of `i`, token of `i + 1`), predicts the token of `i + 2`.
@@ -17,28 +17,121 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import nn
 
 from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import places
 from specactor_ray.draft.branches import MAIN, Chains
 from specactor_ray.draft.eagle.checkpoint import load_head
-from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.footprint import head_text
-from specactor_ray.draft.model_proposer import ModelProposer
+from specactor_ray.draft.model import ModelProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
-from specactor_ray.models.ragged_attention import to_device
+from specactor_ray.models.cpu_layers import fuse
+from specactor_ray.models.packed_linear import assign_weights, can_pack, pack_linears
+from specactor_ray.models.paged_cache import LayerShape, PagedCache
+from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention, to_device
 from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.transport.messages import Features
 
+_TRIED = 6
+"""Positions of the forward that tests compiled layers."""
+
+
+class EagleRunner:
+    """Packed forwards of a head, which it owns, over a paged cache of `cache_bytes`. Not thread-safe."""
+
+    def __init__(self, head: EagleHead, cache_bytes: int) -> None:
+        self.head = head.eval().requires_grad_(False)
+        self.config = head.config
+        weight = head.fc.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.vocab_size, self.feature_size = self.config.vocab_size, self.config.hidden_size
+        self.max_positions = int(self.config.layer.get("max_position_embeddings", 1 << 30))
+        self._token_ids = head.draft_token_ids()
+        ordered = bool((self._token_ids.diff() > 0).all())
+        self.ids = self._token_ids.numpy().astype(np.uint32) if ordered and self.device.type == "cpu" else None
+        """uint32 `(draft_vocab,)`: tokens of the logits; None: logits are over the target's vocabulary."""
+        attention: Any = head.layers[0].self_attn
+        shape = LayerShape(attention.kv_heads, attention.head_dim, attention.head_dim)
+        if can_pack(self.device, self.dtype):
+            pack_linears(head)
+        self.cache = PagedCache([shape], cache_bytes, self.dtype, self.device)
+        if self.cache.pages == 0:
+            raise ModelLoadError(f"a key/value cache of {cache_bytes} bytes holds no page; give more (kv_cache_gb)")
+        if self.device.type == "cpu":
+            fuse(head, self._try_out)
+        else:
+            self._try_out()  # compiles attention
+
+    @torch.inference_mode()
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """Features of the target's hidden states `(n, feature_size)`."""
+        return self.head.fuse(states.to(self.device, self.dtype))
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        counts: np.ndarray,
+        token_ids: np.ndarray,
+        features: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append `counts` positions to each of the `rows` of the cache, which must have room: sequence positions, the
+        token after each, and features or the head's own outputs, `(sum(counts), hidden)`.
+
+        Returns outputs `(n, hidden)` of the last position of each row, and logits `(n, draft_vocab)`, or `(n, vocab)`
+        with -inf for tokens outside of the draft vocabulary; see `ids`.
+        """
+        batch = RaggedBatch(self.cache, rows, counts, (token_ids.astype(np.int64), positions, np.cumsum(counts) - 1))
+        tokens, places, last = batch.arrays
+        logits, outputs = self.step(batch, tokens, places, features, last)
+        self.cache.lengths[rows] += counts
+        return outputs, logits
+
+    def step(
+        self,
+        batch: RaggedBatch,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        features: torch.Tensor,
+        last: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and outputs of all positions, or of those at `last`. Nothing waits for the device."""
+        outputs = self.head(features[None], tokens[None], positions[None], _attend, ragged_batch=batch)[0]
+        outputs = outputs if last is None else outputs.index_select(0, last)
+        logits = self.head.logits(outputs)
+        return logits if self.ids is not None else self._over_target_vocabulary(logits), outputs
+
+    def _try_out(self) -> None:
+        """Run all modules once."""
+        (row, count), size = (self.cache.open(_TRIED), _TRIED), self.config.feature_size
+        assert row is not None  # they fit into a page
+        states = torch.linspace(-1.0, 1.0, count * size).sin().view(count, size)
+        self.forward(np.array([row]), np.arange(count), np.array([count]), np.arange(count), self.fuse(states))
+        self.cache.free(row)
+
+    def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Replace the trained weights (`checkpoint.trained_weights`). InputError: a name or shape does not match."""
+        kept = {"embed_tokens.weight": self.head.embed_tokens.weight}
+        assign_weights(self.head, {**kept, **state_dict}, {})
+
+    def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+        return full.index_copy_(1, self._token_ids, logits)
+
+
+def _attend(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, ragged_batch: RaggedBatch
+) -> torch.Tensor:
+    return ragged_attention(module, q, k, v, None, ragged_batch=ragged_batch)[0].flatten(2)
+
 
 class EagleProposer(ModelProposer):
-    """`Proposer` over an `EagleRunner`; it needs `add_features` after each `open` and `commit`.
-
-    Args:
-        runner: The head with its cache; owned by the proposer.
-        arguments, options: See `ModelProposer`.
-    """
+    """`eagle`: drafts with an `EagleRunner`. It needs `add_features` after each `open` and `commit`."""
 
     method = "eagle"
     traits = BUILT_IN[method].traits
@@ -48,12 +141,11 @@ class EagleProposer(ModelProposer):
         super().__init__(runner, *arguments, **options)
         self._runner = runner
         self._anchors, self._received = np.zeros((2, 0), np.int64)
-        """int64 `(slots,)`: first position with an unread state; first position without a state. Entries from the
-        anchor on are based on the head's own outputs."""
-        self._drafted = np.zeros(0, np.int32)
-        """int32 `(slots,)`: tokens of the line that are committed, or drafted since the newest commit."""
-        self._promised = np.zeros(0, np.bool_)
-        """bool `(slots,)`: the slot got a place late and lacks earlier states, so it must be opened again."""
+        """int64 `(slots,)`: first position with an unread state (later entries are based on the head's own outputs);
+        first position without a state."""
+        self._drafted, self._promised = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+        """`(slots,)`: tokens of the line that are committed, or drafted since the newest commit; whether the slot got a
+        place late and lacks earlier states, so it must be opened again."""
         self._unread: dict[int, torch.Tensor] = {}
         """Slot → states of the positions from its anchor to `_received`, if there are any."""
         self._outputs = torch.empty(

@@ -26,7 +26,7 @@ from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.draft.slots import RowProposer
 from specactor_ray.target.base import Drafts, TargetRequest
 from specactor_ray.target.hf import HfEngine

@@ -11,11 +11,11 @@ from specactor_ray.config.methods import draft_actors, drafter_specs, inline_dra
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.controller.seats import scale_refusal
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.rollout.planning import Devices, resolve_mode, settle
+from tests.fakes.loops import EAGLE_LAYERS
 from tests.tiny import tiny_draft, tiny_eagle
 from tests.unit.draft.test_own_proposers import Bench, config_of
-from tests.unit.verify.test_loops import EAGLE_LAYERS
 
 LOOKUP = "tests.fakes.own_proposers:Lookup"
 OWN_MODEL = {"method": "tests.fakes.own_proposers:Model"}

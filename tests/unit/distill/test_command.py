@@ -26,7 +26,7 @@ from specactor_ray.distill.corpus import split_prompts
 from specactor_ray.distill.evaluation import drafter_of
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.models.loading import load_tokenizer
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 

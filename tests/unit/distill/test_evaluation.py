@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.evaluation import AcceptanceCounts, replay
-from specactor_ray.draft.lookup.proposer import NgramProposer
+from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.models.loading import load_model

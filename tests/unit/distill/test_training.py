@@ -45,10 +45,8 @@ from specactor_ray.distill.training import (
 )
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead
-from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.eagle.runner import EagleRunner
-from specactor_ray.draft.proposer import Proposer
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
+from specactor_ray.draft.proposer import Proposer, build_proposer
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.weight_buckets import to_wire

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft._branches_numba import _PRIOR, chance
+from specactor_ray.draft._kernels import _PRIOR, chance
 from specactor_ray.draft.branches import FREE, GAPS, MAIN, RANKS, UNKNOWN, BranchTable, Chains, ranges_of
-from specactor_ray.draft.mirror import MirrorTable
+from specactor_ray.draft.slots import MirrorTable
 
 VOCABULARY = 12
 SHARES = (0.55, 0.4, 0.25, 0.2, 0.2)
@@ -26,7 +26,7 @@ class Drafting:
         self.rng = random.Random(seed)
         self.seed, self.window, self.slots = seed, window, np.arange(slots, dtype=np.int32)
         self.mirrors, self.table = MirrorTable(), BranchTable(most)
-        self.numbers, self.judged = itertools.count(), [0, 0]
+        self.numbers, self.judged, self.rescued = itertools.count(), [0, 0], 0
         self.cache: dict[int, list[int]] = {}
         self.rows = np.array([self.new_row([]) for _ in range(slots)], np.int64)
         self.truth = [[self.rng.randrange(VOCABULARY) for _ in range(400)] for _ in range(slots)]
@@ -94,8 +94,10 @@ class Drafting:
             pairs = zip(mirrors.lines[slot, known:end].tolist(), self.truth[slot][first : first + tested], strict=False)
             right = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
             self.judged = [self.judged[0] + min(right + 1, tested), self.judged[1] + right]
+        before = self.rows.copy()
         for row in self.table.settle(mirrors, self.rows, *arrays).tolist():
             del self.cache[row]
+        self.rescued += int((self.rows != before).sum())
         same, _ = mirrors.commit(*arrays)
         assert (same >= 0).all()
         assert mirrors.judged.tolist() == self.judged, "a main chain that a branch replaced was wrong"
@@ -133,8 +135,7 @@ def test_chains_and_rows_agree_after_any_commits(seed: int) -> None:
             drafting.check()
         drafting.commit([rng.randint(0, 4) for _ in drafting.slots])
         drafting.check()
-    refuted, rescued = drafting.table.outcomes.tolist()
-    assert refuted > 20 and (rescued > 5 or drafting.window == 1)
+    assert drafting.rescued > 5 or drafting.window == 1
     for row in drafting.table.release(drafting.slots).tolist():
         del drafting.cache[row]
     assert sorted(drafting.cache) == sorted(drafting.rows.tolist())

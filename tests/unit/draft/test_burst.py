@@ -14,10 +14,8 @@ from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import burst
 from specactor_ray.draft.burst import LONGEST
-from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.eagle.runner import EagleRunner
-from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.model_proposer import ModelProposer
+from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
+from specactor_ray.draft.model import DraftModelProposer, ModelProposer
 from specactor_ray.models.ragged_attention import attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.transport.messages import Features
@@ -27,11 +25,10 @@ from tests.by_name import ByName
 from tests.fakes.capturer import FakeCapturer
 from tests.fakes.clocks import HandClock
 from tests.tiny import tiny_prompt_ids
-from tests.unit.draft.test_draft_cost import loop_of
+from tests.unit.draft.test_draft_loop import loop_of
 from tests.unit.draft.test_draft_model import branches_of, check_branches, expected_tail, load
 from tests.unit.draft.test_eagle import head, states_of
 from tests.unit.models.test_ragged_attention import NoKernel, Watch
-from tests.unit.verify.test_loops import Bench, requests, truth_of
 
 WINDOW = 6
 
@@ -151,7 +148,7 @@ def test_branches_of_bursts_are_those_of_a_fresh_model(most: int) -> None:
         fresh = [*tail[:at], *branch[: rng.randint(1, len(branch) - 1)]]
         assert drafter.commit("r", len(output), fresh)
         output += fresh
-    assert found >= 20 and drafter.branches.outcomes[1] == 6, "each refuted tail had a branch"
+    assert found >= 20
     assert device.fetches <= device.launches <= device.fetches * min(most, LONGEST)
 
 
@@ -310,31 +307,6 @@ def test_a_turn_of_a_loop_is_a_burst_and_one_message(captured: bool) -> None:
     assert [batch.token_s for batch in told] == pytest.approx([0.01] * 2)
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_commit_that_comes_in_the_middle_of_a_burst_is_taken_after_it(captured: bool) -> None:
-    reference, device = load(), FakeCapturer() if captured else None
-    loop, told = loop_of(DraftModelProposer(RaggedModel(load(), 4 << 20), branches=2, capturer=device))
-    runner, prompt = loop.proposer._model, (1, 2, 1, 2, 1)
-    name = "step" if captured else "forward"
-    inner, calls = getattr(runner, name), 0
-
-    def forward(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            loop.deliver(news(commits=[(0, 0, [7, 8])]))
-        return inner(*arguments)
-
-    setattr(runner, name, forward)
-    loop.deliver(news([opening(0, window=12)]))
-    while loop.take_turn(6):
-        pass
-    bases = [batch.bases.tolist()[0] for batch in told]
-    assert bases == sorted(bases) and set(bases) == {0, 2}
-    ((base, tail),) = loop.proposer.tails(np.array([0], np.int32)).rows()
-    assert (base, tuple(tail)) == (2, expected_tail(reference, prompt, [7, 8], SamplingParams(max_tokens=128), 12))
-
-
 @MAKERS
 def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the sampler: on GPUs it is Triton's, here it draws zeros."""
@@ -359,19 +331,3 @@ def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.M
         drafter = make(capturer=Watching())
         assert drafter._bursts._step(3, drafter._rules.table[:0]) is not None
     assert {"gather", "where", "index_copy_"} <= seen
-
-
-@pytest.mark.parametrize("inline", [True, False])
-def test_drafters_on_captured_steps_change_no_token(inline: bool) -> None:
-    batch, devices = requests(10, 1.0), (FakeCapturer(), FakeCapturer())
-    drafters = {"model": draft_model(branches=2, capturer=devices[0]), "head": eagle(branches=2, capturer=devices[1])}
-    bench = Bench(drafters, inline, branches=2, draft_wait_s=0.05)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        snapshot = bench.verifier.snapshot()
-    finally:
-        bench.close()
-    launches, fetches = (sum(getattr(one, name) for one in devices) for name in ("launches", "fetches"))
-    assert snapshot["accepted_tokens"] > 0 and fetches > 0
-    assert launches == fetches or inline, "draft actors send every token"
-    assert launches > fetches or not inline

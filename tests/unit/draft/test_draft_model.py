@@ -128,8 +128,7 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(
         assert base == len(committed[i])
         assert tail == expected_tail(reference, prompt, committed[i], samplings[i], 5)
         found += check_branches(reference, drafter, f"r{i}", prompt, samplings[i])
-    refuted, rescued = drafter.branches.outcomes.tolist()
-    assert (found > 4) == (rescued > 0) == (branches > 0) and refuted >= rescued
+    assert (found > 4) == (branches > 0)
     check_empty(drafter)
 
 
@@ -205,47 +204,6 @@ def test_a_larger_window_new_weights_and_the_models_end_leave_branches_right(ref
     check_empty(drafter)
 
 
-def test_a_gap_or_an_unknown_request_asks_for_a_resync() -> None:
-    drafter = proposer()
-    assert not drafter.commit("nobody", 0, [1])
-    drafter.open("r", (5, 6, 7), (), SamplingParams(), 4)
-    assert not drafter.commit("r", 3, [1])
-    assert drafter.commit("r", 0, [1])
-
-
-def test_requests_beyond_the_limit_are_answered_with_no_guess(reference: torch.nn.Module) -> None:
-    drafter = proposer(max_batch=1)
-    for name in ("a", "b"):
-        drafter.open(name, (5, 6, 7), (), SamplingParams(max_tokens=20), 3)
-    extend_fully(drafter)
-    assert len(drafter.tail("a")[1]) == 3 and drafter.tail("b") == (0, ())
-    assert drafter.commit("b", 0, [9])
-    assert drafter.extend() == ["b"], "each commit is answered once"
-    assert drafter.extend() == []
-    drafter.open("c", (5, 6, 7), (), SamplingParams(max_tokens=20), 3)
-    drafter.close("a")
-    assert drafter.commit("b", 1, [9]) and drafter.commit("c", 0, [9])
-    extend_fully(drafter)
-    assert [len(drafter.tail(name)[1]) for name in ("b", "c")] == [3, 0], "there is one place"
-    assert drafter.tail("b")[1] == expected_tail(reference, (5, 6, 7), [9, 9], SamplingParams(max_tokens=20), 3)
-
-
-def test_drafting_ends_where_the_output_ends() -> None:
-    drafter = proposer()
-    drafter.open("r", (5, 6, 7), (1, 2), SamplingParams(max_tokens=4), 8)
-    extend_fully(drafter)
-    assert len(drafter.tail("r")[1]) == 2
-
-
-def test_a_cache_too_small_gives_up_quietly() -> None:
-    probe = RaggedModel(load(), 16 << 20)
-    drafter = proposer(cache_bytes=probe.cache.bytes_per_token * 256)
-    drafter.open("a", tuple([5] * 100), (), SamplingParams(max_tokens=400), 4)
-    drafter.open("b", tuple([5] * 100), (), SamplingParams(max_tokens=400), 4)
-    extend_fully(drafter)
-    assert len(drafter.tail("a")[1]) == 4 and drafter.tail("b")[1] == ()
-
-
 def test_a_request_that_outgrows_the_cache_leaves_its_place_to_another(reference: torch.nn.Module) -> None:
     probe = RaggedModel(load(), 16 << 20)
     drafter = proposer(cache_bytes=probe.cache.bytes_per_token * 600, max_batch=2)
@@ -319,22 +277,6 @@ def test_logits_of_no_token_are_refused() -> None:
         with pytest.raises(ValueError, match="no token, or asks for more logits"):
             model.forward(rows, np.array(counts), np.array([1, 2, 3]), num_logits)
     assert not model.cache.lengths.any()
-
-
-def test_new_weights_drop_tails_of_the_old_ones(reference: torch.nn.Module) -> None:
-    drafter = proposer()
-    sampling = SamplingParams(temperature=1.0, seed=4, max_tokens=30)
-    prompt = tiny_prompt_ids(1)[0]
-    drafter.open("r", prompt, (), sampling, 4)
-    extend_fully(drafter)
-    changed = load()
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.mul_(1.2)
-    drafter.load_weights(3, changed.state_dict())
-    assert drafter.tail("r")[1] == ()
-    extend_fully(drafter)
-    assert drafter.tail("r")[1] == expected_tail(changed, prompt, [], sampling, 4)
 
 
 def test_own_noise_is_another_seed_and_the_same_every_time(reference: torch.nn.Module) -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup import _token_log_numba as kernels
-from specactor_ray.draft.lookup.proposer import LookupProposer, NgramProposer, SuffixProposer
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft import _lookup_kernels as kernels
+from specactor_ray.draft.lookup import LookupProposer, NgramProposer, SuffixProposer
+from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.transport.messages import FinishedOutput
 from tests.by_name import ByName
 from tests.unit.brute_force_log import BruteForceLog, Noise
@@ -60,26 +60,14 @@ class Reference:
         self.run = BruteForceLog(kept, low, high) if kept else None
         self.groups: dict[tuple[int, ...], int] = {}
         self.texts = itertools.count()
-        self.unfinished: dict[str, Open] = {}
 
     def open(self, request_id: str, request: Open) -> None:
         if self.run is None:
             return
         group = self.groups.setdefault(request.prompt, len(self.groups))
-        earlier = self.unfinished.pop(request_id, None)
-        if earlier and earlier.prompt == request.prompt and self.ends_in(earlier.text):
-            overlap = min(len(earlier.written), len(request.committed))
-            if earlier.written[:overlap] == request.committed[:overlap]:
-                request.text, request.written = earlier.text, earlier.written
-        if request.text < 0:
-            request.text = next(self.texts)
-            self.run.append(request.text, request.prompt[-self.high :], group, guess=False)
+        request.text = next(self.texts)
+        self.run.append(request.text, request.prompt[-self.high :], group, guess=False)
         self.write(request)
-
-    def ends_in(self, text: int) -> bool:
-        """Whether the last token of a text is still there."""
-        rows = [row for row in self.run.rows if row.text == text] if self.run else []
-        return bool(rows) and rows[-1] in self.run.alive()  # type: ignore[union-attr]
 
     def write(self, request: Open) -> None:
         if self.run is not None and request.text >= 0:
@@ -91,7 +79,6 @@ class Reference:
         if self.run is not None:
             self.run.rows.clear()
             self.groups.clear()
-            self.unfinished.clear()
         for request in requests.values():
             request.text = -1
 
@@ -151,9 +138,7 @@ class Follower:
         self.dirty = []
 
     def end(self, name: str, finished: bool = False) -> None:
-        closed = self.requests.pop(name, None)
-        if closed and closed.text >= 0 and not finished:
-            self.reference.unfinished[name] = closed
+        self.requests.pop(name, None)
         self.dirty = [r for r in self.dirty if r != name]
 
     def close(self, name: str, finished: bool) -> None:
@@ -182,7 +167,7 @@ class Follower:
 tokens = st.integers(0, 2)
 prompts = st.lists(tokens, max_size=10).map(tuple)
 kinds = [
-    "open", "reopen", "commit", "commit", "commit", "late", "gap", "extend", "extend", "close", "stop", "forget"
+    "open", "commit", "commit", "commit", "late", "gap", "extend", "extend", "close", "stop", "forget"
 ]  # fmt: skip
 operations = st.lists(
     st.tuples(
@@ -211,13 +196,9 @@ def test_tails_are_those_of_the_rule(
     else:
         f = Follower(ngram(low, high, kept), Reference(low, high, kept, 0.0, 0.0, False, False))
     for kind, name, number, ids, which in sequence:
-        if kind in ("open", "reopen"):
-            committed, prompt = list(ids), known_prompts[which % len(known_prompts)]
-            f.end(name)
-            if kind == "reopen" and name in f.reference.unfinished:  # more, or less, of what was there
-                earlier = f.reference.unfinished[name]
-                committed, prompt = (earlier.written + ids)[: len(earlier.written) + number - 3], earlier.prompt
-            f.open(name, prompt, committed, SamplingParams(temperature, max_tokens=14, seed=ord(name)), number)
+        if kind == "open":
+            prompt = known_prompts[which % len(known_prompts)]
+            f.open(name, prompt, list(ids), SamplingParams(temperature, max_tokens=14, seed=ord(name)), number)
         elif kind == "extend":
             f.extend()
         elif kind in ("close", "stop"):
@@ -276,86 +257,11 @@ def learn(proposer: ByName, prompt: list[int], *outputs: list[int]) -> None:
 
 
 @both
-def test_every_commit_is_answered_once_also_without_a_guess(method: Any) -> None:
-    proposer = method()
-    proposer.open("r", [1, 2, 3], [], GREEDY, 4)
-    assert proposer.extend() == ["r"] and proposer.extend() == []
-    proposer.commit("r", 0, [9])
-    assert proposer.extend() == ["r"] and proposer.tail("r") == (1, ())
-    proposer.commit("r", 0, [9])
-    assert proposer.extend() == [], "a repeated commit asks nothing new"
-    proposer.load_weights(3, {})
-    assert proposer.history_tokens == 4, "outputs of another policy are still worth something"
-
-
-@both
-def test_siblings_see_what_is_committed_at_once(method: Any) -> None:
-    proposer = method(2, 8)
-    proposer.open("a", [1, 2, 3], [], GREEDY, 4)
-    proposer.open("b", [1, 2, 3], [], GREEDY, 4)
-    assert drafted(proposer, "b") == []
-    proposer.commit("a", 0, [10, 11, 12])
-    proposer.open("c", [1, 2, 3], [], GREEDY, 4)
-    assert drafted(proposer, "c") == [10, 11, 12], "from its first token on, and not past its end"
-    proposer.commit("b", 0, [10])
-    assert drafted(proposer, "b") == [11, 12]
-    proposer.commit("a", 3, [13])
-    proposer.commit("b", 1, [11])
-    assert drafted(proposer, "b") == [12, 13]
-
-
-@both
-def test_the_majority_leads_and_of_equals_the_latest(method: Any) -> None:
-    proposer = method(2, 2)
-    learn(proposer, [1, 2], [5, 1], [5, 3], [6, 2])
-    proposer.open("r", [1, 2], [], GREEDY, 2)
-    assert drafted(proposer) == [5, 3]
-    learn(proposer, [1, 2], [6, 4])
-    proposer.open("r", [1, 2], [], GREEDY, 2)
-    assert drafted(proposer)[0] == 6
-
-
-@both
 def test_only_the_latest_occurrences_vote(method: Any) -> None:
     proposer = method(2, 4, max_batch=200)
     learn(proposer, [1, 2], *[[7]] * 100, *[[8]] * (kernels.MAX_VOTES // 2 + 1))
     proposer.open("r", [1, 2], [], GREEDY, 1)
     assert drafted(proposer) == [8]
-
-
-@both
-def test_no_match_reaches_across_the_ends_of_outputs(method: Any) -> None:
-    proposer = method(1, 4)
-    learn(proposer, [8, 9], [1, 2, 5], [2, 3])
-    proposer.open("r", [8, 9], [5], GREEDY, 4)
-    assert drafted(proposer) == [], "an output that ended there was followed by the lead of the next"
-    proposer.open("r", [8, 9], [4, 2], GREEDY, 1)
-    assert drafted(proposer) == [3], "of equal matches the latest"
-
-
-@both
-def test_the_oldest_is_forgotten_first(method: Any) -> None:
-    proposer = method(2, 2, history_tokens=12)
-    learn(proposer, [1, 2], [10, 11])
-    proposer.open("r", [1, 2], [], GREEDY, 2)
-    assert drafted(proposer) == [10, 11]
-    for number in range(3):
-        learn(proposer, [3, 4], [6, 7, 8, 9 + number])
-    proposer.open("s", [1, 2], [], GREEDY, 2)
-    assert drafted(proposer, "s") == []
-    assert proposer.history_tokens == 12
-
-
-@both
-def test_without_history_only_the_own_text(method: Any) -> None:
-    proposer = method(2, 8, history_tokens=0)
-    proposer.open("a", [1, 2], [5, 6, 7], GREEDY, 4)
-    proposer.open("b", [1, 2], [5, 6], GREEDY, 4)
-    assert drafted(proposer, "b") == []
-    proposer.open("b", [1, 2], [5, 6, 5], GREEDY, 1)
-    proposer.commit("b", 3, [6])
-    assert drafted(proposer, "b") == [5]
-    assert proposer.history_tokens == 0
 
 
 @both
@@ -395,15 +301,6 @@ LIMITS = [(0, 4), (3, 2), (1, 2, -1), (1, 2, 0, 0)]
 SUFFIX_LIMITS = [(1, 2, 0, 1, 0.0), (1, 2, 0, 1, 1.0, 1.0), (1, 2, 0, 1, 1.0, -0.1)]
 
 
-@pytest.mark.parametrize(
-    ("proposer", "arguments"),
-    [(NgramProposer, one) for one in LIMITS] + [(SuffixProposer, one) for one in LIMITS + SUFFIX_LIMITS],
-)
-def test_bad_arguments_are_refused(proposer: type[LookupProposer], arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=r"is -?[0-9]"):
-        proposer(*arguments)
-
-
 @pytest.mark.parametrize(("name", "kept"), [("ngram", 1 << 16), ("suffix", 1 << 20)])
 def test_keys_of_the_configuration(name: str, kept: int) -> None:
     proposer = ByName(build_proposer(DrafterConfig(method=name, history_tokens=3, max_batch=8), TargetConfig(), "cpu"))
@@ -415,81 +312,10 @@ def test_keys_of_the_configuration(name: str, kept: int) -> None:
     assert default.history_tokens == min(70_002, kept)
 
 
-@both
-def test_a_longer_match_is_not_given_up_for_more_votes(method: Any) -> None:
-    proposer = method(2, 8)
-    prompt = [9, 8, 5, 6, 30, 1, 2, 3]
-    learn(proposer, prompt, *[[7, 5, 6, 40]] * 6)
-    proposer.open("r", prompt, [9, 8, 5, 6], GREEDY, 1)
-    assert drafted(proposer) == [30], "four tokens match in the prompt, two in the other outputs"
-    learn(proposer, prompt, *[[9, 8, 5, 6, 50]] * 6)
-    proposer.open("r", prompt, [9, 8, 5, 6], GREEDY, 1)
-    assert drafted(proposer) == [50]
-
-
 # ---- ngram ----
 
 
-def test_copies_what_followed_the_longest_match() -> None:
-    proposer = ngram(2, 4)
-    proposer.open("r", [7, 1, 2, 3, 40, 41, 8, 2, 3, 50, 51, 9], [1, 2, 3], GREEDY, 3)
-    assert drafted(proposer) == [40, 41, 8]
-
-
-def test_periodic_text_continues_past_its_end() -> None:
-    proposer = ngram(2, 8)
-    proposer.open("r", [1, 2, 3], [1, 2], GREEDY, 10)
-    assert drafted(proposer) == [3, 1, 2, 3, 1, 2, 3, 1, 2, 3]
-
-
-def test_refills_behind_a_surviving_tail_and_rolls_back_cleanly() -> None:
-    proposer = ngram(2, 8)
-    proposer.open("r", [1, 2, 3, 4, 5, 6, 7, 8], [1, 2], GREEDY, 3)
-    assert drafted(proposer) == [3, 4, 5]
-    assert proposer.commit("r", 2, [3, 4])
-    assert drafted(proposer) == [5, 6, 7]
-    assert proposer.commit("r", 4, [9])
-    assert drafted(proposer) == []
-    assert proposer.commit("r", 5, [1, 2])
-    assert drafted(proposer) == [3, 4, 9], "the latest occurrence is the own output; the wrong 5, 6, 7 left no trace"
-
-
-def test_ngram_serves_the_same_prompt_only() -> None:
-    proposer = ngram(2, 8)
-    learn(proposer, [1, 2, 3], [10, 11, 12, 13])
-    proposer.open("c", [0, 2, 3], [], GREEDY, 6)
-    assert drafted(proposer, "c") == []
-
-
-def test_own_text_is_preferred_at_equal_worth_and_takes_over_where_history_ends() -> None:
-    proposer = ngram(2, 8)
-    learn(proposer, [1, 2, 3, 9, 4, 5, 6, 7], [4, 5])
-    proposer.open("r", [1, 2, 3, 9, 4, 5, 6, 7], [], GREEDY, 4)
-    assert drafted(proposer) == [4, 5, 6, 7]
-    learn(proposer, [1, 2, 3, 0], [1, 2, 8])
-    proposer.open("r", [1, 2, 3, 0], [7, 1, 2], GREEDY, 1)
-    assert drafted(proposer) == [3]
-
-
 # ---- suffix ----
-
-
-def test_a_lone_occurrence_is_no_certainty() -> None:
-    proposer = suffix(2, 8, min_probability=0.0, length_factor=8)
-    learn(proposer, [1, 2], [5, 6, 7, 8], [5, 6, 9], [5, 6, 7, 4])
-    proposer.open("r", [1, 2], [5], GREEDY, 3)
-    assert drafted(proposer) == [6, 7, 4], "4 and 8 are as frequent; 4 came later"
-    odds = proposer._odds[proposer.slots["r"], 3:6]
-    assert odds.tolist() == [3 / 3.5, 2 / 3.5, 1 / 2.5]
-
-
-def test_other_prompts_help_when_nothing_nearer_does() -> None:
-    proposer = suffix(2, 8)
-    proposer.open("a", [1, 2], [20, 21, 22, 23], GREEDY, 4)
-    proposer.open("b", [3, 4], [20, 21], GREEDY, 2)
-    assert drafted(proposer, "b") == [22, 23]
-    proposer.open("c", [3, 4], [20, 21, 40, 41, 20, 21], GREEDY, 2)
-    assert drafted(proposer, "c") == [40, 41], "of equal scores the own text"
 
 
 def test_the_noise_of_the_target_chooses_among_what_was_seen() -> None:
@@ -509,29 +335,6 @@ def test_the_noise_of_the_target_chooses_among_what_was_seen() -> None:
     assert guesses == {5, 6}
     majority.open("r", [1, 2], [], SamplingParams(1.0, seed=1), 1)
     assert drafted(majority) == [6]
-
-
-def test_a_tail_that_survives_is_lengthened_as_if_it_were_new() -> None:
-    """Its confirmed part no longer counts against the probability of the whole."""
-    proposer = suffix(2, 8, history_tokens=0, length_factor=2, min_probability=0.2)
-    text = list(range(10, 40))
-    proposer.open("r", text, text[:8], GREEDY, 20)
-    assert drafted(proposer) == text[8:11], "0.67 ** 4 is below 0.2"
-    proposer.commit("r", 8, text[8:10])
-    assert drafted(proposer) == text[10:13]
-
-
-def test_an_output_that_comes_back_does_not_count_twice() -> None:
-    proposer = suffix(2, 8)
-    proposer.open("a", [1, 2], [5, 6], GREEDY, 4)
-    proposer.open("a", [1, 2], [5, 6, 7], GREEDY, 4)
-    proposer.close("a", finished=False)
-    proposer.open("a", [1, 2], [5], GREEDY, 4)
-    assert proposer.history_tokens == 5
-    proposer.commit("a", 1, [6, 7, 8])
-    assert proposer.history_tokens == 6
-    proposer.open("a", [1, 2], [5, 9], GREEDY, 4)
-    assert proposer.history_tokens == 10, "another output under the same name is an output of its own"
 
 
 # ---- the history ----
@@ -554,27 +357,6 @@ def test_what_others_finished_is_as_if_it_had_been_finished_here(method: Any, da
         told.proposer.learn([FinishedOutput(str(number), tuple(prompt), ints(*tokens))])
     for plane in ("rows", "heads", "count"):
         assert np.array_equal(getattr(told.proposer._log, plane), getattr(shown.proposer._log, plane))
-
-
-def test_what_closed_requests_leave_is_bounded() -> None:
-    """Of prompts nothing is kept, of unfinished outputs as many as requests may be open."""
-    proposer, prompt = suffix(2, 8, history_tokens=50, max_batch=3), list(range(10_000))
-    for number in range(20):
-        proposer.open(str(number), prompt, [number, 2, 3], LONG, 4)
-        proposer.close(str(number), finished=number % 3 == 0)
-        kept = proposer.proposer._unfinished
-        assert len(kept) <= 3 and all(len(tokens) == 3 for _, _, tokens in kept.values())
-    assert list(kept) == ["16", "17", "19"]
-
-
-def test_an_output_whose_tokens_were_overwritten_begins_anew() -> None:
-    proposer = suffix(2, 4, history_tokens=20)
-    proposer.open("a", [1, 2], [5, 6], GREEDY, 4)
-    proposer.close("a", finished=False)
-    learn(proposer, [3, 4], [7] * 30)
-    for name in ("a", "d"):
-        proposer.open(name, [1, 2], [5, 6, 8] if name == "a" else [], GREEDY, 3)
-    assert drafted(proposer, "d") == [5, 6, 8]
 
 
 def test_bytes_are_reported() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.mirror import MirrorTable, common_prefix
-from specactor_ray.draft.proposer import packed
+from specactor_ray.draft.proposer import common_prefix, packed
+from specactor_ray.draft.slots import MirrorTable
 
 TRUTH = [5, 3, 5, 5, 2, 3, 5, 1, 5, 3, 2, 2, 5, 4, 1, 3]
 PROMPT = (9, 9)
@@ -37,22 +37,6 @@ def tail(table: MirrorTable) -> tuple[int, list[int]]:
     return base, tokens
 
 
-def test_a_commit_that_agrees_shortens_the_tail() -> None:
-    m = mirror(2, TRUTH[2:6])
-    assert commit(m, 2, TRUTH[2:4]) == (6, 2)
-    assert tail(m) == (4, TRUTH[4:6])
-
-
-def test_a_commit_past_a_right_tail_is_no_rollback() -> None:
-    assert commit(mirror(0, TRUTH[:2]), 0, TRUTH[:4]) == (2, 4)
-
-
-def test_a_wrong_tail_goes_as_a_whole() -> None:
-    m = mirror(0, [TRUTH[0], 99, TRUTH[2]])
-    assert commit(m, 0, TRUTH[:2]) == (1, 2)
-    assert tail(m) == (2, [])
-
-
 @pytest.mark.parametrize(
     ("drafts", "committed", "judged"),
     [
@@ -71,21 +55,6 @@ def test_drafts_that_commits_decide_on_are_counted_once(drafts: list[int], commi
     commit(m, committed + 1, [1])
     commit(m, 0, [98, *TRUTH[1:committed]])
     assert m.judged.tolist() == judged, "repeated, early and contradicting ones decide on nothing"
-
-
-def test_a_gap_or_a_contradiction_changes_nothing() -> None:
-    m = mirror(4, [7])
-    for start, tokens in ((5, TRUTH[5:7]), (-1, [1]), (2, [TRUTH[2], 99, 1])):
-        assert commit(m, start, tokens)[0] < 0
-        assert tail(m) == (4, [7]) and m.committed(2).tolist() == TRUTH[:4]
-
-
-def test_repeated_late_and_overlapping_commits_are_harmless() -> None:
-    m = mirror(6, [7, 8])
-    assert commit(m, 0, TRUTH[:3]) == (8, 0)
-    assert commit(m, 4, TRUTH[4:6]) == (8, 0)
-    assert commit(m, 4, TRUTH[4:8])[1] == 2
-    assert m.committed(2).tolist() == TRUTH[:8]
 
 
 def test_a_slot_that_is_not_open_takes_nothing() -> None:
@@ -115,10 +84,6 @@ def test_ids_that_do_not_fit_are_refused_and_none_becomes_another_one(dtype: Any
     with pytest.raises(ValueError, match="guesses are token ids, not 2147483653"):
         m.lengthen(2, np.array([1, 2**31 + 5], dtype))
     assert tail(m)[1] == []
-
-
-def test_common_prefix() -> None:
-    assert [common_prefix([1, 2], other) for other in ([], [2], [1], [1, 3], [1, 2, 3])] == [0, 0, 1, 1, 2]
 
 
 pieces = st.lists(st.tuples(st.integers(0, 16), st.integers(0, 16), st.lists(st.integers(1, 5), max_size=6)))

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.methods import WINDOW, drafter_specs, is_hosted, traits
+from specactor_ray.config.methods import drafter_specs, is_hosted, traits
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, SpeculationConfig, TargetConfig, VerifyPolicy
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
@@ -19,21 +19,19 @@ from specactor_ray.distill.card import DrafterRecipe
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.evaluation import measure
 from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
+from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.proposer import Proposer, packed
-from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.proposer import Proposer, build_proposer, packed
 from specactor_ray.rollout.preflight import export_what_drafters_read
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Finished, Progress
-from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from tests.fakes.loops import engine, truth_of
 from tests.fakes.own_proposers import Lookup
 from tests.tiny import tiny_draft, tiny_target
 from tests.unit.engine_conformance import requests
-from tests.unit.verify.test_loops import engine, truth_of
 
 LAYERS = (1, 2)
 
@@ -120,14 +118,6 @@ def test_lookups_of_decoupled_verifiers_are_as_fresh_as_those_of_coupled_ones() 
         bench.run()
     assert coupled.verifier.metrics.accepted_tokens == decoupled.verifier.metrics.accepted_tokens > 0
     assert coupled.steps == decoupled.steps
-
-
-def test_a_lookup_of_ones_own_follows_all_requests_beside_a_model() -> None:
-    """Two models share them."""
-    bench = Bench(config_of({"method": own("Lookup")}, {"method": own("Model")}))
-    bench.run()
-    assert all(len(proposer.opened) == 4 for proposer in bench.proposers.values())
-    assert bench.loops[own("Model")].snapshot()["token_s"] > 0.0
 
 
 @both
@@ -233,11 +223,6 @@ def test_failures_of_a_kind_are_logged_once_and_counted(caplog: pytest.LogCaptur
 
 def test_classes_are_not_imported_where_nothing_is_drafted() -> None:
     assert drafter_specs(config_of({"method": "no.such.module:Drafter"}, mode="plain")) == {}
-
-
-def test_a_record_has_the_window_that_counts() -> None:
-    config = config_of({"method": "ngram", "window": 3}, {"method": own("Lookup")})
-    assert [spec.window for spec in drafter_specs(config).values()] == [3, WINDOW]
 
 
 @pytest.mark.parametrize("proposer", [NgramProposer, SuffixProposer, DraftModelProposer, EagleProposer])

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
-from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.model_proposer import ModelProposer
+from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
+from specactor_ray.draft.model import DraftModelProposer, ModelProposer
 from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.draft.slots import RowProposer, SlotProposer
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
@@ -21,8 +20,8 @@ from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import Features
 from tests.fakes import own_proposers as own
+from tests.fakes.loops import eagle, ragged
 from tests.tiny import tiny_draft
-from tests.unit.verify.test_loops import eagle, ragged
 
 CONFIG = SimpleNamespace(window=4)
 STATES = np.random.default_rng(0).standard_normal((400, 192)).astype(np.float32)

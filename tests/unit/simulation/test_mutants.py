@@ -16,7 +16,7 @@ from specactor_ray.controller.sync import WeightSync
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.quarantine import Quarantine
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
-from specactor_ray.transport.events import EventQueue
+from specactor_ray.transport.link import EventQueue
 from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify.requests import Requests
 from tests.faults.injector import FaultPlan

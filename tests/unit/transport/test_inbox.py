@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,39 +48,26 @@ BAD_ARRAYS: tuple[object, ...] = (
     np.array([0, 9, 3, 9], np.int32)[::2],
     np.frombuffer(b"-" + np.array([0, 3], np.int32).tobytes(), np.int32, 2, 1),
     None,
-    3,
-    "12",
     [0, 3],
-    (0, 3),
     np.array([0, 3]),
-    np.array([0.0, float("nan")], np.float32),
-    np.array(["0", "3"]),
     np.array([0, None]),
     np.array([0, 3], ">i4"),
-    np.array([0, 3], np.uint32),
     ints([0]),
-    ints([0, 1, 2]),
-    ints([]),
     ints([[0, 3]]),
-    np.array(3, np.int32),
     ints([0, -1]),
     ints([0, 3]).view(SubclassedArray),
 )
 BAD_LENGTHS = (*BAD_ARRAYS, ints([3, -1]), ints([1, 1]), ints([2, 2]), ints([2**31 - 1, 2**31 - 1]), ints([0, 0]))
 BAD_TOKENS = (
     None,
-    (1, 2, 3),
     ints([1, 2]),
     ints([1, 2, 3, 4]),
     ints([1, 2, VOCAB]),
     ints([1, -1, 2]),
-    np.array([1, 2, 3]),
-    np.array([1, 2, float("nan")]),
-    ints([[1, 2, 3]]),
 )
-BAD_IDS = (None, 3, ("r",), ["r"], b"r", "r" * 5000)
-BAD_NUMBERS = (None, True, -1, 1.0, "3", 1 << 70, np.int64(3), (), float("nan"))
-BAD_SECONDS = (None, True, "1", float("nan"), float("inf"), -1.0, 10**400, 1.0e300, np.float32(1))
+BAD_IDS = (None, b"r", "r" * 5000)
+BAD_NUMBERS = (None, True, -1, 1.0, 1 << 70, np.int64(3))
+BAD_SECONDS = (None, True, float("nan"), float("inf"), -1.0, 10**400)
 BAD_BRANCHES = (
     None,
     (),
@@ -101,53 +87,33 @@ BAD_BRANCHES = (
 BAD_HANDLES = (
     None,
     [(3, 7)],
-    (3, 7),
-    ((3,),),
     ((3, 7, 1),),
     ([3, 7],),
-    ((-1, 7),),
     ((HUGE, 7),),
     ((3, 7.0),),
-    ({3: 7},),
 )
 BAD_CLOSED = (
     None,
     [(5, 2, True)],
-    (5, 2, True),
     ((5, 2),),
     ((5, 2, 1),),
-    ((5, None, True),),
     ((HUGE, 2, True),),
-    ({0: 5, 1: 2, 2: True},),
-    ([5, 2, True],),
 )
 BAD_SPANS = (
-    None,
     [SPAN],
-    ((),),
     (SPAN.states,),
-    (Features(0, [[0.0]]),),
-    (Features(-1, np.zeros((1, 8))),),
-    (Features(0, np.zeros(8)),),
-    (Features(0, np.array([["x"]])),),
-    (Features(0, np.zeros((1, 8), np.int64)),),
+    (Features(-1, np.zeros((1, 8), np.float32)),),
+    (Features(0, np.zeros(8, np.float32)),),
     (Features(0, np.zeros((1, 8), np.longdouble)),),
     (Features(2**31 - 1, np.zeros((1, 8), np.float32)),),
     (object.__new__(Features),),
 )
-BAD_FEATURES = (None, [(3, (SPAN,))], (3, (SPAN,)), ((3,),), ((-1, (SPAN,)),), ({0: 3, 1: (SPAN,)},), ({1: 2, 3: 4},))
-BAD_PROMPTS = (None, 7, "12", [1, 2], (1, -1), (1, VOCAB), (1, True), (1, 2.0), (1, None), (np.int64(1),))
+BAD_FEATURES = (None, [(3, (SPAN,))], ((3,),), ((-1, (SPAN,)),))
+BAD_PROMPTS = (None, [1, 2], (1, -1), (1, VOCAB), (1, True), (np.int64(1),))
 BAD_SAMPLING = (
     None,
     with_value(SamplingParams(), "temperature", 10**400),
-    with_value(SamplingParams(), "top_k", 1 << 63),
-    with_value(SamplingParams(), "stop_token_ids", (7,) * (1 << 17)),
-    *(with_value(SamplingParams(), "temperature", value) for value in ("hot", float("nan"), -1.0)),
-    with_value(SamplingParams(), "top_p", 7.0),
-    *(with_value(SamplingParams(), "seed", value) for value in (-1, 0.5)),
     with_value(SamplingParams(), "stop_token_ids", (None,)),
-    with_value(SamplingParams(), "max_tokens", 0),
-    with_value(SamplingParams(), "ignore_eos", 1),
     object.__new__(SamplingParams),
 )
 
@@ -209,13 +175,6 @@ def test_a_drafter_drops_what_is_malformed_and_keeps_the_rest(message: object) -
     assert list(box.snapshot()["malformed"].values()) == [1]
 
 
-def test_lengths_that_overflow_do_not_add_up() -> None:
-    box, most = inbox.for_verifier(VOCAB, BRANCHES), 2**31 - 1
-    three, lengths = ints([0, 1, 2]), ints([most, most, 5])  # 3 in 32 bits
-    box.put(TailBatch("d", three, three, three, lengths, ints([1, 2, 3])))
-    assert box.drain() == [] and box.snapshot()["malformed"] == {"d": 1}
-
-
 def test_where_the_vocabulary_is_unknown_any_token_goes() -> None:
     large = dataclasses.replace(COMMIT, tokens=ints([1, 2, 2**31 - 1]))
     for vocab_size, kept in ((VOCAB, []), (None, [large])):
@@ -270,24 +229,6 @@ def test_a_sender_that_floods_loses_only_its_own() -> None:
     assert left[:2] == [calm, calm] and len(left) == 2 + MOST_WAITING
     assert box.snapshot()["dropped_messages"] == 1000 - MOST_WAITING
     assert [message.token_s for message in left[2:]] == list(range(1000 - MOST_WAITING, 1000))
-
-
-def test_many_producers_lose_nothing() -> None:
-    box, seen = inbox.for_verifier(VOCAB, BRANCHES), []
-
-    def produce(number: int) -> None:
-        for place in range(MOST_WAITING):
-            box.put(dataclasses.replace(TAIL, drafter_id=str(number), token_s=place))
-
-    threads = [threading.Thread(target=produce, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        seen += box.drain()
-    seen += box.drain()
-    for number in range(4):
-        places = [message.token_s for message in seen if message.drafter_id == str(number)]
-        assert places == list(range(MOST_WAITING))
 
 
 # ---- anything at all ----

@@ -1,17 +1,21 @@
-"""The producer's side: one delivery in flight, the newest state afterwards, retries, and the end."""
+"""Links: one delivery in flight, the newest state, retries, the end. Events: nothing is lost or given out twice."""
 
 from __future__ import annotations
 
 import functools
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, RemoteError
-from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.link import EventQueue, Link, direct_sender
 from tests.fakes.clocks import HandClock
+
+# ---- links ----
+
 
 CALM = {"failed": "", "retries": 0, "rejected": 0}
 
@@ -159,13 +163,6 @@ def test_a_send_that_raises_is_a_delivery_that_failed() -> None:
     assert link.offer(lambda: "two") and isinstance(link.failed, ActorLostError)
 
 
-def test_a_message_that_cannot_be_made_leaves_the_link_as_it_was() -> None:
-    wire = Wire()
-    with pytest.raises(AssertionError):
-        wire.link.offer(unasked)
-    assert wire.link.is_free and wire.offer("one") and wire.sent == ["one"]
-
-
 def test_within_a_process_a_message_is_there_when_offer_returns() -> None:
     taken: list[str] = []
     link: Link[str] = Link(direct_sender(taken.append), lambda: taken.append("free"))
@@ -202,3 +199,46 @@ def test_deliveries_never_overlap_and_the_newest_state_arrives() -> None:
             link.offer(lambda: make(total))
             time.sleep(0.0001)
     assert not any(wrong) and link.failed is None and link.snapshot()["rejected"] == 0
+
+
+# ---- events ----
+
+
+def woken(wait: Callable[[], object], wake: Callable[[], None]) -> object:
+    """What `wait`, running in a thread, returns after `wake`; fails if it does not wake up."""
+    results: list[object] = []
+    sleeper = threading.Thread(target=lambda: results.append(wait()), daemon=True)
+    sleeper.start()
+    sleeper.join(0.02)
+    assert sleeper.is_alive(), "it did not wait"
+    wake()
+    sleeper.join(10.0)
+    assert results, "it slept on"
+    return results[0]
+
+
+def test_events_are_kept_until_the_reader_has_them() -> None:
+    queue: EventQueue[int] = EventQueue()
+    queue.put([1, 2])
+    queue.put([2, 3])
+    assert queue.read(0) == queue.read(0) == (0, [1, 2, 2, 3]), "an answer that was lost can be had again"
+    assert queue.read(1) == (1, [2, 2, 3])
+    assert len(queue) == 3
+    assert queue.read(4) == (4, [])
+    assert queue.read(1) == (4, []), "a late repetition of an older call brings nothing back"
+    assert woken(lambda: queue.read(4, timeout_s=600.0), lambda: queue.put([4])) == (4, [4])
+    assert queue.read(4, timeout_s=600.0) == (4, [4]), "what is there is not waited for"
+    with pytest.raises(ValueError, match="next one is number 5"):
+        queue.read(6)
+    assert queue.read(4) == (4, [4]), "and nothing was lost by the nonsense"
+
+
+def test_an_event_read_by_a_repeated_call_is_not_given_out_twice() -> None:
+    """Two polls with one number wait; the reader has the events and goes on before the second returns."""
+    queue: EventQueue[int] = EventQueue()
+
+    def read_on() -> None:
+        queue.put([1, 2])
+        assert queue.read(2) == (2, [])
+
+    assert woken(lambda: queue.read(0, timeout_s=600.0), read_on) in [(0, [1, 2]), (2, [])]

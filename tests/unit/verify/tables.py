@@ -11,8 +11,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport.messages import Branches, TailBatch
 from specactor_ray.verify._kernels import Committed
-from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.table import Acceptance, RequestTable
 
 
 class Claim(NamedTuple):

@@ -7,15 +7,15 @@ import random
 import numpy as np
 import pytest
 
-from specactor_ray.verify.acceptance import (
+from specactor_ray.verify.table import (
     BUCKET_NAMES,
     DEFAULT_PRIOR,
     HALF_LIFE_STEPS,
     PRIOR_TRIES,
     Acceptance,
+    RequestTable,
     bucket_of,
 )
-from specactor_ray.verify.table import RequestTable
 from tests.unit.verify.tables import commit, ints, request, say
 
 

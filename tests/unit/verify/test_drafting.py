@@ -14,16 +14,14 @@ from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.config.methods import DrafterSpec, Traits, traits
 from specactor_ray.config.schema import ModeName, SpeculationConfig, TargetConfig
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup.proposer import NgramProposer
+from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.target.base import States, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, TailBatch
-from specactor_ray.verify import seat
 from specactor_ray.verify._kernels import Committed
-from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from specactor_ray.verify.drafting import MOST_READ, DrafterLink, Drafting, HostedDrafter
 from tests.by_name import ByName
 from tests.unit.verify.tables import Claim, batch, ints, request
 
@@ -185,7 +183,7 @@ def test_a_model_reads_some_prompts_at_a_time(looks_up: bool, left_out: int, del
     sizes = {"a": 0.75, "b": 0.25, "c": 0.5, "d": 1.5, "e": 0.1}
     rows = []
     for name, size in sizes.items():
-        prompt = (1,) * (int(size * seat.MOST_READ) - 1)
+        prompt = (1,) * (int(size * MOST_READ) - 1)
         rows.append(drafting.table.open(TargetRequest(name, prompt, SamplingParams(max_tokens=9), (7,))))
     drafting.revise(ints(rows))
     for _ in range(len(sizes)):
@@ -202,7 +200,7 @@ def test_a_model_reads_some_prompts_at_a_time(looks_up: bool, left_out: int, del
 
 def test_states_of_a_prompt_that_is_read_in_pieces_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that is opened at the first step reads the whole prompt, however long."""
-    monkeypatch.setattr(seat, "_KEPT_POSITIONS", 4)
+    monkeypatch.setattr("specactor_ray.verify.drafting._KEPT_POSITIONS", 4)
     drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
     row = drafting.table.open(TargetRequest("long", (1,) * 9, SamplingParams()))
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,201 +15,28 @@ import torch
 
 from specactor_ray.config.methods import Checkpoint, DrafterSpec, Traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import loop as draft_loop
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.health import ENOUGH, checksum
-from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
+from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.slots import RowProposer
-from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.plan.step_cost import StepCost
-from specactor_ray.target.base import TargetRequest
-from specactor_ray.target.hf import HfEngine
+from specactor_ray.plan.costs import StepCost
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link, direct_sender
-from specactor_ray.transport.messages import Features, Finished, Progress
+from specactor_ray.transport.messages import Features
 from specactor_ray.verify import racing
-from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.drafting import Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.policy import DraftPolicy, Suspension
-from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from specactor_ray.verify.verify_lengths import DraftPolicy
+from specactor_ray.verify.waiting import Suspension
+from tests.fakes.loops import Bench, eagle, engine, proposers, ragged, truth_of
 from tests.fakes.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
-from tests.unit.engine_conformance import Driver, requests, run
-
-torch.set_num_threads(1)
-EAGLE_LAYERS = (0, 1, 2)
-E = TypeVar("E", bound=EagleProposer)
-
-
-def ragged(folder: Any, hidden_layers: Sequence[int] = ()) -> RaggedModel:
-    from transformers import AutoModelForCausalLM
-
-    return RaggedModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 16 << 20, hidden_layers)
-
-
-def engine(hidden_layers: Sequence[int] = ()) -> HfEngine:
-    return HfEngine(ragged(tiny_target(), hidden_layers), [eos_id()])
-
-
-def eagle(kind: type[E] = EagleProposer, branches: int = 0) -> E:  # type: ignore[assignment]
-    return kind(EagleRunner(load_head(str(tiny_eagle()), str(tiny_target())), 4 << 20), branches=branches)
-
-
-def eos_id() -> int:
-    from transformers import AutoTokenizer
-
-    return int(AutoTokenizer.from_pretrained(tiny_target()).eos_token_id)
-
-
-class Channel:
-    """Delivers messages in another thread's stead: at once, or with loss, repetition and reordering."""
-
-    def __init__(self, deliver: Callable[[Any], None], faults: random.Random | None) -> None:
-        self._deliver, self._faults = deliver, faults
-        self._held: list[Any] = []
-
-    def __call__(self, message: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        if self._faults is None:
-            self._deliver(message)
-        else:
-            self._misdeliver(message, self._faults)
-        future.set_result(None)
-        return future
-
-    def _misdeliver(self, message: Any, faults: random.Random) -> None:
-        messages = [message] * (faults.random() > 0.2) + [message] * (faults.random() < 0.2)
-        self._held += [message] * (faults.random() < 0.2)
-        if faults.random() < 0.3:
-            messages, self._held = messages + self._held, []
-        faults.shuffle(messages)
-        for one in messages:
-            self._deliver(one)
-
-
-def spec_of(proposer: Proposer, window: int) -> DrafterSpec:
-    """What a link says of its drafter."""
-    return DrafterSpec(proposer.method, window=window, traits=proposer.traits)
-
-
-class Bench:
-    """One verifier and some drafters, connected; runs until all requests have ended. `inline`: the verifier hosts all;
-    `hosts`: `lookups`, or `heads`: these and EAGLE heads."""
-
-    def __init__(
-        self,
-        proposers: Mapping[str, Proposer],
-        inline: bool,
-        faults: random.Random | None = None,
-        window: int = 6,
-        narrow: int | None = None,
-        branches: int = 0,
-        hosts: str = "",
-        **speculation: Any,
-    ) -> None:
-        config = SpeculationConfig(window=narrow or window, **{"verify": VerifyPolicy.all, **speculation})
-        reading = [proposer for proposer in proposers.values() if proposer.traits.reads_features]
-        target = self.engine = engine(EAGLE_LAYERS if reading else ())
-        drafts = Drafting("v0", inline, config, target.vocab_size, window=window, branches=branches)
-        self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
-        self._threads: list[threading.Thread] = []
-        self._attempt, self._next_event = 0, 0
-        hosted = [
-            HostedDrafter(spec_of(loop.proposer, window), Link(direct_sender(loop.deliver)), loop)
-            for loop in self.drafts.values()
-            if inline
-            or (hosts in ("lookups", "heads") and loop.proposer.traits.looks_up)
-            or (hosts == "heads" and loop.proposer.traits.reads_features)
-        ]
-        self.verifier = VerifyLoop(target, drafts, hosted)
-        apart = self.drafts.keys() - {drafter.loop.drafter_id for drafter in hosted}
-        if not inline:
-            self._connect({name: self.drafts[name] for name in sorted(apart)}, window, faults)
-        self._threads.append(threading.Thread(target=self.verifier.run, daemon=True))
-
-    def _connect(self, apart: Mapping[str, DraftLoop], window: int, faults: random.Random | None) -> None:
-        links = {}
-        for name, loop in apart.items():
-            link = Link(Channel(loop.deliver, faults))
-            links[name] = DrafterLink(spec_of(loop.proposer, window), link)
-            loop.set_verifiers({"v0": Link(Channel(self.verifier.deliver, faults))})
-        self.verifier.set_drafters(links)
-        self._threads += [threading.Thread(target=loop.run, daemon=True) for loop in apart.values()]
-
-    def run(self, batch: Sequence[TargetRequest], timeout_s: float = 120.0) -> dict[str, list[int]]:
-        for thread in self._threads:
-            if not thread.is_alive():
-                thread.start()
-        self.verifier.submit([replace(request, attempt=self._attempt) for request in batch])
-        self._attempt += 1
-        tokens: dict[str, list[int]] = {request.request_id: [] for request in batch}
-        left = set(tokens)
-        self.finished: dict[str, Finished] = {}
-        deadline = time.monotonic() + timeout_s
-        while left and time.monotonic() < deadline:
-            first, events = self.verifier.poll(self._next_event, 0.5)
-            assert first == self._next_event
-            self._next_event += len(events)
-            for event in events:
-                if isinstance(event, Progress):
-                    end = 0
-                    starts, lengths = event.starts.tolist(), event.lengths.tolist()
-                    for (request_id, _), start, length in zip(event.requests, starts, lengths, strict=True):
-                        assert start == len(tokens[request_id])
-                        tokens[request_id] += event.tokens[end : end + length].tolist()
-                        end += length
-                elif isinstance(event, Finished):
-                    left.remove(event.request_id)
-                    self.finished[event.request_id] = event
-        assert self.verifier.error is None
-        assert not left, f"unfinished: {left}"
-        return tokens
-
-    def await_closed(self) -> None:
-        """Until the drafters know that all requests have ended."""
-        deadline = time.monotonic() + 10.0
-        while any(loop.snapshot()["open_requests"] for loop in self.drafts.values()):
-            assert time.monotonic() < deadline, "open requests are left at the drafters of an idle verifier"
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        for loop in (self.verifier, *self.drafts.values()):
-            loop.stop()
-        for thread in self._threads:
-            thread.join(10)
-
-
-def truth_of(batch: Sequence[TargetRequest]) -> dict[str, list[int]]:
-    """Plain decoding of requests of the tiny target."""
-    return _truth_of(tuple(batch))
-
-
-@functools.cache  # most tests use the same requests
-def _truth_of(batch: tuple[TargetRequest, ...]) -> dict[str, list[int]]:
-    target = Driver(engine())
-    for request in batch:
-        target.add(request)
-    return run(target).tokens
-
-
-def proposers(kind: str) -> dict[str, Proposer]:
-    if kind == "ngram":
-        return {"ngram-0": NgramProposer(2, 6, 4096, 64), "ngram-1": NgramProposer(2, 6, 4096, 64)}
-    if kind == "suffix":
-        return {"suffix-0": SuffixProposer(1, 6, 400, 64), "suffix-1": SuffixProposer(1, 6, 4096, 64)}
-    if kind == "draft_model":
-        return {"small-0": DraftModelProposer(ragged(tiny_draft()))}
-    if kind == "eagle":
-        return {"eagle-0": eagle()}
-    return {
-        name: one for method in ("ngram", "suffix", "draft_model", "eagle") for name, one in proposers(method).items()
-    }
+from tests.unit.engine_conformance import requests
 
 
 @pytest.mark.parametrize("failing", [False, True])
@@ -253,32 +77,6 @@ def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> Non
     drafters = [loop.snapshot() for loop in bench.drafts.values()]
     if kind == "suffix":
         assert all(drafter["history_bytes"] > drafter["history_tokens"] > 0 for drafter in drafters)
-
-
-@pytest.mark.parametrize(("temperature", "faulty"), [(0.0, False), (1.0, False), (1.0, True)])
-@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
-def test_branches_drafted_within_a_step_change_no_token(kind: str, temperature: float, faulty: bool) -> None:
-    batch = requests(6, temperature)
-    proposer = eagle(branches=8) if kind == "eagle" else DraftModelProposer(ragged(tiny_draft()), branches=8)
-    bench = Bench({"small-0": proposer}, False, random.Random(3) if faulty else None, draft_wait_s=0.05)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        if not faulty:
-            bench.await_closed()
-    finally:
-        bench.close()
-    assert faulty or proposer._cache.free_slots == proposer._cache.slots
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_faulty_channel_changes_no_token_and_drafts_recover(seed: int) -> None:
-    batch = requests(8, 1.0)
-    bench = Bench(proposers("eagle" if seed % 2 else "ngram"), False, random.Random(seed), draft_wait_s=0.01)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        assert bench.verifier.snapshot()["drafted_tokens"] > 0
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize(
@@ -373,45 +171,6 @@ def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatc
     assert 0 < snapshot["suspended_steps"] < snapshot["steps"]
     assert snapshot["accepted_tokens"] > 0
     assert lookup["history_tokens"] > snapshot["committed_tokens"] / 2, "lookups learn in suspensions, too"
-
-
-def test_the_self_drafter_is_always_right() -> None:
-    """The target as its own drafter, with the same noise at temperature 1: (nearly) every draft token is accepted."""
-    batch = requests(6, 1.0, ignore_eos=True)
-    bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        snapshot = bench.verifier.snapshot()
-    finally:
-        bench.close()
-    assert snapshot["accepted_tokens"] / snapshot["drafted_tokens"] > 0.95
-
-
-@pytest.mark.parametrize("verify", [VerifyPolicy.all, VerifyPolicy.auto])
-@pytest.mark.parametrize("kind", ["eagle", "all"])
-def test_inline_drafters_close_what_has_ended(kind: str, verify: VerifyPolicy) -> None:
-    """Models are driven only where drafts pay; what ended meanwhile must not keep its memory."""
-    batch = requests(10, 1.0)
-    bench = Bench(proposers(kind), True, verify=verify)
-    try:
-        for _ in range(2):
-            assert bench.run(batch) == truth_of(batch)
-        bench.await_closed()
-        inline = bench.verifier.snapshot()["inline"]
-        assert inline.keys() == bench.drafts.keys() and any(counters["tails"] for counters in inline.values())
-    finally:
-        bench.close()
-
-
-def test_a_drafter_may_have_a_larger_window_than_the_others() -> None:
-    batch = requests(2, 1.0, max_tokens=200, ignore_eos=True)
-    bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True, window=12, narrow=4)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        snapshot = bench.verifier.snapshot()
-    finally:
-        bench.close()
-    assert len(snapshot["accepted_by_position"]) == 12
 
 
 def test_a_model_is_told_at_its_turn_what_happened_since(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,15 +381,3 @@ def test_drafters_come_and_go_while_requests_run() -> None:
         stop.set()
         thread.join()
         bench.close()
-
-
-def test_impossible_requests_end_with_their_reason() -> None:
-    good = requests(2, 0.0)
-    bad = TargetRequest("bad", (10**6,), SamplingParams())
-    bench = Bench({}, False)
-    try:
-        bench.run([good[0], bad, good[1]])
-    finally:
-        bench.close()
-    assert bench.finished["bad"].finish_reason == "error" and "vocabulary" in bench.finished["bad"].error
-    assert bench.finished["r0"].finish_reason != "error"

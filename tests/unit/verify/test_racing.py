@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.plan.step_cost import StepCost
-from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.policy import Drafter, DraftPolicy
+from specactor_ray.plan.costs import StepCost
 from specactor_ray.verify.racing import REVISE_EVERY, SWITCH_SHARE, Assigner, Places, draft_ladder
-from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.table import Acceptance, RequestTable
+from specactor_ray.verify.verify_lengths import Drafter, DraftPolicy
 from tests.unit.verify.tables import ints, request
 
 METHODS = ("ngram", "draft_model", "eagle", "suffix")
@@ -75,22 +74,6 @@ def race(stragglers, ranking, workers, loads, serving):  # type: ignore[no-untyp
 def test_it_is_the_written_algorithm(stragglers, ranking, workers, loads, serving):  # type: ignore[no-untyped-def]
     arguments = stragglers, ranking, workers, loads, serving
     assert race(*arguments) == sorted(as_written(*arguments))
-
-
-@given(STRAGGLERS, RANKING, WORKERS, LOADS, SERVED)
-def test_its_invariants(stragglers, ranking, workers, before, serving):  # type: ignore[no-untyped-def]
-    assigned = race(stragglers, ranking, workers, before, serving)
-    loads = Counter(dict(enumerate(before)))
-    loads.update(number for number, _ in assigned)
-    assert all(loads[number] <= max(before[number], worker.spec.max_batch) for number, worker in workers.items())
-    pairs = [(straggler, workers[number].spec.method) for number, straggler in assigned]
-    assert len(pairs) == len(set(pairs)), "a method twice for one request"
-    assert all(method not in serving.get(one, ()) and method in ranking for one, method in pairs)
-    for straggler in stragglers:  # who goes without does so because the method is full
-        for method in set(ranking) - set(serving.get(straggler, ())) - {m for one, m in pairs if one == straggler}:
-            assert all(
-                loads[n] >= worker.spec.max_batch for n, worker in workers.items() if worker.spec.method == method
-            )
 
 
 @given(st.lists(st.sampled_from([1.0, 2.0, 2.5, 9.0]), min_size=4, max_size=4))
@@ -260,37 +243,6 @@ def test_hosted_models_follow_all_beside_draft_actors(race: RaceName) -> None:
     assert coupled.loads == [1, 5]
 
 
-def test_newcomers_take_their_share() -> None:
-    bench = Bench(drafter("eagle"), requests=7)
-    bench.step()
-    bench.join(drafter("eagle", number=1), drafter("eagle", 1, 2))
-    assert sorted(bench.loads) == [1, 3, 3]
-    assert all(len(bench.seats(row)) == 1 for row in bench.rows)
-    bench.leave(0)
-    assert bench.loads == [0, 6, 1] and bench.step(2 * REVISE_EVERY) == []
-
-
-def test_who_has_one_request_more_than_another_has_its_share() -> None:
-    bench = Bench(*(drafter("eagle", number=number) for number in range(2)), requests=7)
-    bench.step()
-    before = bench.open.copy()
-    bench.join(drafter("draft_model"))
-    assert bench.open == before
-
-
-def test_requests_leave_a_drafter_that_is_out_of_reach() -> None:
-    bench = Bench(drafter("eagle"), requests=3)
-    bench.step()
-    bench.drafters[0].able = False
-    bench.step(REVISE_EVERY)
-    assert bench.loads == [0]
-    bench.join(drafter("draft_model", 2))
-    assert bench.loads == [0, 2]
-    bench.drafters[1].spec.max_batch = 9
-    bench.step(REVISE_EVERY)
-    assert bench.loads == [0, 3]
-
-
 def test_requests_change_to_a_method_that_promises_more_a_few_at_a_time() -> None:
     bench = Bench(drafter("draft_model"), drafter("eagle"), requests=16)
     bench.good("draft_model", 0.8)
@@ -348,65 +300,6 @@ def test_the_slowest_race_first() -> None:
         bench.good("eagle", p, [row])
     bench.step()
     assert [len(bench.seats(row)) for row in bench.rows] == [1, 2, 1, 2]
-
-
-def test_racers_give_way_to_base_drafters() -> None:
-    bench = Bench(drafter("eagle", 2), drafter("draft_model", 2), requests=2, race=RaceName.always)
-    bench.good("draft_model", 0.5)
-    for row, p in zip(bench.rows, (0.7, 0.9), strict=True):
-        bench.good("eagle", p, [row])
-    bench.step()
-    assert bench.loads == [2, 2]
-    slow, fast = bench.rows
-    third = bench.add("third")
-    bench.step()
-    assert bench.seats(third) and bench.seats(fast) and len(bench.seats(slow)) == 2 and sum(bench.loads) == 4
-    fourth = bench.add("fourth")
-    bench.step()
-    assert all(len(bench.seats(row)) == 1 for row in (fast, slow, third, fourth))
-    fifth = bench.add("fifth")
-    assert not bench.seats(fifth) and bench.step(2 * REVISE_EVERY) == []
-
-
-def test_no_base_drafter_is_taken_away() -> None:
-    bench = Bench(drafter("eagle", 1), drafter("draft_model", 1), requests=1, race=RaceName.always)
-    bench.good("eagle", 0.9)
-    bench.step()
-    assert bench.seats(bench.rows[0]) == [0, 1]
-    bench.drafters[0].able = False
-    new = bench.add("new")
-    bench.step()
-    assert bench.seats(bench.rows[0]) == [1] and not bench.seats(new), "the racer is its base from now on"
-    assert bench.step(2 * REVISE_EVERY) == []
-    bench.join(drafter("ngram"))
-    bench.drafters[2].able = False
-    bench.step(REVISE_EVERY)
-    assert bench.loads == [0, 1, 0]
-    bench.leave(2)
-    bench.join(replace(drafter("suffix"), able=False))
-    assert bench.step(REVISE_EVERY) == [], "nobody who is out of reach races"
-
-
-def test_base_and_racer_change_places_without_being_opened_again() -> None:
-    bench = Bench(drafter("eagle"), drafter("draft_model"), requests=2, race=RaceName.tail)
-    bench.good("draft_model", 0.3)
-    bench.good("eagle", 0.9)
-    bench.step()
-    assert bench.loads == [2, 2]
-    bench.join(drafter("eagle", number=1))
-    assert bench.loads == [1, 2, 1]
-    bench.good("eagle", 0.1)
-    assert bench.step(4 * REVISE_EVERY) == []
-    for _ in range(3):
-        bench.add()
-    bench.step(REVISE_EVERY)
-    assert bench.loads == [0, 5, 0], "the bases have changed"
-    bench.good("eagle", 0.99)
-    for row in bench.rows[2:]:
-        bench.remove(row)
-    bench.step()
-    bench.step(4 * REVISE_EVERY)
-    assert bench.loads == [1, 2, 1], "a method once for each"
 
 
 def test_of_several_drafters_the_racer_becomes_the_base() -> None:

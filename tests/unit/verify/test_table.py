@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.verify import _kernels
 from specactor_ray.verify._kernels import COUNTS, FREE, REFUTED
-from specactor_ray.verify.acceptance import Acceptance, bucket_of
-from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.table import Acceptance, RequestTable
 from tests.unit.verify.tables import EVIDENCE, Claim, batch, commit, request, say
 
 WINDOW, BRANCHES, VOCAB, METHODS = 4, 2, 3, 3
@@ -118,8 +116,6 @@ class Pair:
         self.table, self.acceptance, self.naive = RequestTable(WINDOW, BRANCHES), Acceptance(), Naive()
         self.said: dict[int, list[Claim]] = defaultdict(list)
         self.opened, self.fates = 0, set[str]()
-        self.taken: list[tuple[int, Claim]] = []
-        """Seats and what they said that was taken in."""
 
     def act(self) -> None:
         actions = {self.open: 6, self.close: 1, self.join: 1, self.assign: 8, self.release: 1, self.take: 12}
@@ -192,7 +188,6 @@ class Pair:
         fates = [self.naive.take(seat, claim) for claim in claims]
         assert self.table.take(seat, batch(claims)).tolist() == [fate == "unknown" for fate in fates]
         self.fates.update(fates)
-        self.taken += [(seat, claim) for claim in claims]
 
     def commit(self) -> None:
         rows = self.rng.sample(list(self.naive.rows), self.rng.randint(0, len(self.naive.rows)))
@@ -251,25 +246,6 @@ class Pair:
             chains.append((int(table.branch_at[seat, row, b]), tuple(tokens.tolist())))
         return chains
 
-    def unclaimed(self) -> list[tuple[int, int]]:
-        """Seats and rows with a tail or branch that the drafter never claimed after a prefix of what is committed."""
-        found = []
-        for seat, row in self.pairs():
-            tail, *branches = self.chains(seat, row)
-            output, generation = self.naive.rows[row].output, self.naive.rows[row].generation
-            mine = [one for number, one in self.taken if (number, one.row, one.generation) == (seat, row, generation)]
-            claimed = {
-                tuple(output[: one.base]) + chain
-                for one in mine
-                for chain in (one.tokens, *(one.tokens[:at] + tokens for at, tokens in one.branches))
-                if one.base <= len(output)
-            }
-            for chain in (tail, *(tail[:at] + tokens for at, tokens in branches)):
-                line = (*output, *chain)
-                if chain and not any(one[: len(line)] == line for one in claimed):
-                    found.append((seat, row))
-        return found
-
 
 @pytest.mark.parametrize("seed", range(25))
 def test_whatever_is_said_the_table_is_that_of_the_rules(seed: int) -> None:
@@ -277,44 +253,7 @@ def test_whatever_is_said_the_table_is_that_of_the_rules(seed: int) -> None:
     for _ in range(300):
         pair.act()
         pair.check()
-        assert not pair.unclaimed()
     assert pair.fates >= USUAL and pair.naive.overall, "it does not try everything"
-
-
-def careless(ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, stride: int, *where: Any) -> Any:
-    """`_kernels._rescuer` without a look at the branches' tokens."""
-    right, _, count = where
-    firsts = first + (np.cumsum(sizes[begin:end]) - sizes[begin:end] if not stride else stride * np.arange(end - begin))
-    found = [b for b in range(begin, end) if ats[b] == right and sizes[b] > count - right]
-    best = max(found, key=lambda b: sizes[b], default=FREE)
-    return best, 0 if best == FREE else firsts[best - begin]
-
-
-KEEP = _kernels._keep
-
-
-def keep_all(
-    ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, behind: int, left: int, *to: Any
-) -> None:
-    """`_kernels._keep` that takes branches for such of the part that is left."""
-    KEEP.py_func(np.minimum(ats, left), sizes, tokens, begin, end, first, 0, left, *to)
-
-
-@pytest.mark.parametrize("sabotaged", [{}, {"_rescuer": careless}, {"_keep": keep_all}], ids=["sound", "taken", "kept"])
-def test_a_branch_that_is_taken_without_its_check_is_seen(
-    sabotaged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("take_tails", "commit", "_rescuer", "_agreed", "_keep", "_flat", "_tokens_of"):
-        monkeypatch.setattr(_kernels, name, getattr(_kernels, name).py_func)  # which call what stands in the module
-    for name, function in sabotaged.items():
-        monkeypatch.setattr(_kernels, name, function)
-    seen = 0
-    for seed in range(3):
-        pair = Pair(seed)
-        for _ in range(150):
-            pair.act()
-            seen += len(pair.unclaimed())
-    assert bool(seen) == bool(sabotaged)
 
 
 def test_growth_keeps_everything() -> None:
@@ -362,92 +301,6 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_request_before() -> None:
     assert table.base[0, row] == -1
 
 
-def test_a_seat_that_is_taken_again_knows_nothing_of_the_drafter_before() -> None:
-    table = RequestTable(WINDOW)
-    table.fit_seats(2)
-    rows = [table.open(request(name)) for name in "ab"]
-    for seat, row in enumerate(rows):
-        table.assign(seat, row)
-        say(table, seat, row, 1, 2)
-    table.clear_seat(0, 3)
-    assert table.method[0] == 3
-    for array in (table.assigned, table.length):
-        assert not array[0].any() and array[1, rows[1]]
-
-
-def drafted_for(*tails: int, branches: Sequence[Branch] = ()) -> tuple[RequestTable, Acceptance, int]:
-    """A table with one request of three committed tokens, one drafter, and a tail with its branches."""
-    table, acceptance = RequestTable(WINDOW, BRANCHES), Acceptance()
-    row = table.open(request("r", [7, 7, 7]))
-    table.assign(0, row)
-    say(table, 0, row, *tails, branches=branches)
-    return table, acceptance, row
-
-
-def held(table: RequestTable, row: int) -> list[int]:
-    tail: list[int] = table.tail[0, row, : table.length[0, row]].tolist()
-    return tail
-
-
-def test_the_branch_that_agrees_with_a_commit_is_the_next_tail() -> None:
-    branches = ((1, (8, 3, 4)), (2, (9, 5)))
-    for new, tail, outcomes in (
-        ([1], [2, 3], [0, 0, 0]),
-        ([1, 8], [3, 4], [1, 0, 1]),
-        ([1, 8, 3], [4], [1, 0, 1]),
-        ([1, 8, 9], [], [1, 0, 0]),
-        ([1, 2, 9], [5], [1, 0, 1]),
-        ([1, 9], [], [1, 0, 0]),
-        ([8, 3], [], [1, 0, 0]),
-        ([1, 2, 3, 9], [], [0, 0, 0]),
-    ):
-        table, acceptance, row = drafted_for(1, 2, 3, branches=branches)
-        commit(table, acceptance, {row: new})
-        assert (held(table, row), table.counts[REFUTED:].tolist()) == (tail, outcomes)
-    table, acceptance, row = drafted_for(1, 2, 3, branches=branches)
-    for new in ([1], [2, 9]):
-        commit(table, acceptance, {row: new})
-    assert held(table, row) == [5], "branches move with their tail"
-
-
-def test_a_branch_behind_the_end_of_its_tail_follows_it() -> None:
-    table, acceptance, row = drafted_for(1, 2, branches=((2, (3, 4)), (2, (5, 6, 7))))
-    commit(table, acceptance, {row: [1, 2]})
-    assert held(table, row) == [5, 6, 7] and table.counts[REFUTED:].tolist() == [0, 0, 1]
-
-
-def test_a_tail_that_arrives_refuted_brings_the_branch_with_it() -> None:
-    branches = ((0, (5, 6)), (1, (8, 3, 4)), (1, (8, 3)))
-    for new, tail, outcomes in (([1], [2, 3], [0, 0, 0]), ([1, 8], [3, 4], [1, 1, 0]), ([8], [], [1, 0, 0])):
-        table, acceptance, row = drafted_for()
-        commit(table, acceptance, {row: new})
-        say(table, 0, row, 1, 2, 3, base=3, branches=branches)
-        assert (held(table, row), table.counts[REFUTED:].tolist()) == (tail, outcomes)
-
-
-def test_evidence_is_of_main_chains() -> None:
-    """The miss counts, the tokens that chose the branch do not, and what follows them does, as it would alone."""
-    table, acceptance, row = drafted_for(1, 2, 3, branches=((1, (8, 3, 4)),))
-    commit(table, acceptance, {row: [1, 8]})
-    assert table.evidence[:, 0, row].tolist() == [1, 2]
-    commit(table, acceptance, {row: [3, 9]})
-    assert table.evidence[:, 0, row].tolist() == [2, 4]
-
-
-def test_a_message_with_fewer_branches_replaces_none_with_more() -> None:
-    table, acceptance, row = drafted_for(1, 2, 3, branches=((1, (8, 3)), (2, (9, 5))))
-    for fewer in ((), ((1, (8, 3)),), ((1, (8, 3)), (2, (9,)))):
-        say(table, 0, row, 1, 2, 3, branches=fewer)
-    assert table.branch_length[0, row].tolist() == [2, 2]
-    say(table, 0, row, 1, 2, 3, branches=((0, (8, 3, 1)), (2, (9, 5))))
-    assert table.branch_at[0, row].tolist() == [0, 2]
-    say(table, 0, row, 1, 2, 3, 4)
-    assert (table.branch_at[0, row] == FREE).all(), "a longer tail does"
-    commit(table, acceptance, {row: [1]})
-    say(table, 0, row, 9)
-    assert held(table, row) == [9], "so does a newer base"
-
-
 def test_steps_are_counted_by_row() -> None:
     """Steps, and draft tokens verified and right by method, also where their drafter has left."""
     table, acceptance = RequestTable(WINDOW), Acceptance()
@@ -474,8 +327,3 @@ def test_steps_are_counted_by_row() -> None:
     assert table.reached.tolist() == [[2, 2, 1, 1], [2, 1, 0, 0]]
     assert table.drafts[0, :2][:, [a, b, c]].tolist() == [[0, 2, 0], [4, 0, 0]]
     assert table.drafts[1, :2][:, [a, b, c]].tolist() == [[0, 2, 0], [1, 0, 0]]
-
-
-def test_ranges_of_positions() -> None:
-    starts = [0, 63, 64, 127, 128, 4095, 4096, 1 << 20]
-    assert bucket_of(np.array(starts)).tolist() == [0, 0, 1, 1, 2, 6, 7, 7]

@@ -7,29 +7,24 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, Finished, Progress, Refused, ToRollout
-from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.requests import Attempts
-from specactor_ray.verify.seat import DrafterLink
-from tests.batches import news, opening
 from tests.fakes import virtual
 from tests.fakes.clocks import HandClock
+from tests.fakes.loops import engine, ragged, truth_of
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import requests
-from tests.unit.verify.test_loops import engine, ragged, truth_of
 
 torch.set_num_threads(1)
 
@@ -182,28 +177,13 @@ def test_parameters_out_of_bounds_end_their_request_alone(verifier: Verifier, na
     assert verifier.tokens("r0", 0) == truth_of([one()])["r0"]
 
 
-def test_attempts_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_are_remembered_within_a_bound(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specactor_ray.verify.requests._REMEMBERED", 2)
-    attempts = Attempts()
-    attempts.note("a", 3)
-    attempts.note("b", 0)
-    attempts.note("a", 1)
-    assert attempts.newest("a") == 3, "an older one does not hide a newer"
-    attempts.note("c", 0)
-    assert attempts.newest("b") == -1, "the one that was noted longest ago is forgotten"
-    assert (attempts.newest("a"), attempts.newest("c")) == (3, 0)
-
-
-def test_a_poll_that_is_repeated_brings_the_same_events(verifier: Verifier) -> None:
-    verifier.loop.submit([one()])
-    for _ in range(5):
-        verifier.loop.run_once()
-    lost = verifier.loop.poll(0, 0.0)
-    assert lost[1] and verifier.loop.poll(0, 600.0, linger_s=0.0) == lost
+    for name, attempt in (("r0", 3), ("b", 0), ("r0", 1), ("c", 0)):
+        verifier.loop.cancel([(name, attempt)])
+    verifier.loop.submit([one(3), replace(one(), request_id="b"), replace(one(), request_id="c")])
     verifier.finish()
-    assert verifier.tokens("r0", 0) == truth_of([one()])["r0"]
-    verifier.poll()
-    assert verifier.loop.poll(0, 600.0) == (len(verifier.events), []), "they were acknowledged by a later poll"
+    assert verifier.ends() == [("b", 0)], "an older one hides no newer; the one noted longest ago is forgotten"
 
 
 def test_a_poll_does_not_linger_behind_an_end(verifier: Verifier) -> None:
@@ -233,29 +213,6 @@ def test_the_heartbeat_tells_since_when_a_step_has_been_under_way(verifier: Veri
     assert verifier.loop.snapshot()["busy_s"] == 0.0, "between two steps"
 
 
-def test_a_command_that_does_not_come_back_shows_too(verifier: Verifier) -> None:
-    def hang() -> None:
-        verifier.clock.seconds += 30.0
-        hung.append(verifier.loop.snapshot()["busy_s"])
-
-    hung = list[float]()
-    verifier.engine.sleep = verifier.engine.wake = hang  # type: ignore[method-assign]
-    verifier.loop.sleep()
-    verifier.loop.wake()
-    verifier.step()
-    assert hung == [30.0, 30.0], "each counts from its own beginning"
-    assert verifier.loop.snapshot()["busy_s"] == 0.0
-
-
-def test_a_failed_step_leaves_no_heartbeat(verifier: Verifier) -> None:
-    verifier.engine.step = None  # type: ignore[method-assign, assignment]
-    verifier.loop.submit([one()])
-    with pytest.raises(TypeError):
-        verifier.loop.run_once()
-    verifier.clock.seconds += 30.0
-    assert verifier.loop.snapshot()["busy_s"] == 0.0
-
-
 def test_a_command_is_no_part_of_the_step_after_it(verifier: Verifier) -> None:
     """New weights of a head that take long would look like the price of having drafts."""
 
@@ -266,24 +223,6 @@ def test_a_command_is_no_part_of_the_step_after_it(verifier: Verifier) -> None:
     verifier.loop.put(teach)
     verifier.loop.run_once()
     assert verifier.loop.metrics.steps == 1 and verifier.loop.metrics.protocol_s < 1.0
-
-
-def test_a_draft_loop_has_a_heartbeat_too() -> None:
-    clock, seen = HandClock(), list[float]()
-
-    class Slow(NgramProposer):
-        def extend(self) -> np.ndarray:
-            clock.seconds += 45.0
-            seen.append(loop.snapshot()["busy_s"])
-            return super().extend()
-
-    loop = DraftLoop("d", Slow(1, 4, 0, 8), clock)
-    assert not loop.run_guarded() and loop.snapshot()["extends"] == 0
-    loop.deliver(news([opening(0)]))
-    assert loop.run_guarded()
-    assert seen == [45.0, 45.0]
-    clock.seconds += 5.0
-    assert (loop.snapshot()["busy_s"], loop.snapshot()["extends"]) == (0.0, 1)
 
 
 # ---- waits for drafters in other processes, on virtual time ----
@@ -335,11 +274,6 @@ def deaf_ear(message: object) -> None:
     """What arrives here is not heard."""
 
 
-def test_by_default_nobody_waits_for_a_drafter_of_another_process() -> None:
-    counters = decode()
-    assert counters["waiting_s"] == counters["drafted_tokens"] == 0, "its drafts always come too late"
-
-
 def test_a_step_waits_for_first_tokens_if_it_is_told_how_long() -> None:
     counters = decode(draft_wait_s=0.5, verify=VerifyPolicy.all)
     assert counters["accepted_tokens"] > 0.5 * counters["committed_tokens"]
@@ -356,18 +290,3 @@ def test_drafts_that_are_waited_for_in_vain_are_left_alone() -> None:
     counters = decode(deaf=True, draft_wait_s=0.5)
     assert 0 < counters["suspended_steps"] < counters["steps"]
     assert counters["waiting_s"] <= 0.5 * (counters["steps"] - counters["suspended_steps"])
-
-
-def test_a_suspension_ends_with_the_requests_that_it_was_for(verifier: Verifier) -> None:
-    suspension = verifier.loop._drafting.policy.suspension
-    for _ in range(3000):  # drafts never pay, so suspensions are long by now
-        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0, own_s=0.0)
-    while suspension.is_on:
-        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0, own_s=0.0)
-    while not suspension.is_on:
-        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0, own_s=0.0)
-    verifier.loop.submit([one()])
-    verifier.finish()
-    assert suspension.is_on and verifier.ends()
-    verifier.step()
-    assert not suspension.is_on

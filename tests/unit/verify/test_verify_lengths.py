@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -15,12 +14,10 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
-from specactor_ray.plan.step_cost import StepCost
-from specactor_ray.plan.tgs import geometric, iterations
+from specactor_ray.plan.costs import StepCost
 from specactor_ray.verify import _kernels
-from specactor_ray.verify.acceptance import Acceptance
-from specactor_ray.verify.policy import Drafter, DraftPolicy, Seconds
-from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.table import Acceptance, RequestTable
+from specactor_ray.verify.verify_lengths import Drafter, DraftPolicy, Seconds
 from tests.unit.verify.tables import commit, ints, request, say
 
 WINDOW = 8
@@ -82,17 +79,6 @@ def test_at_any_cost_what_is_promised_is_what_is_chosen(rows: list[tuple[float, 
     assert rate == pytest.approx(expected / curve[sum(lengths)]) and rate >= len(rows) / curve[0] * (1 - 1e-9)
 
 
-def test_free_positions_take_all_and_dear_ones_none() -> None:
-    p, supply, room = np.array([0.9, 0.3, 0.0, 1.0, 0.5]), np.array([4, 4, 4, 3, 0]), np.full(5, 9)
-    assert chosen(p, supply, room, np.ones(16))[2] == [4, 4, 0, 3, 0]
-    assert chosen(p, supply, room, np.arange(5, 21.0) ** 3)[2] == [0] * 5
-
-
-def test_the_better_request_gets_the_positions() -> None:
-    curve = np.where(np.arange(17) <= 4, 1.0, 100.0)
-    assert chosen(np.array([0.9, 0.3]), np.array([8, 8]), np.full(2, 8), curve)[2] == [4, 0]
-
-
 def test_of_several_tails_the_one_that_promises_most_is_taken() -> None:
     p = np.array([[0.9, 0.9, 0.5, 0.5, 0.5], [0.6, 0.6, 0.9, 0.9, 0.9]])
     supply = np.array([[1, 5, 3, 3, 0], [8, 8, 1, 0, 0]])
@@ -125,19 +111,6 @@ def test_hardly_any_other_number_of_rounds_commits_more_per_second(seed: int) ->
     rounds = _kernels.best_rounds(p, supply, longest, room, curve, token_s, most, 1.0)
     assert 0 <= rounds <= most
     assert best_rate(rounds) >= 0.97 * max(map(best_rate, range(most + 1)))
-
-
-def test_rounds_that_bring_nothing_are_not_drafted() -> None:
-    p, none, room, curve = np.full((1, 2), 0.8), np.zeros((1, 2), np.int32), np.full(2, 9, np.int32), np.ones(40)
-    assert _kernels.best_rounds(p, none, none + 3, room, curve, 0.001, 8, 1.0) == 3, "tails grow no further"
-    assert _kernels.best_rounds(p, none + 3, none + 3, room, curve, 0.001, 8, 1.0) == 0
-    assert _kernels.best_rounds(p, none, none + 8, np.full(2, 2, np.int32), curve, 0.001, 8, 1.0) == 2, (
-        "nor is there room"
-    )
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.001, 5, 1.0) == 5, "no more than allowed"
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 1.0, 8, 1.0) == 0, "they are too dear"
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.6, 8, 1.0) == 1
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.6, 8, 1.2) == 0, "they promise less than a fifth more"
 
 
 def test_models_that_have_much_to_read_must_promise_more() -> None:
@@ -225,11 +198,6 @@ def test_drafters_that_take_turns_draft_as_far_as_it_pays(token_s: float, prior:
         assert rounds
 
 
-def test_drafters_of_one_thread_take_turns() -> None:
-    pair = [replace(MODEL, token_s=0.006), replace(MODEL, drafter_id="e", token_s=0.006)]
-    assert 0 < Bench(*pair).rounds < Bench(pair[0]).rounds == Bench(replace(LOOKUP, token_s=9.0), pair[0]).rounds
-
-
 def test_drafters_whose_pace_is_unknown_are_tried_for_a_few_rounds() -> None:
     assert Bench(replace(MODEL, token_s=0.0)).rounds == 3
     assert Bench(replace(MODEL, token_s=0.0, spec=spec_of("eagle", 2))).rounds == 2
@@ -282,16 +250,6 @@ def test_a_hosted_head_drafts_for_rows_whose_outside_tails_were_refuted() -> Non
     assert lengths[:4].tolist() == [rounds] * 4 and (lengths[4:] > rounds).all()
 
 
-def test_rounds_of_a_hosted_head_cost_what_it_takes_and_draft_actors_cost_none() -> None:
-    bench = Bench(replace(APART, token_s=9.0), replace(MODEL, token_s=0.003), rows=8)
-    assert bench.rounds > 0
-    one = Bench(APART, replace(MODEL, token_s=0.02), rows=8, prior=0.7)
-    one.say([WINDOW] * 8, seat=0)
-    commit(one.table, one.acceptance, {int(one.rows[0]): [2]})
-    assert one.rounds == 0, "a round for a single row of eight does not pay"
-    assert Bench(APART).rounds == 0, "it drafts ahead by itself"
-
-
 def test_a_hosted_head_pays_less_where_a_draft_actor_prepares_a_tail() -> None:
     """Right tokens of the head run ahead of that tail; branches save half of what it loses."""
     head = replace(MODEL, token_s=0.008)
@@ -313,15 +271,6 @@ def test_a_pace_of_twice_as_many_requests_says_nothing() -> None:
     assert bench.rounds == 0, "it is too slow"
     bench.drafters[0].token_rows = 8
     assert 0 < bench.rounds <= 3 and bench.drafters[0].token_s == 0.0
-
-
-def test_who_verifies_all_drafts_whole_windows() -> None:
-    bench = Bench(
-        replace(MODEL, spec=spec_of("eagle", 5)), MODEL, prior=0.02, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all
-    )
-    assert bench.rounds == WINDOW
-    del bench.drafters[1]
-    assert bench.rounds == 5
 
 
 def test_a_number_sets_the_wait_by_hand_and_0_none() -> None:
@@ -392,36 +341,6 @@ def test_no_more_is_verified_than_there_is_room_for(verify: VerifyPolicy) -> Non
     bench.table.limit[bench.rows] = [1, 2, 3, 100]
     bench.say([4] * 4)
     assert bench.policy.choose(bench.rows)[1].tolist() == [0, 1, 2, 4]
-
-
-def test_a_method_is_predicted_in_its_best_window_or_none() -> None:
-    bench = Bench(replace(MODEL, token_s=0.004))
-    bench.policy.choose(bench.rows)
-    verify_s = [0.05 + 0.001 * 4 * (1 + window) for window in range(WINDOW + 1)]
-    for p in (0.0, 0.3, 0.8, 1.0):
-        tau_coupled, tau_decoupled = (
-            tau[0] for tau, _ in iterations(geometric(np.array([p]), WINDOW), 0.0, np.ones(WINDOW + 1))
-        )
-        coupled = [tau_coupled[w - 1] / (w * 0.004 + verify_s[w]) for w in range(1, WINDOW + 1)]
-        decoupled = [tau_decoupled[w - 1] / max(w * 0.004, verify_s[w]) for w in range(1, WINDOW + 1)]
-        expected = max(*coupled, *decoupled, 1 / verify_s[0])
-        assert bench.policy.predict("eagle", np.array([p, 0.5]))[0] == pytest.approx(expected, rel=1e-3)
-
-
-def test_nothing_is_chosen_but_what_is_there() -> None:
-    """At random: tails of two drafters, unseated rows, closed seats, narrow rooms."""
-    rng = random.Random(0)
-    for _ in range(100):
-        bench = Bench(MODEL, replace(MODEL, drafter_id="e", spec=DrafterSpec("ngram")), rows=5, prior=rng.random())
-        bench.table.limit[bench.rows] = [rng.randint(1, 12) for _ in range(5)]
-        for seat, row in product(range(2), bench.rows.tolist()):
-            say(bench.table, seat, row, *[1] * rng.randint(0, 8))
-            if rng.random() < 0.3:
-                bench.table.release(seat, row)
-        seats, lengths = bench.policy.choose(bench.rows)
-        for row, seat, length in zip(bench.rows.tolist(), seats.tolist(), lengths.tolist(), strict=True):
-            assert length < bench.table.limit[row]
-            assert length == 0 or (bench.table.assigned[seat, row] and length <= bench.table.length[seat, row])
 
 
 def test_the_ladder_is_shown_as_plain_data() -> None:

@@ -1,4 +1,4 @@
-"""Kernels of `token_log.py` and `lookup/proposer.py`, compiled by numba: logs of tokens, and drafts from them.
+"""Kernels of `lookup.py`, compiled by numba: logs of tokens, and drafts from them.
 
 A log is a ring of rows, one per token, the oldest overwritten first. A row is one line of an int32 table:
 
@@ -8,11 +8,10 @@ A log is a ring of rows, one per token, the oldest overwritten first. A row is o
     GROUP  number of the text's prompt; CONTEXT_ONLY for tokens that are never a guess
     links  per scope and level: slot of the previous row of the same hash bucket, -1 at the end
 
-so texts that grow at the same time may interleave. Level `l` hashes the `levels[l]` tokens before a row. In scope 0
-rows share a bucket with rows of their group, in scope 1 with all rows. As in LZ77 dictionaries links are not repaired
-when their slot is overwritten: a link leads to an older row, and an overwritten slot is younger than the row that
-points there, so a walk ends when age does not increase. A bucket may hold rows of other contexts; rows are compared
-token by token.
+Level `l` hashes the `levels[l]` tokens before a row. In scope 0 rows share a bucket with rows of their group, in scope
+1 with all rows. As in LZ77 dictionaries links are not repaired when their slot is overwritten: a link leads to an older
+row, so a walk ends when age does not increase. A bucket may hold rows of other contexts; rows are compared token by
+token.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specactor_ray.core.jit import kernel
-from specactor_ray.draft import _mirror_numba
-from specactor_ray.draft._mirror_numba import Lines
+from specactor_ray.draft import _kernels
+from specactor_ray.draft._kernels import Lines
 from specactor_ray.sampling import noise
 from specactor_ray.sampling.noise import keyed_gumbel
 
@@ -39,7 +38,7 @@ DOUBT = 0.5
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
 
-_jit: Any = kernel(sources=(_mirror_numba, noise))
+_jit: Any = kernel(sources=(_kernels, noise))
 
 
 class Log(NamedTuple):
@@ -62,17 +61,16 @@ class Texts(NamedTuple):
     """int32 `(slots, width, LINKS + levels)`; `heads` int32 `(slots, levels * width)`: logs of the own text."""
     heads: np.ndarray
     indexed: np.ndarray
-    """int64 `(slots,)`: tokens in these logs; 0 begins a new log."""
+    """Tokens in these logs; 0 begins a new log."""
     groups: np.ndarray
-    """int64 `(slots,)`: the request's group in the log of the run; -1: it does not use that log."""
+    """The request's group in the log of the run (-1: it does not use that log), the number of its last row there, and
+    its output tokens there."""
     lasts: np.ndarray
-    """int64 `(slots,)`: number of the request's last row in the log of the run."""
     written: np.ndarray
-    """int64 `(slots,)`: the request's output tokens in the log of the run."""
     seeds: np.ndarray
-    """uint64 `(slots,)`: seeds of the target's noise, used where `noisy` is True."""
+    """Seeds of the target's noise, the position in the noise of the first token of each line, and whether it is used.
+    """
     bases: np.ndarray
-    """int64 `(slots,)`: position in the noise of the first token of each line."""
     noisy: np.ndarray
     odds: np.ndarray
     """float64 `(slots, width)`: share of the votes of each tail token."""
@@ -227,17 +225,10 @@ def _elect(rows: Any, found: Any, votes: Any, key: Any, tokens: Any, ballots: An
 def _follow(
     rows: Any, votes: Any, limit: Any, floor: Any, path: Any, noise: Any, scratch: Any, tokens: Any, odds: Any
 ) -> Any:
-    """Follow the elected tokens from the first `votes` rows in `scratch[0]` on.
-
-    Args:
-        limit: Most tokens.
-        floor, path: Least probability of the path, and its probability so far.
-        noise: (seed, position of the first token, whether it is used); else the majority decides.
-        scratch: int32 `(3, MAX_VOTES)`.
-        tokens, odds: Filled with the tokens and their share of the votes.
-
-    Returns:
-        (drafted tokens, sum of the path probabilities, whether the end of the texts ended the draft).
+    """Follow the elected tokens from the first `votes` rows in `scratch[0]` on, `limit` tokens at most, while the
+    probability of the path, `path` so far, is not below `floor`. Fills `tokens` and their shares of the votes, `odds`.
+    `noise`: (seed, position of the first token, whether it is used); else the majority decides. Returns (drafted
+    tokens, sum of the path probabilities, whether the end of the texts ended the draft).
     """
     length, score, found = 0, 0.0, scratch[0]
     seed, position, noisy = noise
@@ -266,7 +257,7 @@ def _follow(
 def fill(
     mirror: Any, limits: Any, texts: Any, log: Any, count: Any, high: Any, factor: Any, floor: Any, slots: Any
 ) -> None:
-    """Lengthen the tails of `slots` up to `limits` by the rule of `lookup/proposer.py`. `high`, `factor` and `floor`:
+    """Lengthen the tails of `slots` up to `limits` by the rule of `lookup.py`. `high`, `factor` and `floor`:
     `max_match`, `length_factor` and `min_probability` of `LookupProposer`."""
     lines, texts, log = Lines(*mirror), Texts(*texts), Log(*log)
     scratch, width = np.empty((3, MAX_VOTES), np.int32), lines.lines.shape[1]

@@ -1,11 +1,10 @@
-"""Decisions of a verifier: how far models of its own thread draft, and which draft tokens a step verifies.
+"""How many draft tokens a step verifies, how far models of the verifier's thread draft, and which methods promise most.
 
-All decisions maximise one quotient, expected committed tokens per second of the step:
+All decisions maximise the expected committed tokens per second of the step:
 
     (rows + sum of expected accepted tokens) / (seconds of drafting + V(positions))
 
-Acceptance comes from `acceptance.py`, V from `cost.py`, D from the drafters. There is one rule of exploration: old
-observations decay, and unknown values are estimated optimistically. See docs/design/policy.md.
+Old observations decay, and unknown values are estimated optimistically. See docs/design/policy.md.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ import numpy as np
 
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
-from specactor_ray.plan.step_cost import StepCost
-from specactor_ray.plan.tgs import window_rates
+from specactor_ray.plan.costs import StepCost
+from specactor_ray.plan.search import window_rates
 from specactor_ray.verify import _kernels
-from specactor_ray.verify.acceptance import BUCKET_NAMES, Acceptance
-from specactor_ray.verify.table import RequestTable
-from specactor_ray.verify.waiting import Waiting
+from specactor_ray.verify.table import BUCKET_NAMES, Acceptance, RequestTable
+from specactor_ray.verify.waiting import Suspension, Waiting
 
 _FIRST_ROUNDS = 3
 """Rounds of drafting while the seconds of a round are unknown."""
@@ -31,18 +29,6 @@ _RETURN_GAIN = 0.05
 """Least predicted gain of rounds if models must first read more than a window of commits."""
 _UNRESCUED = 0.5
 """Share of refuted tails that no branch replaces."""
-PROBE_STEPS = 8
-"""Steps with drafts before their speed is compared."""
-TELL_EVERY = 16
-"""Period, in steps of a suspension, at which commits are sent to drafters."""
-_FADE = 1.0 - 1.0 / 48.0
-"""Weight that a step with drafts loses with each one after it."""
-_SHORTEST, _LONGEST = 2, 256
-"""Least and most steps of a suspension, which is four times as long if drafts do not pay after it either."""
-_FEWER = 0.5
-"""Share of its initial requests at which a suspension ends early."""
-_OWN_WEIGHT = 0.1
-"""Weight of the newest plain step in the moving mean of the Python time of plain steps."""
 
 
 @dataclass(eq=False)
@@ -52,9 +38,9 @@ class Drafter:
     drafter_id: str
     spec: DrafterSpec
     token_s: float = 0.0
-    """D: seconds in which a model drafts one token for each of its requests; 0 if unknown."""
+    """D: seconds in which a model drafts one token for each of its requests; 0 if unknown. `token_rows`: requests of
+    the verifier when it arrived."""
     token_rows: int = 0
-    """Requests of the verifier when `token_s` arrived."""
     trip_s: float = 0.0
     """Least seconds of a message to it and of its answer; 0 if unknown."""
     able: bool = True
@@ -81,63 +67,6 @@ class Seconds(NamedTuple):
         return max(self.total - self.engine - self.waiting, 0.0)
 
 
-class Suspension:
-    """Suspends drafts for a while if steps with drafts commit fewer tokens per second than plain ones would.
-
-    The time of a plain step is computed from the actual step with drafts: without the wait, the draft positions of the
-    forward, and the additional Python time. So a temporarily slow machine favours neither.
-    """
-
-    def __init__(self) -> None:
-        self._left, self._spell = 0, _SHORTEST  # remaining steps of this suspension, and steps of the next one
-        self._rows = 0  # requests at its begin
-        self._steps = 0  # steps with drafts since the last suspension
-        self._sums = np.zeros(4)  # tokens and seconds of these steps; the same for plain steps in their place
-        self._plain_row_s = 0.0  # Python seconds per request in plain steps; 0 before the first one
-
-    @property
-    def is_on(self) -> bool:
-        """Whether steps neither wait for drafts nor verify any."""
-        return self._left > 0
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether commits are not sent to drafters either."""
-        return self._left % TELL_EVERY != 0
-
-    def end(self) -> None:
-        """Resume drafting now."""
-        self._left, self._steps, self._spell = 0, 0, _SHORTEST
-
-    def record(self, num_rows: int, accepted: int, seconds: float, drafting_s: float, own_s: float) -> None:
-        """Record a step of `seconds`, of which `drafting_s` for waiting for drafts and verifying them, and `own_s` in
-        the verifier's Python. `num_rows`, `accepted`: decoded requests, and right draft tokens."""
-        if not num_rows:
-            return
-        if self._left:
-            if self.is_quiet:
-                weight = _OWN_WEIGHT if self._plain_row_s else 1.0
-                self._plain_row_s += weight * (own_s / num_rows - self._plain_row_s)
-            # Fewer requests leave more room for drafts.
-            self._left = self._left - 1 if num_rows > _FEWER * self._rows else 0
-            return
-        self._steps += 1
-        if self._steps == 1:
-            self._sums[:] = 0.0
-            return  # drafters catch up
-        saved_s = max(own_s - num_rows * self._plain_row_s, 0.0)
-        plain_s = max(seconds - drafting_s - saved_s, 0.0)
-        self._sums = _FADE * self._sums + (num_rows + accepted, seconds, num_rows, plain_s)
-        if self._steps <= PROBE_STEPS:
-            return
-        tokens, seconds, plain_tokens, plain_s = self._sums
-        if tokens * plain_s < plain_tokens * seconds:
-            self._left, self._steps, self._rows = self._spell, 0, num_rows
-            self._spell = min(4 * self._spell, _LONGEST)
-        elif self._steps > 4 * PROBE_STEPS:
-            self._spell = _SHORTEST
-
-
 class DraftPolicy:
     """The decisions of one verifier, without clock, messages and models. `drafters`: seat → its drafter."""
 
@@ -159,7 +88,6 @@ class DraftPolicy:
         """Number of tokens that models that take turns with the verifier draft for each request before the step."""
         table, drafters = self.table, [one for one in self.drafters.values() if one.takes_turns]
         longest = np.zeros((len(table.method), len(rows)), np.int32)
-        """`(seats, rows)`: longest tails of these models; 0 where none drafts."""
         for seat, one in self.drafters.items():
             if one.able and one.takes_turns:
                 longest[seat] = one.spec.window * table.assigned[seat, rows]
@@ -224,9 +152,9 @@ class DraftPolicy:
             self._waiting.waited(rows, seconds)
 
     def record(self, num_rows: int, positions: int, prefill: int, accepted: int, seconds: Seconds) -> None:
-        """Learn the cost of steps, and whether drafts pay, unless the configuration demands drafts. Prompts take the
-        same time with and without drafts, so their share does not count. `num_rows`, `accepted`: decoded requests, and
-        right draft tokens; `positions`, `prefill`: positions of the forward, and of prompts in it."""
+        """Learn the cost of steps, and whether drafts pay, unless the configuration demands drafts. `num_rows` requests
+        were decoded, with `accepted` right draft tokens; of the `positions` of the forward `prefill` were of prompts,
+        which take the same time with and without drafts."""
         if 2 * prefill > positions:
             return
         self.cost.record(positions, seconds.engine)

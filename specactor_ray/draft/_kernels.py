@@ -1,4 +1,7 @@
-"""Kernels of `branches.py`, compiled by numba. They are in one file for the reason given in `verify/_kernels.py`."""
+"""Kernels of `slots.py` and `branches.py`, compiled by numba: many slots in one call.
+
+They are in one file for the reason given in `verify/_kernels.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specactor_ray.core.jit import kernel
-from specactor_ray.draft import _mirror_numba
-from specactor_ray.draft._mirror_numba import Lines, agreed
 from specactor_ray.sampling import candidates
 
-_jit: Any = kernel(sources=(candidates, _mirror_numba))
+_jit: Any = kernel(sources=(candidates,))
 
 MAIN = -1
 """Number and place (the last one) of a slot's main chain; branches have numbers from 0."""
@@ -35,8 +36,101 @@ _FADE = 0.999
 """Weight that an observation loses with each message of commits."""
 
 
+# ---- mirrors ----
+
+
+class Lines(NamedTuple):
+    """Arrays of `slots.MirrorTable`. Kernels take them as a plain tuple, which numba unpacks in half the time."""
+
+    lines: np.ndarray
+    prompts: np.ndarray
+    known: np.ndarray
+    ends: np.ndarray
+    windows: np.ndarray
+    lasts: np.ndarray
+    judged: np.ndarray
+
+
+@_jit
+def reach(mirror: Any, slots: Any, starts: Any, lengths: Any, total: Any) -> Any:
+    """Width of lines that these commits, of `total` tokens in all, need."""
+    mirror = Lines(*mirror)
+    prompts, known, windows, width = mirror.prompts, mirror.known, mirror.windows, 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        if 0 <= slot < len(known) and starts[i] <= known[slot] - prompts[slot] + total:
+            width = max(width, prompts[slot] + starts[i] + lengths[i] + windows[slot])
+    return width
+
+
+@_jit
+def commit(mirror: Any, slots: Any, starts: Any, lengths: Any, tokens: Any) -> Any:
+    """See `slots.MirrorTable.commit`."""
+    lines, prompts, known, ends, windows, _, judged = mirror
+    same, fresh, end = np.empty(len(slots), np.int32), np.zeros(len(slots), np.int32), 0
+    for i in range(len(slots)):
+        slot, begin, end = slots[i], end, end + lengths[i]
+        same[i] = -1
+        if 0 <= slot < len(known) and starts[i] >= 0 and known[slot] >= 0:
+            start, before, tail = prompts[slot] + starts[i], known[slot], ends[slot] - known[slot]
+            if start <= before and start + lengths[i] + windows[slot] <= lines.shape[1]:
+                same[i], known[slot], ends[slot] = _settle(lines[slot], before, ends[slot], start, tokens[begin:end])
+                fresh[i] = known[slot] - before
+                if fresh[i] > 0:
+                    tested = min(tail, fresh[i])
+                    right = min(same[i] - before, tested)
+                    judged[0] += min(right + 1, tested)
+                    judged[1] += right
+    return same, fresh
+
+
+@_jit
+def _settle(line: Any, known: Any, end: Any, start: Any, tokens: Any) -> Any:
+    """Returns (end of the unchanged part, known tokens, end of the tail) after `tokens` are final from `start` on.
+
+    A contradiction to committed tokens (a moved request, a garbled message) is a gap: the request is opened again.
+    """
+    stop = start + len(tokens)
+    if agreed(line, tokens, start, start, min(known, stop)) < min(known, stop):
+        return -1, known, end
+    if stop <= known:
+        return end, known, end
+    wrong = agreed(line, tokens, start, known, min(end, stop))
+    if wrong == stop:
+        return end, stop, end
+    line[wrong:stop] = tokens[wrong - start :]
+    return wrong, stop, stop
+
+
+@_jit
+def agreed(line: Any, tokens: Any, start: Any, begin: Any, stop: Any) -> Any:
+    """Index of the first token of `line[begin:stop]` that differs from `tokens`, which belong at `start`; or `stop`."""
+    for at in range(begin, stop):
+        if line[at] != tokens[at - start]:
+            return at
+    return stop
+
+
+@_jit
+def tails(mirror: Any, slots: Any) -> Any:
+    """Columns of `proposer.Tails` of these slots."""
+    mirror = Lines(*mirror)
+    bases, lengths = np.empty((2, len(slots)), np.int32)
+    for i, slot in enumerate(slots):
+        bases[i] = mirror.known[slot] - mirror.prompts[slot]
+        lengths[i] = mirror.ends[slot] - mirror.known[slot]
+    tokens, end = np.empty(lengths.sum(), np.int32), 0
+    for i, slot in enumerate(slots):
+        begin, end = end, end + lengths[i]
+        tokens[begin:end] = mirror.lines[slot, mirror.known[slot] : mirror.ends[slot]]
+    return bases, lengths, tokens
+
+
+# ---- branches ----
+
+
 class Planes(NamedTuple):
-    """Arrays of `BranchTable`, which documents them. They are passed as those of `Lines`."""
+    """Arrays of `BranchTable`, passed as those of `Lines`."""
 
     ats: np.ndarray
     lengths: np.ndarray
@@ -56,9 +150,7 @@ def chance(evidence: Any, gap: int, rank: int) -> float:
 
 
 @_jit
-def settle(
-    table: Any, mirror: Any, main_rows: Any, slots: Any, starts: Any, lengths: Any, tokens: Any, outcomes: Any
-) -> Any:
+def settle(table: Any, mirror: Any, main_rows: Any, slots: Any, starts: Any, lengths: Any, tokens: Any) -> Any:
     """See `BranchTable.settle`. Refuted or outdated branches are freed. Candidates are counted as right or wrong."""
     table, mirror = Planes(*table), Lines(*mirror)
     freed, count = np.empty(table.ats.size, np.int64), 0
@@ -83,7 +175,6 @@ def settle(
             while rank < RANKS and table.others[slot, MAIN, spot, rank] != rest[0]:
                 rank += 1
             _judge(table.evidence, table.gaps[slot, MAIN, spot], rank + 1)
-            outcomes[0] += 1
             for b in range(places):
                 if table.ats[slot, b] != wrong or (
                     best != FREE and table.lengths[slot, b] <= table.lengths[slot, best]
@@ -94,7 +185,6 @@ def settle(
                     best = b
         if best != FREE:
             size = table.lengths[slot, best]
-            outcomes[1] += wrong + size > stop
             # `MirrorTable.commit` counts the branch as a tail that was right; the main chain was wrong.
             counted = min(wrong + size, stop)
             mirror.judged[0] += wrong + 1 - counted
@@ -160,10 +250,9 @@ def plan(
 
 @_jit
 def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budget: int, seconds: Any) -> Any:
-    """The `budget` most likely chains of `slots`, but at least as many as there are main chains with room. With
-    `seconds` of a forward with 0, 1, ... chains, only as many as give the most needed tokens per second.
+    """The most likely chains of `slots` for `BranchTable.plan`.
 
-    The next token of a main chain of `n` tokens is needed with the product of their chances. That of a branch of
+    The next token of a main chain is needed with the product of the chances of its tokens. That of a branch of
     candidate `f` at the main chain's token `i` is needed with (chance of the tokens before `i`) times (chance that `f`
     is the right one there) times (chance of the branch's further tokens).
 

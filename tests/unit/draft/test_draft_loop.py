@@ -1,28 +1,132 @@
-"""What a draft loop follows: whose requests, for how long, and that what fails costs one request alone."""
+"""The draft loop: whose requests it follows, that a failure costs one request alone, and what a draft token costs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from specactor_ray.config.methods import Traits
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup.proposer import NgramProposer
+from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.slots import RowProposer
+from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.transport.inbox import MOST_MALFORMED
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Features, TailBatch
 from tests.batches import news, opening
 from tests.fakes.clocks import HandClock
+from tests.fakes.loops import eagle, ragged
 from tests.tiny import tiny_draft
-from tests.unit.verify.test_loops import eagle, ragged
+
+# ---- costs ----
+
+
+def loop_of(proposer: Proposer, **arguments: Any) -> tuple[DraftLoop, list[TailBatch]]:
+    """A loop, and what it tells its verifier."""
+    loop, told = DraftLoop("d", proposer, **arguments), list[TailBatch]()
+    loop.set_verifiers({"v0": Link(direct_sender(told.append))})
+    return loop, told
+
+
+def tiny_model() -> RaggedModel:
+    from transformers import AutoModelForCausalLM
+
+    return RaggedModel(AutoModelForCausalLM.from_pretrained(tiny_draft(), dtype=torch.float32), 4 << 20)
+
+
+def test_an_outlier_does_not_count_and_an_old_measurement_is_forgotten() -> None:
+    class Uneven(DraftModelProposer):
+        """Every third answer takes it nine seconds."""
+
+        def extend(self) -> np.ndarray:
+            changed = super().extend()
+            if len(changed):
+                clock.seconds += next(durations)
+            return changed
+
+    clock, durations = HandClock(), itertools.chain([0.01, 0.01, 9.0] * 20, itertools.repeat(0.02))
+    (loop, _), costs = loop_of(Uneven(tiny_model()), clock=clock), list[float]()
+    for number in range(100):
+        loop.deliver(news([opening(0, f"r{number}", window=1)]))
+        loop.run_once()
+        costs.append(loop.snapshot()["token_s"])
+    assert costs[:60] == pytest.approx([0.01] * 60) and costs[-1] == pytest.approx(0.02)
+
+
+def test_lookups_cost_nothing_worth_measuring() -> None:
+    loop, told = loop_of(NgramProposer(1, 4, 0, 8), clock=HandClock(tick_s=0.5))
+    loop.deliver(news([opening(row, prompt=(1, 2, 3, 1, 2, 3)) for row in range(2)]))
+    assert loop.run_once()
+    (batch,) = told
+    assert batch.lengths.tolist() == [4, 4] and batch.token_s == 0.0
+    assert not loop.run_once()
+
+
+def test_tails_are_told_token_by_token_until_they_fill_the_window() -> None:
+    loop, told = loop_of(DraftModelProposer(tiny_model()))
+    loop.deliver(news([opening(0, prompt=(1, 2, 3), max_tokens=50)]))
+    while loop.run_once():
+        pass
+    assert [batch.lengths.tolist() for batch in told] == [[1], [2], [3], [4]]
+    loop.deliver(news(commits=[(0, 0, told[3].tokens[:1].tolist())]))
+    while loop.run_once():
+        pass
+    (lengthened,) = told[4:]
+    assert lengthened.bases.tolist() == [1] and lengthened.lengths.tolist() == [4]
+    assert lengthened.tokens[:3].tolist() == told[3].tokens[1:].tolist(), "what a commit leaves of a tail stays"
+
+
+# ---- rows of a forward ----
+
+
+@pytest.mark.parametrize(("forward_s", "row_s"), [(0.05, 1e-4), (0.001, 0.05)])
+def test_a_loop_learns_what_forwards_cost_and_comes_to_rest(forward_s: float, row_s: float) -> None:
+    rows, budgets, clock = list[int](), list[int](), HandClock()
+
+    class Timed(DraftModelProposer):
+        def extend(self) -> np.ndarray:
+            changed = super().extend()
+            clock.seconds += forward_s + row_s * (self.rows_drafted or 50)
+            rows.append(self.rows_drafted)
+            budgets.append(self.budget)
+            assert len(self.forward_s) == self.budget + 1 and (np.diff(self.forward_s) >= 0).all()
+            return changed
+
+    loop, told = loop_of(Timed(tiny_model(), branches=8), clock=clock)
+    loop.deliver(news([opening(row, window=6) for row in range(2)]))
+    while loop.run_once():
+        pass
+    assert set(budgets) == {0} and max(rows) == 2
+    assert not any(len(batch.branches.tails) for batch in told), "nothing was committed yet"
+    for start in range(20):
+        bases, lengths, tokens, _ = loop.proposer.tails(np.arange(2, dtype=np.int32))
+        assert bases.tolist() == [start, start] and lengths.tolist() == [6, 6]
+        wrong = ((tokens[[0, 6]] + 1) % 500).tolist()
+        loop.deliver(news(commits=[(row, start, wrong[row : row + 1]) for row in range(2)]))
+        end = len(rows) + 100
+        while loop.run_once():
+            assert len(rows) < end, "it never comes to rest"
+        assert not loop.run_once()
+    many = sum(count > 4 for count in rows)
+    if row_s > forward_s:
+        assert 0 < many < 0.1 * len(rows), "a row costs as much as it brings, and more is tried once in a while"
+    else:
+        assert many > 0.3 * len(rows), "further rows are nearly free"
+        assert any(len(batch.branches.tails) for batch in told)
+    sent = [batch for batch in told if len(batch.branches.tails)]
+    assert all(set(batch.branches.tails.tolist()) <= set(range(len(batch.rows))) for batch in sent)
+
+
+# ---- requests ----
 
 
 class Picky(RowProposer):
@@ -65,14 +169,6 @@ FIRST = np.zeros(1, np.int32)
 """The slot of the request that was opened first."""
 
 
-def loop_of(proposer: Proposer) -> tuple[DraftLoop, HandClock, list[TailBatch]]:
-    """A loop with one verifier, and what that is told."""
-    clock, told = HandClock(), list[TailBatch]()
-    loop = DraftLoop("d", proposer, clock)
-    loop.set_verifiers({"v0": Link(direct_sender(told.append), clock=clock)})
-    return loop, clock, told
-
-
 def open_at(loop: DraftLoop) -> int:
     """Requests that are open after a round."""
     loop.run_once()
@@ -81,7 +177,7 @@ def open_at(loop: DraftLoop) -> int:
 
 @pytest.mark.parametrize(("fails", "lost"), [("open", True), ("commit", True), ("features", True), ("close", False)])
 def test_what_fails_costs_one_request(fails: str, lost: bool, caplog: pytest.LogCaptureFixture) -> None:
-    loop, _, told = loop_of(Picky(fails))
+    loop, told = loop_of(Picky(fails))
     features = tuple((row, (Features(5, np.zeros((1, 2), np.float32)),)) for row in range(2))
     loop.deliver(news([opening(0, "good"), opening(1, "bad")]))
     loop.run_once()
@@ -97,7 +193,7 @@ def test_what_fails_costs_one_request(fails: str, lost: bool, caplog: pytest.Log
 
 
 def test_an_answer_that_does_not_fit_costs_the_requests_it_is_about(caplog: pytest.LogCaptureFixture) -> None:
-    loop, _, told = loop_of(Picky("answer"))
+    loop, told = loop_of(Picky("answer"))
     loop.deliver(news([opening(0), opening(1)]))
     loop.deliver(news(commits=[(0, 0, [2]), (1, 0, [2])]))
     assert open_at(loop) == 0 and loop.snapshot()["failures"] == 2
@@ -110,7 +206,7 @@ def test_reported_slots_that_are_not_open_are_passed_over() -> None:
         def extend(self) -> np.ndarray:
             return np.concatenate([super().extend(), [1, 10**6, -1]])
 
-    loop, _, told = loop_of(Confused(1, 4, 100, 8))
+    loop, told = loop_of(Confused(1, 4, 100, 8))
     loop.deliver(news([opening(0), opening(1)], closed=[(1, True)]))
     loop.run_once()
     loop.deliver(news(closed=[(1, True)]))
@@ -122,7 +218,7 @@ def test_reported_slots_that_are_not_open_are_passed_over() -> None:
 
 def test_a_slot_that_is_used_again_brings_nothing_of_its_last_request() -> None:
     """Nor does a late message about that one reach the new one."""
-    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop, told = loop_of(NgramProposer(1, 4, 100, 8))
     loop.deliver(news([opening(0, "a")]))
     loop.run_once()
     loop.deliver(news(closed=[(0, True)]))
@@ -133,7 +229,7 @@ def test_a_slot_that_is_used_again_brings_nothing_of_its_last_request() -> None:
 
 
 def test_a_request_without_a_guess_for_a_failure_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    loop, _, told = loop_of(Picky("guess"))
+    loop, told = loop_of(Picky("guess"))
     loop.deliver(news([opening(0, "bad", (1, 3, 1, 3, 1)), opening(1, "good")]))
     assert loop.run_guarded() and loop.snapshot()["open_requests"] == 2
     assert told[-1].rows.tolist() == [0, 1] and told[-1].lengths.tolist() == [0, 4]
@@ -148,7 +244,7 @@ def test_a_method_that_leaves_its_process_loses_its_requests_and_the_loop_goes_o
         def extend(self) -> np.ndarray:
             raise error
 
-    loop, _, _told = loop_of(Leaves(1, 4, 100, 8))
+    loop, _ = loop_of(Leaves(1, 4, 100, 8))
     for _ in range(12):
         loop.deliver(news([opening(0, "a")]))
         assert not loop.run_guarded() and loop.snapshot()["open_requests"] == 0
@@ -184,7 +280,7 @@ def test_a_message_that_makes_no_sense_costs_other_verifiers_nothing(method: str
         proposer = DraftModelProposer(ragged(tiny_draft()), 2)
     elif method == "eagle":
         proposer = eagle()
-    loop, _, told = loop_of(proposer)
+    loop, told = loop_of(proposer)
     loop.set_verifiers({name: Link(direct_sender(told.append)) for name in ("v0", "v1")})
     loop.deliver(news([replace(opening(0, "good"), features=(STATES,))]))
     loop.deliver(news([opening(1, "other")], verifier_id="v1"))
@@ -199,7 +295,7 @@ def test_a_message_that_makes_no_sense_costs_other_verifiers_nothing(method: str
 
 
 def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:
-    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop, told = loop_of(NgramProposer(1, 4, 100, 8))
     loop.deliver(news([opening(0)], commits=[(7, 0, [2])]))
     loop.run_once()
     loop.deliver(news(commits=[(0, 3, [2])]))
@@ -211,7 +307,7 @@ def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:
 
 
 def test_a_row_or_a_request_that_is_used_again_replaces_what_was_there() -> None:
-    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop, told = loop_of(NgramProposer(1, 4, 100, 8))
     loop.set_verifiers({name: Link(direct_sender(told.append)) for name in ("v0", "v1")})
     loop.deliver(news([opening(0, "a"), opening(1, "b")]))
     assert open_at(loop) == 2
@@ -222,16 +318,8 @@ def test_a_row_or_a_request_that_is_used_again_replaces_what_was_there() -> None
     assert open_at(loop) == 2, "it has moved to another verifier; what the first says of it is over"
 
 
-def test_requests_of_a_verifier_that_left_are_dropped_at_once() -> None:
-    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
-    loop.deliver(news([opening(0)]))
-    assert open_at(loop) == 1 and told
-    loop.set_verifiers({})
-    assert open_at(loop) == 0
-
-
 def test_what_a_verifier_says_before_it_is_listed_is_asked_for_again() -> None:
-    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop, told = loop_of(NgramProposer(1, 4, 100, 8))
     loop.deliver(news([opening(0)], verifier_id="v1"))
     assert open_at(loop) == 0
     loop.set_verifiers({"v1": Link(direct_sender(told.append))})
@@ -240,7 +328,7 @@ def test_what_a_verifier_says_before_it_is_listed_is_asked_for_again() -> None:
 
 
 def test_a_newer_session_closes_all_requests_of_its_verifier_and_older_ones_are_ignored() -> None:
-    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop, told = loop_of(NgramProposer(1, 4, 100, 8))
     loop.set_verifiers({name: Link(direct_sender(told.append)) for name in ("v0", "v1")})
     loop.deliver(news([opening(0, "kept")], verifier_id="v1", session=1))
     loop.deliver(news([opening(0, "a"), opening(1, "b")], session=1))
@@ -254,7 +342,7 @@ def test_a_newer_session_closes_all_requests_of_its_verifier_and_older_ones_are_
 
 
 def test_requests_of_a_verifier_that_is_cut_off_are_dropped() -> None:
-    loop, _, _ = loop_of(NgramProposer(1, 4, 100, 8))
+    loop, _ = loop_of(NgramProposer(1, 4, 100, 8))
     loop.deliver(news([opening(0)]))
     assert open_at(loop) == 1
     for _ in range(MOST_MALFORMED + 1):

@@ -1,0 +1,199 @@
+"""The lookup methods `ngram` and `suffix`: they draft the tokens that followed earlier occurrences of the last tokens.
+
+Let `text` be prompt, committed output and tail, and `known` its part without the tail. Sources, in this order: `known`;
+the outputs of the same prompt; with two scopes all outputs of the run, finished or not. In each source the occurrences
+of the longest match of the end of `text` are followed by vote. A later source replaces an earlier one if its match is
+at least as long and its expected accepted length (the sum of the path's probabilities) is larger; any source replaces
+one without a guess. If the texts end before the window is full, the search continues with the guess as context. Tails
+never enter an index. See docs/design/suffix-drafter.md.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Self
+from zlib import crc32
+
+import numpy as np
+
+from specactor_ray.config.methods import BUILT_IN
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.draft import _lookup_kernels as kernels
+from specactor_ray.draft.slots import SlotProposer
+from specactor_ray.transport.messages import FinishedOutput
+
+
+class TokenLog:
+    """The outputs of the run, `capacity` tokens at most, interleaved in the order they were written.
+
+    An *occurrence* of a context is a token of some text such that the `n` tokens before it, in its text, equal the
+    last `n` of the context, `min_match <= n <= max_match`. Contexts are hashed at the lengths `min_match`, four times
+    that, and so on. Of the longest of these that has occurrences the `MAX_VOTES` latest are compared, and those with
+    the longest match vote for the next token. The winner is drafted, the occurrences that agree with it go on to their
+    next token and vote again. With two scopes look-ups may go over all groups.
+    """
+
+    def __init__(self, capacity: int, min_match: int, max_match: int, scopes: int) -> None:
+        levels = [min_match]
+        while 4 * levels[-1] <= max_match:
+            levels.append(4 * levels[-1])
+        columns = scopes * len(levels)
+        # Untouched zero pages take no memory.
+        self.rows = np.zeros((capacity, kernels.LINKS + columns), np.int32)
+        self.heads = np.zeros(columns << (capacity - 1).bit_length(), np.int32)
+        self.arrays = (self.rows, self.heads, np.array(levels, np.int32), scopes)
+        """See `_lookup_kernels.Log`."""
+        self.count = 0
+        """Total of written tokens."""
+
+    def write(self, text: np.ndarray, group: int, last: int, begin: int = 0) -> int:
+        """Append `text[begin:]` (int32) after the row number `last` (-1: none). Returns the number of its last row."""
+        self.count, last = kernels.write(self.arrays, self.count, text, begin, len(text), group, last)
+        return last
+
+
+class LookupProposer(SlotProposer):
+    """Drafts by look-ups, on token ids of any vocabulary.
+
+    The outputs of the run are in one `TokenLog`, each behind the end of its prompt, which is context only. An output
+    that is opened again, or is finished elsewhere after it began here, is written again.
+
+    The arguments are keys of `drafters` (`config/schema.py`); None: the default of the method. `history_tokens` 0: only
+    a request's own text is looked up; `length_factor` 0: no limit of the length.
+    """
+
+    vocab_size: int | None = None
+    scopes: int
+    """1: outputs of the same prompt are searched. 2: also outputs of all prompts."""
+    history: int
+    factor, floor, noise = 0.0, 0.0, False
+    """`history` to `noise`: defaults of `history_tokens`, `length_factor`, `min_probability` and `shared_noise`."""
+    _by_slot = (*SlotProposer._by_slot, "_indexed", "_groups", "_lasts", "_written", "_seeds", "_bases", "_noisy")
+
+    def __init__(
+        self,
+        min_match: int = 2,
+        max_match: int = 8,
+        history_tokens: int | None = None,
+        max_batch: int = 64,
+        length_factor: float | None = None,
+        min_probability: float | None = None,
+        shared_noise: bool | None = None,
+    ) -> None:
+        super().__init__(max_batch)
+        kept = self.history if history_tokens is None else history_tokens
+        factor = self.factor if length_factor is None else float(length_factor)
+        self._limits = max_match, factor, self.floor if min_probability is None else float(min_probability)
+        self._shared_noise = self.noise if shared_noise is None else shared_noise
+        self._has_history = kept > 0
+        self._log_shape = max(kept, 1), min_match, max_match, self.scopes
+        self._log = TokenLog(*self._log_shape)
+        self._indexed, self._groups, self._lasts, self._written = np.zeros((4, 0), np.int64)
+        self._seeds, self._bases = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        self._noisy, self._odds = np.zeros(0, np.bool_), np.zeros((0, 0))
+        self._own_rows, self._own_heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
+        """These ten arrays: see `_lookup_kernels.Texts`."""
+        nothing = np.zeros(0, np.int32)  # compiles or loads the kernels (some seconds on the first run of a machine)
+        self._log.write(nothing, 0, -1)
+        self._write(nothing)
+        self._fill(nothing)
+
+    def extend(self) -> np.ndarray:
+        slots = np.flatnonzero(self._unanswered).astype(np.int32)
+        self._unanswered[slots] = False
+        self._fill(slots)
+        return slots
+
+    def learn(self, outputs: Sequence[FinishedOutput]) -> None:
+        for _, prompt, tokens in outputs if self._has_history else ():
+            text = np.concatenate([np.array(prompt, np.int32), tokens])
+            group, last = self._begin_output(text[: len(prompt)])
+            self._log.write(text, group, last, len(prompt))
+
+    def forget_history(self) -> None:
+        """Clear the history; open requests add nothing to the new one."""
+        self._log = TokenLog(*self._log_shape)
+        self._groups[:] = -1
+
+    @property
+    def history_tokens(self) -> int:
+        """Tokens of outputs, with the ends of their prompts, in the history."""
+        return min(self._log.count, len(self._log.rows))
+
+    @property
+    def history_bytes(self) -> int:
+        """Bytes reserved for outputs and for the text of open requests, untouched pages included."""
+        return sum(array.nbytes for array in (self._log.rows, self._log.heads, self._own_rows, self._own_heads))
+
+    def _enter(self, slot: int, late: bool) -> bool:
+        sampling, prompt = self.samplings[slot], self.mirrors.prompt(slot)
+        self._seeds[slot], self._noisy[slot] = sampling.seed, self._shared_noise and sampling.temperature > 0.0
+        self._bases[slot] = sampling.first_position - len(prompt)
+        self._indexed[slot] = self._written[slot] = 0
+        self._groups[slot], self._lasts[slot] = self._begin_output(prompt) if self._has_history else (-1, -1)
+        self._write(np.array([slot], np.int32))
+        return True
+
+    def _begin_output(self, prompt: np.ndarray) -> tuple[int, int]:
+        """Write the end of the prompt of a new output to the history. Returns its group and the number of the row."""
+        group = crc32(prompt.tobytes()) >> 1
+        return group, self._log.write(prompt[-self._limits[0] :], kernels.CONTEXT_ONLY, -1)
+
+    def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
+        self._write(slots[self._placed[slots]])
+
+    def _write(self, slots: np.ndarray) -> None:
+        """Add the newly committed tokens to the logs."""
+        log, (have, width) = self._log, self.mirrors.lines.shape
+        if self._odds.shape != (have, width):  # the lines have grown: index all texts again
+            columns = len(log.arrays[2])
+            self._own_rows = np.zeros((have, width, kernels.LINKS + columns), np.int32)
+            self._own_heads = np.zeros((have, columns * width), np.int32)
+            old, self._odds = self._odds, np.zeros((have, width))
+            self._odds[: old.shape[0], : old.shape[1]] = old
+            self._indexed[:] = 0
+            slots = np.append(np.flatnonzero(self._placed).astype(np.int32), slots)
+        log.count = kernels.advance(self.mirrors.arrays, _TEXTS(self), log.arrays, log.count, slots)
+
+    def _fill(self, slots: np.ndarray) -> None:
+        mirrors, log, placed = self.mirrors, self._log, slots[self._placed[slots]]
+        kernels.fill(mirrors.arrays, mirrors.limits, _TEXTS(self), log.arrays, log.count, *self._limits, placed)
+
+
+_TEXTS = operator.attrgetter(
+    "_own_rows", "_own_heads", *(f"_{name}" for name in kernels.Texts._fields if name not in ("rows", "heads"))
+)
+
+
+class NgramProposer(LookupProposer):
+    """`ngram`: the request's own text and outputs of the same prompt; fills the window wherever there is a match.
+
+    Prompt lookup decoding (Saxena, 2023) with the other samples of the prompt, as in SuffixDecoding.
+    """
+
+    method = "ngram"
+    traits = BUILT_IN[method].traits
+    scopes, history = 1, 1 << 16
+
+    @classmethod
+    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+        return cls(config.min_match, config.max_match, config.history_tokens, config.max_batch)
+
+
+class SuffixProposer(LookupProposer):
+    """`suffix`: also all outputs of the run, with drafts as long as their estimated probability allows.
+
+    SuffixDecoding (arXiv 2411.04975) over the many samples per prompt of reinforcement learning; recent outputs count
+    more, as in DAS (arXiv 2511.13841). At temperatures above 0 the target's noise is added to the votes.
+    """
+
+    method = "suffix"
+    traits = BUILT_IN[method].traits
+    scopes, history = 2, 1 << 20
+    factor, floor, noise = 2.0, 0.1, True
+
+    @classmethod
+    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+        lookups = (config.min_match, config.max_match, config.history_tokens, config.max_batch)
+        return cls(*lookups, config.length_factor, config.min_probability, config.shared_noise)
