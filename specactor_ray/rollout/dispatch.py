@@ -15,11 +15,9 @@ from typing import Any
 from specactor_ray.actors.specs import Departure
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.clock import Event
-from specactor_ray.rollout.backlog import Backlog, Batches
+from specactor_ray.rollout.backlog import Backlog, Batches, plan_moves
 from specactor_ray.rollout.journal import Journal, JournalEntry
-from specactor_ray.rollout.rebalance import RunningRequest, expected_remaining, plan_moves
-from specactor_ray.rollout.sharing import OutputSharing
-from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
+from specactor_ray.rollout.verifiers import OutputSharing, VerifierLink, Verifiers
 from specactor_ray.transport.messages import Finished, Progress, Refused, RequestStats, ToRollout
 
 logger = logging.getLogger(__name__)
@@ -340,7 +338,7 @@ class Dispatcher:
         batches: Batches = {}
         able = [name for name, link in self._links.items() if link.is_open(now) and not self._quarantine.occupies(name)]
         loads = {name: self.journal.load(name) for name in able}
-        for move in plan_moves(loads, lambda name: map(_running, self.journal.owned_by(name))):
+        for move in plan_moves(loads, self.journal.owned_by):
             entry = self.journal.entries[move.request_id]
             self._verifiers.cancel(self._links[move.source], [(move.request_id, entry.attempt)])
             entry.moves += 1
@@ -368,10 +366,3 @@ class Dispatcher:
                 self._reissue([request_id], f"request {request_id} made no progress for {limit_s:g} s at {entry.owner}")
             else:
                 self._fail(request_id, f"it stopped making progress {_MAX_STALLS} times, for {limit_s:g} s each")
-
-
-def _running(entry: JournalEntry) -> RunningRequest:
-    sampling = entry.sampling
-    context = len(entry.prompt_token_ids) + entry.num_tokens if entry.has_begun else 0
-    remaining = expected_remaining(entry.num_tokens, sampling.max_tokens, sampling.ignore_eos)
-    return RunningRequest(entry.request_id, context, remaining, entry.moves)

@@ -18,7 +18,7 @@ from specactor_ray.rollout.attach import actors_status
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
 from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.transport.messages import WeightSet
 
 if TYPE_CHECKING:

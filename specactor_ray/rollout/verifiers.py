@@ -7,15 +7,20 @@ polled again until the controller's view drops it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
+
 from specactor_ray.actors.specs import ClusterView, Departure
 from specactor_ray.cluster.calls import Call, Calls
+from specactor_ray.config.schema import VERIFIERS_PER_GROUP
 from specactor_ray.core.errors import ActorLostError, SpecActorError
+from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.target.base import TargetRequest
-from specactor_ray.transport.messages import ToRollout
+from specactor_ray.transport.messages import FinishedOutput, ToRollout
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +41,9 @@ _NOTICE_TIMEOUT_S = 30.0
 _SUBMIT_TIMEOUT_S = 30.0
 _SUSPECT_INTERVAL_S = 1.0
 """Time between two reports of the same verifier."""
+_MOST_SHARED = 256
+"""Most finished outputs that wait for a verifier; the oldest are dropped beyond."""
+_SHARE_TIMEOUT_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
@@ -94,12 +102,6 @@ class Verifiers:
 
     # ---- verifiers that serve ----
 
-    def _ask_view(self) -> None:
-        """Request a view that is newer than all events up to now."""
-        wake = self.wake.set
-        self._view = self._calls.start(self._controller, "view", self._known, deadline_s=_VIEW_TIMEOUT_S, wake=wake)
-        self._view_asked = self._clock.now()
-
     def refresh(self, unfinished: int) -> list[tuple[VerifierLink, Departure | None]]:
         """Apply an arrived view, and request the next when it is due; never blocks.
 
@@ -117,7 +119,8 @@ class Verifiers:
             self._controller_seen = self._verifier_seen = now
         self._looked_at = now
         if self._view is None and (not self.links or now - self._view_asked >= _VIEW_INTERVAL_S):
-            self._ask_view()
+            self._view_asked, wake = now, self.wake.set
+            self._view = self._calls.start(self._controller, "view", self._known, deadline_s=_VIEW_TIMEOUT_S, wake=wake)
         if self._view is not None and self._view.poll():
             call, self._view = self._view, None
             if call.error is None:
@@ -231,6 +234,40 @@ class Verifiers:
         self.counters.clear()
         for link in self.links.values():
             link.poll = None
+
+
+class OutputSharing:
+    """Sends finished outputs to the lookups that other verifiers host, whose histories cover one verifier otherwise;
+    one batch at a time to each verifier. Lost outputs cost drafts only.
+
+    Each output goes to at most seven others, those of the same eight in the order of the ids, so that the driver sends
+    a bounded number of bytes per output.
+    """
+
+    def __init__(self, calls: Calls, links: Mapping[str, VerifierLink]) -> None:
+        self._calls, self._links = calls, links
+        self._waiting: dict[str, deque[FinishedOutput]] = {}
+        """Verifier id → outputs to send."""
+        self._sent: dict[str, Call] = {}
+
+    def add(self, verifier_id: str, entry: JournalEntry) -> None:
+        """Add an output that was finished at this verifier."""
+        names = sorted({*self._links, verifier_id})
+        begin = names.index(verifier_id) // VERIFIERS_PER_GROUP * VERIFIERS_PER_GROUP
+        others = [name for name in names[begin : begin + VERIFIERS_PER_GROUP] if name != verifier_id]
+        if others and entry.num_tokens:
+            output = FinishedOutput(entry.request_id, entry.prompt_token_ids, np.array(entry.token_ids, np.int32))
+            for name in others:
+                self._waiting.setdefault(name, deque(maxlen=_MOST_SHARED)).append(output)
+
+    def send(self, at_end: bool = False) -> None:
+        """Send waiting outputs without blocking. `at_end`: also to verifiers that have not confirmed the last batch."""
+        self._sent = {name: call for name, call in self._sent.items() if not (at_end or call.poll())}
+        for name in [name for name in self._waiting if name not in self._sent]:
+            outputs = list(self._waiting.pop(name))
+            if link := self._links.get(name):
+                deadline_s = _SHARE_TIMEOUT_S
+                self._sent[name] = self._calls.start(link.handle, "learn", outputs, deadline_s=deadline_s, retry=False)
 
 
 def _give_up(why: str, unfinished: int) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specactor_ray.rollout.turns import Message
+from specactor_ray.rollout.prompts import Message
 from specactor_ray.trainer.data import Task
 
 

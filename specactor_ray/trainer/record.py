@@ -27,8 +27,8 @@ from specactor_ray.trainer.steps import TrainOutcome
 from specactor_ray.trainer.tracking import open_trackers
 
 if TYPE_CHECKING:
-    from specactor_ray.rollout.metrics import RolloutMetrics
     from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.rollout.trajectory import RolloutMetrics
     from specactor_ray.trainer.experience import Experience
 
 logger = logging.getLogger(__name__)

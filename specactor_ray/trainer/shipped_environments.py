@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Callable
 
-from specactor_ray.rollout.turns import Message
+from specactor_ray.rollout.prompts import Message
 from specactor_ray.trainer.environment import Environment, Reply, Turn
 
 _CALLS = {"calc": r"<calc>(.*?)</calc>", "tool_call": r"<tool_call>\s*(\{.*?\})\s*</tool_call>"}

@@ -24,9 +24,8 @@ from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, UserError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.report import cut_line, failed_prompts_line
-from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.runs.output import TrajectoryWriter
 from specactor_ray.runs.rollout import RunOutcome, run_rollout
 from specactor_ray.sampling.seeds import derive_seed

@@ -22,7 +22,6 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.report import (
     alarm_lines,
     difference_lines,
@@ -32,6 +31,7 @@ from specactor_ray.rollout.report import (
     status_table,
     time_table,
 )
+from specactor_ray.rollout.trajectory import RolloutMetrics
 
 HEALTH = {
     "method": "eagle",

@@ -22,10 +22,10 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
 from specactor_ray.rollout import memory
-from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import Devices, as_decoupled, resolve_mode, settle
 from specactor_ray.rollout.report import rollout_table
 from specactor_ray.rollout.rollout import Rollout
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from tests.tiny import tiny_draft, tiny_target
 
 GPUS = {"L4": 24, "A100": 40, "H100": 80, "H200": 141, "B200": 180}

@@ -8,8 +8,7 @@ import pytest
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.prompts import encode_prompt
-from specactor_ray.rollout.turns import ChatTurns
+from specactor_ray.rollout.prompts import ChatTurns, encode_prompt
 from tests import tiny
 
 LIKE_CHATML = (  # a default system message, and a line break behind the end of a turn

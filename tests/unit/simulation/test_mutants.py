@@ -14,7 +14,7 @@ from specactor_ray.controller.controller import Controller
 from specactor_ray.controller.reconcile import Remove
 from specactor_ray.controller.weights import WeightNews
 from specactor_ray.core.errors import SpecActorError
-from specactor_ray.rollout.quarantine import Quarantine
+from specactor_ray.rollout.backlog import Quarantine
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
 from specactor_ray.transport.events import EventQueue
 from specactor_ray.transport.messages import WeightSet

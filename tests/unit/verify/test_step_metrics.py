@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.target.base import StepResult
 from specactor_ray.verify.metrics import StepMetrics
 from specactor_ray.verify.policy import Seconds
