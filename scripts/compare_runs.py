@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.runs.folder import METRICS_FILE, read_metrics
+from specactor_ray.runs.training import METRICS_FILE, read_metrics
 
 
 def main() -> int:

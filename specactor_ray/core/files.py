@@ -116,14 +116,6 @@ def flush_entry(path: Path) -> None:
         os.close(descriptor)
 
 
-def names_open_file(path: Path, descriptor: int) -> bool:
-    """Whether the path still refers to the open file: another process may have renamed, removed or replaced it."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
-
-
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is created if it does not exist; waits until no other process holds it."""

@@ -18,7 +18,7 @@ from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.rollout.trajectory import drafted_by_method
-from specactor_ray.runs.folder import TrainingRun, read_metrics
+from specactor_ray.runs.training import TrainingRun, read_metrics
 from specactor_ray.trainer.display import TrainingDisplay
 from specactor_ray.trainer.drafter_watchdog import DrafterWatchdog
 from specactor_ray.trainer.metrics_file import MetricsFile

@@ -15,8 +15,8 @@ from specactor_ray.core.console import say
 from specactor_ray.core.files import require_folder
 from specactor_ray.core.signals import StopSignal
 from specactor_ray.rollout.preflight import refuse_early
-from specactor_ray.runs.folder import TrainingRun, open_run
-from specactor_ray.runs.output import discard_run_folder
+from specactor_ray.runs.folder import discard_run_folder
+from specactor_ray.runs.training import TrainingRun, open_run
 from specactor_ray.trainer.ahead import AheadMaker
 from specactor_ray.trainer.data import TaskStream
 from specactor_ray.trainer.display import TrainingDisplay

@@ -16,7 +16,7 @@ from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.memory import MemoryItem, check_memory, gib, memory_lines
 from specactor_ray.rollout.preflight import max_prompt_tokens, start_notes
 from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt
-from specactor_ray.runs.folder import TrainingRun
+from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.data import TaskOrder, TaskStream, open_source
 from specactor_ray.trainer.environment import Environment

@@ -16,7 +16,7 @@ from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
-from specactor_ray.runs.folder import TrainingRun
+from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.display import TrainingDisplay
 from specactor_ray.trainer.experience import Experience
 from specactor_ray.trainer.record import StepRecorder, _totals
