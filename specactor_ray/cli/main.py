@@ -24,15 +24,7 @@ from specactor_ray.cli.demo import demo
 from specactor_ray.cli.drafter import drafter
 from specactor_ray.cli.options import ConfigFile, Overrides, finish, load_settings, parse_numbers, planned_side_by_side
 from specactor_ray.cli.plan import plan, profile
-from specactor_ray.cli.serve import serve
-from specactor_ray.cli.setup import doctor, init
-from specactor_ray.cli.simulate import simulate
-from specactor_ray.cluster.module_path import put_current_folder_last
-from specactor_ray.core.console import make_console, say, show_error
-from specactor_ray.core.environment import versions
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
-from specactor_ray.core.signals import ignore_signals
-from specactor_ray.rollout.report import (
+from specactor_ray.cli.report import (
     alarm_lines,
     config_keys_table,
     cut_line,
@@ -45,6 +37,14 @@ from specactor_ray.rollout.report import (
     status_table,
     time_table,
 )
+from specactor_ray.cli.serve import serve
+from specactor_ray.cli.setup import doctor, init
+from specactor_ray.cli.simulate import simulate
+from specactor_ray.cluster.module_path import put_current_folder_last
+from specactor_ray.core.console import make_console, say, show_error
+from specactor_ray.core.environment import versions
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
+from specactor_ray.core.signals import ignore_signals
 
 SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout", "train-drafter": "drafter train"}
 """Name of a job → command that it runs."""
@@ -188,7 +188,7 @@ def scale(
 ) -> None:
     """Add or remove draft actors while a rollout runs (mode decoupled)."""
     wanted = parse_scale(drafters)
-    from specactor_ray.rollout.attach import scale_run
+    from specactor_ray.rollout.run_client import scale_run
 
     name, rows = scale_run(run, wanted, address)
     console = make_console()
@@ -215,7 +215,7 @@ def status(
     if watch:
         _watch(console, run, address, every)
         return
-    from specactor_ray.rollout.attach import status_of_run
+    from specactor_ray.rollout.run_client import status_of_run
 
     console.print(_status(*status_of_run(run, address)))
 
@@ -226,7 +226,7 @@ def _watch(console: Console, run: str | None, address: str, interval_s: float) -
         raise InputError(f"--every: {interval_s:g} is out of range; give seconds, 0.1 to 3600")
     from rich.live import Live
 
-    from specactor_ray.rollout.attach import watch_run
+    from specactor_ray.rollout.run_client import watch_run
 
     name = None
     say(make_console(sys.stderr), "looking for the run")

@@ -163,10 +163,10 @@ class Dispatcher:
         self._backlog.clear()
         self._ended.clear()
 
-    def latest_counters(self) -> list[tuple[str, dict[str, Any]]]:
-        """Id and latest counters of each serving verifier; for any thread."""
-        known = self.counters.copy()
-        return [(name, known[name]) for name in list(self._links) if name in known]
+    @property
+    def serving(self) -> list[str]:
+        """Ids of the verifiers that serve; for any thread."""
+        return list(self._links)
 
     def forget_counters(self) -> None:
         """Drop the counters of all verifiers."""

@@ -325,7 +325,6 @@ class RemoteEngine(Generates):
         self._sender, self._count, self._on_close = secrets.token_hex(8), itertools.count(), on_close
         self._handles: dict[int, Handle] = {}
         """Number → request that has not ended."""
-        self._numbers: dict[Handle, int] = {}
         self._closed = False
         self._calls, self._actor = calls, actor
         self._staying = calls.transport.send(actor, "stay", [self._sender])
@@ -345,8 +344,7 @@ class RemoteEngine(Generates):
             raise InputError(_CLOSED)
         number = next(self._count)
         name = options.pop("request_id", None) or f"request-{self._sender}-{number}"
-        handle = self._handles[number] = Handle(self, name, options.get("place") or (0, 0))
-        self._numbers[handle] = number
+        handle = self._handles[number] = Handle(self, name, options.get("place") or (0, 0), number)
         arguments = {"prompt": prompt, "sampling": sampling, "request_id": name, **options}
         self._exchange.put(partial(Command, self._sender, number, "submit", arguments))
         return handle
@@ -383,8 +381,8 @@ class RemoteEngine(Generates):
         return self._calls.start(self._actor, method, self._sender, *arguments, deadline_s=_CLOSE_S)
 
     def _send(self, handle: Handle, what: str) -> None:
-        if (number := self._numbers.get(handle)) is not None:
-            self._exchange.put(partial(Command, self._sender, number, what))
+        if not handle.done():
+            self._exchange.put(partial(Command, self._sender, handle.key, what))
 
     def _take(self, part: OutputPart) -> None:
         if part.number == ALL and isinstance(part.ended, SpecActorError):
@@ -394,11 +392,11 @@ class RemoteEngine(Generates):
         elif part.ended is None and part.first <= len(handle.pushed):
             handle.push(list(part.tokens[len(handle.pushed) - part.first :]))
         elif part.ended is not None:
-            del self._handles[part.number], self._numbers[handle]
+            del self._handles[part.number]
             handle.end(part.ended)
 
     def _fail(self, error: SpecActorError) -> None:
-        handles, self._handles, self._numbers = self._handles, {}, {}
+        handles, self._handles = self._handles, {}
         for handle in handles.values():
             handle.end(error)
 

@@ -39,7 +39,7 @@ class Engine(Generates):
     Args:
         dispatcher: Used only by the dispatch thread from now on, except for its counters.
         clock: Starts the thread.
-        before_submit: Called in the caller's thread before a request is submitted.
+        before_submit: Called in the caller's thread before a request or a stream is submitted.
     """
 
     def __init__(self, dispatcher: Dispatcher, clock: Clock, before_submit: Callable[[], None] = lambda: None) -> None:
@@ -60,15 +60,14 @@ class Engine(Generates):
         self._inbox: deque[Callable[[], None]] = deque()
         """Commands for the dispatch thread."""
         self._thread: Thread | None = None
-        self._closed = False
+        self.closed = False
+        """Whether no further request is accepted."""
         self.open_streams = 0
         """Number of open streams."""
         self._arriving = self._numbers = self._streams = 0
         """Number of single requests in the inbox; of single requests and streams so far."""
         self._handles: dict[str, Handle] = {}
         """Single requests that have not ended, by the caller's name."""
-        self._inner: dict[Handle, str] = {}
-        """Names of the same requests in the journal."""
         self._on_end: dict[str, Callable[[JournalEntry | BaseException], None]] = {}
         """Request in the journal → callback at its end. For the dispatch thread, like the next two."""
         self._watched: dict[str, Handle] = {}
@@ -129,8 +128,7 @@ class Engine(Generates):
             name = request_id if request_id is not None else inner
             if name in self._handles:
                 raise InputError(f"request {name!r} is running; choose another request_id")
-            handle = self._handles[name] = Handle(self, name, place or (0, 0))
-            self._inner[handle] = inner
+            handle = self._handles[name] = Handle(self, name, place or (0, 0), inner)
             self._arriving += 1
         entry = JournalEntry(inner, token_ids, sampling, session, priority, stops=stops)
         entry.set_prefix(prefix)
@@ -158,16 +156,12 @@ class Engine(Generates):
         return handle
 
     def drop(self, handle: Handle) -> None:
-        with self._lock:
-            inner = self._inner.get(handle)
-        if inner is not None and not self._closed:
-            self._put(partial(self._dispatcher.abort, [inner]))
+        if not handle.done() and not self.closed:
+            self._put(partial(self._dispatcher.abort, [handle.key]))
 
     def watch(self, handle: Handle) -> None:
-        with self._lock:
-            inner = self._inner.get(handle)
-        if inner is not None:
-            self._put(partial(self._watch, inner, handle))
+        if not handle.done():
+            self._put(partial(self._watch, handle))
 
     def trajectory(self, handle: Handle, ended: JournalEntry) -> Trajectory:
         return trajectory_of(ended, self.tokenizer, handle.request_id, handle.place)
@@ -188,6 +182,7 @@ class Engine(Generates):
             ended.append(one)
             ready.set()
 
+        self._before_submit()
         with self.opening_stream() as stream:
             for entry in entries:
                 entry.stream, entry.stops = stream, self._stops(entry.sampling)
@@ -206,7 +201,7 @@ class Engine(Generates):
                         left.discard(one.request_id)
                         yield one
             finally:
-                if left and not self._closed:
+                if left and not self.closed:
                     self._put(partial(self._abort, left))
 
     @contextlib.contextmanager
@@ -269,7 +264,7 @@ class Engine(Generates):
     def close(self) -> None:
         """End all requests and the thread."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             thread = self._thread
         self._dispatcher.wake.set()
         if thread is not None:
@@ -280,7 +275,7 @@ class Engine(Generates):
     def _put(self, command: Callable[[], None]) -> None:
         """Run a command in the dispatch thread, in the order of these calls."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise InputError(_ENDED)
             self._inbox.append(command)
             self._start()
@@ -292,7 +287,7 @@ class Engine(Generates):
 
     def _run(self) -> None:
         try:
-            while not self._closed:
+            while not self.closed:
                 self._look()
             self._run_inbox()
             self._fail_all(InputError(_ENDED))
@@ -302,7 +297,7 @@ class Engine(Generates):
         finally:
             with self._lock:
                 self._thread = None
-                if self._inbox and not self._closed:
+                if self._inbox and not self.closed:
                     self._start()
 
     def _run_inbox(self) -> None:
@@ -324,8 +319,8 @@ class Engine(Generates):
         except ActorLostError as error:  # no verifier is available; a later request may find one
             self._fail_requests(error)
             ended = []
-        for request_id, handle in self._watched.items():
-            self._push(request_id, handle)
+        for handle in self._watched.values():
+            self._push(handle)
         for entry in ended:
             self._end(entry)
         self._resolve()
@@ -358,13 +353,13 @@ class Engine(Generates):
             self._on_end.pop(request_id, None)
         self._dispatcher.abort(request_ids)
 
-    def _watch(self, request_id: str, handle: Handle) -> None:
-        if request_id in self._on_end:
-            self._watched[request_id] = handle
-            self._push(request_id, handle)
+    def _watch(self, handle: Handle) -> None:
+        if handle.key in self._on_end:
+            self._watched[handle.key] = handle
+            self._push(handle)
 
-    def _push(self, request_id: str, handle: Handle) -> None:
-        if (entry := self._dispatcher.journal.entries.get(request_id)) is not None:
+    def _push(self, handle: Handle) -> None:
+        if (entry := self._dispatcher.journal.entries.get(handle.key)) is not None:
             at = entry.prefix + len(handle.pushed)
             if entry.num_tokens > at:
                 handle.push(entry.tokens_from(at))
@@ -394,5 +389,5 @@ class Engine(Generates):
 
     def _forget(self, handle: Handle) -> None:
         with self._lock:
-            if self._inner.pop(handle, None) is not None:
+            if self._handles.get(handle.request_id) is handle:
                 del self._handles[handle.request_id]

@@ -151,8 +151,10 @@ class Generates(abc.ABC):
 class Handle:
     """One submitted request; for any thread, and with `await` and `async for` for any event loop."""
 
-    def __init__(self, owner: Generates, request_id: str, place: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, owner: Generates, request_id: str, place: tuple[int, int] = (0, 0), key: Any = None) -> None:
         self.request_id = request_id
+        self.key = key
+        """Name of the request within its engine."""
         self.place = place
         """Index of the prompt, and number of the sample."""
         self.future: Future[Any] = Future()

@@ -38,8 +38,7 @@ from specactor_ray.rollout.preflight import (
     warn_without_drafters,
 )
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
-from specactor_ray.rollout.report import drafter_health
-from specactor_ray.rollout.run_client import RunClient
+from specactor_ray.rollout.run_client import RunClient, drafter_health
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
 from specactor_ray.sampling.seeds import sample_of
 from specactor_ray.transport.messages import WeightSet
@@ -131,7 +130,7 @@ class Rollout(RunClient):
         except SpecActorError as error:
             logger.error("the controller did not shut down in order (%s); its actors end with it", error)
         finally:
-            self.closed = True
+            self.engine.close()
             ray.kill(self._controller)
             self._connection.close()
 
@@ -293,7 +292,6 @@ class Rollout(RunClient):
         skip: frozenset[tuple[int, int]],
         encoded: Sequence[Encoded] | None,
     ) -> Iterator[Trajectory]:
-        self.wake_if_asleep()
         with self.engine.opening_stream() as number:
             if encoded is None:
                 with self.engine.encoding:

@@ -1,9 +1,13 @@
-"""The driver's side of one run: requests, weights, and calls to its controller and verifiers. Independent of models."""
+"""Calls to the controller and the verifiers of a run: by its driver, or by `specactor status` and `specactor scale` of
+another process. Independent of models."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.process import put_weights
@@ -11,10 +15,10 @@ from specactor_ray.actors.specs import ClusterView, Phase
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.drafting import inline_drafters
 from specactor_ray.config.methods import traits
-from specactor_ray.config.schema import Config
-from specactor_ray.core.errors import ActorLostError, InputError
+from specactor_ray.config.schema import ClusterConfig, Config
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.errors import ActorLostError, CallError, ClusterError, InputError, NoRunError, SpecActorError
 from specactor_ray.core.metrics import DRIVER, Row, row, verifier_rows
-from specactor_ray.rollout.attach import actors_status
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
 from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.journal import JournalEntry
@@ -31,6 +35,14 @@ _ASK_S = 60.0
 _COMMAND_S = 300.0
 """Longest wait for verifiers to execute a command."""
 SHUTDOWN_S = 60.0
+_BEGIN_S = 60.0
+"""Longest wait for the start of a run to watch."""
+_ACT_S = 4.0
+"""Longest wait for the controller to act on a new number."""
+_LOOK_S = 1.0
+"""Time between two calls that check whether a run has ended."""
+_PING_S = 2.0
+"""Longest wait for the counters of actors."""
 
 
 class RunClient:
@@ -50,13 +62,17 @@ class RunClient:
         )
         self.engine = Engine(self.dispatcher, calls.clock, self.wake_if_asleep)
         """Engine for single requests, at any time and from any thread."""
-        self.closed = False
         self._asleep = False
         """Whether verifiers received `sleep`."""
         self.weight_version = 0
         """Version of the policy's weights for new requests."""
         self._syncs, self._sync_s = 0, 0.0
         """Number of updates of the policy's weights, and their seconds in total."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further request is accepted."""
+        return self.engine.closed
 
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended; see `Engine.run`."""
@@ -112,7 +128,7 @@ class RunClient:
         self.call_verifiers("wake")
 
     def wake_if_asleep(self) -> None:
-        """Called before requests begin."""
+        """Wake the verifiers before requests begin."""
         if self._asleep:
             self._command("wake")
 
@@ -143,8 +159,10 @@ class RunClient:
         yield row("specactor_weight_version", self.weight_version, actor=DRIVER)
         yield row("specactor_weight_syncs_total", self._syncs)
         yield row("specactor_weight_sync_seconds_total", self._sync_s)
-        for verifier_id, counters in dispatcher.latest_counters() if verifiers else ():
-            yield from verifier_rows(verifier_id, counters)
+        counters = dispatcher.counters.copy()
+        for verifier_id in dispatcher.serving if verifiers else ():
+            if verifier_id in counters:
+                yield from verifier_rows(verifier_id, counters[verifier_id])
 
     def view(self) -> ClusterView:
         view: ClusterView = self.ask("view")
@@ -170,11 +188,14 @@ class RunClient:
             SpecActorError: The controller did not shut down in order.
         """
         self.engine.close()
-        self.ask("shutdown", deadline_s=SHUTDOWN_S)
+        self._ask("shutdown", deadline_s=SHUTDOWN_S)
 
     def ask(self, method: str, *arguments: Any, deadline_s: float = _ASK_S) -> Any:
         """Call the controller and wait for the answer."""
         self.require_open()
+        return self._ask(method, *arguments, deadline_s=deadline_s)
+
+    def _ask(self, method: str, *arguments: Any, deadline_s: float) -> Any:
         try:
             return self._calls.ask(self._controller, method, *arguments, deadline_s=deadline_s)
         except ActorLostError as error:
@@ -200,3 +221,129 @@ class RunClient:
                 call.result()
             except ActorLostError as error:
                 logger.warning("%s: %s", method, error)
+
+
+def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Id, `Health.to_dict`, `failures` and `malformed` messages of each drafter in rows of the status, including those
+    inside verifiers."""
+    counters = [(row.get("id"), row.get("counters") or {}) for row in rows]
+    malformed = Counter[str]()
+    for _, mine in counters:
+        malformed.update(mine.get("malformed", {}))
+    drafters = ({actor_id: mine, **mine.get("inline", {})} for actor_id, mine in counters)
+    return [
+        {"id": name, **one["health"], "failures": one.get("failures", 0), "malformed": malformed[name]}
+        for group in drafters
+        for name, one in group.items()
+        if "health" in one
+    ]
+
+
+def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:
+    """Set the number of draft actors of each method of a run.
+
+    Args:
+        run: Name of the run; None selects the only run of the cluster.
+        drafters: Method → number of draft actors; None selects the number automatically, by what pays.
+        address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
+
+    Returns:
+        Name of the run, and one row per actor, as the controller has them once it has begun to act on the request.
+
+    Raises:
+        ClusterError: There is no such cluster.
+        InputError: There is no such run.
+        ConfigError: The run has no such method, or a number is negative.
+    """
+    with _attached(run, address) as (name, ask, _):
+        ask("scale", dict(drafters))
+        deadline = SYSTEM.now() + _ACT_S
+        while True:
+            rows = ask("status")
+            if _has_acted(rows, drafters) or SYSTEM.now() > deadline:
+                return name, rows
+            SYSTEM.sleep(0.1)
+
+
+def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | None]) -> bool:
+    """Whether the wanted number of draft actors exists or is starting, and pending ones have a note with the reason."""
+    for method, wanted in drafters.items():
+        mine = [row for row in rows if row["method"] == method]
+        mine = [row for row in mine if row["phase"] not in ("draining", "dead")]
+        if wanted is not None and len(mine) != wanted:
+            return False
+        if any(row["phase"] == "pending" and not row["note"] for row in mine):
+            return False
+    return True
+
+
+def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, Any]]]:
+    """Name of the run, and one row per actor; see `actors_status`.
+
+    Raises:
+        ClusterError: There is no such cluster.
+        InputError: There is no such run.
+    """
+    with _attached(run, address) as (name, ask, calls):
+        return name, actors_status(ask, calls)
+
+
+def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the result of `status_of_run` every `interval_s` seconds until the run ends. Waits a minute for its start.
+
+    Raises:
+        ClusterError: There is no such cluster.
+        InputError: There is no such run.
+    """
+    with contextlib.ExitStack() as held:
+        name, ask, calls = _attach_soon(held, run, address)
+        until = SYSTEM.now()
+        with contextlib.suppress(CallError):  # the controller ends with its run
+            while rows := actors_status(ask, calls):
+                yield name, rows
+                until += max(interval_s, SYSTEM.now() - until)
+                while (left := until - SYSTEM.now()) > 0.0:
+                    SYSTEM.sleep(min(left, _LOOK_S))
+                    ask("view", None)  # a private cluster ends soon after its run
+
+
+def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]:
+    """One row per actor: id, kind, phase, placement and counters. Ready actors are called for their counters; for one
+    that does not answer, those of the last health check are used.
+
+    Args:
+        ask: Calls a method of the controller and returns the answer.
+    """
+    rows: list[dict[str, Any]] = ask("status")
+    view: ClusterView = ask("view")
+    ready = {**view.verifiers, **{one.actor_id: one.handle for one in view.drafters if one.phase is Phase.READY}}
+    pings = {name: calls.start(handle, "ping", deadline_s=_PING_S, retry=False) for name, handle in ready.items()}
+    for actor in rows:
+        if actor["id"] in pings:
+            with contextlib.suppress(SpecActorError):
+                actor["counters"] = pings[actor["id"]].result()
+    return rows
+
+
+def _attach_soon(held: contextlib.ExitStack, run: str | None, address: str) -> tuple[str, Callable[..., Any], Calls]:
+    """Enter `_attached`; without an address, waits for a run that may be starting."""
+    deadline = SYSTEM.now() + _BEGIN_S
+    while True:
+        try:
+            return held.enter_context(_attached(run, address))
+        except (ClusterError, NoRunError):
+            if address != "auto" or SYSTEM.now() > deadline:
+                raise
+            SYSTEM.sleep(_LOOK_S)
+
+
+@contextlib.contextmanager
+def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any], Calls]]:
+    """Name of the run, function that calls its controller, and calls."""
+    from specactor_ray.cluster.connection import connect
+    from specactor_ray.cluster.lookup import address_of_run, find_controller, only_run
+
+    with connect(ClusterConfig(address=address_of_run(run) if address == "auto" else address)):
+        name = run or only_run()
+        calls = Calls()
+        yield name, functools.partial(calls.ask, find_controller(name), deadline_s=_ASK_S), calls

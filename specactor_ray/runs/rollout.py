@@ -26,7 +26,7 @@ from specactor_ray.models.loading import load_tokenizer, require_tokenizer
 from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
-from specactor_ray.rollout.report import drafter_health
+from specactor_ray.rollout.run_client import drafter_health
 from specactor_ray.runs.folder import SUMMARY_FILE, discard_run_folder, lease_new, save_run_config
 from specactor_ray.runs.trajectories import TRAJECTORIES_FILE, TrajectoryWriter, lease_interrupted, read_finished
 

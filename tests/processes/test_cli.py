@@ -19,12 +19,12 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.cli import main as cli
+from specactor_ray.cli.report import cut_line, failed_prompts_line
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, UserError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.report import cut_line, failed_prompts_line
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.runs.rollout import RunOutcome, run_rollout
 from specactor_ray.runs.trajectories import TrajectoryWriter

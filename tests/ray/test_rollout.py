@@ -18,6 +18,7 @@ import torch
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.actors.process import put_weights
+from specactor_ray.cli.report import alarm_lines
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
@@ -25,7 +26,6 @@ from specactor_ray.config.schema import RaceName
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.models.weight_buckets import pack
-from specactor_ray.rollout.report import alarm_lines
 from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
 from tests.plain_decoding import cut_at_stops
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompt_ids, tiny_prompts, tiny_target

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
+from specactor_ray.cli.report import rollout_table
 from specactor_ray.config import Config, load_config, to_yaml
 from specactor_ray.config.drafter_spec import drafter_specs, unused_branches
 from specactor_ray.config.load import from_mapping
@@ -23,7 +24,6 @@ from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
 from specactor_ray.rollout import memory
 from specactor_ray.rollout.planning import Devices, as_decoupled, resolve_mode, settle
-from specactor_ray.rollout.report import rollout_table
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from tests.tiny import tiny_draft, tiny_target

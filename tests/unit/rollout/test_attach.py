@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.core.errors import ClusterError, InputError, NoRunError
-from specactor_ray.rollout import attach
+from specactor_ray.rollout import run_client
 
 
 class Clock:
@@ -36,22 +36,22 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             raise one
         yield one
 
-    monkeypatch.setattr(attach, "_attached", look)
-    monkeypatch.setattr(attach, "SYSTEM", Clock())
+    monkeypatch.setattr(run_client, "_attached", look)
+    monkeypatch.setattr(run_client, "SYSTEM", Clock())
     return looks
 
 
 def test_a_run_that_is_starting_is_awaited(found: list[Any]) -> None:
     found += [ClusterError("no cluster"), NoRunError("no run"), ("run", None, None)]
-    with attach._attached_soon(None, "auto") as attached:
-        assert attached == ("run", None, None)
+    with contextlib.ExitStack() as held:
+        assert run_client._attach_soon(held, None, "auto") == ("run", None, None)
 
 
 def test_a_run_that_never_starts_is_an_error_after_a_minute(found: list[Any]) -> None:
     found.append(NoRunError("no run"))
-    with pytest.raises(NoRunError), attach._attached_soon(None, "auto"):
-        pass
-    assert attach.SYSTEM.now() == pytest.approx(60.0, abs=2.0)
+    with pytest.raises(NoRunError), contextlib.ExitStack() as held:
+        run_client._attach_soon(held, None, "auto")
+    assert run_client.SYSTEM.now() == pytest.approx(60.0, abs=2.0)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,6 @@ def test_a_run_that_never_starts_is_an_error_after_a_minute(found: list[Any]) ->
 )
 def test_what_time_does_not_mend_is_an_error_at_once(found: list[Any], error: Exception, address: str) -> None:
     found.append(error)
-    with pytest.raises(type(error)), attach._attached_soon(None, address):
-        pass
-    assert attach.SYSTEM.now() == 0.0
+    with pytest.raises(type(error)), contextlib.ExitStack() as held:
+        run_client._attach_soon(held, None, address)
+    assert run_client.SYSTEM.now() == 0.0

@@ -366,7 +366,7 @@ class TestFailures:
         def body(engine: Engine) -> None:
             good = [engine.submit(PROMPT, sampling(seed, 60)) for seed in range(6)]
             bad = engine.submit(PROMPT, sampling(9, 60), request_id="bad")
-            cluster.deadly[engine._inner[bad]] = 20
+            cluster.deadly[bad.key] = 20
             failed = bad.result()
             assert failed.finish_reason == "error" and "its verifiers failed again and again" in failed.error
             assert failed.token_ids == true_output(sampling(9, 60), 0)[: len(failed.token_ids)]
