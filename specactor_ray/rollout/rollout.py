@@ -28,15 +28,8 @@ from specactor_ray.models.policy_weights import WeightLayout, Weights
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.door import ENGINE, Doorman, EngineActor
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.memory import require_memory, with_cache
-from specactor_ray.rollout.planning import ladder_priors, require_devices, resolve
-from specactor_ray.rollout.preflight import (
-    check_drafters_fit_target,
-    check_target,
-    export_what_drafters_read,
-    require_parts,
-    warn_without_drafters,
-)
+from specactor_ray.rollout.planning import ladder_priors
+from specactor_ray.rollout.preflight import prepare
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
 from specactor_ray.rollout.run_client import RunClient, drafter_health
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
@@ -68,22 +61,12 @@ class Rollout(RunClient):
     def __init__(self, config: Config) -> None:
         log_by_default()
         begin = SYSTEM.now()
-        require_parts(config)
-        check_target(config)
-        config, lines = resolve(config)
-        require_devices(config)
-        for line in lines:
-            logger.info("%s", line)
-        config = export_what_drafters_read(config)
         self._doorman: Doorman | None = None
         self.progress = (0, 0)
         """Number of ended trajectories of the newest stream, and its total."""
+        config, self._tokenizer = prepare(config)
+        self.config = config
         priors = ladder_priors(config)
-        self._tokenizer = check_drafters_fit_target(config)
-        self.config = config = with_cache(config)
-        check_target(config)  # the default cache, sized by free memory here, may hold no request
-        require_memory(config)
-        warn_without_drafters(config)
         if unused := unused_branches(config):
             logger.warning("%s", unused)
         with Heartbeat(elapsed(logger.info, f"starting Ray and {config.mode.value} actors")):
