@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,10 +30,7 @@ logger = logging.getLogger(__name__)
 
 _READ_S = 5.0
 """Longest time a read waits at the actor."""
-_CALL_S = 30.0
 _CLOSE_S = 5.0
-_AGAIN_S = 0.5
-"""Pause after a failed call."""
 _GONE_S = 60.0
 """Seconds without a read after which a sender is gone: its requests are aborted, as at the end of its process."""
 _MOST_GONE = 65_536
@@ -166,7 +164,7 @@ class EngineActor:
 
 
 class Exchange:
-    """Calls of one side to the actor, in a separate thread.
+    """Calls of one side to the actor, in a separate thread. They are repeated until the actor is gone.
 
     Args:
         calls, actor: The actor, and the calls to it.
@@ -212,47 +210,31 @@ class Exchange:
     def _run(self) -> None:
         reading: Call | None = None
         writing: Call | None = None
-        sent: list[Any] = []
         try:
             while not self._closed or self._outbox or writing is not None:
                 if reading is None:
                     method, *arguments = self._read
                     reading = self._start(method, *arguments, self._cursor, _READ_S)
                 if writing is None and self._outbox:
-                    sent = [make() for make in [self._outbox.popleft() for _ in range(len(self._outbox))]]
-                    writing = self._start(self._write, sent)
+                    makers = [self._outbox.popleft() for _ in range(len(self._outbox))]
+                    writing = self._start(self._write, [make() for make in makers])
                 self._wake.wait(1.0)
                 self._wake.clear()
                 if reading.poll():
-                    self._read_from(reading)
-                    reading = None
+                    first, messages = reading.result()
+                    for message in messages[max(0, self._cursor - first) :]:
+                        self._take(message)
+                    self._cursor, reading = max(self._cursor, first + len(messages)), None
                 if writing is not None and writing.poll():
-                    if writing.error is not None:
-                        self._failed(writing.error)
-                        self._outbox.extendleft(partial(_same, one) for one in reversed(sent))
+                    writing.result()
                     writing = None
         except Exception as error:
             if not self._closed:
                 logger.exception("requests of other processes can be exchanged no more")
                 self._lost(_own(error))
 
-    def _read_from(self, call: Call) -> None:
-        if call.error is not None:
-            self._failed(call.error)
-            return
-        first, messages = call.result()
-        for message in messages[max(0, self._cursor - first) :]:
-            self._take(message)
-        self._cursor = max(self._cursor, first + len(messages))
-
     def _start(self, method: str, *arguments: Any) -> Call:
-        return self._calls.start(self._actor, method, *arguments, deadline_s=_CALL_S, wake=self._wake.set)
-
-    def _failed(self, error: SpecActorError) -> None:
-        if isinstance(error, ActorLostError):
-            raise error
-        logger.warning("requests of other processes: %s", error)
-        self._calls.clock.sleep(_AGAIN_S)
+        return self._calls.start(self._actor, method, *arguments, deadline_s=math.inf, wake=self._wake.set)
 
 
 class Doorman:
