@@ -50,8 +50,7 @@ class Dispatcher:
         controller, calls: Handle of the controller, and the calls to it and to verifiers.
         outstanding_per_verifier: Most requests handed to one verifier at a time; the rest wait here, so that a
             verifier that joins late or is faster gets its share.
-        no_verifier_timeout_s: Longest time without any verifier, or without an answer of the controller, after which
-            the rollout fails.
+        no_verifier_timeout_s: Longest time without any verifier, or an answer of the controller, before a failure.
         request_stall_timeout_s: Longest time without progress of a request that has begun, or has stalled before, while
             its verifier answers; after it the request is handed out again.
         shares_outputs: Verifiers get the outputs finished by others, for the histories of the lookups they host.
@@ -85,8 +84,6 @@ class Dispatcher:
         self._ended: list[JournalEntry] = []
         """Requests that have ended since the last step."""
         self._tail_looked = self._passed = 0.0
-
-    # ---- requests ----
 
     @property
     def wake(self) -> Event:
@@ -140,7 +137,8 @@ class Dispatcher:
             for gone in self._verifiers.refresh(len(self.journal.entries)):
                 self._release_all(*gone)
             if self._backlog:
-                self._hand_out()
+                now = self._clock.now()
+                self._submit(self._backlog.hand_out([name for name, link in self._links.items() if link.is_open(now)]))
             self._verifiers.poll()
         self._look_after_tail()
         if not self._ended:
@@ -171,8 +169,6 @@ class Dispatcher:
     def forget_counters(self) -> None:
         """Drop the counters of all verifiers."""
         self._verifiers.forget_counters()
-
-    # ---- new weights ----
 
     def hold(self, policy: WeightPolicy) -> None:
         """Hand out no new requests until `release`; the policy decides whether running ones continue, stop or end."""
@@ -205,13 +201,6 @@ class Dispatcher:
         self._backlog.holds -= 1
         if not self._backlog.holds:
             self._backlog.is_frozen = False
-
-    # ---- handing out and taking back ----
-
-    def _hand_out(self) -> None:
-        now = self._clock.now()
-        free = [name for name, link in self._links.items() if link.is_open(now)]
-        self._submit(self._backlog.hand_out(free))
 
     def _submit(self, batches: Batches) -> None:
         now, entries = self._clock.now(), self.journal.entries
@@ -276,8 +265,6 @@ class Dispatcher:
         self._quarantine.forget(entry.request_id)
         self._ended.append(entry)
 
-    # ---- answers ----
-
     def _journal_events(self, link: VerifierLink, events: Sequence[ToRollout]) -> None:
         for event in events:
             if isinstance(event, Progress):
@@ -316,8 +303,6 @@ class Dispatcher:
     def _miss(self, link: VerifierLink, request_id: str) -> None:
         self._verifiers.cancel(link, [(request_id, self.journal.entries[request_id].attempt)])
         self._reissue([request_id], f"verifier {link.verifier_id} told of {request_id} with a gap")
-
-    # ---- the tail ----
 
     def _look_after_tail(self) -> None:
         """Hand out stalled requests again, and balance the loads when no request waits."""

@@ -28,13 +28,13 @@ from specactor_ray.sampling.seeds import sample_of
 
 logger = logging.getLogger(__name__)
 
-_ENDED = "this rollout is closed; start another one"
+CLOSED = "this rollout is closed; start another one"
 _CLOSE_S = 10.0
 """Longest wait for the dispatch thread to end."""
 
 
 class Engine(Generates):
-    """Generates for callers in any thread and event loop. Several streams and single requests can run at the same time.
+    """Runs streams and single requests, at the same time and for any thread and event loop.
 
     Args:
         dispatcher: Used only by the dispatch thread from now on, except for its counters.
@@ -82,16 +82,12 @@ class Engine(Generates):
 
         Args:
             run: Name of the run; None selects the only run of the cluster.
-            address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a
-            run.
+            address: `host:port`; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
 
         Raises:
-            ClusterError: There is no such cluster or run, or the run does not listen.
-            InputError: There are several runs, or none.
+            ClusterError, InputError: There is no such cluster or run, there are several, or it does not listen.
         """
         return connect_engine(run, address)
-
-    # ---- single requests; for any thread ----
 
     def submit(
         self,
@@ -166,8 +162,6 @@ class Engine(Generates):
     def trajectory(self, handle: Handle, ended: JournalEntry) -> Trajectory:
         return trajectory_of(ended, self.tokenizer, handle.request_id, handle.place)
 
-    # ---- streams ----
-
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended, in the order they end; closing this aborts the rest. The ids must be new.
 
@@ -216,8 +210,6 @@ class Engine(Generates):
         finally:
             with self._lock:
                 self.open_streams -= 1
-
-    # ---- between requests ----
 
     @contextlib.contextmanager
     def between_versions(self, version: int, policy: WeightPolicy) -> Iterator[None]:
@@ -276,29 +268,25 @@ class Engine(Generates):
         """Run a command in the dispatch thread, in the order of these calls."""
         with self._lock:
             if self.closed:
-                raise InputError(_ENDED)
+                raise InputError(CLOSED)
             self._inbox.append(command)
-            self._start()
+            if self._thread is None:
+                self._thread = self.clock.spawn(self._run, "dispatch")
         self._dispatcher.wake.set()
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = self.clock.spawn(self._run, "dispatch")
 
     def _run(self) -> None:
         try:
             while not self.closed:
                 self._look()
             self._run_inbox()
-            self._fail_all(InputError(_ENDED))
+            self._fail_all(InputError(CLOSED))
         except Exception as error:
             logger.exception("requests could not be dispatched")
             self._fail_all(error)
         finally:
             with self._lock:
-                self._thread = None
-                if self._inbox and not self.closed:
-                    self._start()
+                more = self._inbox and not self.closed
+                self._thread = self.clock.spawn(self._run, "dispatch") if more else None
 
     def _run_inbox(self) -> None:
         while self._inbox:

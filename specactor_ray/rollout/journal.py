@@ -167,11 +167,8 @@ class Journal:
         self._stopping += entry.stops is not None
 
     def hand_to(self, request_id: str, verifier_id: str) -> TargetRequest:
-        """Make this verifier the owner, replacing an earlier one; returns the request for it.
-
-        Later messages of an earlier owner are ignored, so tokens that it committed and that are not journaled yet are
-        computed again.
-        """
+        """Make this verifier the owner, replacing an earlier one; returns the request for it. Tokens that an earlier
+        owner committed and that are not journaled yet are computed again."""
         entry = self.entries[request_id]
         self._set_owner(entry, verifier_id)
         self.begun += not entry.attempt

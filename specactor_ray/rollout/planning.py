@@ -41,11 +41,7 @@ class Devices(NamedTuple):
 
 def resolve(config: Config) -> tuple[Config, list[str]]:
     """Resolve `plan: auto`, then `mode: auto`: returns the configuration to run, which has neither, and lines with the
-    choices. A configuration without them is returned unchanged, without lines.
-
-    Raises:
-        ConfigError, InputError: See `resolve_plan`; or the result of `mode: auto` is not valid.
-    """
+    choices. Errors as in `resolve_plan` and `resolve_mode`."""
     asked = config.target.dtype
     config, lines = resolve_plan(config)
     config, more = resolve_mode(config, existing_devices(config))
@@ -54,8 +50,7 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
 
 
 def settle(config: Config, devices: Devices | None) -> Config:
-    """Resolve `dtype: auto` and the cores of verifiers on GPUs, by the device of each. Without them the configuration
-    is returned unchanged; `devices` as in `resolve_mode`."""
+    """Resolve `dtype: auto` and the cores of verifiers on GPUs; `devices` as in `resolve_mode`."""
     settled = copy.deepcopy(config)
     target = settled.target
     if target.cores is None:
@@ -76,14 +71,11 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
 
     - Drafters that need draft actors (`hosted: false`, `max_replicas`, GPUs beside a target on CPUs, or all have
       `replicas: 0`, which `specactor scale` may raise): decoupled.
-    - A target on CPUs: coupled. Draft actors would take cores from the verifiers; the verifiers get the cores that are
-      configured for draft actors, as far as they exist and can be divided into whole cores.
+    - A target on CPUs: coupled, and the verifiers get the cores that are configured for draft actors.
     - A target on GPUs: decoupled if there are draft actors, and room for them beside verifiers and trainer, else
-      coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers on theirs: it would be
-      slower than the target on a CPU core.
+      coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers.
 
     Plain is never chosen: both modes decide at every step whether drafting pays (`verify/policy.py`).
-    If there is no drafter, one of `DEFAULT_METHOD` is added.
 
     Args:
         config: Any valid configuration; not changed.
@@ -111,12 +103,8 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
 
 
 def as_decoupled(config: Config) -> Config:
-    """Replace `mode: auto` where modes are planned or measured side by side: by the layout as written, that of draft
-    actors beside verifiers. A configuration of another mode is returned unchanged.
-
-    Raises:
-        ConfigError: The configuration cannot be decoupled.
-    """
+    """Replace `mode: auto` by `decoupled`, the layout as written, where modes are planned or measured side by side. A
+    ConfigError states why that is not possible."""
     if config.mode is ModeName.auto:
         config = _with_drafters(config)
         config.mode = ModeName.decoupled
@@ -219,11 +207,8 @@ def _spare_cores(config: Config, devices: Devices) -> int:
 
 
 def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
-    """The configuration to run, in one of these modes, and lines with the choices; unchanged with `plan: fixed`.
-
-    Raises:
-        ConfigError, InputError: The profile cannot be used here, or nothing in it fits.
-    """
+    """The configuration to run, in one of these modes, and lines with the choices; unchanged with `plan: fixed`. A
+    ConfigError or InputError states why the profile cannot be used, or that nothing in it fits."""
     if config.plan is PlanPolicy.fixed:
         return config, []
     config = as_decoupled(config)
@@ -236,12 +221,8 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
 
 
 def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
-    """The configured profile, checked against the target and this machine, and warnings.
-
-    Raises:
-        InputError: The file is missing, damaged or of another schema.
-        ConfigError: It was made for another model; or for other hardware or another torch, and `force` is false.
-    """
+    """The configured profile, and warnings. A ConfigError or InputError states why it cannot be used: it is missing,
+    damaged, made for another model; or for other hardware or another torch, and `force` is false."""
     from specactor_ray.models.identity import gpu_name, model_identity
 
     if config.profile is None:
@@ -262,11 +243,7 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
 
 def ladder_priors(config: Config) -> dict[str, float]:
     """Draft method → probability that a draft token is right if all those before it are, from the configured profile;
-    empty without a profile.
-
-    Raises:
-        ConfigError, InputError: The profile cannot be used here.
-    """
+    empty without a profile. Errors as in `usable_profile`."""
     if config.profile is None or config.mode is ModeName.plain:
         return {}
     profile, _ = usable_profile(config, config.plan_force)
@@ -287,7 +264,7 @@ def make_plan(
     acceptance: float | None = None,
     modes: Sequence[ModeName] = ALL_MODES,
 ) -> Plan:
-    """Plan with the draft methods that are both configured and measured.
+    """Plan with the draft methods that are both configured and measured; InputError if none fits.
 
     Args:
         config, profile: Methods to choose from, and their costs and acceptance.
@@ -295,9 +272,6 @@ def make_plan(
         context: Mean tokens of prompt and output. Default: the profile's prompts and half of sampling.max_tokens.
         acceptance: p of every method, replacing the measured ones.
         modes: Modes that may be chosen.
-
-    Raises:
-        InputError: No measured method fits.
     """
     methods, unusable = _methods(config, profile)
     if acceptance is not None:
@@ -316,11 +290,7 @@ def make_plan(
 
 def checked_devices(config: Config, wanted: int | None, key: str) -> int:
     """Number of devices to plan for: `wanted`, else all of a local cluster, or those that the configuration needs on
-    another one.
-
-    Raises:
-        ConfigError: More devices are wanted (by `key`) than a local cluster has.
-    """
+    another one. A ConfigError of `key` if a local cluster has less."""
     there = existing_devices(config)
     if there is None:
         gpus, cores = devices_of(config)
@@ -334,8 +304,7 @@ def checked_devices(config: Config, wanted: int | None, key: str) -> int:
 
 
 def existing_devices(config: Config) -> Devices | None:
-    """Devices of a cluster that would be started here (GPUs are counted only if some are configured); None for a
-    cluster that runs elsewhere."""
+    """Devices of a cluster that would be started here, with GPUs if some are configured; None for another cluster."""
     cluster = config.cluster
     if cluster.address != "local":
         return None

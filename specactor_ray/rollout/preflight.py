@@ -39,11 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str]]:
-    """Make all checks that need neither Ray nor torch, and resolve `plan: auto` and `mode: auto` (see `resolve`).
-
-    Raises:
-        UserError: A check failed; the message has the key and the fix.
-    """
+    """Make all checks that need neither Ray nor torch, and resolve `plan: auto` and `mode: auto` (see `resolve`). A
+    UserError has the key and the fix."""
     require_named(config)
     if config.profile is not None and config.mode is not ModeName.plain:
         load_profile(config.profile)
@@ -53,15 +50,8 @@ def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str
 
 
 def prepare(config: Config) -> tuple[Config, Any]:
-    """Make all checks of a rollout before its start.
-
-    Returns:
-        The configuration to run: without `auto`, with the size of the cache and the layers that drafters read. And the
-        target's tokenizer, see `check_drafters_fit_target`.
-
-    Raises:
-        UserError: A check failed; the message has the key and the fix.
-    """
+    """Make all checks of a rollout. Returns the configuration to run, without `auto`, with the size of the cache and
+    the layers that drafters read; and the target's tokenizer, see `check_drafters_fit_target`."""
     require_parts(config)
     check_target(config)
     config, lines = resolve(config)
@@ -78,14 +68,8 @@ def prepare(config: Config) -> tuple[Config, Any]:
 
 
 def require_named(config: Config) -> None:
-    """Refuse missing things that a configuration names: models, proposers, a cluster.
-
-    Raises:
-        ConfigError: vLLM is not installed or of an untested version, a proposer cannot be imported, or the target's own
-            context is too short for the configuration.
-        ModelLoadError: A model cannot be found; the message has the key.
-        ClusterError: Nothing listens at `cluster.address`.
-    """
+    """Refuse missing things that a configuration names, by key: models (ModelLoadError), vLLM, proposers, a context
+    that is long enough (ConfigError), a cluster (ClusterError)."""
     require_parts(config)
     folder = require_named_model("target.model", config.target.model)
     for index, drafter in enumerate(config.drafters if config.mode is not ModeName.plain else ()):
@@ -122,11 +106,8 @@ def _warn_of_another_cluster() -> None:
 
 
 def require_named_model(key: str, name: str, is_head: bool = False) -> Path | None:
-    """Folder of the `config.json` of a model that a key or option names, if it is on this machine.
-
-    Raises:
-        ModelLoadError: The model cannot be found, or is a head, or the head is a model; the message has the key.
-    """
+    """Folder of the `config.json` of a model that a key or option names, if it is on this machine. A ModelLoadError if
+    it cannot be found, or is a head, or the head is a model."""
     try:
         folder = require_head(Path(name).expanduser()) if is_head else require_model(name)
         if folder is not None and not is_head and describes_head(folder):
@@ -186,12 +167,7 @@ def _require_cores(config: Config, trains: bool) -> None:
 
 
 def check_target(config: Config) -> None:
-    """Refuse a missing model, or one that the backend cannot hold or split.
-
-    Raises:
-        ConfigError: The model cannot be used; the message has the key and the fix.
-        ModelLoadError: The model cannot be found; the message has the key.
-    """
+    """Refuse a missing model (ModelLoadError), or one that the backend cannot hold or split (ConfigError)."""
     model = load_target_config(config)
     _reject_encoder_decoder(config, model)
     text = model.get_text_config()
@@ -214,13 +190,8 @@ def _load_config(key: str, name: str, trust_remote_code: bool) -> Any:
 
 
 def max_prompt_tokens(config: Config, text: Any = None) -> int:
-    """Longest prompt that leaves room for a whole output of `sampling.max_tokens`. The target's text configuration is
-    read if it is needed and not given.
-
-    Raises:
-        ConfigError: There is no room for any prompt.
-        ModelLoadError: The model cannot be found; the message has the key.
-    """
+    """Longest prompt that leaves room for a whole output of `sampling.max_tokens`; ConfigError if there is none. The
+    target's text configuration is read if it is needed and not given."""
     wanted, longest = config.sampling.max_tokens, config.target.max_model_len
     context = longest or 1 << 30
     if wanted < context:  # else the model need not be read
@@ -311,7 +282,7 @@ def export_what_drafters_read(config: Config) -> Config:
     """The configuration with `target.hidden_layers` set to the layers that its EAGLE head reads, if there is one.
 
     Raises:
-        ConfigError: `target.hidden_layers` is set to other layers, or not set for a user's own reader of features.
+        ConfigError: The key is set to other layers, or not set for a user's own reader of features.
         ModelLoadError: The head cannot be found, or was made for another target.
     """
     readers = [(i, d) for i, d in enumerate(drafter_specs(config).values()) if d.traits.reads_features]
@@ -376,15 +347,8 @@ def warn_without_drafters(config: Config) -> None:
 
 
 def check_drafters_fit_target(config: Config) -> Any:
-    """Refuse drafters whose vocabulary differs from the target's.
-
-    Returns:
-        The target's tokenizer, or None if the model directory has none (prompts must be token ids then).
-
-    Raises:
-        ConfigError: A drafter's vocabulary has another size; both sizes are named.
-        ModelLoadError: A model cannot be found.
-    """
+    """Refuse drafters whose vocabulary differs from the target's, with a ConfigError. Returns the target's tokenizer,
+    or None if the model directory has none (prompts must be token ids then)."""
     target = load_target_config(config)
     if config.mode is not ModeName.plain:
         for index, drafter in enumerate(config.drafters):

@@ -30,13 +30,7 @@ _KINDS_IN_WORDS = '"prompt", "messages" or "prompt_token_ids"'
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """Prompts of a `.jsonl` file (per line an object with `prompt`, `messages` or `prompt_token_ids`) or of a text file
-    (one per line).
-
-    Blank lines are skipped.
-
-    Raises:
-        InputError: The file is missing, empty or not UTF-8, or a line is malformed; the message has its number.
-    """
+    (one per line), without blank lines. An InputError has the number of a malformed line."""
     if str(path).startswith(("hf:", "reasoning_gym:")):
         raise InputError(f"data.path: {path} names tasks, which only `specactor train` reads; name a file of prompts")
     path = Path(path)
@@ -51,20 +45,13 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def read_text(path: str | Path) -> list[str]:
-    """Lines of a text file that are not blank.
-
-    Raises:
-        InputError: The file cannot be read, or is not UTF-8.
-    """
+    """Lines of a text file that are not blank; InputError if it cannot be read, or is not UTF-8."""
     return [line for _, line in _lines(Path(path))]
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield `(line number, value)` of every line of a JSONL file that is not blank.
-
-    Raises:
-        InputError: The file cannot be read or is not UTF-8, or a line is not JSON; the message has its number.
-    """
+    """Yield `(line number, value)` of every line of a JSONL file that is not blank. An InputError has the number of a
+    line that is not JSON."""
     for number, line in _lines(Path(path)):
         try:
             yield number, parse_json(line)
@@ -132,11 +119,7 @@ def _unknown_keys(row: Any) -> str:
 
 
 def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages, with the content of each as one text.
-
-    Raises:
-        InputError: A message has no role or no text; the message has its number and keys.
-    """
+    """The messages, with the content of each as one text; InputError if one has no role or no text."""
     plain = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
@@ -161,15 +144,12 @@ def _plain_content(content: Any, number: int) -> str:
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]:
-    """Token ids of a prompt.
+    """Token ids of a prompt; InputError if it is empty or malformed, or there is no tokenizer or chat template for it.
 
     Args:
         tokenizer: A transformers tokenizer, or None when only token ids are used.
         prompt: Text, chat messages or token ids.
         chat: Wrap text as one user message if the tokenizer has a chat template.
-
-    Raises:
-        InputError: The prompt is empty, a message is malformed, or messages are given but there is no chat template.
     """
     if not isinstance(prompt, str | list | tuple):
         raise InputError(f"a prompt is text, a list of chat messages or a list of token ids, not {prompt!r}")
@@ -187,15 +167,12 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Any], **template: Any) -> tuple[int, ...]:
-    """Token ids of chat messages.
+    """Token ids of chat messages; InputError if one is malformed, or there is no chat template, or it refuses them.
 
     Args:
         tokenizer: A transformers tokenizer.
         messages: As in a `Prompt`; those of role `assistant` may have `tool_calls` in place of content.
         template: More arguments of `apply_chat_template`, such as `tools`.
-
-    Raises:
-        InputError: A message is malformed, there is no chat template, or it refuses the messages.
     """
     filled = [{**one, "content": ""} if _only_calls(one) else one for one in messages]
     plain = plain_messages(filled)
@@ -223,11 +200,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> lis
 
 
 def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
-    """Chat messages as text, formatted by the model's template.
-
-    Raises:
-        InputError: A message is malformed, or the template refuses them.
-    """
+    """Chat messages as text, formatted by the model's template; errors as in `encode_chat`."""
     plain = plain_messages(messages)
     _reject_half_characters(plain)
     text: str = _apply_template(tokenizer, plain, tokenize=False, add_generation_prompt=generation_prompt)
@@ -273,17 +246,11 @@ def _apply_template(tokenizer: Any, messages: Any, **template: Any) -> Any:
 
 
 class ChatTurns:
-    """Tokens between an output and the next one under a model's chat template.
+    """Tokens between an output and the next one under a model's chat template; InputError if that does not append.
 
     In a conversation token by token the next prompt is all tokens so far, then these. An output is not tokenized again:
     its text may have other tokens than the sampled ones, and then neither log-probabilities nor the verifier's cache
     would fit.
-
-    Args:
-        tokenizer: A transformers tokenizer with a chat template.
-
-    Raises:
-        InputError: There is no chat template, or it puts an output elsewhere than at the beginning of generation.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -301,15 +268,9 @@ class ChatTurns:
             )
 
     def between(self, messages: Sequence[Message], output: Sequence[int]) -> tuple[int, ...]:
-        """Token ids from the end of an output to the beginning of the next one.
-
-        Args:
-            messages: Messages between the outputs, at least one.
-            output: Token ids of the output. If it ends with the template's end-of-turn token, that is not repeated.
-
-        Raises:
-            InputError: The template refuses the messages, or changes the earlier text when they are appended.
-        """
+        """Token ids from the end of an output to the beginning of the next one, with these messages between them. If
+        the output ends with the template's end-of-turn token, that is not repeated. An InputError if the template
+        refuses the messages, or changes the earlier text when they are appended."""
         whole = render_messages(self._tokenizer, (*_OPENING, *messages), True)
         if not whole.startswith(self._before):
             raise InputError(

@@ -20,7 +20,7 @@ from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ActorLostError, CallError, ClusterError, InputError, NoRunError, SpecActorError
 from specactor_ray.core.metrics import DRIVER, Row, row, verifier_rows
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
-from specactor_ray.rollout.engine import Engine
+from specactor_ray.rollout.engine import CLOSED, Engine
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.transport.messages import WeightSet
@@ -84,8 +84,7 @@ class RunClient:
         return put_weights(self.weight_version + 1, buckets, self._calls)
 
     def update_weights(self, weights: WeightSet, policy: WeightPolicy | str | None = None) -> int:
-        """Send these weights to all verifiers, and to the drafters that follow the policy. Returns their version; see
-        `Rollout.update_weights`."""
+        """See `Rollout.update_weights`."""
         self.require_open()
         if policy is None:
             self.require_no_stream("weights cannot change")
@@ -102,8 +101,8 @@ class RunClient:
         return weights.version
 
     def update_drafter(self, method: str, weights: WeightSet) -> None:
-        """Send a newer version of a draft method's weights, which the trainer trains (`online.where=trainer`), to its
-        drafters. Returns before they arrive: no token depends on the time of arrival."""
+        """Send a newer version of a draft method's weights, which the trainer trains, to its drafters. Returns before
+        they arrive: no token depends on the time of arrival."""
         self.ask("offer_weights", method, weights)
 
     def call_verifiers(self, method: str) -> None:
@@ -173,20 +172,12 @@ class RunClient:
         return actors_status(self.ask, self._calls)
 
     def scale(self, drafters: Mapping[str, int | None]) -> None:
-        """Set the number of draft actors of each method; takes effect during the rollout. A number ends the automatic
-        scaling of a method (`drafters.N.max_replicas`), None starts it again.
-
-        Raises:
-            ConfigError: A method is not in the configuration, a number is negative, or a method has no `max_replicas`.
-        """
+        """Set the number of draft actors of each method, during the rollout. A number ends the automatic scaling of a
+        method (`drafters.N.max_replicas`), None starts it again. A ConfigError names a wrong method or number."""
         self.ask("scale", dict(drafters))
 
     def shutdown(self) -> None:
-        """End all actors of the run.
-
-        Raises:
-            SpecActorError: The controller did not shut down in order.
-        """
+        """End all actors of the run; raises SpecActorError if the controller did not shut down in order."""
         self.engine.close()
         self._ask("shutdown", deadline_s=SHUTDOWN_S)
 
@@ -203,7 +194,7 @@ class RunClient:
 
     def require_open(self) -> None:
         if self.closed:
-            raise InputError("this rollout is closed; start another one")
+            raise InputError(CLOSED)
 
     def require_no_stream(self, what: str) -> None:
         if self.engine.open_streams:
@@ -239,20 +230,30 @@ def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]:
+    """One row per actor: id, kind, phase, placement and counters. Ready actors are called for their counters; for one
+    that does not answer, those of the last health check are used. `ask` calls a method of the controller."""
+    rows: list[dict[str, Any]] = ask("status")
+    view: ClusterView = ask("view")
+    ready = {**view.verifiers, **{one.actor_id: one.handle for one in view.drafters if one.phase is Phase.READY}}
+    pings = {name: calls.start(handle, "ping", deadline_s=_PING_S, retry=False) for name, handle in ready.items()}
+    for actor in rows:
+        if actor["id"] in pings:
+            with contextlib.suppress(SpecActorError):
+                actor["counters"] = pings[actor["id"]].result()
+    return rows
+
+
+# The functions below are for another process of the cluster. `run` is the name of a run; None selects the only one.
+# `address` is `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
+# They return the name of the run, and one row per actor. Errors: ClusterError, InputError: no such cluster or run.
+
+
 def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:
-    """Set the number of draft actors of each method of a run.
-
-    Args:
-        run: Name of the run; None selects the only run of the cluster.
-        drafters: Method → number of draft actors; None selects the number automatically, by what pays.
-        address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
-
-    Returns:
-        Name of the run, and one row per actor, as the controller has them once it has begun to act on the request.
+    """Set the number of draft actors of each method; None selects it automatically, by what pays. Returns when the
+    controller has begun to act.
 
     Raises:
-        ClusterError: There is no such cluster.
-        InputError: There is no such run.
         ConfigError: The run has no such method, or a number is negative.
     """
     with _attached(run, address) as (name, ask, _):
@@ -268,33 +269,22 @@ def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str)
 def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | None]) -> bool:
     """Whether the wanted number of draft actors exists or is starting, and pending ones have a note with the reason."""
     for method, wanted in drafters.items():
-        mine = [row for row in rows if row["method"] == method]
-        mine = [row for row in mine if row["phase"] not in ("draining", "dead")]
+        mine = [one for one in rows if one["method"] == method and one["phase"] not in ("draining", "dead")]
         if wanted is not None and len(mine) != wanted:
             return False
-        if any(row["phase"] == "pending" and not row["note"] for row in mine):
+        if any(one["phase"] == "pending" and not one["note"] for one in mine):
             return False
     return True
 
 
 def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, Any]]]:
-    """Name of the run, and one row per actor; see `actors_status`.
-
-    Raises:
-        ClusterError: There is no such cluster.
-        InputError: There is no such run.
-    """
+    """See `actors_status`."""
     with _attached(run, address) as (name, ask, calls):
         return name, actors_status(ask, calls)
 
 
 def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the result of `status_of_run` every `interval_s` seconds until the run ends. Waits a minute for its start.
-
-    Raises:
-        ClusterError: There is no such cluster.
-        InputError: There is no such run.
-    """
+    """Yield the status every `interval_s` seconds until the run ends. Waits a minute for its start."""
     with contextlib.ExitStack() as held:
         name, ask, calls = _attach_soon(held, run, address)
         until = SYSTEM.now()
@@ -305,24 +295,6 @@ def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tupl
                 while (left := until - SYSTEM.now()) > 0.0:
                     SYSTEM.sleep(min(left, _LOOK_S))
                     ask("view", None)  # a private cluster ends soon after its run
-
-
-def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]:
-    """One row per actor: id, kind, phase, placement and counters. Ready actors are called for their counters; for one
-    that does not answer, those of the last health check are used.
-
-    Args:
-        ask: Calls a method of the controller and returns the answer.
-    """
-    rows: list[dict[str, Any]] = ask("status")
-    view: ClusterView = ask("view")
-    ready = {**view.verifiers, **{one.actor_id: one.handle for one in view.drafters if one.phase is Phase.READY}}
-    pings = {name: calls.start(handle, "ping", deadline_s=_PING_S, retry=False) for name, handle in ready.items()}
-    for actor in rows:
-        if actor["id"] in pings:
-            with contextlib.suppress(SpecActorError):
-                actor["counters"] = pings[actor["id"]].result()
-    return rows
 
 
 def _attach_soon(held: contextlib.ExitStack, run: str | None, address: str) -> tuple[str, Callable[..., Any], Calls]:

@@ -121,9 +121,8 @@ def trajectory_of(
     """Output of a request that has ended.
 
     Args:
-        entry: The request.
+        entry, request_id: The request, and its name for the caller.
         tokenizer: Decodes the output; there is no text without one.
-        request_id: Name of the request.
         place: Index of the prompt, and of the sample.
         prompt: The prompt as given.
         error: Reason why the request was never begun.

@@ -100,20 +100,10 @@ class Verifiers:
         """Start the time limits now."""
         self._controller_seen = self._verifier_seen = self._looked_at = self._clock.now()
 
-    # ---- verifiers that serve ----
-
     def refresh(self, unfinished: int) -> list[tuple[VerifierLink, Departure | None]]:
-        """Apply an arrived view, and request the next when it is due; never blocks.
-
-        Args:
-            unfinished: Number of requests that are lost if this fails.
-
-        Returns:
-            Verifiers that no longer serve, and the reason, if the controller has one.
-
-        Raises:
-            ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
-        """
+        """Apply an arrived view, and request the next when it is due; never blocks. Returns verifiers that serve no
+        longer, and the reason, if the controller has one. Raises ActorLostError, with the number of unfinished
+        requests, if the controller or all verifiers were gone for longer than allowed."""
         now, gone = self._clock.now(), []
         if now - self._looked_at > _VIEW_TIMEOUT_S:  # this process was delayed, not the others
             self._controller_seen = self._verifier_seen = now
@@ -145,8 +135,6 @@ class Verifiers:
                 self.links[name] = VerifierLink(name, handle, self._clock.now())
         return [(link, view.departed.get(link.verifier_id)) for link in gone]
 
-    # ---- calls to verifiers ----
-
     def submit(self, link: VerifierLink, requests: Sequence[TargetRequest]) -> None:
         """Hand requests to a verifier; see `failed_submits`."""
         wake = self.wake.set
@@ -177,8 +165,6 @@ class Verifiers:
             link.suspected_at = now
             logger.warning("verifier %s: %s", link.verifier_id, error)
             self.notify(self._controller, "suspect", link.verifier_id, str(error))
-
-    # ---- answers of verifiers ----
 
     def poll(self) -> None:
         """Keep a poll at every verifier."""
@@ -237,12 +223,8 @@ class Verifiers:
 
 
 class OutputSharing:
-    """Sends finished outputs to the lookups that other verifiers host, whose histories cover one verifier otherwise;
-    one batch at a time to each verifier. Lost outputs cost drafts only.
-
-    Each output goes to at most seven others, those of the same eight in the order of the ids, so that the driver sends
-    a bounded number of bytes per output.
-    """
+    """Sends finished outputs to the lookups that other verifiers host, one batch at a time to each verifier. Lost ones
+    cost drafts only. Each output goes to at most seven others, those of the same eight in the order of the ids."""
 
     def __init__(self, calls: Calls, links: Mapping[str, VerifierLink]) -> None:
         self._calls, self._links = calls, links
