@@ -1,15 +1,18 @@
-"""`status --watch` and runs that are only starting."""
+"""Calls to a run: `status --watch` of one that is starting, and the error of one whose controller is gone."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from specactor_ray.core.errors import ClusterError, InputError, NoRunError
+from specactor_ray.cluster.calls import Calls, RayTransport
+from specactor_ray.config.load import from_mapping
+from specactor_ray.core.errors import ActorLostError, ClusterError, InputError, NoRunError
 from specactor_ray.rollout import run_client
+from specactor_ray.rollout.run_client import RunClient
 
 
 class Clock:
@@ -62,3 +65,22 @@ def test_what_time_does_not_mend_is_an_error_at_once(found: list[Any], error: Ex
     with pytest.raises(type(error)), contextlib.ExitStack() as held:
         run_client._attach_soon(held, None, address)
     assert run_client.SYSTEM.now() == 0.0
+
+
+class LostTransport(RayTransport):
+    """The actor of every call is gone."""
+
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Any:
+        return object()
+
+    def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
+        return set(references)
+
+    def take(self, reference: Any, what: str = "the call") -> Any:
+        raise ActorLostError("its process ended")
+
+
+def test_a_lost_controller_is_called_so() -> None:
+    client = RunClient(from_mapping({"target": {"model": "m"}, "mode": "plain"}), "controller", Calls(LostTransport()))
+    with pytest.raises(ActorLostError, match=r"the controller of the run is gone: its process ended"):
+        client.status()
