@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.files import cache_dir
-from specactor_ray.models.builtin import quiet_transformers
-from specactor_ray.models.cache import cached_dir
+from specactor_ray.models.builtin import cached_dir, quiet_transformers
 
 VOCAB_SIZE = 512
 CONTEXT = 512
@@ -261,7 +260,7 @@ def _eagle_examples() -> list[Any]:
     from specactor_ray.distill.eagle import EagleExample
     from specactor_ray.models.loading import load_model
     from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
-    from specactor_ray.models.wire import from_wire
+    from specactor_ray.models.weight_buckets import from_wire
     from specactor_ray.target.base import TargetRequest
     from specactor_ray.target.hf import HfEngine
 

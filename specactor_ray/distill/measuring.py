@@ -20,7 +20,7 @@ from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.evaluation import replay
 from specactor_ray.distill.rollouts import Corpus
 from specactor_ray.draft.registry import build_proposer
-from specactor_ray.models.loading import describes_head
+from specactor_ray.models.checkpoint_files import describes_head
 
 if TYPE_CHECKING:
     from specactor_ray.draft.eagle.head import EagleHeadConfig

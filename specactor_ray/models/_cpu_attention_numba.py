@@ -12,8 +12,9 @@ import numba
 import numpy as np
 
 from specactor_ray.core.jit import c_function, kernel
-from specactor_ray.models import lanes
-from specactor_ray.models.lanes import BFLOAT16, FLOAT16, FLOAT32, LANES, SIZE, add_product, load, splat, store, widen
+from specactor_ray.models import lane_functions, lanes
+from specactor_ray.models.lane_functions import exp, narrow, rotate, tanh, widen
+from specactor_ray.models.lanes import BFLOAT16, FLOAT16, FLOAT32, LANES, SIZE, add_product, load, splat, store
 from specactor_ray.models.openmp import padded
 
 BLOCK = 64
@@ -23,7 +24,7 @@ TILE = 32
 _FEW = 8
 """Number of rows up to which each strip of rows reads values from their pages, instead of once into float32."""
 
-_jit: Any = kernel(sources=[lanes])
+_jit: Any = kernel(sources=[lanes, lane_functions])
 
 
 _FIELDS = (
@@ -61,7 +62,7 @@ def _weigh(scores: Any, first: Any, end: Any, scaling: Any, softcap: Any, top: A
     for i in range(begin, end, LANES):
         x = load(scores + 4 * i) * scaling
         if softcap > np.float32(0):
-            x = lanes.tanh(x / softcap) * softcap
+            x = tanh(x / softcap) * softcap
         x = lanes.within(x, first - i, end - i)
         store(x, scores + 4 * i)
         best = lanes.maximum(best, x)
@@ -69,7 +70,7 @@ def _weigh(scores: Any, first: Any, end: Any, scaling: Any, softcap: Any, top: A
     base = top if top > np.float32(-np.inf) else np.float32(0)
     sums = splat(0.0)
     for i in range(begin, end, LANES):
-        x = lanes.exp(load(scores + 4 * i) - base)
+        x = exp(load(scores + 4 * i) - base)
         store(x, scores + 4 * i)
         sums = sums + x
     return top, base, lanes.total(sums)
@@ -216,7 +217,7 @@ def _read(call: Any, scratch: Any, head: Any, at: Any, count: Any, first: Any, e
             for m in range(i * group, (i + 1) * group):
                 old = lanes.float32_at(tops + 4 * m)
                 top, base, weight = _weigh(scores + 4 * m * BLOCK, low, high, call.scaling, call.softcap, old)
-                fade = lanes.first_lane(lanes.exp(splat(old - base)))
+                fade = lanes.first_lane(exp(splat(old - base)))
                 lanes.set_float32(top, tops + 4 * m)
                 lanes.set_float32(lanes.float32_at(totals + 4 * m) * fade + weight, totals + 4 * m)
                 if fade != np.float32(1):
@@ -263,7 +264,7 @@ def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first:
                 angles = token * call.angle_token
                 widen(call.cos + angles, 0, call.angle_kind, 1, call.angles, cos, width)
                 widen(call.sin + angles, 0, call.angle_kind, 1, call.angles, sin, width)
-            lanes.rotate(query + 4 * i * width, cos, sin, call.angles)
+            rotate(query + 4 * i * width, cos, sin, call.angles)
         top, weight = np.float32(-np.inf), np.float32(0)
         if call.sinks != 0:
             top, weight = lanes.float32_at(call.sinks + 4 * which), np.float32(1)
@@ -283,10 +284,10 @@ def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first:
         token, which = lanes.int64_at(tokens, i // group), head * group + i % group
         target = call.output + (token * call.heads + which) * call.value_dim * SIZE[call.query_kind]
         divisor = lanes.float32_at(totals + 4 * i)
-        lanes.narrow(sums + 4 * i * value_width, divisor, call.query_kind, call.value_dim, target)
+        narrow(sums + 4 * i * value_width, divisor, call.query_kind, call.value_dim, target)
 
 
-@c_function(numba.from_dtype(CALL), sources=[lanes])
+@c_function(numba.from_dtype(CALL), sources=[lanes, lane_functions])
 def attend(address: Any) -> None:
     """Run a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
     call, tickets = numba.carray(address, 1)[0], lanes.address_of(address)

@@ -13,13 +13,14 @@ import numpy as np
 from numba import types
 
 from specactor_ray.core.jit import c_function
-from specactor_ray.models import lanes
-from specactor_ray.models.lanes import LANES, SIZE, load_kind, narrow, rotate, splat, store_kind, take_ticket, widen
+from specactor_ray.models import lane_functions, lanes
+from specactor_ray.models.lane_functions import exp, load_kind, narrow, rotate, store_kind, widen
+from specactor_ray.models.lanes import LANES, SIZE, splat, take_ticket
 
 BLOCK = 32
 """Rows, or vectors of 16 numbers, that a thread takes at a time."""
 
-_function: Any = c_function(types.int64, sources=[lanes])
+_function: Any = c_function(types.int64, sources=[lanes, lane_functions])
 
 
 @_function
@@ -57,7 +58,7 @@ def silu_gate(address: Any) -> None:
         for at in range(begin * step, min(begin + BLOCK, vectors) * step, step):
             x = load_kind(gate + at, kind)
             # Of exp(-|x|), which cannot overflow: 1 / (1 + e) for x >= 0, e / (1 + e) below.
-            e = lanes.exp(lanes.with_sign(x, splat(-1.0)))
+            e = exp(lanes.with_sign(x, splat(-1.0)))
             share = one / (one + e)
             share = lanes.where_below(x, 0.0, e * share, share)
             store_kind(x * share * load_kind(up + at, kind), gate + at, kind)

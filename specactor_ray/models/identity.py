@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.config.schema import DrafterConfig
-from specactor_ray.models.loading import load_model_config, read_config
+from specactor_ray.models.checkpoint_files import read_config
+from specactor_ray.models.loading import load_model_config
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
 _NOT_THE_METHOD = (

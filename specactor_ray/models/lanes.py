@@ -1,4 +1,4 @@
-"""16 float32 numbers as one value of compiled code: operations on it and functions made of them.
+"""16 float32 numbers as one value of compiled code: operations on it, and products of matrices.
 
 Numba compiles the CPU kernels (`_cpu_attention_numba`, `_cpu_layers_numba`) but has no such type. This module adds one,
 `_lanes`, which is in a vector register (AVX-512) or in two halves (AVX2), with + - * / on it and on float32.
@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -387,100 +386,3 @@ def add_product(a: Any, a_stride: Any, b: Any, b_stride: Any, half: Any, c: Any,
         add_strip(a, a_stride, b, b_stride, half, c, c_stride, 4, columns, first, end)
         a, c, rows = a + 4 * a_stride, c + 4 * c_stride, rows - 4
     add_strip(a, a_stride, b, b_stride, half, c, c_stride, rows, columns, first, end)
-
-
-# --- functions of lanes and rows ----------------------------------------------------------------------------------
-
-
-@_jit
-def load_kind(address: Any, kind: Any) -> Any:
-    if kind == BFLOAT16:
-        return load_bfloat16(address)
-    if kind == FLOAT16:
-        return load_float16(address)
-    return load(address)
-
-
-@_jit
-def store_kind(value: Any, address: Any, kind: Any) -> None:
-    if kind == BFLOAT16:
-        store_bfloat16(value, address)
-    elif kind == FLOAT16:
-        store_float16(value, address)
-    else:
-        store(value, address)
-
-
-@_jit
-def widen(source: Any, stride: Any, kind: Any, rows: Any, count: Any, target: Any, width: Any) -> None:
-    """Rows of `count` numbers of a kind become rows of `width` float32; zeros fill up the last 16 of a row."""
-    whole, room = count // LANES * LANES, spare()
-    for r in range(rows):
-        begin, to = source + r * stride, target + 4 * r * width
-        if kind == BFLOAT16:
-            for i in range(0, whole, LANES):
-                store(load_bfloat16(begin + 2 * i), to + 4 * i)
-        elif kind == FLOAT16:
-            for i in range(0, whole, LANES):
-                store(load_float16(begin + 2 * i), to + 4 * i)
-        else:
-            for i in range(0, whole, LANES):
-                store(load(begin + 4 * i), to + 4 * i)
-        if whole < count:
-            store(splat(0.0), room)
-            copy(begin + SIZE[kind] * whole, room, SIZE[kind] * (count - whole))
-            store(load_kind(room, kind), to + 4 * whole)
-
-
-@_jit
-def narrow(source: Any, scale: Any, kind: Any, count: Any, target: Any) -> None:
-    """`count` float32 numbers, each divided by `scale`, become numbers of a kind."""
-    size, whole, room = SIZE[kind], count // LANES * LANES, spare()
-    for i in range(0, whole, LANES):
-        store_kind(load(source + 4 * i) / scale, target + size * i, kind)
-    if whole < count:
-        store_kind(load(source + 4 * whole) / scale, room, kind)
-        copy(room, target + size * whole, size * (count - whole))
-
-
-@_jit
-def exp(x: Any) -> Any:
-    """exp of x <= 0, relative error below 2e-7; 0 under e^-87, NaN of NaN."""
-    shift = splat(1.5 * 2.0**23 + 127)
-    shifted = fma(x, splat(1.4426950408889634), shift)  # log2(e)
-    k = shifted - shift
-    r = fma(k, splat(-0.693359375), x)  # log(2) in two parts
-    r = fma(k, splat(2.12194440e-4), r)
-    p = splat(1 / 5040)
-    p = fma(p, r, splat(1 / 720))
-    p = fma(p, r, splat(1 / 120))
-    p = fma(p, r, splat(1 / 24))
-    p = fma(p, r, splat(1 / 6))
-    p = fma(p, r, splat(1 / 2))
-    p = fma(p, r, splat(1.0))
-    p = fma(p, r, splat(1.0))
-    return where_below(x, -87.0, splat(0.0), p * power_of_two(shifted))
-
-
-@_jit
-def tanh(x: Any) -> Any:
-    e = exp(with_sign(x * np.float32(2), splat(-1.0)))
-    one = np.float32(1)
-    return with_sign((one - e) / (one + e), x)
-
-
-@_jit
-def rotate(row: Any, cos: Any, sin: Any, dim: Any) -> None:
-    """Rotate the pairs (i, i + dim / 2) of a float32 row in place; `cos` and `sin` are float32 rows of `dim`."""
-    half = dim // 2
-    whole = half // LANES * LANES
-    for i in range(0, 4 * whole, 4 * LANES):
-        j = i + 4 * half
-        x, y = load(row + i), load(row + j)
-        store(x * load(cos + i) - y * load(sin + i), row + i)
-        store(y * load(cos + j) + x * load(sin + j), row + j)
-    for i in range(4 * whole, 4 * half, 4):
-        j = i + 4 * half
-        x, y = float32_at(row + i), float32_at(row + j)
-        set_float32(np.float32(x * float32_at(cos + i)) - np.float32(y * float32_at(sin + i)), row + i)
-        set_float32(np.float32(y * float32_at(cos + j)) + np.float32(x * float32_at(sin + j)), row + j)

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.environment import fitting_dtype
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.json_text import MOST_BYTES, parse_json, read_foreign
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
+from specactor_ray.models.checkpoint_files import check_model_dir, reject_endless_parts, require_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -29,13 +29,8 @@ if TYPE_CHECKING:
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 HUB_TIMEOUT_S = 4.0
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 """Hugging Face id, with a commit, tag or branch after the `@`."""
-_PARTS = re.compile(r"(layers?|blocks|experts)$")
-"""Keys of `config.json` with counts of parts that are built one by one."""
-_MOST_PARTS = 1 << 12
 
 
 def resolve_model(name: str) -> Path | str:
@@ -72,31 +67,6 @@ def require_model(name: str) -> Path | None:
     if not hub_reachable():
         raise ModelLoadError(_unreachable(name))
     return None
-
-
-def require_head(folder: Path) -> Path:
-    """The folder of an EAGLE head.
-
-    Raises:
-        ModelLoadError: The folder has no configuration, or that of a model.
-    """
-    if not (folder / "config.json").is_file():
-        raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
-    if not describes_head(folder):
-        raise ModelLoadError(
-            f"{folder / 'config.json'} does not describe an EAGLE-3 head (no draft_vocab_size). Fix: name the "
-            "directory of a head, or use method: draft_model if this is a model."
-        )
-    return folder
-
-
-def describes_head(folder: Path) -> bool:
-    """Whether the `config.json` in a directory is that of an EAGLE head, of either format, and not that of a model.
-
-    Raises:
-        ModelLoadError: There is none, or it cannot be read.
-    """
-    return not {"draft_vocab_size", "speculators_model_type"}.isdisjoint(read_config(folder))
 
 
 def _is_builtin(name: str) -> bool:
@@ -186,7 +156,7 @@ def _read_model_config(source: Path | str, access: dict[str, Any]) -> Pretrained
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(source, str):  # that of a directory was checked when it was found
-        _reject_endless_parts(source, PretrainedConfig.get_config_dict(source, **access)[0])
+        reject_endless_parts(source, PretrainedConfig.get_config_dict(source, **access)[0])
     return AutoConfig.from_pretrained(source, **access)
 
 
@@ -274,103 +244,6 @@ def parse_dtype(name: str, on_gpu: bool = False) -> torch.dtype:
     if name not in DTYPE_NAMES:
         raise ModelLoadError(f"{name!r} is no data type for weights. Fix: use one of {', '.join(DTYPE_NAMES)}.")
     return getattr(torch, name)
-
-
-def check_model_dir(path: Path) -> list[Path]:
-    """All weight files of a directory with a configuration; files without an end, such as devices, are refused.
-
-    Raises:
-        ModelLoadError: A file is missing or not a regular file; the message names it.
-    """
-    _reject_endless_files(path)
-    read_config(path)
-    return weight_files(path)
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The weight files of a directory, all files of its index.
-
-    Raises:
-        ModelLoadError: A file is missing, there are none, or a file has no end; the message names it.
-    """
-    _reject_endless_files(path)
-    shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}
-    missing = sorted(shard for shard in shards if not (path / shard).is_file())
-    if missing:
-        raise ModelLoadError(f"The model directory {path} lacks the weight files {', '.join(missing)}. {_COPY_AGAIN}")
-    files = [path / shard for shard in sorted(shards)]
-    files = files or sorted(found for pattern in _WEIGHT_FILES for found in path.glob(pattern))
-    if not files:
-        raise ModelLoadError(f"The model directory {path} has no weights (model.safetensors). {_COPY_AGAIN}")
-    return files
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Contents of `config.json` in a directory.
-
-    Raises:
-        ModelLoadError: There is none, or it cannot be read.
-    """
-    file = path / "config.json"
-    if not file.is_file():
-        raise ModelLoadError(f"The model directory {path} has no config.json. {_COPY_AGAIN}")
-    try:
-        facts = parse_json(read_foreign(file))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{file} is not valid JSON: {error}. {_COPY_AGAIN}") from error
-    if not isinstance(facts, dict):
-        raise ModelLoadError(f"{file} is not valid: it holds no keys. {_COPY_AGAIN}")
-    _reject_endless_parts(path, facts)
-    return facts
-
-
-def _reject_endless_files(path: Path) -> None:
-    """Refuse files other than regular ones: transformers opens any with the right name, and a FIFO or a device never
-    ends."""
-    for file in path.iterdir():
-        if file.is_fifo() or file.is_char_device() or file.is_block_device() or file.is_socket():
-            raise ModelLoadError(f"{file} is not a regular file. {_COPY_AGAIN}")
-        if file.suffix == ".json" and file.is_file() and file.stat().st_size > MOST_BYTES:
-            raise ModelLoadError(f"{file} is larger than {MOST_BYTES >> 20} MiB. {_COPY_AGAIN}")
-
-
-def _reject_endless_parts(where: Path | str, facts: Any) -> None:
-    """Refuse huge counts of layers, which are built one by one before their size is checked."""
-    if not isinstance(facts, dict):
-        return
-    for key, value in facts.items():
-        if isinstance(value, int) and value > _MOST_PARTS and _PARTS.search(str(key)):
-            raise ModelLoadError(
-                f"{where}: {key} is {value!s:.20} in config.json, and at most {_MOST_PARTS} are built. {_COPY_AGAIN}"
-            )
-        _reject_endless_parts(where, value)
-
-
-_COPY_AGAIN = "Fix: name the directory that `save_pretrained` wrote, or copy the missing files into it."
-
-
-def _shards_of(index: Path) -> set[str]:
-    if not index.is_file():
-        return set()
-    try:
-        return set(parse_json(read_foreign(index))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index} is not an index of weight files: {error!r}. Fix: copy it again.") from error
-
-
-def require_tokenizer(name: str) -> None:
-    """Refuse a directory without tokenizer files.
-
-    Raises:
-        ModelLoadError: It has none.
-    """
-    path = Path(name).expanduser()
-    wanted = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if path.is_dir() and not any((path / file).is_file() for file in wanted):
-        raise ModelLoadError(
-            f"The model directory {name} has no tokenizer (tokenizer.json). Fix: save the tokenizer into it with "
-            "`tokenizer.save_pretrained`."
-        )
 
 
 def _reject_incomplete_weights(name: str, info: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from specactor_ray.core.errors import InputError, did_you_mean
-from specactor_ray.models.loading import load_model, parse_dtype, weight_files
+from specactor_ray.models.checkpoint_files import weight_files
+from specactor_ray.models.loading import load_model, parse_dtype
 from specactor_ray.models.weight_buckets import WeightBucket, pack_as_they_come
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path

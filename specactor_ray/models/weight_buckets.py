@@ -1,6 +1,6 @@
 """Transport of weights from the trainer to actors: a few large byte arrays instead of hundreds of tensors.
 
-An object store passes byte arrays without a copy, in any dtype.
+An object store passes byte arrays without a copy, in any dtype. numpy has no bfloat16, so its bits are sent as int16.
 """
 
 from __future__ import annotations
@@ -84,3 +84,15 @@ def unpack(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
     for name, shape, offset in zip(bucket.names, bucket.shapes, bucket.offsets, strict=True):
         count = int(np.prod(shape, dtype=np.int64))
         yield name, data[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def to_wire(tensor: torch.Tensor) -> np.ndarray:
+    """`(n, width)` float32, float16 or bfloat16, on any device → a new array."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def from_wire(array: np.ndarray) -> torch.Tensor:
+    """The tensor of an array, read-only if the array is."""
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor

@@ -22,14 +22,8 @@ from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.environment import count_gpus
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.models.cache_size import BLOCK_TOKENS, GIB, context_of, itemsize_of, key_value_heads, token_bytes
-from specactor_ray.models.loading import (
-    describes_head,
-    load_model_config,
-    load_tokenizer,
-    read_config,
-    require_head,
-    require_model,
-)
+from specactor_ray.models.checkpoint_files import describes_head, read_config, require_head
+from specactor_ray.models.loading import load_model_config, load_tokenizer, require_model
 from specactor_ray.plan.profile import load_profile
 from specactor_ray.rollout.memory import require_memory, with_cache
 from specactor_ray.rollout.planning import idle_cores, resolve, trainer_cores

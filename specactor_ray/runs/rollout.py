@@ -22,7 +22,8 @@ from specactor_ray.core.files import write_json
 from specactor_ray.core.heartbeat import Heartbeat, elapsed
 from specactor_ray.core.phase_progress import ProgressState, rollout_progress
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
-from specactor_ray.models.loading import load_tokenizer, require_tokenizer
+from specactor_ray.models.checkpoint_files import require_tokenizer
+from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts

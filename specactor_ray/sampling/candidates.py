@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specactor_ray.core.jit import kernel
-from specactor_ray.sampling import keyed
+from specactor_ray.sampling import keyed, noise
 from specactor_ray.sampling import numba as base
 from specactor_ray.sampling.keyed import Backend
+from specactor_ray.sampling.noise import perturbed, threefry2x32
 from specactor_ray.sampling.rules import Rules, SamplingBatch
 
 if TYPE_CHECKING:
     import torch
 
-_jit: Any = kernel(sources=(base,))
+_jit: Any = kernel(sources=(base, noise))
 MOST = 5
 """Most candidates per draw."""
 
@@ -68,23 +69,15 @@ def candidates(
     name = keyed.fitting(logits, most) if backend == "auto" else backend
     if ids is not None and (name != "numba" or len(ids) != logits.shape[1]):
         raise ValueError(f"{len(ids)} ids for {logits.shape[1]} logits and backend {name}")
-    if name == "numba" or not n:
-        tokens, gaps = np.full((n, most), -1, np.int32), np.full(n, np.inf, np.float32)
-        x = logits.cpu().float().contiguous().numpy()
-        _rank_rows(x, x.view(np.int32), positions, slots, rules.table, _ALL if ids is None else ids, tokens, gaps)
-        return Candidates(tokens, gaps)
-    if name == "triton":
+    if name == "triton" and n:
         from specactor_ray.sampling import fused
 
-        return unpacked(
-            fused.verify_on_host(SamplingBatch(logits, rows, none, none[:0], 1, positions, slots, rules, most)), most
-        )
-    from specactor_ray.sampling import torch as torch_kernels
-
-    table = rules.table[slots]
-    tokens, gaps = torch_kernels.rank_batch(logits, table, positions + table["base"], most)
-    with np.errstate(over="ignore"):  # a gap to a token that is masked by the lowest float
-        return Candidates(np.ascontiguousarray(tokens, np.int32), gaps.astype(np.float32))
+        batch = SamplingBatch(logits, rows, none, none[:0], 1, positions, slots, rules, most)
+        return unpacked(fused.verify_on_host(batch), most)
+    tokens, gaps = np.full((n, most), -1, np.int32), np.full(n, np.inf, np.float32)
+    x = logits.cpu().float().contiguous().numpy()
+    _rank_rows(x, x.view(np.int32), positions, slots, rules.table, _ALL if ids is None else ids, tokens, gaps)
+    return Candidates(tokens, gaps)
 
 
 def candidates_on_device(
@@ -105,7 +98,7 @@ def candidates_on_device(
         from specactor_ray.sampling import fused
 
         if keyed.fitting(logits, most) != "triton":
-            raise RuntimeError("sampling uses torch operations")
+            raise RuntimeError("sampling runs on the host")
         order = torch.arange(n, device=logits.device)
         none = torch.zeros(n + 1, dtype=torch.int64, device=logits.device)
         return fused.verify(logits, order, none, none[:1], 0, positions, order, rules, most)
@@ -148,7 +141,7 @@ def _hash_tokens(key: Any, ids: Any, gap: Any) -> None:
     """`_hash_block` of these tokens."""
     k0, k1, position = key
     for i in range(len(ids)):
-        x0, _ = base.threefry2x32(k0, k1, ids[i], position)
+        x0, _ = threefry2x32(k0, k1, ids[i], position)
         gap[i] = np.float32(np.int32(np.uint32(~x0) >> np.uint32(1)))
 
 
@@ -186,7 +179,7 @@ def _rank_row(x: Any, bits: Any, key: Any, rule: Any, scratch: Any, ids: Any, sc
             if gap[i] > np.float32(e[i] * bar) or not base._kept(x[v], v, cut[0], cut[1]) or x[v] == -np.inf:
                 continue
             token = np.int64(ids[v]) if len(ids) else v
-            score = base._score(x[v], token, key, temperature)
+            score = perturbed(x[v], token, key, temperature)
             if score > scores[-1]:
                 _insert(score, token, scores, tokens)
                 bar = base._bar(m, temperature, scores[-1])

@@ -31,9 +31,9 @@ import numpy as np
 
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.fallbacks import fall_back
-from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import numba as kernels
+from specactor_ray.sampling.noise import fill_gumbel
 from specactor_ray.sampling.rules import Rules, SamplingBatch
 
 if TYPE_CHECKING:  # lookups draw noise without torch
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # lookups draw noise without torch
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "numba", "torch", "triton"]
+Backend = Literal["auto", "numba", "triton"]
 
 _PROBLEMS = {
     kernels.ERR_NAN: "logits contain NaN",
@@ -117,7 +117,7 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
         position: Output position, in [0, 2**32).
     """
     out = np.empty(vocab_size, np.float32)
-    kernels.fill_gumbel((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32), np.uint32(position)), out)
+    fill_gumbel((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32), np.uint32(position)), out)
     return out
 
 
@@ -136,7 +136,7 @@ def sample_rows(
         params: N; seed, temperature, top_k and top_p are used.
         positions: N output positions of the tokens.
         record_margins: Also return the perturbed top-2 margins.
-        backend: "auto" takes numba for CPU tensors, triton on CUDA, torch elsewhere; all give the same tokens.
+        backend: "auto" takes triton on CUDA, else numba on the host; both give the same tokens.
 
     Raises:
         SamplingError: Logits of a row hold NaN or +inf, or are all -inf.
@@ -184,7 +184,7 @@ def verify_arrays(
         slots: int64 (n,): the request's slot in `rules`.
         rules: Sampling rules of the slots.
         record_margins: Also compute the perturbed top-2 margins.
-        backend: "auto" takes numba for CPU tensors, triton on CUDA, torch elsewhere; all give the same tokens.
+        backend: "auto" takes triton on CUDA, else numba on the host; both give the same tokens.
 
     Raises:
         ValueError: Shapes, dtype or positions do not fit.
@@ -198,7 +198,7 @@ def verify_arrays(
         from specactor_ray.sampling import fused
 
         return Found(fused.verify_on_host(batch))
-    return Found(_run_numba(batch) if name == "numba" else _run_torch(batch))
+    return Found(_run_numba(batch))
 
 
 def warm_up(
@@ -242,48 +242,19 @@ def longest(
 
 
 def _run_numba(batch: SamplingBatch) -> np.ndarray:
-    x, packed = batch.logits.cpu().float().contiguous().numpy(), _unfilled(batch)
-    tails = (batch.offsets, batch.tail_offsets, np.asarray(batch.drafts, np.int32))
+    x, drafts = batch.logits.cpu().float().contiguous().numpy(), batch.drafts
+    packed = np.full((len(batch.slots), 2 + 3 * batch.width), -1, np.int64)
+    if not isinstance(drafts, np.ndarray):
+        drafts = drafts.cpu().numpy()
+    tails = (batch.offsets, batch.tail_offsets, drafts.astype(np.int32, copy=False))
     out, margins = (packed, packed.view(np.float64)), batch.ranks > 1
     kernels.verify_batch(x, x.view(np.int32), *tails, batch.positions, batch.slots, batch.rules.table, margins, out)
     return packed
 
 
-def _run_torch(batch: SamplingBatch) -> np.ndarray:
-    """Sample all rows at once, then compare them with the tails on the host."""
-    import torch
-
-    from specactor_ray.sampling import torch as torch_kernels
-
-    logits, drafts, lengths = batch.logits, batch.drafts, np.diff(batch.tail_offsets)
-    rules, packed = batch.rules.table[batch.slots], _unfilled(batch)
-    rows = torch.from_numpy(places(batch.offsets, 1 + lengths)).to(logits.device)
-    positions = places(batch.positions + rules["base"], 1 + lengths)
-    sampled = torch_kernels.sample_batch(logits[rows], np.repeat(rules, 1 + lengths), positions, batch.ranks > 1)
-    column, found = np.arange(batch.width), Found(packed)
-    first = batch.tail_offsets[:-1] + np.arange(len(lengths))
-    at = first[:, None] + np.minimum(column, lengths[:, None])
-    tokens, logprobs, margins, statuses = (values[at] for values in sampled)
-    tails = np.full(at.shape, -1)
-    tails[column < lengths[:, None]] = drafts.cpu().numpy() if isinstance(drafts, torch.Tensor) else drafts
-    right = np.logical_and.accumulate((statuses == kernels.OK) & (tails == tokens), axis=1).sum(axis=1)
-    packed[:, 1] = np.take_along_axis(statuses, right[:, None], axis=1)[:, 0]
-    packed[:, 0] = right + (packed[:, 1] == kernels.OK)
-    counted = column < packed[:, :1]
-    for columns, values in ((found.tokens, tokens), (found.logprobs, logprobs), (found.margins, margins)):
-        columns[counted] = values[counted]
-    return packed
-
-
-def _unfilled(batch: SamplingBatch) -> np.ndarray:
-    return np.full((len(batch.slots), 2 + 3 * batch.width), -1, np.int64)
-
-
 def fitting(logits: torch.Tensor, ranks: int) -> str:
     """The backend of "auto"; `ranks`: see `Batch`."""
-    if logits.device.type == "cpu":
-        return "numba"
-    return "triton" if _fused_is_exact(logits.device, logits.dtype, ranks) else "torch"
+    return "triton" if _fused_is_exact(logits.device, logits.dtype, ranks) else "numba"
 
 
 @functools.cache
@@ -295,8 +266,8 @@ def _fused_is_exact(device: torch.device, dtype: torch.dtype, ranks: int) -> boo
         from specactor_ray.sampling.fused import difference
 
         problem = difference(device, dtype, ranks)
-    except Exception as error:  # noqa: BLE001 - without triton, a compiler or a driver torch samples the same tokens
+    except Exception as error:  # noqa: BLE001 - without triton, a compiler or a driver the host samples the same tokens
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem:
-        fall_back(logger, f"Sampling on {device} uses torch operations, many times slower than Triton's: {problem}")
+        fall_back(logger, f"Sampling copies all logits from {device} to the host, far slower: {problem}")
     return not problem

@@ -19,6 +19,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from specactor_ray.sampling import noise
 from specactor_ray.sampling import numba as kernels
 
 RULE_FIELDS = 5
@@ -35,7 +36,7 @@ _MAX_LOGIT = tl.constexpr(kernels.MAX_LOGIT)
 _OK, _NAN, _POS_INF = tl.constexpr(kernels.OK), tl.constexpr(kernels.ERR_NAN), tl.constexpr(kernels.ERR_POS_INF)
 _ALL_NEG_INF, _TOO_LARGE = tl.constexpr(kernels.ERR_ALL_NEG_INF), tl.constexpr(kernels.ERR_TOO_LARGE)
 _MASS_UNIT = tl.constexpr(kernels.MASS_UNIT)
-_LN2, _SQRT2, _LOG2E = tl.constexpr(kernels._LN2), tl.constexpr(kernels._SQRT2), tl.constexpr(1.4426950408889634)
+_LN2, _SQRT2, _LOG2E = tl.constexpr(noise.LN2), tl.constexpr(noise.SQRT2), tl.constexpr(1.4426950408889634)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 _LOWEST = tl.constexpr(-3e38)  # of y, where float32 overflows: finite logits stay candidates
 _SLACK_BITS = tl.constexpr(1e-3)  # of the bound, absolute: its roundings near the winner add up to less than 4e-5

@@ -17,7 +17,7 @@ from specactor_ray.core.console import say
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.heartbeat import Heartbeat, elapsed
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
-from specactor_ray.models.loading import require_tokenizer
+from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.key import read_key

@@ -81,7 +81,7 @@ class States(NamedTuple):
     lengths: np.ndarray
     """int32 `(n,)`: states of each row, at least 1."""
     states: np.ndarray
-    """`(sum(lengths), layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/wire.py`)."""
+    """`(sum(lengths), layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/weight_buckets.py`)."""
 
     def split(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """Row, first position and a copy of the states, row by row."""

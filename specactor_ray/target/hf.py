@@ -20,7 +20,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import begins, enlarged, places
 from specactor_ray.core.types import TopTokens
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.models.wire import to_wire
+from specactor_ray.models.weight_buckets import to_wire
 from specactor_ray.sampling.keyed import Found, verify_arrays, warm_up
 from specactor_ray.sampling.probable import logprobs_of, most_probable
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest

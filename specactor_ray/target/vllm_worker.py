@@ -22,7 +22,7 @@ from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import HEAD_INPUT
-from specactor_ray.models.wire import to_wire
+from specactor_ray.models.weight_buckets import to_wire
 from specactor_ray.sampling.keyed import verify_arrays, warm_up
 from specactor_ray.sampling.probable import most_probable
 from specactor_ray.sampling.rules import Rules

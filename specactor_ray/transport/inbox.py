@@ -43,7 +43,7 @@ _MAX_NUMBER = 1 << 31
 _MAX_SECONDS = 1.0e6
 _INT32 = np.dtype(np.int32)
 _STATES = (np.float32, np.float16, np.int16)
-"""Types of hidden states, see `models/wire.py`."""
+"""Types of hidden states, see `models/weight_buckets.py`."""
 _ANY_TOKEN = 1 << 31
 """Limit of token ids where the vocabulary is unknown."""
 

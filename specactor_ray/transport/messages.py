@@ -23,7 +23,7 @@ class Features:
     begin: int
     """Sequence position of the first one; 0 is the first token of the prompt."""
     states: Any
-    """numpy `(n, layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/wire.py`)."""
+    """numpy `(n, layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/weight_buckets.py`)."""
 
     @property
     def end(self) -> int:

@@ -18,7 +18,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_eos_token_ids
 from specactor_ray.models.ragged_model import HEAD_INPUT
-from specactor_ray.models.wire import from_wire
+from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.vllm import VllmEngine
 from specactor_ray.target.vllm_bridge import CoreSettings

@@ -23,7 +23,7 @@ _RANKS = {"tokens": 1, "margins": 2, "candidates": MOST}
 def measure_triton(stage: Stage) -> None:
     """Fill `different`: per vocabulary, dtype and results how 64 rows of all temperatures and filters differ from
     numba's, empty if they do not. Then a point per number of rows: ms of the kernels alone by rule, and with candidates
-    at T=1, and GB/s of logits that they read; of the package's call at T=1, with tokens to the host; of the torch form;
+    at T=1, and GB/s of logits that they read; of the package's call at T=1, with tokens to the host; of the host form;
     and peak GB above the logits. Raises RuntimeError where a token or a margin differs."""
     settings, different, reason = stage.settings, dict[str, str](), _why_not(stage.settings.device)
     warm_up()
@@ -51,7 +51,7 @@ def measure_triton(stage: Stage) -> None:
     else:
         stage.entry["figures"]["different"] = different
         stage.each(itertools.product(settings.sampler_vocabs, _DTYPES, _RANKS), compare)
-    forms = [*([] if reason else (*_RULES, "candidates")), "product", "torch"]
+    forms = [*([] if reason else (*_RULES, "candidates")), "product", "host"]
     stage.each(itertools.product(settings.sampler_rows, forms), measure)
     if wrong := [f"{name}: {found}" for name, found in different.items() if found]:
         raise RuntimeError("; ".join(wrong))
@@ -67,9 +67,9 @@ def _why_not(device: str) -> str:
 
 def _call(logits: torch.Tensor, form: str) -> Callable[[], object]:
     n = len(logits)
-    if form in ("product", "torch"):
+    if form in ("product", "host"):
         params = [SamplingParams(seed=row) for row in range(n)]
-        return lambda: sample_rows(logits, params, range(n), backend="torch" if form == "torch" else "auto")
+        return lambda: sample_rows(logits, params, range(n), backend="numba" if form == "host" else "auto")
     from specactor_ray.sampling.fused import verify
 
     rules, index = Rules(n, logits.device), torch.arange(n, device=logits.device)

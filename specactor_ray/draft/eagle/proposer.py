@@ -29,7 +29,7 @@ from specactor_ray.draft.footprint import head_text
 from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.ragged_attention import to_device
-from specactor_ray.models.wire import from_wire
+from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.transport.messages import Features
 
 

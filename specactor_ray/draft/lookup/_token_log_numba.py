@@ -24,8 +24,8 @@ import numpy as np
 from specactor_ray.core.jit import kernel
 from specactor_ray.draft import _mirror_numba
 from specactor_ray.draft._mirror_numba import Lines
-from specactor_ray.sampling import numba as sampling_numba
-from specactor_ray.sampling.numba import keyed_gumbel
+from specactor_ray.sampling import noise
+from specactor_ray.sampling.noise import keyed_gumbel
 
 TOKEN, BACK, NEXT, GROUP, LINKS = 0, 1, 2, 3, 4
 CONTEXT_ONLY = ALL = -1
@@ -39,7 +39,7 @@ DOUBT = 0.5
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
 
-_jit: Any = kernel(sources=(_mirror_numba, sampling_numba))
+_jit: Any = kernel(sources=(_mirror_numba, noise))
 
 
 class Log(NamedTuple):

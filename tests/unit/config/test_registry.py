@@ -16,7 +16,7 @@ from specactor_ray.draft.registry import build_proposer
         ("no.such.module:Drafter", "cannot be imported"),
         ("tests.fakes.misbehaving:NoSuchDrafter", "cannot be imported"),
         ("tests.leaves_at_import:Drafter", r"cannot be imported \(SystemExit: no use\)"),
-        ("collections:OrderedDict", "lacks open, commit, extend.*derive it from .*RowProposer"),
+        ("collections:OrderedDict", "is no proposer: .*derive it from .*RowProposer"),
     ],
 )
 def test_no_proposer(method: str, message: str) -> None:

@@ -57,7 +57,7 @@ def test_stop_texts_are_a_few_short_texts(stops: Any) -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
-def test_extreme_values_within_the_bounds_sample_on_every_backend() -> None:
+def test_extreme_values_within_the_bounds_can_be_sampled() -> None:
     extremes = [
         SamplingParams(temperature, top_k, top_p, seed=2**64 - 1)
         for temperature in (0.0, 5e-324, 1e-4, 1e30)
@@ -66,8 +66,10 @@ def test_extreme_values_within_the_bounds_sample_on_every_backend() -> None:
     ]
     logits = torch.randn(len(extremes), 50, generator=torch.Generator().manual_seed(0))
     positions = [2**31 - 1] * len(extremes)
-    numba, other = (sample_rows(logits, extremes, positions, backend=name) for name in ("numba", "torch"))
-    assert numba.token_ids == other.token_ids and np.isfinite(numba.logprobs).all()
+    sampled = sample_rows(logits, extremes, positions)
+    assert np.isfinite(sampled.logprobs).all()
+    greedy = [token for token, one in zip(sampled.token_ids, extremes, strict=True) if one.temperature < 1.0]
+    assert greedy == [int(row.argmax()) for row, one in zip(logits, extremes, strict=True) if one.temperature < 1.0]
 
 
 def test_lists_and_numbers_of_numpy_are_taken() -> None:

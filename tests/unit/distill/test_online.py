@@ -28,7 +28,7 @@ from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.registry import build_proposer
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
-from specactor_ray.models.wire import from_wire, to_wire
+from specactor_ray.models.weight_buckets import from_wire, to_wire
 from specactor_ray.transport.messages import Features
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_target

@@ -19,7 +19,7 @@ from specactor_ray.core import json_text
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.files import cache_dir
 from specactor_ray.models import builtin, loading
-from specactor_ray.models.cache import cached_dir
+from specactor_ray.models.builtin import cached_dir
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -242,7 +242,7 @@ class TestCachedDir:
     BUILD = """
 import sys, time
 from pathlib import Path
-from specactor_ray.models.cache import cached_dir
+from specactor_ray.models.builtin import cached_dir
 def build(folder):
     (folder / "half").write_text("x")
     (Path(sys.argv[1]).parent / f"built-{time.time_ns()}").touch()

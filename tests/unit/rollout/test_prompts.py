@@ -252,7 +252,7 @@ PREFILLED = (  # puts the output elsewhere than behind the generation prompt
 )
 
 
-def tokenizer(template: str | None = tiny.CHAT_TEMPLATE) -> Any:
+def tokenizer_with(template: str | None = tiny.CHAT_TEMPLATE) -> Any:
     found = load_tokenizer(str(tiny.tiny_target()))
     found.chat_template = template
     return found
@@ -261,7 +261,7 @@ def tokenizer(template: str | None = tiny.CHAT_TEMPLATE) -> Any:
 @pytest.mark.parametrize("template", [tiny.CHAT_TEMPLATE, LIKE_CHATML, LIKE_LLAMA_2])
 @pytest.mark.parametrize("answers", [("7",), ("7", "the red fox")])
 def test_a_conversation_is_what_the_template_writes(template: str, answers: tuple[str, ...]) -> None:
-    words = tokenizer(template)
+    words = tokenizer_with(template)
     said = [{"role": "user", "content": "Add 3 and 4."}]
     between = [{"role": "user", "content": one} for one in answers]
     output = words("3 plus 4", add_special_tokens=False)["input_ids"]
@@ -277,7 +277,7 @@ def test_a_conversation_is_what_the_template_writes(template: str, answers: tupl
 
 def test_an_output_is_not_tokenized_again() -> None:
     """Not even one whose text has other tokens."""
-    words = tokenizer()
+    words = tokenizer_with()
     output = [words.convert_tokens_to_ids(one) for one in "the"] + [words.eos_token_id]
     assert words("the", add_special_tokens=False)["input_ids"] != output[:-1]
     between = ChatTurns(words).between([{"role": "user", "content": "7"}], output)
@@ -294,10 +294,10 @@ def test_an_output_is_not_tokenized_again() -> None:
 )
 def test_templates_that_do_not_append_are_refused(template: str | None, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
-        ChatTurns(tokenizer(template)).between([{"role": "user", "content": "7"}], ())
+        ChatTurns(tokenizer_with(template)).between([{"role": "user", "content": "7"}], ())
 
 
 def test_what_the_template_refuses_is_named() -> None:
     picky = tiny.CHAT_TEMPLATE + "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     with pytest.raises(InputError, match="no tools"):
-        ChatTurns(tokenizer(picky)).between([{"role": "tool", "content": "7"}], ())
+        ChatTurns(tokenizer_with(picky)).between([{"role": "tool", "content": "7"}], ())

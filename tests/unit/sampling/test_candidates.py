@@ -15,17 +15,13 @@ from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.rules import Rules
 from tests.unit.sampling.test_sampling import perturbed, rows
 
-BACKENDS = ("numba", "torch")
 
-
-def ranked(
-    logits: torch.Tensor, params: list[SamplingParams], positions: list[int], backend: str, most: int = MOST
-) -> Candidates:
+def ranked(logits: torch.Tensor, params: list[SamplingParams], positions: list[int], most: int = MOST) -> Candidates:
     """Candidates of one draw per row. Row i has slot n - 1 - i, and a prompt of i tokens."""
     n, rules = len(params), Rules(0, logits.device)
     slots = np.arange(n)[::-1].copy()
     rules.write(slots.tolist(), params, [-i for i in range(n)])
-    return candidates(logits, np.array(positions) + np.arange(n), slots, rules, most, backend=backend)
+    return candidates(logits, np.array(positions) + np.arange(n), slots, rules, most)
 
 
 def best_of_all(logits: np.ndarray, params: SamplingParams, position: int) -> list[int]:
@@ -41,18 +37,17 @@ def test_candidates_are_the_best_of_all_draws(case: tuple[np.ndarray, SamplingPa
     logits, params, position = case
     x = torch.from_numpy(logits).unsqueeze(0)
     sampled = sample_rows(x, [params], [position], record_margins=True)
-    for backend in BACKENDS:
-        tokens, gaps = ranked(x, [params], [position], backend)
-        assert tokens.tolist() == [best_of_all(logits, params, position)]
-        assert tokens[:, 0].tolist() == sampled.token_ids
-        tokens_alone, gaps_alone = ranked(x, [params], [position], backend, 1)
-        assert tokens_alone.tolist() == [sampled.token_ids] and np.isinf(gaps_alone).all()
-        with np.errstate(over="ignore"):
-            assert gaps.tolist() == np.float32(sampled.margins).tolist()
+    tokens, gaps = ranked(x, [params], [position])
+    assert tokens.tolist() == [best_of_all(logits, params, position)]
+    assert tokens[:, 0].tolist() == sampled.token_ids
+    tokens_alone, gaps_alone = ranked(x, [params], [position], 1)
+    assert tokens_alone.tolist() == [sampled.token_ids] and np.isinf(gaps_alone).all()
+    with np.errstate(over="ignore"):
+        assert gaps.tolist() == np.float32(sampled.margins).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_forms_agree_in_every_dtype(dtype: torch.dtype) -> None:
+def test_every_dtype(dtype: torch.dtype) -> None:
     """The first candidate is what `sample_rows` draws, in large vocabularies as well."""
     logits = (3 * torch.randn(60, 5000, generator=torch.Generator().manual_seed(0))).to(dtype)
     filters = ((0, 1.0), (40, 1.0), (0, 0.9), (2, 0.99))
@@ -61,9 +56,7 @@ def test_forms_agree_in_every_dtype(dtype: torch.dtype) -> None:
         for i in range(60)
     ]
     positions = [17 * i for i in range(60)]
-    tokens, gaps = ranked(logits, params, positions, "auto")
-    other_tokens, other_gaps = ranked(logits, params, positions, "torch")
-    assert tokens.tolist() == other_tokens.tolist() and gaps.tolist() == other_gaps.tolist()
+    tokens, gaps = ranked(logits, params, positions)
     sampled = sample_rows(logits, params, positions, record_margins=True)
     assert tokens[:, 0].tolist() == sampled.token_ids and gaps.tolist() == np.float32(sampled.margins).tolist()
     for row, rule, position, found in zip(logits, params, positions, tokens.tolist(), strict=True):
@@ -87,56 +80,52 @@ def test_a_part_of_the_vocabulary_is_ranked_as_the_whole_one(dtype: torch.dtype)
     wanted, found = candidates(whole, 7 * slots, slots, rules), candidates(part, 7 * slots, slots, rules, ids=ids)
     assert found.tokens.tolist() == wanted.tokens.tolist() and found.gaps.tolist() == wanted.gaps.tolist()
     assert set(found.tokens.ravel().tolist()) <= {-1, *ids.tolist()}
-    for wrong in ({"ids": ids[1:]}, {"ids": ids, "backend": "torch"}):
+    for wrong in ({"ids": ids[1:]}, {"ids": ids, "backend": "triton"}):
         with pytest.raises(ValueError, match="ids"):
             candidates(part, 7 * slots, slots, rules, **wrong)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_cannot_be_sampled_have_no_candidates(backend: str, temperature: float) -> None:
+def test_rows_that_cannot_be_sampled_have_no_candidates(temperature: float) -> None:
     logits = torch.zeros(6, 700)
     for row, value in enumerate((math.nan, -math.nan, math.inf, 2e30)):
         logits[row, 600] = value
     logits[4] = -math.inf
-    tokens, gaps = ranked(logits, [SamplingParams(temperature, seed=3)] * 6, [0] * 6, backend)
+    tokens, gaps = ranked(logits, [SamplingParams(temperature, seed=3)] * 6, [0] * 6)
     assert (tokens[:5] == -1).all() and np.isinf(gaps[:5]).all()
-    alone, _ = ranked(logits[:5], [SamplingParams(temperature, seed=3)] * 5, [0] * 5, backend, 1)
+    alone, _ = ranked(logits[:5], [SamplingParams(temperature, seed=3)] * 5, [0] * 5, 1)
     assert (alone == -1).all()
     assert len(set(tokens[5].tolist()) - {-1}) == MOST and np.isfinite(gaps[5])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("rule", "expected"), [
     ({"temperature": 0.0}, [4, 6]),
     ({"temperature": 0.01}, [4, 6]),
     ({"temperature": 0.01, "top_k": 1}, [4]),
     ({"temperature": 0.01, "top_p": 0.2}, [4]),
 ])  # fmt: skip
-def test_fewer_candidates_than_asked_for(backend: str, rule: dict, expected: list[int]) -> None:
+def test_fewer_candidates_than_asked_for(rule: dict, expected: list[int]) -> None:
     logits = torch.full((1, 9), -math.inf)
     logits[0, 6], logits[0, 4] = 1.0, 3.0
-    tokens, gaps = ranked(logits, [SamplingParams(**rule)], [5], backend)
+    tokens, gaps = ranked(logits, [SamplingParams(**rule)], [5])
     assert tokens.tolist() == [expected + [-1] * (MOST - len(expected))]
     assert np.isinf(gaps[0]) == (len(expected) == 1)
-    one, none = ranked(logits[:, 4:5], [SamplingParams(**rule)], [5], backend)
+    one, none = ranked(logits[:, 4:5], [SamplingParams(**rule)], [5])
     assert one.tolist() == [[0] + [-1] * (MOST - 1)] and np.isinf(none[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ties_go_to_the_lowest_ids(backend: str) -> None:
+def test_ties_go_to_the_lowest_ids() -> None:
     logits = torch.zeros(1, 1200)
     logits[0, [1100, 30, 600, 900, 650, 800]] = 2.0
     logits[0, 700] = -0.0
-    assert ranked(logits, [SamplingParams(0.0)], [0], backend).tokens.tolist() == [[30, 600, 650, 800, 900]]
-    assert ranked(logits[:, :700], [SamplingParams(0.0)], [0], backend).tokens.tolist() == [[30, 600, 650, 0, 1]]
+    assert ranked(logits, [SamplingParams(0.0)], [0]).tokens.tolist() == [[30, 600, 650, 800, 900]]
+    assert ranked(logits[:, :700], [SamplingParams(0.0)], [0]).tokens.tolist() == [[30, 600, 650, 0, 1]]
     drowned = SamplingParams(seed=1)  # float64 rounds the noise away
-    assert ranked(logits - 1e20, [drowned], [0], backend).tokens.tolist() == [[*range(MOST)]]
+    assert ranked(logits - 1e20, [drowned], [0]).tokens.tolist() == [[*range(MOST)]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_to_rank(backend: str) -> None:
-    tokens, gaps = ranked(torch.zeros(0, 5), [], [], backend)
+def test_nothing_to_rank() -> None:
+    tokens, gaps = ranked(torch.zeros(0, 5), [], [])
     assert tokens.shape == (0, MOST) and gaps.shape == (0,)
 
 

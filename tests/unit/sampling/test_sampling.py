@@ -19,8 +19,8 @@ from scipy import stats
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.sampling import noise as noise_kernels
 from specactor_ray.sampling import numba as kernels
-from specactor_ray.sampling import torch as torch_kernels
 from specactor_ray.sampling.keyed import SamplingError, gumbel_noise, sample_rows, verify_arrays
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.sampling.seeds import derive_seed
@@ -100,9 +100,7 @@ KNOWN = [
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
 def test_threefry_known_answers(counter, key, answer):
-    got = kernels.threefry2x32(*(np.uint32(word) for word in key + counter))
-    assert tuple(int(word) for word in got) == answer
-    got = torch_kernels.threefry2x32(*(torch.tensor([word]) for word in key + counter))
+    got = noise_kernels.threefry2x32(*(np.uint32(word) for word in key + counter))
     assert tuple(int(word) for word in got) == answer
 
 
@@ -113,32 +111,23 @@ def test_noise_is_frozen():
 
 def test_uniform_stays_inside_of_zero_and_one():
     ones = np.uint32(0xFFFFFFFF)
-    assert kernels.uniform(np.uint32(0), np.uint32(0)) == 2.0**-53
-    assert kernels.uniform(ones, ones) == 1 - 2.0**-53 < 1
-    assert kernels.gumbel(np.uint32(0), np.uint32(0)) == np.float32(-math.log(53 * math.log(2)))
-    assert kernels.gumbel(ones, ones) == np.float32(53 * math.log(2))
+    assert noise_kernels.uniform(np.uint32(0), np.uint32(0)) == 2.0**-53
+    assert noise_kernels.uniform(ones, ones) == 1 - 2.0**-53 < 1
+    assert noise_kernels.gumbel(np.uint32(0), np.uint32(0)) == np.float32(-math.log(53 * math.log(2)))
+    assert noise_kernels.gumbel(ones, ones) == np.float32(53 * math.log(2))
     for j in range(1, 2000, 7):  # the top cells of the grid, where a coarser one would lose the rare tokens
         low = np.uint32(0xFFFFFFFF - (j << 12))
         want = -math.log(-math.log1p(-(j + 0.5) * 2.0**-52))
-        assert kernels.gumbel(ones, low) == pytest.approx(want, abs=4e-6)
+        assert noise_kernels.gumbel(ones, low) == pytest.approx(want, abs=4e-6)
 
 
-def test_own_logarithm_is_accurate_and_the_same_in_torch():
+def test_own_logarithm_is_accurate():
     rng = np.random.default_rng(1)
     x = np.concatenate(
         [rng.random(20_000), 1 - 2.0 ** -np.arange(1, 54), 2.0 ** -np.arange(1, 54), rng.random(999) * 37]
     )
-    numba_log = np.array([kernels.log_f64(v) for v in x])
+    numba_log = np.array([noise_kernels.log_f64(v) for v in x])
     np.testing.assert_allclose(numba_log, np.log(x), rtol=6e-16, atol=0)
-    assert torch_kernels.log_f64(torch.from_numpy(x)).numpy().tobytes() == numba_log.tobytes()
-
-
-def test_noise_bits_are_the_same_in_torch():
-    seeds = [0, 1, 2**32, 2**63, 2**64 - 1, derive_seed(3, 4, 5)]
-    positions = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 12]
-    rows = torch_kernels.gumbel_rows(np.array(seeds, np.uint64), np.array(positions), 5000, torch.device("cpu")).numpy()
-    for row, seed, position in zip(rows, seeds, positions, strict=True):
-        assert row.tobytes() == gumbel_noise(seed, position, 5000).tobytes()
 
 
 def test_noise_is_standard_gumbel():
@@ -271,7 +260,7 @@ def test_threads_draw_the_same():
         assert all(got == want for got in pool.map(lambda _: run_probe(), range(16)))
 
 
-# --- pruned, filtered, on torch: all equal to the plain reference --------------------------------------------
+# --- pruned and filtered: equal to the plain reference --------------------------------------------
 
 
 @st.composite
@@ -304,12 +293,9 @@ def test_kernels_equal_the_reference(case):
     token, margin = reference(logits, params, position)
     x = torch.from_numpy(logits).unsqueeze(0)
     plain = sample_rows(x, [params], [position])
-    assert plain.token_ids == [token]
-    assert plain.margins is None
-    for backend in ("numba", "torch"):
-        got = sample_rows(x, [params], [position], record_margins=True, backend=backend)
-        assert (got.token_ids, got.margins) == ([token], [margin])
-        assert got.logprobs == pytest.approx(plain.logprobs, rel=1e-5, abs=1e-5)
+    assert (plain.token_ids, plain.margins) == ([token], None)
+    got = sample_rows(x, [params], [position], record_margins=True)
+    assert (got.token_ids, got.margins, got.logprobs) == ([token], [margin], plain.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -320,9 +306,8 @@ def test_large_vocabulary_equals_the_reference(rule, spread):
     logits = (np.random.default_rng(6).normal(size=(12, 50_000)) * spread).astype(np.float32)
     params = [SamplingParams(seed=1000 + i, **rule) for i in range(12)]
     want = [reference(row, p, 3) for row, p in zip(logits, params, strict=True)]
-    for backend in ("numba", "torch"):
-        got = sample_rows(torch.from_numpy(logits), params, [3] * 12, record_margins=True, backend=backend)
-        assert list(zip(got.token_ids, got.margins, strict=True)) == want
+    got = sample_rows(torch.from_numpy(logits), params, [3] * 12, record_margins=True)
+    assert list(zip(got.token_ids, got.margins, strict=True)) == want
 
 
 @pytest.mark.parametrize(("rule", "allowed"), [
@@ -332,40 +317,36 @@ def test_large_vocabulary_equals_the_reference(rule, spread):
     ({"top_k": 2, "top_p": 0.55}, [1]),  # 0.3 of the renormalised 0.5 is 0.6
     ({"top_p": 1e-6}, [1]),
 ])  # fmt: skip
-@pytest.mark.parametrize("backend", ["numba", "torch"])
-def test_filters_by_hand(rule, allowed, backend):
+def test_filters_by_hand(rule, allowed):
     logits = torch.log(torch.tensor([[0.1, 0.3, 0.2, 0.1, 0.15, 0.15]]))
     params = [SamplingParams(seed=s, **rule) for s in range(300)]
-    got = sample_rows(logits.expand(300, -1), params, range(300), record_margins=True, backend=backend)
+    got = sample_rows(logits.expand(300, -1), params, range(300), record_margins=True)
     assert sorted(set(got.token_ids)) == allowed
     assert all(math.isinf(m) for m in got.margins) == (len(allowed) == 1)
     want = torch.log_softmax(logits[0], 0)[got.token_ids]
     assert got.logprobs == pytest.approx(want.tolist(), abs=1e-6)  # of the distribution before the filters
 
 
-@pytest.mark.parametrize("backend", ["numba", "torch"])
-def test_top_p_that_a_prefix_meets_exactly_keeps_that_prefix(backend):
+def test_top_p_that_a_prefix_meets_exactly_keeps_that_prefix():
     params = [SamplingParams(seed=s, top_p=0.5) for s in range(100)]
-    assert set(sample_rows(torch.ones(100, 4), params, range(100), backend=backend).token_ids) == {0, 1}
+    assert set(sample_rows(torch.ones(100, 4), params, range(100)).token_ids) == {0, 1}
 
 
-@pytest.mark.parametrize("backend", ["numba", "torch"])
-def test_tied_scores_go_to_the_lowest_id(backend):
+def test_tied_scores_go_to_the_lowest_id():
     noise = gumbel_noise(13, 2, 50_000)
     values, first, count = np.unique(noise, return_index=True, return_counts=True)
     i = int(np.argmax(count > 1))
     low, high = int(first[i]), int(np.flatnonzero(noise == values[i])[1])
     logits = torch.full((1, 50_000), -math.inf)
     logits[0, low], logits[0, high] = 0.0, 1.0  # the temperature makes the difference vanish
-    got = sample_rows(logits, [SamplingParams(seed=13, temperature=1e30)], [2], record_margins=True, backend=backend)
+    got = sample_rows(logits, [SamplingParams(seed=13, temperature=1e30)], [2], record_margins=True)
     assert (got.token_ids, got.margins) == ([low], [0.0])
 
 
-@pytest.mark.parametrize("backend", ["numba", "torch"])
-def test_temperature_zero_is_the_lowest_argmax(backend):
+def test_temperature_zero_is_the_lowest_argmax():
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [-0.0, 0.0, -1.0, -2.0], [5.0, 1.0, 2.0, 3.0]])
     params = [SamplingParams(temperature=t, seed=9) for t in (0.0, 0.0, 1e-6)]
-    got = sample_rows(logits, params, [0, 1, 2], record_margins=True, backend=backend)
+    got = sample_rows(logits, params, [0, 1, 2], record_margins=True)
     assert got.token_ids == [1, 0, 0]
     assert got.margins == [0.0, 0.0, 2.0]
     want = torch.log_softmax(logits.double(), -1)[range(3), got.token_ids]
@@ -373,11 +354,10 @@ def test_temperature_zero_is_the_lowest_argmax(backend):
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
-@pytest.mark.parametrize("backend", ["numba", "torch"])
-def test_logprobs_are_those_of_the_scaled_softmax(temperature, backend):
+def test_logprobs_are_those_of_the_scaled_softmax(temperature):
     logits = torch.randn(40, 20_000, generator=torch.Generator().manual_seed(7)) * 4 + 30
     params = [SamplingParams(temperature=temperature, seed=i, top_k=0 if i % 2 else 40) for i in range(40)]
-    got = sample_rows(logits, params, range(40), backend=backend)
+    got = sample_rows(logits, params, range(40))
     want = torch.log_softmax(logits.double() / temperature, -1)[range(40), got.token_ids]
     assert got.logprobs == pytest.approx(want.tolist(), abs=3e-6)
 
@@ -422,13 +402,7 @@ def test_verify_equals_sampling_one_by_one(seed, margins):
         cut = slice(0, right + 1)
         want.append(Verified(alone.token_ids[cut], alone.logprobs[cut], right, alone.margins[cut] if margins else None))
         logits[starts[i] + right + 1 : starts[i] + length + 2] = math.nan  # past the mismatch nothing is read
-    for backend in ("numba", "torch"):
-        got = verify_tails(logits, starts, tails, params, first, record_margins=margins, backend=backend)
-        assert [(g.token_ids, g.num_accepted, g.margins) for g in got] == [
-            (w.token_ids, w.num_accepted, w.margins) for w in want
-        ]
-        for g, w in zip(got, want, strict=True):
-            assert g.logprobs == pytest.approx(w.logprobs, abs=1e-5)
+    assert verify_tails(logits, starts, tails, params, first, record_margins=margins) == want
 
 
 def test_draft_ids_outside_of_the_vocabulary_never_match():
@@ -445,7 +419,6 @@ def test_empty_batch():
 # --- errors --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["numba", "torch"])
 @pytest.mark.parametrize(("values", "problem"), [
     ({300: math.nan}, "NaN"),
     ({0: -math.nan}, "NaN"),
@@ -455,16 +428,16 @@ def test_empty_batch():
     (dict.fromkeys(range(600), -math.inf), "all logits are -inf"),
 ])  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bad_logits_are_named(backend, values, problem, temperature):
+def test_bad_logits_are_named(values, problem, temperature):
     logits = torch.zeros(4, 600)
     for v, value in values.items():
         logits[1, v] = value
         logits[3, v] = value
     params = [SamplingParams(temperature=temperature)] * 3
     # request 2 owns rows 2 and 3; its draft is what row 2 gives, so the bad row 3 is reached
-    good = sample_rows(logits[2:3], params[:1], [5], backend=backend).token_ids
+    good = sample_rows(logits[2:3], params[:1], [5]).token_ids
     with pytest.raises(SamplingError, match=f"row 1: .*{problem}.*row 0 of 1.*row 2: .*row 1 of 2") as caught:
-        verify_tails(logits, [0, 1, 2], [(), (), good], params, [0, 0, 5], backend=backend)
+        verify_tails(logits, [0, 1, 2], [(), (), good], params, [0, 0, 5])
     assert list(caught.value.problems) == [1, 2]
     again = pickle.loads(pickle.dumps(caught.value))
     assert (again.problems, str(again)) == (caught.value.problems, str(caught.value))

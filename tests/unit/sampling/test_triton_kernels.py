@@ -167,10 +167,10 @@ def test_fused_code_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_kernels_that_cannot_run_are_named_and_torch_takes_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_that_cannot_run_are_named_and_the_host_takes_over(caplog: pytest.LogCaptureFixture) -> None:
     sampling._fused_is_exact.cache_clear()
     with caplog.at_level(logging.WARNING, logger="specactor_ray.sampling"):
         for _ in range(2):
             assert not sampling._fused_is_exact(torch.device("cuda", 0), torch.float32, 1)
     [record] = caplog.records
-    assert re.search(r"Sampling on cuda:0 uses torch operations, .*: \w+: \S", record.getMessage())
+    assert re.search(r"Sampling copies all logits from cuda:0 to the host, .*: \w+: \S", record.getMessage())

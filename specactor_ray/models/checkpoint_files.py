@@ -1,0 +1,140 @@
+"""Files of a model's directory: configuration, weights, tokenizer. A missing or damaged one is a `ModelLoadError`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.core.json_text import MOST_BYTES, parse_json, read_foreign
+
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+_PARTS = re.compile(r"(layers?|blocks|experts)$")
+"""Keys of `config.json` with counts of parts that are built one by one."""
+
+_MOST_PARTS = 1 << 12
+
+_COPY_AGAIN = "Fix: name the directory that `save_pretrained` wrote, or copy the missing files into it."
+
+
+def check_model_dir(path: Path) -> list[Path]:
+    """All weight files of a directory with a configuration; files without an end, such as devices, are refused.
+
+    Raises:
+        ModelLoadError: A file is missing or not a regular file; the message names it.
+    """
+    _reject_endless_files(path)
+    read_config(path)
+    return weight_files(path)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The weight files of a directory, all files of its index.
+
+    Raises:
+        ModelLoadError: A file is missing, there are none, or a file has no end; the message names it.
+    """
+    _reject_endless_files(path)
+    shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}
+    missing = sorted(shard for shard in shards if not (path / shard).is_file())
+    if missing:
+        raise ModelLoadError(f"The model directory {path} lacks the weight files {', '.join(missing)}. {_COPY_AGAIN}")
+    files = [path / shard for shard in sorted(shards)]
+    files = files or sorted(found for pattern in _WEIGHT_FILES for found in path.glob(pattern))
+    if not files:
+        raise ModelLoadError(f"The model directory {path} has no weights (model.safetensors). {_COPY_AGAIN}")
+    return files
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Contents of `config.json` in a directory.
+
+    Raises:
+        ModelLoadError: There is none, or it cannot be read.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelLoadError(f"The model directory {path} has no config.json. {_COPY_AGAIN}")
+    try:
+        facts = parse_json(read_foreign(file))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} is not valid JSON: {error}. {_COPY_AGAIN}") from error
+    if not isinstance(facts, dict):
+        raise ModelLoadError(f"{file} is not valid: it holds no keys. {_COPY_AGAIN}")
+    reject_endless_parts(path, facts)
+    return facts
+
+
+def require_tokenizer(name: str) -> None:
+    """Refuse a directory without tokenizer files.
+
+    Raises:
+        ModelLoadError: It has none.
+    """
+    path = Path(name).expanduser()
+    wanted = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if path.is_dir() and not any((path / file).is_file() for file in wanted):
+        raise ModelLoadError(
+            f"The model directory {name} has no tokenizer (tokenizer.json). Fix: save the tokenizer into it with "
+            "`tokenizer.save_pretrained`."
+        )
+
+
+def require_head(folder: Path) -> Path:
+    """The folder of an EAGLE head.
+
+    Raises:
+        ModelLoadError: The folder has no configuration, or that of a model.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
+    if not describes_head(folder):
+        raise ModelLoadError(
+            f"{folder / 'config.json'} does not describe an EAGLE-3 head (no draft_vocab_size). Fix: name the "
+            "directory of a head, or use method: draft_model if this is a model."
+        )
+    return folder
+
+
+def describes_head(folder: Path) -> bool:
+    """Whether the `config.json` in a directory is that of an EAGLE head, of either format, and not that of a model.
+
+    Raises:
+        ModelLoadError: There is none, or it cannot be read.
+    """
+    return not {"draft_vocab_size", "speculators_model_type"}.isdisjoint(read_config(folder))
+
+
+def _reject_endless_files(path: Path) -> None:
+    """Refuse files other than regular ones: transformers opens any with the right name, and a FIFO or a device never
+    ends."""
+    for file in path.iterdir():
+        if file.is_fifo() or file.is_char_device() or file.is_block_device() or file.is_socket():
+            raise ModelLoadError(f"{file} is not a regular file. {_COPY_AGAIN}")
+        if file.suffix == ".json" and file.is_file() and file.stat().st_size > MOST_BYTES:
+            raise ModelLoadError(f"{file} is larger than {MOST_BYTES >> 20} MiB. {_COPY_AGAIN}")
+
+
+def reject_endless_parts(where: Path | str, facts: Any) -> None:
+    """Refuse huge counts of layers, which are built one by one before their size is checked."""
+    if not isinstance(facts, dict):
+        return
+    for key, value in facts.items():
+        if isinstance(value, int) and value > _MOST_PARTS and _PARTS.search(str(key)):
+            raise ModelLoadError(
+                f"{where}: {key} is {value!s:.20} in config.json, and at most {_MOST_PARTS} are built. {_COPY_AGAIN}"
+            )
+        reject_endless_parts(where, value)
+
+
+def _shards_of(index: Path) -> set[str]:
+    if not index.is_file():
+        return set()
+    try:
+        return set(parse_json(read_foreign(index))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is not an index of weight files: {error!r}. Fix: copy it again.") from error
