@@ -14,7 +14,6 @@ from typing import Any
 
 from specactor_ray.actors.specs import Departure
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.core.clock import Event
 from specactor_ray.rollout.backlog import Backlog, Batches, plan_moves
 from specactor_ray.rollout.journal import Journal, JournalEntry
 from specactor_ray.rollout.verifiers import OutputSharing, VerifierLink, Verifiers
@@ -44,7 +43,7 @@ class WeightPolicy(StrEnum):
 
 
 class Dispatcher:
-    """Runs journaled requests on the controller's verifiers. For one thread; `wake` ends its waits.
+    """Runs journaled requests on the controller's verifiers. For one thread; `verifiers.wake` ends its waits.
 
     Args:
         controller, calls: Handle of the controller, and the calls to it and to verifiers.
@@ -74,10 +73,8 @@ class Dispatcher:
         """Number of requests issued again since the start because their verifier was gone or did not run them."""
         self._clock = calls.clock
         self._request_stall_timeout_s = request_stall_timeout_s
-        self._verifiers = Verifiers(controller, calls, no_verifier_timeout_s)
-        self._links = self._verifiers.links
-        self.counters = self._verifiers.counters
-        """Latest counters of all verifiers, including former ones."""
+        self.verifiers = Verifiers(controller, calls, no_verifier_timeout_s)
+        self._links = self.verifiers.links
         self._sharing = OutputSharing(calls, self._links) if shares_outputs else None
         self._backlog = Backlog(self.journal, outstanding_per_verifier)
         self._quarantine = self._backlog.quarantine
@@ -86,14 +83,9 @@ class Dispatcher:
         self._tail_looked = self._passed = 0.0
 
     @property
-    def wake(self) -> Event:
-        """Set it to end the wait of a step."""
-        return self._verifiers.wake
-
-    @property
     def is_idle(self) -> bool:
         """Whether nothing runs or waits, and all cancellations have arrived."""
-        return not self.journal.entries and not self._ended and not self._verifiers.has_notices
+        return not self.journal.entries and not self._ended and not self.verifiers.has_notices
 
     @property
     def waiting(self) -> int:
@@ -103,7 +95,7 @@ class Dispatcher:
     def admit(self, entries: Sequence[JournalEntry]) -> None:
         """Admit requests with new ids. They run with the newest version of the weights at their beginning."""
         if not self.journal.entries:
-            self._verifiers.begin()
+            self.verifiers.begin()
         for entry in entries:
             entry.weight_version = self.weight_version
             self.journal.add(entry)
@@ -125,27 +117,27 @@ class Dispatcher:
             self._end(self.journal.end(Finished(request_id, "abort", RequestStats(), "", entry.num_tokens)))
         for verifier_id, attempts in batches.items():
             if link := self._links.get(verifier_id):
-                self._verifiers.cancel(link, attempts)
+                self.verifiers.cancel(link, attempts)
 
     def step(self) -> list[JournalEntry]:
-        """Hand out requests, wait for answers (or `wake`), and journal them. Returns the requests that have ended.
+        """Hand out requests, wait for answers (or `verifiers.wake`), and journal them. Returns requests that ended.
 
         Raises:
             ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
         """
         if self.journal.entries:
-            for gone in self._verifiers.refresh(len(self.journal.entries)):
+            for gone in self.verifiers.refresh(len(self.journal.entries)):
                 self._release_all(*gone)
             if self._backlog:
                 now = self._clock.now()
                 self._submit(self._backlog.hand_out([name for name, link in self._links.items() if link.is_open(now)]))
-            self._verifiers.poll()
+            self.verifiers.poll()
         self._look_after_tail()
         if not self._ended:
-            self._verifiers.wait()
-        for link, lost in self._verifiers.failed_submits():
+            self.verifiers.wait()
+        for link, lost in self.verifiers.failed_submits():
             self._take_back(link, lost)
-        for link, events in self._verifiers.events():
+        for link, events in self.verifiers.events():
             self._journal_events(link, events)
         ended, self._ended = self._ended, []
         if ended and not self.journal.entries and self._sharing is not None:
@@ -156,19 +148,10 @@ class Dispatcher:
         """Forget all requests; their verifiers drop them."""
         for verifier_id, link in self._links.items():
             if left := [(entry.request_id, entry.attempt) for entry in self.journal.owned_by(verifier_id)]:
-                self._verifiers.cancel(link, left)
+                self.verifiers.cancel(link, left)
         self.journal.clear()
         self._backlog.clear()
         self._ended.clear()
-
-    @property
-    def serving(self) -> list[str]:
-        """Ids of the verifiers that serve; for any thread."""
-        return list(self._links)
-
-    def forget_counters(self) -> None:
-        """Drop the counters of all verifiers."""
-        self._verifiers.forget_counters()
 
     def hold(self, policy: WeightPolicy) -> None:
         """Hand out no new requests until `release`; the policy decides whether running ones continue, stop or end."""
@@ -181,7 +164,7 @@ class Dispatcher:
             owned = [entry for entry in running if entry.owner is not None]
             for entry in owned:
                 if link := self._links.get(entry.owner or ""):
-                    self._verifiers.cancel(link, [(entry.request_id, entry.attempt)])
+                    self.verifiers.cancel(link, [(entry.request_id, entry.attempt)])
                 self.journal.release(entry.request_id)
             self._backlog.put_back([entry.request_id for entry in owned])
 
@@ -208,11 +191,11 @@ class Dispatcher:
             for entry in [entries[request.request_id] for request in batch]:
                 if entry.stalls:
                     entry.progress_at = now  # it may be stuck before it has begun
-            self._verifiers.submit(self._links[verifier_id], batch)
+            self.verifiers.submit(self._links[verifier_id], batch)
 
     def _take_back(self, link: VerifierLink, attempts: Sequence[tuple[str, int]]) -> None:
         """Take back requests that have not arrived at their verifier, as far as this process can determine."""
-        self._verifiers.cancel(link, attempts)  # they may have arrived nevertheless
+        self.verifiers.cancel(link, attempts)  # they may have arrived nevertheless
         link.free_at = self._clock.now() + _REFUSED_S
         lost = [request_id for request_id, attempt in attempts if self.journal.is_current(request_id, attempt)]
         self._reissue(lost, f"verifier {link.verifier_id} could not be handed requests")
@@ -295,13 +278,13 @@ class Dispatcher:
     def _drop_stopped(self, link: VerifierLink) -> None:
         """End requests at a stop text. Their verifier drops them; its later commits are ignored."""
         ended = self._end_stopped()
-        self._verifiers.cancel(link, [(entry.request_id, entry.attempt) for entry in ended], has_ended=True)
+        self.verifiers.cancel(link, [(entry.request_id, entry.attempt) for entry in ended], has_ended=True)
         if self._sharing is not None:
             for entry in ended:
                 self._sharing.add(link.verifier_id, entry)
 
     def _miss(self, link: VerifierLink, request_id: str) -> None:
-        self._verifiers.cancel(link, [(request_id, self.journal.entries[request_id].attempt)])
+        self.verifiers.cancel(link, [(request_id, self.journal.entries[request_id].attempt)])
         self._reissue([request_id], f"verifier {link.verifier_id} told of {request_id} with a gap")
 
     def _look_after_tail(self) -> None:
@@ -310,7 +293,7 @@ class Dispatcher:
         if now - self._tail_looked < _TAIL_INTERVAL_S:
             return
         self._tail_looked = now
-        self._verifiers.retry_notices()
+        self.verifiers.retry_notices()
         if self._sharing is not None and requests:
             self._sharing.send()
         if now - self._passed >= requests * _PASS_INTERVAL_S_PER_REQUEST:
@@ -325,7 +308,7 @@ class Dispatcher:
         loads = {name: self.journal.load(name) for name in able}
         for move in plan_moves(loads, self.journal.owned_by):
             entry = self.journal.entries[move.request_id]
-            self._verifiers.cancel(self._links[move.source], [(move.request_id, entry.attempt)])
+            self.verifiers.cancel(self._links[move.source], [(move.request_id, entry.attempt)])
             entry.moves += 1
             if entry.session is not None:
                 self._backlog.set_home(entry.session, move.target)
@@ -344,7 +327,7 @@ class Dispatcher:
             if not entry.has_begun and now - link.progress_at <= limit_s:
                 continue  # it may wait for other requests there to end
             request_id = entry.request_id
-            self._verifiers.cancel(link, [(request_id, entry.attempt)])
+            self.verifiers.cancel(link, [(request_id, entry.attempt)])
             entry.stalls += 1
             link.free_at = now + _REFUSED_S  # another verifier is tried first
             if entry.stalls < _MAX_STALLS:

@@ -246,7 +246,7 @@ class Engine(Generates):
 
     def forget_counters(self) -> None:
         """Drop the verifiers' counters."""
-        self._put(self._dispatcher.forget_counters)
+        self._put(self._dispatcher.verifiers.forget_counters)
 
     @property
     def is_busy(self) -> bool:
@@ -258,7 +258,7 @@ class Engine(Generates):
         with self._lock:
             self.closed = True
             thread = self._thread
-        self._dispatcher.wake.set()
+        self._dispatcher.verifiers.wake.set()
         if thread is not None:
             thread.join(_CLOSE_S)
 
@@ -272,7 +272,7 @@ class Engine(Generates):
             self._inbox.append(command)
             if self._thread is None:
                 self._thread = self.clock.spawn(self._run, "dispatch")
-        self._dispatcher.wake.set()
+        self._dispatcher.verifiers.wake.set()
 
     def _run(self) -> None:
         try:
@@ -299,8 +299,8 @@ class Engine(Generates):
         if dispatcher.is_idle:
             self._resolve()
             if not self._inbox:
-                dispatcher.wake.wait()
-                dispatcher.wake.clear()  # before the inbox is read
+                dispatcher.verifiers.wake.wait()
+                dispatcher.verifiers.wake.clear()  # before the inbox is read
             return
         try:
             ended = dispatcher.step()

@@ -145,7 +145,7 @@ class RunClient:
     def metrics(self) -> RolloutMetrics:
         """Counters over all verifiers since the start or the last `reset_metrics`."""
         # A copy: progress is shown from another thread, while verifiers may join.
-        return RolloutMetrics.merge(self.dispatcher.counters.copy().values())
+        return RolloutMetrics.merge(self.dispatcher.verifiers.counters.copy().values())
 
     def metric_rows(self, verifiers: bool = True) -> Iterator[Row]:
         """Metrics of the driver, and the latest reported ones of the verifiers; for any thread, without a call."""
@@ -158,10 +158,10 @@ class RunClient:
         yield row("specactor_weight_version", self.weight_version, actor=DRIVER)
         yield row("specactor_weight_syncs_total", self._syncs)
         yield row("specactor_weight_sync_seconds_total", self._sync_s)
-        counters = dispatcher.counters.copy()
-        for verifier_id in dispatcher.serving if verifiers else ():
-            if verifier_id in counters:
-                yield from verifier_rows(verifier_id, counters[verifier_id])
+        serving = list(dispatcher.verifiers.links) if verifiers else []
+        for verifier_id in serving:
+            if (counters := dispatcher.verifiers.counters.get(verifier_id)) is not None:
+                yield from verifier_rows(verifier_id, counters)
 
     def view(self) -> ClusterView:
         view: ClusterView = self.ask("view")
