@@ -326,7 +326,7 @@ class RemoteEngine(Generates):
             raise InputError(_CLOSED)
         number = next(self._count)
         name = options.pop("request_id", None) or f"request-{self._sender}-{number}"
-        handle = self._handles[number] = Handle(self, name, options.get("place") or (0, 0), number)
+        handle = self._handles[number] = Handle(self, name, number)
         arguments = {"prompt": prompt, "sampling": sampling, "request_id": name, **options}
         self._exchange.put(partial(Command, self._sender, number, "submit", arguments))
         return handle
@@ -342,9 +342,6 @@ class RemoteEngine(Generates):
 
     def watch(self, handle: Handle) -> None:
         self._send(handle, "watch")
-
-    def trajectory(self, handle: Handle, ended: Trajectory) -> Trajectory:
-        return ended
 
     def close(self) -> None:
         """Abort running requests, and leave."""

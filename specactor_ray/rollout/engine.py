@@ -124,9 +124,11 @@ class Engine(Generates):
             name = request_id if request_id is not None else inner
             if name in self._handles:
                 raise InputError(f"request {name!r} is running; choose another request_id")
-            handle = self._handles[name] = Handle(self, name, place or (0, 0), inner)
+            handle = self._handles[name] = Handle(self, name, inner)
             self._arriving += 1
-        entry = JournalEntry(inner, token_ids, sampling, session, priority, stops=stops)
+        entry = JournalEntry(
+            inner, token_ids, sampling, session, priority, name=name, place=place or (0, 0), stops=stops
+        )
         entry.set_prefix(prefix)
         try:
             self._put(partial(self._admit_one, handle, entry))
@@ -159,8 +161,8 @@ class Engine(Generates):
         if not handle.done():
             self._put(partial(self._watch, handle))
 
-    def trajectory(self, handle: Handle, ended: JournalEntry) -> Trajectory:
-        return trajectory_of(ended, self.tokenizer, handle.request_id, handle.place)
+    def trajectory(self, ended: JournalEntry) -> Trajectory:
+        return trajectory_of(ended, self.tokenizer)
 
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended, in the order they end; closing this aborts the rest. The ids must be new.

@@ -98,9 +98,10 @@ class Generates(abc.ABC):
     def watch(self, handle: Handle) -> None:
         """Push committed tokens to the handle from now on."""
 
-    @abc.abstractmethod
-    def trajectory(self, handle: Handle, ended: Any) -> Trajectory:
+    def trajectory(self, ended: Any) -> Trajectory:
         """Output of a request that has ended; `ended` is the result of its future."""
+        output: Trajectory = ended
+        return output
 
     def abort(self, request_id: str) -> Trajectory:
         """End a request; returns its committed tokens, with `finish_reason` `abort` if it had not ended."""
@@ -129,12 +130,10 @@ class Generates(abc.ABC):
 class Handle:
     """One submitted request; for any thread, and with `await` and `async for` for any event loop."""
 
-    def __init__(self, owner: Generates, request_id: str, place: tuple[int, int] = (0, 0), key: Any = None) -> None:
+    def __init__(self, owner: Generates, request_id: str, key: Any = None) -> None:
         self.request_id = request_id
         self.key = key
         """Name of the request within its engine."""
-        self.place = place
-        """Index of the prompt, and number of the sample."""
         self.future: Future[Any] = Future()
         """Done when the request has ended, with the argument of `Generates.trajectory`, or the error."""
         self.future.set_running_or_notify_cancel()  # cannot be cancelled by a caller: that would not end the request
@@ -227,7 +226,7 @@ class Handle:
     def _read(self, ended: Any) -> Trajectory:
         """The output, decoded once."""
         if self._output is None:
-            self._output = self._owner.trajectory(self, ended)
+            self._output = self._owner.trajectory(ended)
         return self._output
 
     @contextlib.contextmanager

@@ -39,6 +39,10 @@ class JournalEntry:
     """Requests with a smaller number are handed out first."""
     stream: int = 0
     """Number of the stream of the request; 0: it was submitted alone."""
+    name: str = ""
+    """Name of the request for its caller. Default: `request_id`."""
+    place: tuple[int, int] = (0, 0)
+    """Index of the prompt, and number of the sample."""
     prefix: int = 0
     """Number of output tokens given with the request; they are the first of `records`, without log-probabilities."""
     weight_version: int = 0

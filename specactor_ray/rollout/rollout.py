@@ -183,19 +183,17 @@ class Rollout(RunClient):
             if encoded is None:
                 with self.engine.encoding:
                     encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat)
-            entries, places = [], {}
-            for place, entry, reason in samples_of(encoded, sampling, n, skip, f"{number}-"):
+            entries = []
+            for entry, reason in samples_of(encoded, sampling, n, skip, f"{number}-"):
                 if reason:
                     entry.weight_version = self.weight_version
-                    yield trajectory_of(entry, self._tokenizer, entry.request_id, place, prompts[place[0]], reason)
+                    yield trajectory_of(entry, self._tokenizer, prompts[entry.place[0]], reason)
                 else:
                     entries.append(entry)
-                    places[entry.request_id] = place
             self.progress = (0, len(entries))
             for done, entry in enumerate(self.run(entries), start=1):
                 self.progress = (done, len(entries))
-                place = places[entry.request_id]
-                yield trajectory_of(entry, self._tokenizer, entry.request_id, place, prompts[place[0]])
+                yield trajectory_of(entry, self._tokenizer, prompts[entry.place[0]])
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | None = None, n: int | None = None
@@ -293,10 +291,10 @@ def samples_of(
     n: int,
     skip: Collection[tuple[int, int]],
     prefix: str = "",
-) -> Iterator[tuple[tuple[int, int], JournalEntry, str]]:
-    """Place (prompt index, sample index), request, and the reason if it cannot run; without the places in `skip`."""
+) -> Iterator[tuple[JournalEntry, str]]:
+    """Each request, and the reason if it cannot run; without the places (prompt index, sample index) in `skip`."""
     for prompt_index, ((token_ids, reason), params) in enumerate(zip(encoded, sampling, strict=True)):
         for place in ((prompt_index, one) for one in range(n)):
             if place not in skip:
                 own = sample_of(params, *place)
-                yield place, JournalEntry(f"{prefix}{place[0]}-{place[1]}", token_ids, own), reason
+                yield JournalEntry(f"{prefix}{place[0]}-{place[1]}", token_ids, own, place=place), reason

@@ -110,20 +110,12 @@ class Trajectory:
         return row
 
 
-def trajectory_of(
-    entry: JournalEntry,
-    tokenizer: Any,
-    request_id: str,
-    place: tuple[int, int] = (0, 0),
-    prompt: Any = None,
-    error: str = "",
-) -> Trajectory:
+def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error: str = "") -> Trajectory:
     """Output of a request that has ended.
 
     Args:
-        entry, request_id: The request, and its name for the caller.
+        entry: The request.
         tokenizer: Decodes the output; there is no text without one.
-        place: Index of the prompt, and of the sample.
         prompt: The prompt as given.
         error: Reason why the request was never begun.
     """
@@ -138,9 +130,9 @@ def trajectory_of(
         last = entry.token_ids[-1]
         stop = last if last in entry.sampling.stop_token_ids else None
     return Trajectory(
-        request_id=request_id,
-        prompt_index=place[0],
-        sample_index=place[1],
+        request_id=entry.name or entry.request_id,
+        prompt_index=entry.place[0],
+        sample_index=entry.place[1],
         prompt_token_ids=entry.prompt_token_ids,
         token_ids=tuple(token_ids),
         logprobs=tuple(entry.logprobs[prefix:]),

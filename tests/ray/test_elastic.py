@@ -111,7 +111,7 @@ def test_from_none_to_four_to_one_to_none_while_requests_run() -> None:
                 number += 1
                 encoded = encode_prompts(tokenizer, prompts, config.data.chat)
                 samples = samples_of(encoded, [SAMPLING] * len(prompts), 1, (), f"{number}-")
-                entries = [entry for _, entry, _ in samples]
+                entries = [entry for entry, _ in samples]
                 for _ in client.run(entries):
                     pass
                 outputs.append([tuple(entry.token_ids) for entry in entries])

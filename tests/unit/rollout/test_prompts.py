@@ -220,15 +220,16 @@ class TestSamples:
     def test_each_has_a_name_a_seed_and_the_reason_why_it_cannot_run(self) -> None:
         samples = self.samples(4, set())
         assert len(samples) == 12
-        assert samples[0][1].prompt_token_ids is samples[3][1].prompt_token_ids
-        for (prompt, sample), entry, reason in samples:
+        assert samples[0][0].prompt_token_ids is samples[3][0].prompt_token_ids
+        for entry, reason in samples:
+            prompt, sample = entry.place
             assert entry.request_id == f"7-{prompt}-{sample}"
             assert entry.sampling.seed == derive_seed(3 + prompt, prompt, sample)
             assert reason == ("the prompt has no tokens" if prompt == 1 else "")
 
     def test_what_is_skipped_is_left_out(self) -> None:
         samples = self.samples(2, {(0, 0), (1, 0), (1, 1)})
-        assert [place for place, _, _ in samples] == [(0, 1), (2, 0), (2, 1)]
+        assert [entry.place for entry, _ in samples] == [(0, 1), (2, 0), (2, 1)]
 
 
 LIKE_CHATML = (  # a default system message, and a line break behind the end of a turn

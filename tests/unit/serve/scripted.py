@@ -73,9 +73,6 @@ class ScriptedEngine(Generates):
     def watch(self, handle: Handle) -> None:
         pass
 
-    def trajectory(self, handle: Handle, ended: Trajectory) -> Trajectory:
-        return ended
-
     async def _run(self, handle: Handle, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
         tokens, at, stop = list(self.script(prompt, sampling))[: sampling.max_tokens], 0, None
         for end in range(len(tokens) if sampling.stop else 0):
