@@ -114,6 +114,27 @@ class Backlog:
             batches.setdefault(verifier_id, []).append(self._journal.hand_to(entry.request_id, verifier_id))
         return batches
 
+    def level(self, verifiers: Sequence[str]) -> tuple[list[tuple[Move, int]], Batches]:
+        """Move requests between these verifiers where that pays (`plan_moves`). Returns the moves with the attempts
+        that they end, and the requests to submit."""
+        batches: Batches = {}
+        ended: list[tuple[Move, int]] = []
+        loads = {name: self._journal.load(name) for name in verifiers if not self.quarantine.occupies(name)}
+        for move in plan_moves(loads, self._journal.owned_by):
+            entry = self._journal.entries[move.request_id]
+            ended.append((move, entry.attempt))
+            entry.moves += 1
+            if entry.session is not None:
+                self.set_home(entry.session, move.target)
+            batches.setdefault(move.target, []).append(self._journal.hand_to(move.request_id, move.target))
+        return ended, batches
+
+    def release(self) -> None:
+        """End one hold."""
+        self.holds -= 1
+        if not self.holds:
+            self.is_frozen = False
+
     def set_home(self, session: str, verifier_id: str) -> None:
         """Send all further turns of the session to this verifier."""
         self._homes[session] = verifier_id

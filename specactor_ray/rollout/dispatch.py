@@ -14,7 +14,7 @@ from typing import Any
 
 from specactor_ray.actors.specs import Departure
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.rollout.backlog import Backlog, Batches, plan_moves
+from specactor_ray.rollout.backlog import Backlog, Batches
 from specactor_ray.rollout.journal import Journal, JournalEntry
 from specactor_ray.rollout.verifiers import OutputSharing, VerifierLink, Verifiers
 from specactor_ray.transport.messages import Finished, Progress, Refused, RequestStats, ToRollout
@@ -47,11 +47,10 @@ class Dispatcher:
 
     Args:
         controller, calls: Handle of the controller, and the calls to it and to verifiers.
-        outstanding_per_verifier: Most requests handed to one verifier at a time; the rest wait here, so that a
-            verifier that joins late or is faster gets its share.
+        outstanding_per_verifier: Most requests handed to one verifier at a time; the rest wait here, for others.
         no_verifier_timeout_s: Longest time without any verifier, or an answer of the controller, before a failure.
-        request_stall_timeout_s: Longest time without progress of a request that has begun, or has stalled before, while
-            its verifier answers; after it the request is handed out again.
+        request_stall_timeout_s: Time without progress, while its verifier answers, after which a request that has begun
+            is handed out again.
         shares_outputs: Verifiers get the outputs finished by others, for the histories of the lookups they host.
     """
 
@@ -67,17 +66,15 @@ class Dispatcher:
         self.journal = Journal()
         self.moves = 0
         """Number of requests moved from one healthy verifier to another since the start."""
-        self.weight_version = 0
-        """Version of the policy's weights for requests."""
         self.reissues = 0
         """Number of requests issued again since the start because their verifier was gone or did not run them."""
         self._clock = calls.clock
         self._request_stall_timeout_s = request_stall_timeout_s
         self.verifiers = Verifiers(controller, calls, no_verifier_timeout_s)
         self._links = self.verifiers.links
-        self._sharing = OutputSharing(calls, self._links) if shares_outputs else None
-        self._backlog = Backlog(self.journal, outstanding_per_verifier)
-        self._quarantine = self._backlog.quarantine
+        self._sharing = OutputSharing(calls, self._links, shares_outputs)
+        self.backlog = Backlog(self.journal, outstanding_per_verifier)
+        self._quarantine = self.backlog.quarantine
         self._ended: list[JournalEntry] = []
         """Requests that have ended since the last step."""
         self._tail_looked = self._passed = 0.0
@@ -90,19 +87,19 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Number of requests outside of streams that wait to begin."""
-        return self._backlog.single
+        return self.backlog.single
 
     def admit(self, entries: Sequence[JournalEntry]) -> None:
         """Admit requests with new ids. They run with the newest version of the weights at their beginning."""
         if not self.journal.entries:
             self.verifiers.begin()
         for entry in entries:
-            entry.weight_version = self.weight_version
+            entry.weight_version = self.journal.weight_version
             self.journal.add(entry)
             if entry.prefix:
                 self.journal.look_for_stop(entry, entry.prefix - 1)
         self._end_stopped()
-        self._backlog.add(entry.request_id for entry in entries if entry.finished is None)
+        self.backlog.add(entry.request_id for entry in entries if entry.finished is None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests with their committed tokens, unless they have ended."""
@@ -111,10 +108,10 @@ class Dispatcher:
             if (entry := self.journal.entries.get(request_id)) is None:
                 continue
             if entry.owner is None:
-                self._backlog.discard(entry)
+                self.backlog.discard(entry)
             else:
                 batches.setdefault(entry.owner, []).append((request_id, entry.attempt))
-            self._end(self.journal.end(Finished(request_id, "abort", RequestStats(), "", entry.num_tokens)))
+            self._finish(request_id, "abort")
         for verifier_id, attempts in batches.items():
             if link := self._links.get(verifier_id):
                 self.verifiers.cancel(link, attempts)
@@ -128,9 +125,9 @@ class Dispatcher:
         if self.journal.entries:
             for gone in self.verifiers.refresh(len(self.journal.entries)):
                 self._release_all(*gone)
-            if self._backlog:
+            if self.backlog:
                 now = self._clock.now()
-                self._submit(self._backlog.hand_out([name for name, link in self._links.items() if link.is_open(now)]))
+                self._submit(self.backlog.hand_out([name for name, link in self._links.items() if link.is_open(now)]))
             self.verifiers.poll()
         self._look_after_tail()
         if not self._ended:
@@ -140,50 +137,41 @@ class Dispatcher:
         for link, events in self.verifiers.events():
             self._journal_events(link, events)
         ended, self._ended = self._ended, []
-        if ended and not self.journal.entries and self._sharing is not None:
+        if ended and not self.journal.entries:
             self._sharing.send(at_end=True)
         return ended
 
     def abandon(self) -> None:
         """Forget all requests; their verifiers drop them."""
-        for verifier_id, link in self._links.items():
-            if left := [(entry.request_id, entry.attempt) for entry in self.journal.owned_by(verifier_id)]:
-                self.verifiers.cancel(link, left)
+        self._cancel_all()
         self.journal.clear()
-        self._backlog.clear()
+        self.backlog.clear()
         self._ended.clear()
 
     def hold(self, policy: WeightPolicy) -> None:
-        """Hand out no new requests until `release`; the policy decides whether running ones continue, stop or end."""
-        self._backlog.holds += 1
+        """Hand out no new requests until `backlog.release`; the policy decides whether running ones continue, stop or
+        end."""
+        self.backlog.holds += 1
         running = [entry for entry in self.journal.entries.values() if entry.attempt]
         if policy is WeightPolicy.ABORT:
             self.abort([entry.request_id for entry in running])
         elif policy is WeightPolicy.KEEP:
-            self._backlog.is_frozen = True
-            owned = [entry for entry in running if entry.owner is not None]
-            for entry in owned:
-                if link := self._links.get(entry.owner or ""):
-                    self.verifiers.cancel(link, [(entry.request_id, entry.attempt)])
-                self.journal.release(entry.request_id)
-            self._backlog.put_back([entry.request_id for entry in owned])
+            self.backlog.is_frozen = True
+            self._cancel_all()
+            owned = [entry.request_id for entry in running if entry.owner is not None]
+            for request_id in owned:
+                self.journal.release(request_id)
+            self.backlog.put_back(owned)
+
+    def _cancel_all(self) -> None:
+        for verifier_id, link in self._links.items():
+            if left := [(entry.request_id, entry.attempt) for entry in self.journal.owned_by(verifier_id)]:
+                self.verifiers.cancel(link, left)
 
     @property
     def is_drained(self) -> bool:
-        """While held: no request has a verifier, or gets one before `release`."""
-        return self._backlog.is_frozen or not self.journal.begun
-
-    def raise_version(self, version: int) -> None:
-        """Run all requests handed out from now on with this version of the weights. Requires `is_drained`."""
-        self.weight_version = version
-        for entry in self.journal.entries.values():
-            entry.raise_version(version)
-
-    def release(self) -> None:
-        """End a `hold`."""
-        self._backlog.holds -= 1
-        if not self._backlog.holds:
-            self._backlog.is_frozen = False
+        """While held: no request has a verifier, or gets one before `backlog.release`."""
+        return self.backlog.is_frozen or not self.journal.begun
 
     def _submit(self, batches: Batches) -> None:
         now, entries = self._clock.now(), self.journal.entries
@@ -201,9 +189,8 @@ class Dispatcher:
         self._reissue(lost, f"verifier {link.verifier_id} could not be handed requests")
 
     def _release_all(self, link: VerifierLink, departure: Departure | None) -> None:
-        """Release the requests of a verifier that is gone: they continue elsewhere from the journal. Requests whose
-        arrival it did not confirm are suspected only if that happened to them before: a request may end a process
-        before it answers."""
+        """Release the requests of a verifier that is gone. Those whose arrival it did not confirm are suspected only if
+        that happened to them before: a request may end a process before it answers."""
         verifier_id = link.verifier_id
         positions = {entry.request_id: entry.num_tokens for entry in self.journal.owned_by(verifier_id)}
         failed, why = departure is Departure.FAILED, f"verifier {verifier_id} is gone"
@@ -213,7 +200,7 @@ class Dispatcher:
         if failed:
             for request_id in self._quarantine.accuse(verifier_id, positions):
                 del positions[request_id]
-                self._fail(request_id, "its verifiers failed again and again while it ran alone")
+                self._finish(request_id, "error", "its verifiers failed again and again while it ran alone")
         else:
             self._quarantine.excuse(verifier_id)
         self._reissue(list(positions), why)
@@ -227,22 +214,19 @@ class Dispatcher:
         logger.warning("%s; %d requests are issued again%s", why, len(request_ids), when)
         for request_id in request_ids:
             self.journal.release(request_id)
-        self._backlog.put_back(request_ids)
+        self.backlog.put_back(request_ids)
 
-    def _fail(self, request_id: str, reason: str) -> None:
-        """End a request as failed, on the rollout's side."""
+    def _finish(self, request_id: str, reason: str, error: str = "") -> JournalEntry:
+        """End a request with its committed tokens, on the rollout's side."""
         tokens = self.journal.entries[request_id].num_tokens
-        self._end(self.journal.end(Finished(request_id, "error", RequestStats(), reason, tokens)))
+        entry = self.journal.end(Finished(request_id, reason, RequestStats(), error, tokens))
+        self._end(entry)
+        return entry
 
     def _end_stopped(self) -> list[JournalEntry]:
         """End the requests whose outputs are complete by a stop text; returns them."""
         stopped, self.journal.stopped = self.journal.stopped, {}
-        ended = []
-        for request_id, error in stopped.items():
-            tokens, reason = self.journal.entries[request_id].num_tokens, "error" if error else "stop"
-            ended.append(self.journal.end(Finished(request_id, reason, RequestStats(), error, tokens)))
-            self._end(ended[-1])
-        return ended
+        return [self._finish(name, "error" if error else "stop", error) for name, error in stopped.items()]
 
     def _end(self, entry: JournalEntry) -> None:
         self._quarantine.forget(entry.request_id)
@@ -252,15 +236,12 @@ class Dispatcher:
         for event in events:
             if isinstance(event, Progress):
                 self._journal_progress(link, event)
-                if self.journal.stopped:
-                    self._drop_stopped(link)
                 continue
             request_id = event.request_id
             if not self.journal.is_current(request_id, event.attempt):
                 continue
             if isinstance(event, Finished) and (ended := self.journal.finish(event)) is not None:
-                if self._sharing is not None:
-                    self._sharing.add(link.verifier_id, ended)
+                self._sharing.add(link.verifier_id, ended)
                 self._end(ended)
             elif isinstance(event, Refused):
                 link.free_at = self._clock.now() + _REFUSED_S
@@ -269,19 +250,18 @@ class Dispatcher:
                 self._miss(link, request_id)
 
     def _journal_progress(self, link: VerifierLink, event: Progress) -> None:
+        """Journal commits, and end requests at a stop text: their verifier drops them."""
         link.progress_at = self._clock.now()
         for request_id in self.journal.progress(event, link.progress_at):
             self._miss(link, request_id)
         for request_id in self._quarantine.members_at(link.verifier_id):
             self._quarantine.progress(request_id, self.journal.entries[request_id].num_tokens)
-
-    def _drop_stopped(self, link: VerifierLink) -> None:
-        """End requests at a stop text. Their verifier drops them; its later commits are ignored."""
+        if not self.journal.stopped:
+            return
         ended = self._end_stopped()
         self.verifiers.cancel(link, [(entry.request_id, entry.attempt) for entry in ended], has_ended=True)
-        if self._sharing is not None:
-            for entry in ended:
-                self._sharing.add(link.verifier_id, entry)
+        for entry in ended:
+            self._sharing.add(link.verifier_id, entry)
 
     def _miss(self, link: VerifierLink, request_id: str) -> None:
         self.verifiers.cancel(link, [(request_id, self.journal.entries[request_id].attempt)])
@@ -294,27 +274,20 @@ class Dispatcher:
             return
         self._tail_looked = now
         self.verifiers.retry_notices()
-        if self._sharing is not None and requests:
+        if requests:
             self._sharing.send()
         if now - self._passed >= requests * _PASS_INTERVAL_S_PER_REQUEST:
             self._passed = now
             self._reissue_stalled(now)
-            if not self._backlog:
+            if not self.backlog:
                 self._level(now)
 
     def _level(self, now: float) -> None:
-        batches: Batches = {}
-        able = [name for name, link in self._links.items() if link.is_open(now) and not self._quarantine.occupies(name)]
-        loads = {name: self.journal.load(name) for name in able}
-        for move in plan_moves(loads, self.journal.owned_by):
-            entry = self.journal.entries[move.request_id]
-            self.verifiers.cancel(self._links[move.source], [(move.request_id, entry.attempt)])
-            entry.moves += 1
-            if entry.session is not None:
-                self._backlog.set_home(entry.session, move.target)
-            batches.setdefault(move.target, []).append(self.journal.hand_to(move.request_id, move.target))
-            self.moves += 1
-            logger.info("request %s moves from %s to %s", move.request_id, move.source, move.target)
+        moves, batches = self.backlog.level([name for name, link in self._links.items() if link.is_open(now)])
+        self.moves += len(moves)
+        for move, attempt in moves:
+            self.verifiers.cancel(self._links[move.source], [(move.request_id, attempt)])
+            logger.info("request %s moves from %s to %s", *move)
         self._submit(batches)
 
     def _reissue_stalled(self, now: float) -> None:
@@ -322,10 +295,8 @@ class Dispatcher:
         limit_s = self._request_stall_timeout_s
         for entry in [entry for entry in self.journal.entries.values() if now - entry.progress_at > limit_s]:
             link = self._links.get(entry.owner or "")
-            if link is None or now - link.answered_at > limit_s:
-                continue  # the verifier stalls; the controller handles that
-            if not entry.has_begun and now - link.progress_at <= limit_s:
-                continue  # it may wait for other requests there to end
+            if link is None or not link.request_stalls(entry.has_begun, now, limit_s):
+                continue
             request_id = entry.request_id
             self.verifiers.cancel(link, [(request_id, entry.attempt)])
             entry.stalls += 1
@@ -333,4 +304,5 @@ class Dispatcher:
             if entry.stalls < _MAX_STALLS:
                 self._reissue([request_id], f"request {request_id} made no progress for {limit_s:g} s at {entry.owner}")
             else:
-                self._fail(request_id, f"it stopped making progress {_MAX_STALLS} times, for {limit_s:g} s each")
+                error = f"it stopped making progress {_MAX_STALLS} times, for {limit_s:g} s each"
+                self._finish(request_id, "error", error)

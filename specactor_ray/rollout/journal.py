@@ -155,6 +155,8 @@ class Journal:
         self.entries: dict[str, JournalEntry] = {}
         self.committed_tokens = 0
         """Number of tokens journaled since the start, over all requests."""
+        self.weight_version = 0
+        """Version of the policy's weights for new requests."""
         self.begun = 0
         """Number of unfinished requests that have been handed to a verifier at least once."""
         self.stopped: dict[str, str] = {}
@@ -276,6 +278,12 @@ class Journal:
         self._set_owner(entry, None)
         entry.finished = message
         return entry
+
+    def raise_version(self, version: int) -> None:
+        """Run all requests handed out from now on with this version of the weights; none has a verifier now."""
+        self.weight_version = version
+        for entry in self.entries.values():
+            entry.raise_version(version)
 
     @property
     def owned(self) -> int:

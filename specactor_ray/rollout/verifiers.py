@@ -71,6 +71,11 @@ class VerifierLink:
         calls = [call for call in self.submits if not call.poll() or call.error is not None]
         return [request_id for call in calls for request_id, _ in self.submits[call]]
 
+    def request_stalls(self, has_begun: bool, now: float, limit_s: float) -> bool:
+        """Whether a request without progress has stalled by itself: if the verifier does not answer, the controller
+        handles that, and a request that has not begun may wait for others that make progress."""
+        return now - self.answered_at <= limit_s and (has_begun or now - self.progress_at > limit_s)
+
     def is_open(self, now: float) -> bool:
         """Whether it may be given requests: it refused none lately, and answered since it was last suspected."""
         return now >= self.free_at and self.suspected_at <= self.answered_at
@@ -226,14 +231,16 @@ class OutputSharing:
     """Sends finished outputs to the lookups that other verifiers host, one batch at a time to each verifier. Lost ones
     cost drafts only. Each output goes to at most seven others, those of the same eight in the order of the ids."""
 
-    def __init__(self, calls: Calls, links: Mapping[str, VerifierLink]) -> None:
-        self._calls, self._links = calls, links
+    def __init__(self, calls: Calls, links: Mapping[str, VerifierLink], is_on: bool) -> None:
+        self._calls, self._links, self._is_on = calls, links, is_on
         self._waiting: dict[str, deque[FinishedOutput]] = {}
         """Verifier id → outputs to send."""
         self._sent: dict[str, Call] = {}
 
     def add(self, verifier_id: str, entry: JournalEntry) -> None:
         """Add an output that was finished at this verifier."""
+        if not self._is_on:
+            return
         names = sorted({*self._links, verifier_id})
         begin = names.index(verifier_id) // VERIFIERS_PER_GROUP * VERIFIERS_PER_GROUP
         others = [name for name in names[begin : begin + VERIFIERS_PER_GROUP] if name != verifier_id]
