@@ -265,7 +265,7 @@ class Dispatcher:
 
     def _miss(self, link: VerifierLink, request_id: str) -> None:
         self.verifiers.cancel(link, [(request_id, self.journal.entries[request_id].attempt)])
-        self._reissue([request_id], f"verifier {link.verifier_id} told of {request_id} with a gap")
+        self._reissue([request_id], f"verifier {link.verifier_id} reported {request_id} with a gap")
 
     def _look_after_tail(self) -> None:
         """Hand out stalled requests again, and balance the loads when no request waits."""
