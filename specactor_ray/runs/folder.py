@@ -80,7 +80,7 @@ class RunLease:
         self._beats, self._is_held = 0, True
         self._acquire()
         self._ended = clock.event()
-        clock.spawn(self._keep_beating, "run-lease")
+        self._beating = clock.spawn(self._keep_beating, "run-lease")
 
     def check(self) -> None:
         """Raise SpecActorError if the lease was taken over, which happens if this process was stopped for long."""
@@ -98,6 +98,7 @@ class RunLease:
     def release(self) -> None:
         """Release the folder for other processes. Idempotent."""
         self._ended.set()
+        self._beating.join(_BEAT_S)
         if self._is_held and not self.lost:
             self._path.unlink(missing_ok=True)  # while it is still locked
         self._is_held = False
@@ -109,7 +110,7 @@ class RunLease:
         if holder is not None and holder.token != self._me.token:
             self._lost_to = holder
             logger.error("process %d on %s has taken over %s", holder.pid, holder.host, self._path.parent)
-        elif self._is_held:
+        else:
             self._write()
 
     def _acquire(self) -> None:
