@@ -155,15 +155,12 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
         raise InputError(f"a prompt is text, a list of chat messages or a list of token ids, not {prompt!r}")
     if is_token_ids(prompt):
         return _not_empty(prompt)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain_messages(prompt)
-    _reject_half_characters(messages)
-    if tokenizer is None:
-        raise InputError("the model has no tokenizer; give prompts as lists of token ids")
-    if isinstance(prompt, str) and not (chat and tokenizer.chat_template):
-        return _not_empty(_tokenize(tokenizer, prompt))
-    if not tokenizer.chat_template:
-        raise InputError("the prompt is a list of chat messages, but the model's tokenizer has no chat template")
-    return _not_empty(_apply_template(tokenizer, messages))
+    if isinstance(prompt, str):
+        messages = _checked_messages([{"role": "user", "content": prompt}])
+        if tokenizer is not None and not (chat and tokenizer.chat_template):
+            return _not_empty(_tokenize(tokenizer, prompt))
+        return encode_chat(tokenizer, messages)
+    return encode_chat(tokenizer, prompt)
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Any], **template: Any) -> tuple[int, ...]:
@@ -174,13 +171,16 @@ def encode_chat(tokenizer: Any, messages: Sequence[Any], **template: Any) -> tup
         messages: As in a `Prompt`; those of role `assistant` may have `tool_calls` in place of content.
         template: More arguments of `apply_chat_template`, such as `tools`.
     """
-    filled = [{**one, "content": ""} if _only_calls(one) else one for one in messages]
-    plain = plain_messages(filled)
+    plain = _checked_messages([{**one, "content": ""} if _only_calls(one) else one for one in messages])
     if not plain:
         raise InputError("there are no messages")
-    _reject_half_characters(plain)
-    if tokenizer is None or not tokenizer.chat_template:
-        raise InputError("the model's tokenizer has no chat template; send a prompt of text or token ids")
+    if tokenizer is None:
+        raise InputError("the model has no tokenizer; give prompts as lists of token ids")
+    if not tokenizer.chat_template:
+        raise InputError(
+            "the prompt is a list of chat messages, but the model's tokenizer has no chat template; send a prompt of "
+            "text or token ids"
+        )
     return _not_empty(_apply_template(tokenizer, plain, **template))
 
 
@@ -201,8 +201,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> lis
 
 def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
     """Chat messages as text, formatted by the model's template; errors as in `encode_chat`."""
-    plain = plain_messages(messages)
-    _reject_half_characters(plain)
+    plain = _checked_messages(messages)
     text: str = _apply_template(tokenizer, plain, tokenize=False, add_generation_prompt=generation_prompt)
     return text
 
@@ -219,14 +218,16 @@ def _not_empty(token_ids: Sequence[Any]) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
-def _reject_half_characters(messages: Sequence[Mapping[str, Any]]) -> None:
-    for message in messages:
+def _checked_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """`plain_messages`, refused if one has half a character."""
+    plain = plain_messages(messages)
+    for message in plain:
         try:
             message["content"].encode("utf-8")
         except UnicodeEncodeError as error:
-            raise InputError(
-                f"the prompt is not valid Unicode: half a surrogate pair at character {error.start}"
-            ) from None
+            problem = f"the prompt is not valid Unicode: half a surrogate pair at character {error.start}"
+            raise InputError(problem) from None
+    return plain
 
 
 def _tokenize(tokenizer: Any, prompt: str) -> Any:
