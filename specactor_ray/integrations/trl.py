@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
@@ -42,9 +42,8 @@ _SHAPE = (
 """Keys of a model's configuration that determine its weights."""
 
 
-class _Output(NamedTuple):
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+Outputs = list[tuple[Sequence[int], Sequence[float]]]
+"""Token ids and log-probabilities of each output."""
 
 
 def attach(trainer: Any, rollout: Rollout | str | None, weights_folder: str | None = None) -> None:
@@ -77,7 +76,6 @@ def attach(trainer: Any, rollout: Rollout | str | None, weights_folder: str | No
                 )
             client = ServerClient(trainer, rollout, weights_folder)
         else:
-            _require_rollout(rollout)
             _require_same_model(trainer, rollout)
             client = RolloutClient(trainer, rollout)
         client.sampling(**_sampling_arguments(trainer))  # refuse unsupported arguments before the first step
@@ -95,12 +93,8 @@ class _Client(abc.ABC):
         """Numbers of calls in that step in evaluation, and in training."""
 
     @abc.abstractmethod
-    def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> list[_Output]:
-        """`n` outputs of each prompt, those of a prompt together.
-
-        Raises:
-            SpecActorError: An output failed.
-        """
+    def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> Outputs:
+        """`n` outputs of each prompt, those of a prompt together."""
 
     @abc.abstractmethod
     def push_weights(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -112,9 +106,9 @@ class _Client(abc.ABC):
         done = self.roll_out(prompt_ids, self.sampling(seed=self._next_seed(), **arguments), n)
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": [list(output.token_ids) for output in done],
-            "logprobs": [[[value] for value in output.logprobs] for output in done],
-            "logprob_token_ids": [[[token] for token in output.token_ids] for output in done],
+            "completion_ids": [list(token_ids) for token_ids, _ in done],
+            "logprobs": [[[value] for value in logprobs] for _, logprobs in done],
+            "logprob_token_ids": [[[token] for token in token_ids] for token_ids, _ in done],
         }
 
     def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -126,24 +120,12 @@ class _Client(abc.ABC):
         """No operation: no cache outlives an update of the weights."""
 
     def sampling(
-        self,
-        *,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        max_tokens: int | None,
-        generation_kwargs: Mapping[str, Any] | None,
-        seed: int = 0,
-        **others: Any,
+        self, *, max_tokens: int | None, generation_kwargs: Mapping[str, Any] | None, seed: int = 0, **others: Any
     ) -> SamplingParams:
-        """TRL's arguments as parameters of a request. Outputs end at the trainer's end-of-sequence ids.
-
-        Raises:
-            InputError: An argument needs something that keyed sampling does not have; the message names it.
-        """
-        more = dict(generation_kwargs or {})
-        refuse({**others, **more}, "TRL: ")
-        for name, value in {**others, **more}.items():
+        """TRL's arguments as parameters of a request. Outputs end at the trainer's end-of-sequence ids."""
+        settings = {**others, **(generation_kwargs or {})}
+        refuse(settings, "TRL: ")
+        for name, value in settings.items():
             if name not in (*_TRANSLATED, *UNAVAILABLE) and not (name == "logprobs" and value in (0, None)):
                 raise InputError(
                     f"TRL: {name}={value!r} is not available: sampling is keyed, with seeds derived from args.seed. "
@@ -151,7 +133,7 @@ class _Client(abc.ABC):
                 )
         if max_tokens is None:
             raise InputError("TRL: max_completion_length is None; give a number of tokens")
-        settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, **more}
+        settings = {"max_tokens": max_tokens, **settings}
         if settings["top_k"] in (None, -1):  # both mean all tokens in vLLM
             settings["top_k"] = 0
         chosen = {name: value for name, value in settings.items() if name in _TRANSLATED}
@@ -180,12 +162,12 @@ class RolloutClient(_Client):
         super().__init__(trainer)
         self._rollout = rollout
 
-    def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> list[_Output]:
+    def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> Outputs:
         done = self._rollout.generate(prompts, sampling, n)
         failed = [trajectory for trajectory in done if trajectory.error]
         if failed:
             raise InputError(f"prompt {failed[0].prompt_index} of {len(prompts)} cannot run: {failed[0].error}")
-        return [_Output(trajectory.token_ids, trajectory.logprobs) for trajectory in done]
+        return [(trajectory.token_ids, trajectory.logprobs) for trajectory in done]
 
     def push_weights(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._rollout.update_weights(named_params)
@@ -213,12 +195,12 @@ class ServerClient(_Client):
         if there[-len(here) :] != here:
             raise InputError(f"{url} serves {self._model}, whose tokenizer is not the trainer's; serve its model")
 
-    def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> list[_Output]:
+    def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> Outputs:
         fields = {name: getattr(sampling, name) for name in _SENT}
         more = {"model": self._model, "n": n, "logprobs": 0, "return_token_ids": True}
         answer = self._ask("/v1/completions", {"prompt": prompts, **fields, **more})
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        return [_Output(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+        return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
     def push_weights(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         from safetensors.torch import save_file
@@ -294,14 +276,11 @@ def _require_supported(trainer: Any) -> None:
         raise InputError("TRL: the processing class is one for images; rollouts are of text only")
 
 
-def _require_rollout(rollout: object) -> None:
+def _require_same_model(trainer: Any, rollout: Rollout) -> None:
     from specactor_ray.rollout.rollout import Rollout
 
     if not isinstance(rollout, Rollout):
         raise InputError(f"attach takes a rollout or the address of a server, not {type(rollout).__name__}")
-
-
-def _require_same_model(trainer: Any, rollout: Rollout) -> None:
     target = rollout.config.target
     served = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
     trained = trainer.model.config.get_text_config()

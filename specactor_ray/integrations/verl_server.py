@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
+from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
 from specactor_ray.transport.messages import WeightSet
 
 NAME = "specactor"
@@ -44,15 +44,7 @@ _SETTINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 _TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "ignore_eos", "seed")
 _IGNORED = ("logprobs", "max_new_tokens", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
 """Parameters that change no token; `max_new_tokens` is SGLang's name of `max_tokens`."""
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "min_p": (0.0,),
-    "min_tokens": (0,),
-    "include_stop_str_in_output": (False,),
-}
+_NEUTRAL = {"n": 1, "include_stop_str_in_output": False}
 _MOST_ABORTED = 65_536
 _ANY_NUMBER = 2**31
 
@@ -62,9 +54,6 @@ def require_supported(rollout: Any, model: Any) -> None:
 
     Args:
         rollout, model: Sections `rollout` and `model` of `actor_rollout_ref`.
-
-    Raises:
-        ConfigError: A key has a value that is not supported.
     """
     for key, (allowed, fix) in _SETTINGS.items():
         value = _value({"rollout": rollout}, key)
@@ -106,59 +95,52 @@ def configuration(rollout: Any, model_path: str, trust_remote_code: bool, has_gp
             "max_batch": min(rollout.max_num_seqs, TargetConfig(gpus=gpus).max_batch or _ANY_NUMBER),
         },
     }
-    own = _plain(_value(rollout, f"engine_kwargs.{NAME}"))
+    own = OmegaConf.create(_value(rollout, f"engine_kwargs.{NAME}") or {})
+    whole: Any = OmegaConf.to_container(OmegaConf.merge(settings, own), resolve=True)
     try:
-        return from_mapping(_merged(settings, own))
+        return from_mapping(whole)
     except ConfigError as error:
         key = f"{_KEYS}rollout.engine_kwargs.{NAME}.{error.key}"
         raise ConfigError(key, error.problem, error.fix) from None
 
 
-@dataclass(frozen=True)
-class ReplicaLimits:
-    """Settings of verl that apply to all requests."""
+def sampling_of(
+    rollout: Any, parameters: Mapping[str, Any], num_prompt: int, seed: int, max_model_len: int
+) -> SamplingParams:
+    """Parameters of one request.
 
-    prompt_length: int
-    response_length: int
-    max_model_len: int
-    """Most prompt + output tokens."""
-    ignore_eos: bool
+    The position in the noise is that in the whole sequence. So a request that is resent with its output so far as part
+    of the prompt continues with the tokens that would have followed.
 
-    def sampling(self, parameters: Mapping[str, Any], num_prompt: int, seed: int) -> SamplingParams:
-        """Parameters of one request.
-
-        The position in the noise is that in the whole sequence. So a request that is resent with its output so far as
-        part of the prompt continues with the tokens that would have followed.
-
-        Args:
-            parameters: Parameters from verl; the model's values replace absent ones.
-            num_prompt: Number of tokens of the prompt.
-            seed: Seed if `parameters` has none.
-
-        Raises:
-            InputError: A parameter is not available, or the prompt leaves no room.
-        """
-        for name, value in parameters.items():
-            known = name in _TRANSLATED or name in _IGNORED
-            if not known and value not in (None, *_NEUTRAL.get(name, ())) and value not in ([], ()):
-                raise InputError(
-                    f"verl: sampling_params.{name}={value!r} is not available. Fix: leave it out; it may hold "
-                    f"{', '.join(_TRANSLATED)}"
-                )
-        room = self.max_model_len - num_prompt
-        if room < 1:
+    Args:
+        rollout: Section `actor_rollout_ref.rollout`.
+        parameters: Parameters from verl; the model's values replace absent ones.
+        num_prompt: Number of tokens of the prompt.
+        seed: Seed if `parameters` has none.
+        max_model_len: Most prompt + output tokens.
+    """
+    refuse(parameters, "verl: sampling_params.")
+    for name, value in parameters.items():
+        known = name in (*_TRANSLATED, *_IGNORED, *UNAVAILABLE)
+        if not known and value not in (None, [], (), _NEUTRAL.get(name)):
             raise InputError(
-                f"verl: {num_prompt} tokens leave no room for an output in {self.max_model_len}. Fix: raise "
-                "actor_rollout_ref.rollout.max_model_len, or engine_kwargs.specactor.target.max_model_len"
+                f"verl: sampling_params.{name}={value!r} is not available. Fix: leave it out; it may hold "
+                f"{', '.join(_TRANSLATED)}"
             )
-        given = {name: parameters[name] for name in _TRANSLATED if parameters.get(name) is not None}
-        most = given.pop("max_tokens", None) or parameters.get("max_new_tokens")
-        if most is None:
-            most = min(self.response_length, self.prompt_length + self.response_length - num_prompt)
-        if given.get("top_k") == -1:  # means all tokens in vLLM
-            given["top_k"] = 0
-        settings = {"seed": seed, "ignore_eos": self.ignore_eos, **given, "max_tokens": max(1, min(most, room))}
-        return SamplingParams(**settings, first_position=num_prompt)
+    room = max_model_len - num_prompt
+    if room < 1:
+        raise InputError(
+            f"verl: {num_prompt} tokens leave no room for an output in {max_model_len}. Fix: raise "
+            "actor_rollout_ref.rollout.max_model_len, or engine_kwargs.specactor.target.max_model_len"
+        )
+    given = {name: parameters[name] for name in _TRANSLATED if parameters.get(name) is not None}
+    most = given.pop("max_tokens", None) or parameters.get("max_new_tokens")
+    if most is None:
+        most = min(rollout.response_length, rollout.prompt_length + rollout.response_length - num_prompt)
+    if given.get("top_k") == -1:  # means all tokens in vLLM
+        given["top_k"] = 0
+    settings = {"seed": seed, "ignore_eos": rollout.ignore_eos, **given, "max_tokens": max(1, min(most, room))}
+    return SamplingParams(**settings, first_position=num_prompt)
 
 
 class Seeds:
@@ -215,32 +197,25 @@ class VerlServer:
     """
 
     def __init__(
-        self,
-        rollout: Any,
-        model_path: str,
-        use_shm: bool,
-        trust_remote_code: bool,
-        replica_rank: int,
-        sleeps: bool,
+        self, rollout: Any, model_path: str, use_shm: bool, trust_remote_code: bool, replica_rank: int, sleeps: bool
     ) -> None:
         self._settings, self._model = rollout, (model_path, use_shm, trust_remote_code)
         self._seeds, self._sleeps = Seeds(rollout.seed, replica_rank), sleeps
         self._running: dict[Handle, str] = {}
         """Requests that have not ended → verl's names."""
-        self._open, self._rejects = asyncio.Event(), False
-        """Event that is set while requests may begin, and whether others are refused meanwhile."""
+        self._open = asyncio.Event()
+        """Set while requests may begin."""
         self._open.set()
+        self._rejects = False
+        """Requests that may not begin are refused."""
         self._steps: dict[int, int] = {}
         """Version of the weights → step of the trainer."""
 
     async def start(self) -> str:
         """Start the rollout; returns the name of its run."""
         self._rollout = await asyncio.to_thread(self._start)
-        engine, length = self._rollout.engine, self._rollout.config.target.max_model_len
-        engine.max_waiting = _ANY_NUMBER  # verl limits its requests
-        engine.tokenizer = None  # it exchanges token ids
-        settings = self._settings
-        self._limits = ReplicaLimits(settings.prompt_length, settings.response_length, length or 0, settings.ignore_eos)
+        self._rollout.engine.max_waiting = _ANY_NUMBER  # verl limits its requests
+        self._rollout.engine.tokenizer = None  # it exchanges token ids
         return self._rollout.run_name
 
     async def generate(
@@ -261,12 +236,14 @@ class VerlServer:
                 raise InputError(f"verl: {name} is not available with rollout.name={NAME}; rollouts are of text only")
         while not self._open.is_set():
             if self._rejects:
-                return _token_output([], None, "aborted", {"global_steps": self._step(self._rollout.weight_version)})
+                step = self._steps.get(self._rollout.weight_version)
+                return _token_output([], None, "aborted", {"global_steps": step})
             await self._open.wait()
         prompt = [int(token) for token in prompt_ids]
         own_seed = sampling_params.get("seed") is None
         seed = self._seeds.take(prompt, request_id if self._settings.full_determinism else None) if own_seed else 0
-        sampling = self._limits.sampling(sampling_params, len(prompt), seed)
+        length = self._rollout.config.target.max_model_len or 0
+        sampling = sampling_of(self._settings, sampling_params, len(prompt), seed, length)
         handle = self._rollout.engine.submit(prompt, sampling, priority=int(priority))
         self._running[handle] = request_id
         try:
@@ -290,8 +267,7 @@ class VerlServer:
         self._open.clear()
         self._rejects = reject_request
         running = dict(self._running)
-        for handle in running:
-            self._rollout.engine.drop(handle)
+        self._drop(running)
         await self._all_ended(running)
         return {"aborted_count": len(running), "request_ids": list(running.values())}
 
@@ -299,8 +275,7 @@ class VerlServer:
         """Abort one request with its committed tokens."""
         del reset_prefix_cache
         aborted = [handle for handle, name in self._running.items() if name == request_id]
-        for handle in aborted:
-            self._rollout.engine.drop(handle)
+        self._drop(aborted)
         return {"aborted": bool(aborted), "request_id": request_id}
 
     async def resume_generation(self) -> None:
@@ -320,22 +295,12 @@ class VerlServer:
         if self._sleeps:
             await asyncio.to_thread(self._rollout.wake_if_asleep)
 
-    async def release_kv_cache(self) -> None:
-        """Same as `sleep`."""
-        await self.sleep()
+    release_kv_cache, resume_kv_cache = sleep, wake_up
 
-    async def resume_kv_cache(self) -> None:
-        """Same as `wake_up`."""
-        await self.wake_up()
+    async def clear_kv_cache(self, **_settings: Any) -> None:
+        """No operation: no cache outlives an update of the weights, and verl's profiler does not reach verifiers."""
 
-    async def clear_kv_cache(self) -> None:
-        """No operation: no cache outlives an update of the weights."""
-
-    async def start_profile(self, **_settings: Any) -> None:
-        """No operation: verl's profiler does not reach verifiers."""
-
-    async def stop_profile(self) -> None:
-        """No operation."""
+    start_profile = stop_profile = clear_kv_cache
 
     # ---- weights ----
 
@@ -346,7 +311,9 @@ class VerlServer:
     async def update_weights(self, weights: WeightSet, global_steps: int | None = None) -> int:
         """Load weights that a trainer has put into the object store. Running requests continue with them after their
         committed tokens. Returns their version."""
-        version = await asyncio.to_thread(self._update, weights)
+        await asyncio.to_thread(self._rollout.wake_if_asleep)
+        weights = replace(weights, version=self._rollout.weight_version + 1)
+        version = await asyncio.to_thread(self._rollout.update_weights, weights, "keep")
         if global_steps is not None:
             await self.set_global_steps(global_steps)
         return version
@@ -370,37 +337,29 @@ class VerlServer:
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         return Rollout(configuration(self._settings, copy_to_local(path, use_shm=use_shm), trusted, has_gpus))
 
-    def _update(self, weights: WeightSet) -> int:
-        self._rollout.wake_if_asleep()
-        return self._rollout.update_weights(replace(weights, version=self._rollout.weight_version + 1), "keep")
+    def _drop(self, handles: Iterable[Handle]) -> None:
+        for handle in handles:
+            self._rollout.engine.drop(handle)
 
-    async def _all_ended(self, handles: Sequence[Handle] | Mapping[Handle, str]) -> None:
+    async def _all_ended(self, handles: Iterable[Handle]) -> None:
         await asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in handles), return_exceptions=True)
 
     def _facts(self, output: Trajectory) -> dict[str, Any]:
         last, first = output.weight_version, output.versions[0][0] if output.versions else output.weight_version
         return {
-            "global_steps": self._step(last),
-            "min_global_steps": self._step(first),
-            "max_global_steps": self._step(last),
+            "global_steps": self._steps.get(last),
+            "min_global_steps": self._steps.get(first),
+            "max_global_steps": self._steps.get(last),
             "spec_num_draft_tokens": output.stats.drafted,
             "spec_num_accepted_tokens": output.stats.accepted,
             "spec_num_verify_steps": output.stats.steps,
         }
 
-    def _step(self, version: int) -> int | None:
-        return self._steps.get(version)
-
 
 def _token_output(token_ids: list[int], logprobs: list[float] | None, reason: str, facts: dict[str, Any]) -> Any:
-    return _token_output_class()(token_ids=token_ids, log_probs=logprobs, stop_reason=reason, extra_fields=facts)
-
-
-@functools.cache
-def _token_output_class() -> Any:
     from verl.workers.rollout.replica import TokenOutput
 
-    return TokenOutput
+    return TokenOutput(token_ids=token_ids, log_probs=logprobs, stop_reason=reason, extra_fields=facts)
 
 
 def _value(section: Any, path: str) -> Any:
@@ -408,21 +367,6 @@ def _value(section: Any, path: str) -> Any:
     for name in path.split("."):
         section = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
     return section
-
-
-def _plain(section: Any) -> dict[str, Any]:
-    """The section as dicts and lists; `section` may hold OmegaConf's containers."""
-    whole: Any = OmegaConf.to_container(OmegaConf.create({NAME: section or {}}), resolve=True)
-    plain: dict[str, Any] = whole[NAME]
-    return plain
-
-
-def _merged(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(settings)
-    for key, value in more.items():
-        old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
 
 
 def _digest(tokens: Sequence[int] | bytes) -> int:

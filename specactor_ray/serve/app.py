@@ -1,31 +1,37 @@
-"""The FastAPI application: every dialect's router, its form of errors, and the guard in front."""
+"""The FastAPI application: the dialects' endpoints, the form of errors, and the middleware in front."""
 
 from __future__ import annotations
 
-import json
+import functools
+import hmac
+import ipaddress
 import logging
-from collections.abc import Callable
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from specactor_ray.serve import openai, prime_rl, sglang, trl, vllm_rl
-from specactor_ray.serve.guard import Guard
-from specactor_ray.serve.refusal import FAILED, Refusal, openai_error, refusal_of_fields
+from specactor_ray.core.errors import SpecActorError
+from specactor_ray.serve import openai, sglang, vllm_rl
+from specactor_ray.serve.requests import Refusal, error_body, refusal_of, refusal_of_fields
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
     from specactor_ray.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
-DIALECTS: tuple[ModuleType, ...] = (openai, trl, vllm_rl, prime_rl, sglang)
-"""Modules of the dialects. Each has `router(service)`. Optional: `error_body(refusal)`, if its clients expect another
-error format than OpenAI's; `CONTROL`, its paths that must be answered even when the limit of open requests is
-reached."""
+_OPEN = ("/health", "/health_generate")
+"""Paths without a token: probes of load balancers."""
+_LIMITED = (
+    *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/inference/v1/generate", "/generate"),
+)
+"""Paths that are refused while too many requests are open. The others are answered: some of them end waiting ones."""
 
 
 def make_app(service: Service, token: str | None = None) -> FastAPI:
@@ -36,44 +42,131 @@ def make_app(service: Service, token: str | None = None) -> FastAPI:
         token: Bearer token that requests must have; None if only this machine can reach the server.
     """
     app = FastAPI(title="specactor", docs_url=None, redoc_url=None)
-    control = frozenset(path for dialect in DIALECTS for path in getattr(dialect, "CONTROL", ()))
-    forms: dict[str, Callable[[Refusal], dict[str, Any]]] = {}
-    for dialect in DIALECTS:
-        router = dialect.router(service)
-        app.include_router(router)
-        for route in router.routes:
-            forms[route.path] = getattr(dialect, "error_body", openai_error)
+    app.state.service = service
+    for dialect in (openai, vllm_rl, sglang):
+        app.include_router(dialect.router)
 
-    def error_body(path: str, refusal: Refusal) -> dict[str, Any]:
-        return forms.get(path, openai_error)(refusal)
-
-    async def refuse(request: Request, refusal: Refusal) -> Response:
-        body = json.dumps(error_body(request.scope["path"], refusal))
-        return Response(body, refusal.status, refusal.headers, "application/json")
-
-    async def refuse_fields(request: Request, error: RequestValidationError) -> Response:
-        return await refuse(request, refusal_of_fields(error.errors()))
-
-    async def refuse_http(request: Request, error: HTTPException) -> Response:
-        answer = await refuse(request, Refusal(str(error.detail), error.status_code))
-        answer.headers.update(error.headers or {})
-        return answer
-
-    async def fail(request: Request, error: Exception) -> Response:
+    async def refuse(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError):
+            return _answer(refusal_of_fields(error.errors()))
+        if isinstance(error, SpecActorError):
+            return _answer(refusal_of(error))
+        if isinstance(error, HTTPException):
+            return _answer(error)
         logger.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
-        return await refuse(request, Refusal("the server failed; its log has the reason", FAILED))
+        return _answer(Refusal("the server failed; its log has the reason", 500))
 
-    app.add_exception_handler(Refusal, refuse)  # type: ignore[arg-type]
-    app.add_exception_handler(RequestValidationError, refuse_fields)  # type: ignore[arg-type]
-    app.add_exception_handler(HTTPException, refuse_http)  # type: ignore[arg-type]
-    app.add_exception_handler(Exception, fail)
-    app.add_middleware(
-        Guard,
-        limits=service.limits,
-        token=token,
-        error_body=error_body,
-        answered=service.metrics.answered,
-        control=control,
-        is_ending=lambda: service.is_ending,
-    )
+    for kind in (RequestValidationError, SpecActorError, HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
+    app.add_middleware(Guard, service=service, token=token)
     return app
+
+
+def _answer(error: HTTPException) -> JSONResponse:
+    return JSONResponse(error_body(error), error.status_code, error.headers)
+
+
+class Guard:
+    """ASGI middleware: checks token, number of requests, sizes of head and body, and type; counts requests.
+
+    Args:
+        app: The guarded application.
+        service: Its limits, and the counters of its metrics.
+        token: Required bearer token; without one, the Host header, and the Origin of web pages, must be loopback names,
+            so that no foreign web page can use the server.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, token: str | None) -> None:
+        self._app, self._limits, self._metrics = app, service.limits, service.metrics
+        self._token = token.encode() if token else None
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begin, status = time.monotonic(), 500
+        self._open += 1
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, self._limited(receive), noted)
+        except Refusal as refusal:
+            await _answer(refusal)(scope, receive, noted)
+        finally:
+            self._open -= 1
+            route = scope.get("route")
+            self._metrics.answered(route.path if route else "", status, time.monotonic() - begin)
+
+    def _check(self, scope: Scope) -> None:
+        if _head_bytes(scope) > self._limits.max_header_bytes:
+            raise Refusal(
+                f"the head of the request is too large; at most {self._limits.max_header_bytes} bytes are taken", 431
+            )
+        headers = dict(scope["headers"])
+        if scope["path"] not in _OPEN:
+            self._check_access(headers)
+        if self._open > self._limits.max_requests and scope["path"] in _LIMITED:
+            raise Refusal(f"{self._limits.max_requests} requests are open already; try again later", 429)
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._limits.max_body_bytes:
+            raise self._too_large()
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json" and (length != b"0" or b"transfer-encoding" in headers):
+            raise Refusal("the body must be a JSON object, sent with Content-Type: application/json")
+
+    def _check_access(self, headers: dict[bytes, bytes]) -> None:
+        if self._token is None:
+            host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+            if not _names_this_machine(f"//{host}"):
+                raise Refusal(f"Host is {host[:200]!r}, no name of this machine", 403)
+            if origin and not _names_this_machine(origin):
+                raise Refusal(f"Origin is {origin[:200]!r}, no name of this machine", 403)
+            return
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._token):
+            raise Refusal("the request has no valid bearer token; send the server's in the Authorization header", 401)
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Count the bytes of a body without a Content-Length as they arrive."""
+        left = self._limits.max_body_bytes
+
+        async def counted() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise self._too_large()
+            return message
+
+        return counted
+
+    def _too_large(self) -> Refusal:
+        return Refusal(f"the body is too large; at most {self._limits.max_body_bytes} bytes are taken", 413)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host: `localhost` or a loopback address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@functools.lru_cache(64)
+def _names_this_machine(url: str) -> bool:
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Bytes of target and headers of a request, each header with its colon, space and end of line."""
+    target = len(scope.get("raw_path") or scope["path"].encode()) + len(scope["query_string"])
+    return target + sum(len(name) + len(value) + 4 for name, value in scope["headers"])

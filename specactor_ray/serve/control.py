@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.core.errors import SpecActorError, UserError
+from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.dispatch import WeightPolicy
-from specactor_ray.serve.refusal import UNAVAILABLE, Refusal, refusal_of
+from specactor_ray.serve.requests import Refusal
 from specactor_ray.transport.messages import WeightSet
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from specactor_ray.rollout.trajectory import Trajectory
     from specactor_ray.serve.service import Service
 
 _LABELS = 1024
 """Number of versions whose labels are kept."""
-_MOST_CHARACTERS = 4096
-"""Most characters of a path, and of a label."""
 _ABORT_S = 30.0
 """Longest wait for the ends of requests that were aborted."""
 _LIVE_S = 20.0
@@ -48,6 +43,9 @@ class Control:
         """Held while weights change, or verifiers go to sleep or wake."""
         self._labels: dict[int, str] = {}
         """Version of the weights → the trainer's name for it."""
+        self._staging = False
+        self._staged: WeightSet | None = None
+        """An update in two steps has begun, and its weights."""
         self._probe: asyncio.Task[bool] | None = None
 
     # ---- pauses ----
@@ -56,10 +54,9 @@ class Control:
         """Hold new requests until `resume`. `abort` ends present requests with their committed tokens, `wait` lets
         running ones end, `keep` lets them continue after `resume`. Returns when no request runs, or at `resume`.
         Idempotent; the policy of each call applies to the requests that run at that time."""
-        with _refusing():
-            drained = asyncio.wrap_future(self._engine.pause(policy))
-            if self.is_paused:
-                self._engine.resume()  # several pauses count as one
+        drained = asyncio.wrap_future(self._engine.pause(policy))
+        if self.is_paused:
+            self._engine.resume()  # several pauses count as one
         self.is_paused = True
         self._resumed.clear()
         if policy is WeightPolicy.ABORT:
@@ -68,15 +65,14 @@ class Control:
         await asyncio.wait((drained, resumed), return_when=asyncio.FIRST_COMPLETED)
         resumed.cancel()
         if drained.done():
-            await _answer(drained)
+            drained.result()
 
     def resume(self) -> None:
         """End the pause, if there is one."""
         if self.is_paused:
             self.is_paused = False
             self._resumed.set()
-            with _refusing():
-                self._engine.resume()
+            self._engine.resume()
 
     async def abort(self, name: str | None = None) -> int:
         """Abort the choices of the requests with this name, or of all; their clients get the committed tokens. Returns
@@ -92,28 +88,20 @@ class Control:
 
     @property
     def label(self) -> str:
-        """The trainer's name for the present weights; if there is none, the version number."""
-        return self._label_of(self._rollout.weight_version)
+        """The trainer's name for the present weights."""
+        return self.label_of(self._rollout.weight_version)
 
-    def spans(self, output: Trajectory) -> list[dict[str, Any]]:
-        """Token ranges of an output by the weights that sampled them: `{version, start, end}`, `end` exclusive."""
-        spans, begin = [], 0
-        for version, end in (*output.versions, (output.weight_version, len(output.token_ids))):
-            if end > begin:
-                spans.append({"version": self._label_of(version), "start": begin, "end": end})
-                begin = end
-        return spans
+    def label_of(self, version: int) -> str:
+        """The trainer's name for a version; if there is none, the version number."""
+        return self._labels.get(version, str(version))
 
     async def update(self, weights: WeightSet | str, policy: WeightPolicy, label: str | None = None) -> None:
         """Update the weights of all verifiers; other requests are served meanwhile.
 
         Args:
-            weights: Directory of a checkpoint, or the result of `prepare`.
+            weights: Directory of a checkpoint, or weights that were checked.
             policy: Policy for running requests, unless they are paused.
             label: The trainer's name for the weights.
-
-        Raises:
-            Refusal: The weights do not fit, or the label is older than the present one; nothing has changed.
         """
         async with self._changing:
             self._require_no_step_back(label)
@@ -121,31 +109,36 @@ class Control:
             if isinstance(weights, WeightSet):
                 weights = replace(weights, version=before + 1)
             try:
-                await _answer(asyncio.to_thread(rollout.update_weights, weights, policy))
+                await _loaded(rollout.update_weights, weights, policy)
             finally:
-                if rollout.weight_version != before:  # also if some verifiers did not take the weights in time
-                    self._name(rollout.weight_version, label)
+                if rollout.weight_version != before and label:  # also if some verifiers did not take them in time
+                    self.relabel(label)
 
-    async def prepare(self, directory: str) -> WeightSet:
-        """Check the weights of a checkpoint and keep them ready; requests continue.
+    def start_update(self) -> None:
+        """Begin an update in two steps: `stage_or_update`, then `finish_update`."""
+        self._staging, self._staged = True, None
 
-        Raises:
-            Refusal: The weights do not fit.
-        """
-        return await _answer(asyncio.to_thread(self._rollout.prepare_weights, directory))
+    async def stage_or_update(self, directory: str) -> None:
+        """Check and hold the weights of a checkpoint until `finish_update`; without `start_update` use them now."""
+        if self._staging:
+            self._staged = await _loaded(self._rollout.prepare_weights, directory)
+        else:
+            await self.update(directory, WeightPolicy.KEEP)
+
+    async def finish_update(self, label: str | None) -> None:
+        """Use the weights of `stage_or_update`; running requests continue with them. Raises as `update`."""
+        staged, was_staging = self._staged, self._staging
+        self._staging, self._staged = False, None
+        if staged is None:
+            problem = "/update_weights brought no weights" if was_staging else "no update was started"
+            raise Refusal(f"{problem}; POST /start_weight_update, /update_weights, then /finish_weight_update")
+        await self.update(staged, WeightPolicy.KEEP, label)
 
     def relabel(self, label: str) -> None:
         """Set the name of the present weights; an older name is allowed, for a trainer that starts again."""
-        self._name(self._rollout.weight_version, label)
-
-    def _name(self, version: int, label: str | None) -> None:
-        if label is not None:
-            self._labels[version] = label
+        self._labels[self._rollout.weight_version] = label
         if len(self._labels) > _LABELS:
             del self._labels[min(self._labels)]
-
-    def _label_of(self, version: int) -> str:
-        return self._labels.get(version, str(version))
 
     def _require_no_step_back(self, label: str | None) -> None:
         old = self._labels.get(self._rollout.weight_version, "")  # weights without a label have no order
@@ -163,9 +156,6 @@ class Control:
 
         Args:
             policy: Policy for running requests; except with `abort`, waiting requests must end first.
-
-        Raises:
-            Refusal: Requests wait, or a stream of the driver is open; nothing has changed.
         """
         async with self._changing:
             if self.is_asleep:
@@ -173,7 +163,7 @@ class Control:
             self.is_asleep, was_paused = True, self.is_paused
             try:
                 await self.pause(policy)
-                await _answer(asyncio.to_thread(self._rollout.sleep))
+                await asyncio.to_thread(self._rollout.sleep)
             except BaseException:
                 self.is_asleep = False
                 raise
@@ -185,24 +175,25 @@ class Control:
         """End the sleep, if there is one."""
         async with self._changing:
             if self.is_asleep:
-                await _answer(asyncio.to_thread(self._rollout.wake))
+                await asyncio.to_thread(self._rollout.wake)
                 self.is_asleep = False
 
     def require_awake(self) -> None:
         """Raises Refusal (503) while the verifiers sleep."""
         if self.is_asleep:
-            raise Refusal("the server sleeps; POST /wake_up first", UNAVAILABLE)
+            raise Refusal("the server sleeps; POST /wake_up first", 503)
 
     # ---- health ----
 
-    async def is_live(self) -> bool:
-        """Whether the engine commits a token, of any request or of a probe request; true while requests are held.
-        Concurrent callers share one probe request."""
+    async def require_live(self) -> None:
+        """Raises Refusal (503) unless the engine commits a token, of any request or of a probe request, or requests are
+        held. Concurrent callers share one probe request."""
         if self.is_paused or self.is_asleep:
-            return True
+            return
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._generates())
-        return await asyncio.shield(self._probe)
+        if not await asyncio.shield(self._probe):
+            raise Refusal("the engine does not answer", 503)
 
     async def _generates(self) -> bool:
         committed = self._rollout.committed_tokens
@@ -213,54 +204,19 @@ class Control:
         try:
             for _ in range(round(_LIVE_S / _LOOK_S)):
                 if handle.done():
-                    return not (await _answer(handle)).error
+                    return not (await handle).error
                 if self._rollout.committed_tokens > committed or self.is_paused:
                     return True
                 await asyncio.sleep(_LOOK_S)
-            return False
-        except Refusal:
+        except SpecActorError:
             return False
         finally:
             self._engine.drop(handle)
+        return False
 
 
-def directory_of(value: Any, field: str) -> str:
-    """Validate the path of a checkpoint.
-
-    Raises:
-        Refusal: The value is not a path.
-    """
-    if isinstance(value, str) and 0 < len(value) < _MOST_CHARACTERS and "\0" not in value and value[0] != "~":
-        return value
-    raise Refusal(f"{field} must be the directory of a Hugging Face checkpoint that this server can read", param=field)
-
-
-def label_of(value: Any, field: str = "weight_version") -> str | None:
-    """Validate a trainer's name for a version: text, or a number.
-
-    Raises:
-        Refusal: The value is neither.
-    """
-    if value is None or (isinstance(value, str) and 0 < len(value) < _MOST_CHARACTERS):
-        return value
-    if type(value) is int and value >= 0:
-        return str(value)
-    raise Refusal(f"{field} must be text or a whole number from 0", param=field)
-
-
-async def _answer(work: Awaitable[Any]) -> Any:
-    with _refusing():
-        return await work
-
-
-@contextlib.contextmanager
-def _refusing() -> Any:
-    """Convert errors of this package into refusals; a `UserError` becomes an error of the request."""
+async def _loaded(load: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        yield
-    except UserError as error:
-        raise Refusal(str(error)) from None
-    except SpecActorError as error:
-        raise refusal_of(error) from None
+        return await asyncio.to_thread(load, *arguments)
     except OSError as error:
         raise Refusal(f"weights: {error.strerror or error}") from None

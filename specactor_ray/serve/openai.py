@@ -2,184 +2,375 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+import json
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from specactor_ray.rollout.prompts import is_token_ids
-from specactor_ray.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
-from specactor_ray.serve.chat import CALL, encode_messages
-from specactor_ray.serve.forms import ChatForm, CompletionForm, Form, as_json
-from specactor_ray.serve.outputs import EventStream, merged, parts_of
-from specactor_ray.serve.parameters import Wanted
-from specactor_ray.serve.refusal import Refusal, openai_error
-
-if TYPE_CHECKING:
-    from specactor_ray.rollout.handle import Handle
-    from specactor_ray.serve.service import Service
-
-_MOST_PROMPTS = 1024
-_OF_CHAT = (
-    *("messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-    *("max_completion_tokens", "logprobs", "top_logprobs"),
+from specactor_ray.rollout.handle import Token
+from specactor_ray.rollout.prompts import encode_chat
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of
+from specactor_ray.serve.requests import (
+    Integer,
+    JsonObject,
+    Messages,
+    Prompts,
+    Refusal,
+    SamplingBody,
+    TemplateBody,
+    Text,
+    TokenId,
+    Wanted,
 )
-"""Fields of a chat request that are not sampling parameters."""
+from specactor_ray.serve.service import Service, Serving
+
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_RESERVED = (
+    *("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict", "return_tensors"),
+    *("padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"),
+)
+"""Arguments of `apply_chat_template` that are not template variables."""
+
+router = APIRouter()
 
 
-def router(service: Service) -> APIRouter:
-    """The endpoints."""
-    routes = APIRouter()
+class CompletionBody(SamplingBody):
+    """Body of `/v1/completions`."""
 
-    @routes.get("/health")
-    async def health() -> dict[str, Any]:
-        """The server answers."""
-        return {"status": "ok"}
-
-    @routes.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [_card(service)]}
-
-    @routes.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        """One model."""
-        service.require_model(name)
-        return _card(service)
-
-    @routes.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        """Outputs of one or several prompts: plain text, without a chat template, or token ids."""
-        service.require_model(body.model)
-        given = body.given()
-        prompts = await _prompts(service, given.pop("prompt"))
-        if given.pop("echo", None):
-            if body.stream:
-                raise Refusal("echo is not available in a stream; leave out one of them", param="echo")
-            if body.logprobs is not None and not body.prompt_logprobs:
-                given["prompt_logprobs"] = True
-        wanted = service.wanted(given)
-        return await _answer(service, request, body, prompts, wanted, CompletionForm(service, body, prompts, wanted))
-
-    @routes.post("/v1/chat/completions")
-    async def chat(body: ChatBody, request: Request) -> Response:
-        """Outputs of a conversation, in the model's chat template."""
-        service.require_model(body.model)
-        wants_calls = _wants_calls(body)
-        prompt = await encode_messages(service, body)
-        wanted = _chat_wanted(service, body, len(prompt))
-        form = ChatForm(service, body, [prompt], wanted, wants_calls)
-        return await _answer(service, request, body, [prompt], wanted, form)
-
-    @routes.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        """Token ids of text, or of chat messages."""
-        service.require_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise Refusal("send either prompt or messages")
-        if body.messages is not None:
-            tokens = await encode_messages(service, ChatBody.model_construct(**body.given()))
-        else:
-            if body.add_special_tokens is False:
-                raise Refusal("add_special_tokens must be true", param="add_special_tokens")
-            tokens = await service.encode(body.prompt or "")
-        texts = [service.token_texts[token].text for token in tokens] if body.return_token_strs else None
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.context, "token_strs": texts}
-
-    @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
-        """Text of token ids, special tokens included."""
-        service.require_model(body.model)
-        service.require_known(body.tokens, "tokens")
-        return {"prompt": service.tokenizer.decode(body.tokens)}
-
-    @routes.get("/metrics")
-    async def metrics() -> Response:
-        """Metrics for Prometheus."""
-        return Response(await service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return routes
+    prompt: Prompts
+    logprobs: Integer | None = None
+    echo: bool | None = None
 
 
-async def _answer(
-    service: Service,
-    request: Request,
-    body: SamplingBody,
-    prompts: Sequence[Sequence[int]],
-    wanted: Wanted,
-    form: Form,
-) -> Response:
-    name = body.request_id or request.headers.get("x-request-id") or form.id
-    handles = service.submit(prompts, wanted, name=name, session=body.session, priority=body.priority or 0)
-    if body.stream:
-        with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        events = _events(service, handles, wanted, form, with_usage)
-        return EventStream(events, lambda refusal: as_json(openai_error(refusal)), lambda: service.drop(handles))
-    return Response(as_json(form.whole(await service.outputs_for(request, handles))), media_type="application/json")
+class ChatBody(SamplingBody, TemplateBody):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Messages
+    max_completion_tokens: Integer | None = None
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
-async def _events(
-    service: Service, handles: Sequence[Handle], wanted: Wanted, form: Form, with_usage: bool
-) -> AsyncIterator[str]:
-    until = CALL if isinstance(form, ChatForm) and form.wants_calls else None
-    streams = [parts_of(service, handle, index, wanted.sampling.stop, until) for index, handle in enumerate(handles)]
-    for event in form.first_events(len(handles)):
-        yield event
-    outputs = []
-    async for part in merged(streams):
-        if part.output is not None:
-            outputs.append(part.output)
-        for event in form.events(part):
-            yield event
-    if with_usage:
-        yield form.usage_event(outputs)
+class TokenizeBody(TemplateBody):
+    """Body of `/tokenize`: a prompt, or chat messages."""
+
+    model: Text = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
-async def _prompts(service: Service, prompt: Any) -> list[tuple[int, ...]]:
-    """The prompts of a completion request as token ids.
+class DetokenizeBody(JsonObject):
+    """Body of `/detokenize`."""
 
-    Raises:
-        Refusal: The prompt has another type, or cannot be encoded.
-    """
-    several = isinstance(prompt, list) and not is_token_ids(prompt)
-    each = prompt if several else [prompt]
-    if len(each) > _MOST_PROMPTS:
-        raise Refusal(f"the request has {len(each)} prompts; at most {_MOST_PROMPTS} are allowed", param="prompt")
-    for one in each:
-        is_ids = isinstance(one, list) and set(map(type, one)) <= {int}
-        if not (isinstance(one, str) or is_ids) or not one:
-            raise Refusal("prompt must be text, token ids, or a list of these, none of them empty", param="prompt")
-    return [tuple(one) if isinstance(one, list) else await service.encode(one) for one in each]
+    model: Text = None
+    tokens: list[TokenId]
 
 
-def _chat_wanted(service: Service, body: ChatBody, prompt_tokens: int) -> Wanted:
-    given = {name: value for name, value in body.given().items() if name not in _OF_CHAT}
+@router.get("/health")
+async def health() -> dict[str, Any]:
+    """The server answers."""
+    return {"status": "ok"}
+
+
+@router.get("/metrics")
+async def metrics(service: Serving) -> Response:
+    """Metrics for Prometheus."""
+    return Response(await service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/models")
+async def models(service: Serving) -> dict[str, Any]:
+    """The one model that is served."""
+    return {"object": "list", "data": [_card(service)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(service: Serving, name: str) -> dict[str, Any]:
+    """One model."""
+    service.require_model(name)
+    return _card(service)
+
+
+def _card(service: Service) -> dict[str, Any]:
+    card = {"id": service.model, "object": "model", "created": service.created, "owned_by": "specactor"}
+    return card | {"root": service.model, "parent": None, "max_model_len": service.context}
+
+
+@router.post("/tokenize")
+async def tokenize(service: Serving, body: TokenizeBody) -> dict[str, Any]:
+    """Token ids of text, or of chat messages."""
+    service.require_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise Refusal("send either prompt or messages")
+    if body.add_special_tokens is False and body.prompt is not None:
+        raise Refusal("add_special_tokens must be true", param="add_special_tokens")
+    tokens = await (_encoded(service, body) if body.prompt is None else service.encode(body.prompt))
+    texts = [service.token_text(token).text for token in tokens] if body.return_token_strs else None
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.context, "token_strs": texts}
+
+
+@router.post("/detokenize")
+async def detokenize(service: Serving, body: DetokenizeBody) -> dict[str, str]:
+    """Text of token ids, special tokens included."""
+    service.require_model(body.model)
+    service.require_known(body.tokens, "tokens")
+    return {"prompt": service.tokenizer.decode(body.tokens)}
+
+
+@router.post("/v1/completions")
+async def completions(service: Serving, body: CompletionBody, request: Request) -> Response:
+    """Outputs of one or several prompts: plain text, without a chat template, or token ids."""
+    service.require_model(body.model)
+    given = body.given()
+    prompts = await service.prompts(given.pop("prompt"), "prompt")
+    if given.pop("echo", None):
+        if body.stream:
+            raise Refusal("echo is not available in a stream; leave out one of them", param="echo")
+        if body.logprobs is not None and not body.prompt_logprobs:
+            given["prompt_logprobs"] = True
+    wanted = service.wanted(given)
+    return await _answered(request, body, CompletionForm(service, body, prompts, wanted))
+
+
+@router.post("/v1/chat/completions")
+async def chat(service: Serving, body: ChatBody, request: Request) -> Response:
+    """Outputs of a conversation, in the model's chat template."""
+    service.require_model(body.model)
+    if body.tool_choice not in (None, "auto", "none"):
+        raise Refusal("tool_choice must be auto or none: outputs are not forced into a form", param="tool_choice")
+    prompt = await _encoded(service, body)
+    of_chat = ChatBody.model_fields.keys() - SamplingBody.model_fields.keys()
+    given = {name: value for name, value in body.given().items() if name not in of_chat}
     if body.max_completion_tokens is not None:
         given["max_tokens"] = body.max_completion_tokens
     if given.get("max_tokens") is None:  # as in OpenAI and vLLM: the rest of the context
-        given["max_tokens"] = max(1, service.context - prompt_tokens)
+        given["max_tokens"] = max(1, service.context - len(prompt))
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
         raise Refusal("top_logprobs needs logprobs=true", param="top_logprobs")
-    return service.wanted(given)
+    return await _answered(request, body, ChatForm(service, body, [prompt], service.wanted(given)))
 
 
-def _wants_calls(body: ChatBody) -> bool:
-    """Whether tool calls are parsed from the outputs."""
-    choice = body.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise Refusal("tool_choice must be auto or none: outputs are not forced into a form", param="tool_choice")
-    return bool(body.tools) and choice != "none"
+async def _answered(request: Request, body: SamplingBody, form: OpenAIForm) -> Response:
+    name = body.request_id or request.headers.get("x-request-id") or form.id
+    return await answer(request, form, stream=body.stream, name=name, session=body.session, priority=body.priority)
 
 
-def _card(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.model,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "specactor",
-        "root": service.model,
-        "parent": None,
-        "max_model_len": service.context,
-    }
+# ---- chat messages and tool calls (the Hermes form, which Qwen and others write) ----
+
+
+async def _encoded(service: Service, body: TemplateBody) -> tuple[int, ...]:
+    """Token ids of the messages, in the model's chat template."""
+    more = dict(body.chat_template_kwargs or {})
+    if reserved := [name for name in more if name in _RESERVED]:
+        raise Refusal(f"chat_template_kwargs may not hold {reserved[0]}", param="chat_template_kwargs")
+    if body.continue_final_message is not None:
+        more["continue_final_message"] = body.continue_final_message
+    more["add_generation_prompt"] = (
+        not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    )
+    if body.tools:
+        more["tools"] = body.tools
+    messages = [_with_parsed_arguments(one) for one in body.messages or ()]
+    return await service.encoded(partial(encode_chat, service.tokenizer, messages, **more), "messages")
+
+
+def _with_parsed_arguments(message: Any) -> Any:
+    """Parse the arguments of earlier tool calls: templates expect objects; OpenAI's clients send JSON text."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        try:
+            arguments = json.loads(function["arguments"])  # type: ignore[index]
+            parsed.append({**call, "function": {**function, "arguments": arguments}})  # type: ignore[dict-item]
+        except (TypeError, KeyError, ValueError, RecursionError):
+            parsed.append(call)
+    return {**message, "tool_calls": parsed}
+
+
+def _parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Text before the first tool call, and the calls as OpenAI's clients expect them. If one of the calls cannot be
+    parsed, the text is returned unchanged, without calls."""
+    content, *blocks = text.split(_CALL)
+    calls = []
+    for block in blocks:
+        try:
+            call = json.loads(block.partition(_CALL_END)[0])
+        except (ValueError, RecursionError):
+            return text, []
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            return text, []
+        arguments = call.get("arguments", {})
+        encoded = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        function = {"name": call["name"], "arguments": encoded}
+        calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+    return (content.rstrip() if calls else content), calls
+
+
+# ---- answers ----
+
+
+class OpenAIForm(Form):
+    """Fields of both endpoints' answers."""
+
+    prefix = kind = chunk_kind = ""
+
+    def __init__(self, service: Service, body: SamplingBody, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
+        super().__init__(service, prompts, wanted)
+        self.id = f"{self.prefix}-{secrets.token_hex(16)}"
+        self.with_ids = bool(body.return_token_ids)
+        self._as_ids, self._with_usage = bool(body.return_tokens_as_token_ids), body.with_usage
+        self._created = int(time.time())
+
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        outputs = [part.output for part in parts if part.output is not None]
+        choices = [self.choice(part) for part in parts]
+        return {**self._head(self.kind), "choices": choices, **self._end(outputs)}
+
+    def event(self, part: Part) -> dict[str, Any]:
+        event = {**self._head(self.chunk_kind), "choices": [self.choice(part, is_event=True)]}
+        return event if part.output is None else event | {"system_fingerprint": _fingerprint([part.output])}
+
+    def last_events(self, outputs: Sequence[Trajectory]) -> Iterable[Any]:
+        if self._with_usage:
+            yield {**self._head(self.chunk_kind), "choices": [], **self._end(outputs)}
+
+    def choice(self, part: Part, is_event: bool = False) -> dict[str, Any]:
+        """A choice, or its new content."""
+        raise NotImplementedError
+
+    def name(self, token_id: int) -> str:
+        """Name of a token in reports."""
+        return f"token_id:{token_id}" if self._as_ids else self.service.token_text(token_id).text
+
+    def frame(self, part: Part) -> dict[str, Any]:
+        """Fields of a choice besides its content."""
+        output = part.output
+        choice: dict[str, Any] = {"index": part.index, "logprobs": None, "finish_reason": None}
+        if self.with_ids:
+            choice["token_ids"] = part.token_ids
+        if output is not None:
+            choice |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+            choice |= {"seed": output.sampling.seed, "weight_versions": spans_of(output, int)}
+            if output.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_report(self.service, output)
+        return choice
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self.service.model}
+
+    def _end(self, outputs: Sequence[Trajectory]) -> dict[str, Any]:
+        return {"usage": self.usage(outputs), "system_fingerprint": _fingerprint(outputs)}
+
+
+class CompletionForm(OpenAIForm):
+    """Answers of `/v1/completions`."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, service: Service, body: CompletionBody, prompts: Sequence[Sequence[int]], wanted: Wanted
+    ) -> None:
+        super().__init__(service, body, prompts, wanted)
+        self._echoed = body.prompt if body.echo else None
+        self._offsets: dict[int, int] = {}
+        """Choice → number of characters of its tokens so far."""
+
+    def choice(self, part: Part, is_event: bool = False) -> dict[str, Any]:
+        number, tokens = part.index // self.wanted.n, part.tokens
+        choice = {**self.frame(part), "text": part.text}
+        if self._echoed is not None and part.output is not None:
+            choice["text"] = self._echo(number) + part.text
+            logprobs = (0.0, *(part.output.prompt_logprobs or ()))
+            tokens = [*map(Token, part.output.prompt_token_ids, logprobs), *tokens]
+        if self.wanted.logprobs is not None:
+            choice["logprobs"] = report = self._report(part.index, tokens)
+            if self._echoed is not None:  # a first token has no prediction
+                report["token_logprobs"][0] = report["top_logprobs"][0] = None
+        if self.with_ids and part.output is not None:
+            choice["prompt_token_ids"] = self.prompts[number]
+        return choice
+
+    def _echo(self, number: int) -> str:
+        several = isinstance(self._echoed, list) and not isinstance(self._echoed[0], int)
+        given = self._echoed[number] if several else self._echoed  # type: ignore[index]
+        return given if isinstance(given, str) else str(self.service.tokenizer.decode(given))
+
+    def _report(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
+        names, offsets, at = [], [], self._offsets.get(index, 0)
+        for token in tokens:
+            names.append(self.name(token.token_id))
+            offsets.append(at)
+            at += len(names[-1])
+        self._offsets[index] = at
+        values = [finite(token.logprob) for token in tokens]
+        tops = [
+            {name: value} | {self.name(other): finite(theirs) for other, theirs in token.top}
+            for name, value, token in zip(names, values, tokens, strict=True)
+        ]
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+class ChatForm(OpenAIForm):
+    """Answers of `/v1/chat/completions`; tool calls are parsed from the outputs if the request has tools."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, body: ChatBody, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
+        super().__init__(service, body, prompts, wanted)
+        self.until = _CALL if body.tools and body.tool_choice != "none" else ""
+
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        answer = super().whole(parts)
+        if (report := prompt_report(self.service, parts[0].output)) is not None:
+            answer["prompt_logprobs"] = report
+        return answer | ({"prompt_token_ids": self.prompts[0]} if self.with_ids else {})
+
+    def first_events(self, choices: int) -> Iterable[Any]:
+        for index in range(choices):
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield {**self._head(self.chunk_kind), "choices": [choice]}
+
+    def choice(self, part: Part, is_event: bool = False) -> dict[str, Any]:
+        content, calls = part.text, list[dict[str, Any]]()
+        if self.until and part.output is not None:
+            content, calls = _parsed_calls(part.text)
+        choice = self.frame(part)
+        if calls and choice["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"
+        if self.wanted.logprobs is not None:
+            choice["logprobs"] = {"content": list(map(self._reported, part.tokens))}
+        if not is_event:
+            message = {"role": "assistant", "content": content or None if calls else content}
+            return choice | {"message": message | ({"tool_calls": calls} if calls else {})}
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        if self.with_ids and part.output is not None:
+            choice["prompt_token_ids"] = self.prompts[0]
+        return choice | {"delta": delta}
+
+    def _reported(self, token: Token) -> dict[str, Any]:
+        others = [self._named(*other) for other in token.top]
+        return {**self._named(token.token_id, token.logprob), "top_logprobs": others}
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        utf8 = self.service.token_text(token_id).utf8
+        return {"token": self.name(token_id), "logprob": finite(logprob), "bytes": utf8}
+
+
+def _fingerprint(outputs: Sequence[Trajectory]) -> str:
+    """Identifies the weights: a request with the same seed and weights has the same output."""
+    return f"weights-{max(output.weight_version for output in outputs)}"

@@ -1,34 +1,145 @@
-"""Growing outputs of a request, in parts and as a streamed response."""
+"""Outputs of every dialect: their text as it grows, and answers, whole or as a stream of events."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
-import contextlib
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from starlette.responses import Response
+from fastapi.responses import Response, StreamingResponse
 
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.handle import Handle, Token
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.serve.refusal import Refusal, refusal_at_end, refusal_of
-from specactor_ray.serve.text import Detokenizer
+from specactor_ray.serve.requests import Refusal, Wanted, error_body, refusal_of
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
     from specactor_ray.serve.service import Service
 
+_PARTIAL = "\ufffd"
+"""Decoded form of an incomplete character's bytes."""
+_MOST_PARTIAL = 64
+"""Most tokens that are held back for an incomplete character at the end; more are not text."""
 _BUFFERED = 64
 """Most buffered parts of a stream of several choices with a slow client."""
+_LEAST_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON cannot represent."""
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+# ---- text ----
+
+
+class Detokenizer:
+    """Decodes an output as its tokens arrive; a character is returned when all its bytes are there.
+
+    Each text is decoded twice, from a token boundary behind which it is known to be complete, since tokenizers decode a
+    token depending on the tokens before it (spaces, bytes of one character).
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        hold: Texts that may end the output; a possible beginning of one is held back.
+    """
+
+    def __init__(self, tokenizer: Any, hold: Sequence[str] = ()) -> None:
+        self._decode_ids, self._hold = decoder_of(tokenizer), hold
+        self._longest = max(map(len, hold), default=1) - 1
+        self._ids: list[int] = []
+        self._begin = self._read = 0
+        """Tokens before `_begin` are no longer decoded; the text of tokens before `_read` was returned."""
+        self._held = ""
+        self._length = 0
+        """Number of characters returned so far."""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        self._ids += token_ids
+        before = self._decode(self._ids[self._begin : self._read])
+        after = self._decode(self._ids[self._begin :])
+        is_partial = len(after) <= len(before) or after.endswith(_PARTIAL)
+        if is_partial and len(self._ids) - self._read < _MOST_PARTIAL:
+            return ""
+        self._begin, self._read = self._read, len(self._ids)
+        text = self._held + after[len(before) :]
+        keep = len(text) - self._beginning_of_a_held(text)
+        self._held, text = text[keep:], text[:keep]
+        self._length += len(text)
+        return text
+
+    def rest(self, whole: str) -> str:
+        """Rest of the whole text at the end of the output."""
+        return whole[self._length :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._decode_ids(token_ids) if token_ids else ""
+
+    def _beginning_of_a_held(self, text: str) -> int:
+        """Number of characters at the end of a text that may begin a held text, or that start with a whole one."""
+        for held in self._hold:
+            if (at := text.find(held)) >= 0:
+                return len(text) - at
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if any(held.startswith(text[-length:]) for held in self._hold):
+                return length
+        return 0
+
+
+def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Function that decodes without special tokens like `tokenizer.decode`; the inner tokenizer is ten times faster."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or tokenizer.clean_up_tokenization_spaces:
+        return partial(tokenizer.decode, skip_special_tokens=True)
+    return partial(backend.decode, skip_special_tokens=True)
+
+
+class TokenText(NamedTuple):
+    """Text and bytes of one token."""
+
+    text: str
+    utf8: list[int]
+    """Bytes, also of an incomplete character."""
+
+
+def token_text_of(tokenizer: Any, token_id: int) -> TokenText:
+    """Text and bytes of a token."""
+    text = tokenizer.decode([token_id])
+    if _PARTIAL in text:
+        piece = tokenizer.convert_ids_to_tokens(token_id)
+        if isinstance(piece, str) and len(piece) == 6 and piece.startswith("<0x"):
+            return TokenText(text, [int(piece[3:5], 16)])
+        if isinstance(piece, str) and all(one in _BYTE_OF for one in piece):
+            return TokenText(text, [_BYTE_OF[one] for one in piece])
+    return TokenText(text, list(text.encode()))
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character → byte, as byte-level tokenizers write bytes: printable Latin-1 characters stand for their own byte,
+    those from 256 on for the other bytes."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [one for one in range(256) if one not in set(plain)]
+    return {chr(one): one for one in plain} | {chr(256 + number): one for number, one in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()
+
+
+# ---- parts ----
 
 
 @dataclass(slots=True)
 class Part:
-    """New content of an output since the previous part."""
+    """New content of an output since the previous part; a whole output is one part."""
 
     index: int
     """Number of the choice."""
@@ -37,43 +148,41 @@ class Part:
     output: Trajectory | None = None
     """The complete output, set in the last part."""
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids of the tokens."""
+        return [token.token_id for token in self.tokens]
 
-async def parts_of(
-    service: Service, handle: Handle, index: int = 0, stop: Sequence[str] = (), until: str | None = None
-) -> AsyncIterator[Part]:
+
+def whole_part(index: int, output: Trajectory) -> Part:
+    """An output as one part."""
+    tokens = map(Token, output.token_ids, output.logprobs, output.top_logprobs or repeat(()))
+    return Part(index, output.text, list(tokens), output)
+
+
+async def parts_of(service: Service, handle: Handle, index: int, hold: Sequence[str]) -> AsyncIterator[Part]:
     """Yield an output in parts; tokens that arrive together, or that form one character, are one part.
 
     Args:
         service, handle, index: Service, handle and number of the choice.
-        stop: Texts that end the output.
-        until: The last part has this text and all that follows it.
-
-    Raises:
-        Refusal: The request failed.
+        hold: Texts that only the last part may have.
     """
     came, count, text = time.monotonic(), 0, ""
-    detokenizer, tokens = Detokenizer(service.tokenizer, (*stop, *([until] if until else ()))), list[Token]()
-    try:
-        async for fresh in handle.batches():
-            now = time.monotonic()
-            service.metrics.arrived(now - came, len(fresh), not count)
-            came, count, tokens = now, count + len(fresh), tokens + fresh
-            text += detokenizer.add([token.token_id for token in fresh])
-            if text and not handle.done():
-                yield Part(index, text, tokens)
-                text, tokens = "", []
-        output = service.checked(await handle)
-    except SpecActorError as error:
-        raise refusal_of(error) from None
+    detokenizer, tokens = Detokenizer(service.tokenizer, hold), list[Token]()
+    async for fresh in handle.batches():
+        now = time.monotonic()
+        service.metrics.arrived(now - came, len(fresh), not count)
+        came, count, tokens = now, count + len(fresh), tokens + fresh
+        text += detokenizer.add([token.token_id for token in fresh])
+        if text and not handle.done():
+            yield Part(index, text, tokens)
+            text, tokens = "", []
+    output = service.checked(await handle)
     yield Part(index, text + detokenizer.rest(output.text), tokens, output)
 
 
 async def merged(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[Part]:
-    """Yield the parts of several outputs as they arrive.
-
-    Raises:
-        Refusal: One of them failed.
-    """
+    """Yield the parts of several outputs as they arrive. Raises what one of them raises."""
     if len(streams) == 1:
         async for part in streams[0]:
             yield part
@@ -101,71 +210,136 @@ async def merged(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[Part]:
             reader.cancel()
 
 
-class EventStream(Response):
+# ---- answers ----
+
+
+class Form(abc.ABC):
+    """The answer to one request in a dialect; all values are objects for JSON.
+
+    Args:
+        service: Generates.
+        prompts: Token ids of each prompt.
+        wanted: Sampling options.
+    """
+
+    until: str = ""
+    """Only the last part has this text and all that follows it."""
+
+    def __init__(self, service: Service, prompts: Sequence[Sequence[int]], wanted: Wanted) -> None:
+        self.service, self.prompts, self.wanted = service, prompts, wanted
+
+    @abc.abstractmethod
+    def whole(self, parts: Sequence[Part]) -> Any:
+        """The answer that is not streamed, of one part for each choice."""
+
+    @abc.abstractmethod
+    def event(self, part: Part) -> Any:
+        """The event of a part."""
+
+    def first_events(self, choices: int) -> Iterable[Any]:
+        """Events before the first part."""
+        del choices
+        return ()
+
+    def last_events(self, outputs: Sequence[Trajectory]) -> Iterable[Any]:
+        """Events after the last part."""
+        del outputs
+        return ()
+
+    def usage(self, outputs: Iterable[Trajectory | None]) -> dict[str, int]:
+        """Numbers of tokens of the request."""
+        prompt, tokens = sum(map(len, self.prompts)), sum(len(one.token_ids) for one in outputs if one is not None)
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+
+async def answer(
+    request: Request,
+    form: Form,
+    *,
+    stream: bool | None,
+    name: str,
+    session: str | None = None,
+    priority: int | None = None,
+) -> Response:
+    """Generate, and answer a request; if its client leaves, its outputs are aborted.
+
+    Args:
+        request, form: The request, and the form of its answer.
+        stream: Whether to send events.
+        name, session, priority: As in `Service.submit`.
+    """
+    service = form.service
+    handles = service.submit(form.prompts, form.wanted, name=name, session=session, priority=priority or 0)
+    if stream:
+        hold = [*form.wanted.sampling.stop, *filter(None, (form.until,))]
+        streams = [parts_of(service, handle, index, hold) for index, handle in enumerate(handles)]
+        return EventStream(_events(form, streams), partial(service.drop, handles))
+    outputs = await service.outputs(request, handles)
+    whole = form.whole([whole_part(index, output) for index, output in enumerate(outputs)])
+    return Response(as_json(whole), media_type="application/json")
+
+
+async def _events(form: Form, streams: Sequence[AsyncIterator[Part]]) -> AsyncGenerator[str, None]:
+    outputs = []
+    try:
+        for event in form.first_events(len(streams)):
+            yield _data(as_json(event))
+        async for part in merged(streams):
+            if part.output is not None:
+                outputs.append(part.output)
+            yield _data(as_json(form.event(part)))
+        for event in form.last_events(outputs):
+            yield _data(as_json(event))
+    except (Refusal, SpecActorError) as error:
+        yield _data(as_json(error_body(error if isinstance(error, Refusal) else refusal_of(error))))
+    yield _data("[DONE]")
+
+
+def _data(text: str) -> str:
+    return f"data: {text}\n\n"
+
+
+class EventStream(StreamingResponse):
     """Server-sent events.
 
     Args:
-        events: Data of each event.
-        error_body: Refusal → data of the event that ends a stream that failed.
-        at_end: Called at the end, also when the client has left. A stream whose task is cancelled ends with an error.
-        last: Data of the last event.
+        events: The events.
+        at_end: Called at the end, also when the client has left.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncIterator[str],
-        error_body: Callable[[Refusal], str],
-        at_end: Callable[[], None],
-        last: str = "[DONE]",
-    ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._error_body, self._at_end, self._last = events, error_body, at_end, last
-        self._is_open = False
-        """The head was sent, the end was not."""
+    def __init__(self, events: AsyncGenerator[str, None], at_end: Callable[[], None]) -> None:
+        super().__init__(events, headers=_HEADERS, media_type="text/event-stream")
+        self._events, self._at_end = events, at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing, leaving = asyncio.ensure_future(self._write(send)), asyncio.ensure_future(_left(receive))
         try:
-            await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
-        except asyncio.CancelledError:
-            await _ended(writing)
-            if self._is_open:
-                await self._send(send, self._error_body(refusal_at_end()))
-                await self._send(send, self._last, more=False)
-            raise
+            await super().__call__(scope, receive, send)
         finally:
-            leaving.cancel()
-            await _ended(writing)
             self._at_end()
-
-    async def _send(self, send: Send, data: str, more: bool = True) -> None:
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
-
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        self._is_open = True
-        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
-            try:
-                async for event in events:
-                    await self._send(send, event)
-            except Refusal as refusal:
-                await self._send(send, self._error_body(refusal))
-        self._is_open = False
-        await self._send(send, self._last, more=False)
+            await self._events.aclose()
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    """Cancel a task, and return when it has ended."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.gather(task, return_exceptions=True)
+def finite(logprob: float) -> float:
+    """Log-probability clipped at `_LEAST_LOGPROB`, since JSON has no infinity."""
+    return max(float(logprob), _LEAST_LOGPROB)
 
 
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def spans_of(output: Trajectory, name: Callable[[int], Any]) -> list[dict[str, Any]]:
+    """Token ranges of an output by the weights that sampled them: `{version, start, end}`, `end` exclusive."""
+    spans, begin = [], 0
+    for version, end in (*output.versions, (output.weight_version, len(output.token_ids))):
+        if end > begin:
+            spans.append({"version": name(version), "start": begin, "end": end})
+            begin = end
+    return spans
+
+
+def prompt_report(service: Service, output: Trajectory | None) -> list[dict[str, Any] | None] | None:
+    """Log-probabilities of a prompt in the form of vLLM: None for the first token. None if they were not computed."""
+    if output is None or output.prompt_logprobs is None:
+        return None
+    report: list[dict[str, Any] | None] = [None]
+    for token_id, value in zip(output.prompt_token_ids[1:], output.prompt_logprobs, strict=True):
+        text = service.token_text(token_id).text
+        report.append({str(token_id): {"logprob": finite(value), "decoded_token": text}})
+    return report

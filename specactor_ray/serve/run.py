@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from rich.console import Console
@@ -16,12 +17,11 @@ from specactor_ray.config import Config
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.heartbeat import Heartbeat, elapsed
+from specactor_ray.core.json_text import read_foreign
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
-from specactor_ray.serve.app import make_app
-from specactor_ray.serve.key import read_key
-from specactor_ray.serve.protocol import http_protocol
+from specactor_ray.serve.app import is_loopback, make_app
 from specactor_ray.serve.service import Service
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _KEEP_ALIVE_S = 75
 """Seconds that a connection may be idle: longer than clients allow, or they would send into a closing connection."""
 _CUT_OFF_S = 5
 """Seconds for the answers of requests that are cut off at the end."""
+_KEY, _KEY_PATH = "SPECACTOR_API_KEY", "SPECACTOR_API_KEY_PATH"
+_SHORTEST_KEY, _LARGEST_KEY_FILE = 16, 4096
 
 
 class Server(uvicorn.Server):
@@ -39,15 +41,14 @@ class Server(uvicorn.Server):
     Args:
         config: Configuration of uvicorn.
         service: Serves the requests.
+        report: Called with the number of open requests, in words, when the end begins.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, report: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._report = service, report
         self.cut_off = 0
         """Number of requests that were open at the time limit."""
-        self.on_end: Callable[[int], None] = lambda count: None
-        """Called with the number of open requests when the end begins."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for one in sockets or ():
@@ -55,18 +56,19 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.is_ending = True
-        self.on_end(len(self.server_state.tasks))
-        cutting = asyncio.get_running_loop().call_later(self._service.limits.drain_s, self._cut_off)
+        drain_s = self._service.limits.drain_s
+        if count := len(self.server_state.tasks):
+            self._report(f"waiting up to {drain_s:g} s for {count} request{'s' * (count > 1)}; Ctrl-C cuts them off")
+        cutting = asyncio.get_running_loop().call_later(drain_s, self._cut_off)
         await super().shutdown(sockets)
         cutting.cancel()
-        if self.force_exit:
+        if self.force_exit and self.server_state.tasks:
             self._cut_off()
+            await asyncio.wait(self.server_state.tasks, timeout=_CUT_OFF_S)
 
     def _cut_off(self) -> None:
         self.cut_off = max(self.cut_off, len(self.server_state.tasks))
-        for task in self.server_state.tasks:
-            task.cancel()
+        self._service.cut_off()
 
 
 def serve(config: Config, host: str, port: int, model: str | None, console: Console) -> None:
@@ -105,13 +107,13 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
             raise
 
 
-def server_of(service: Service, token: str | None = None) -> Server:
-    """Server of the application over HTTP. Its `run` takes the sockets."""
+def server_of(service: Service, token: str | None = None, report: Callable[[str], None] = lambda line: None) -> Server:
+    """Server of the application over HTTP. Its `run` takes the sockets; `report` gets lines for the user."""
     limits = service.limits
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     options = uvicorn.Config(
         make_app(service, token),
-        http=http_protocol(limits.max_header_bytes),
+        http=_http_protocol(limits.max_header_bytes),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -122,7 +124,7 @@ def server_of(service: Service, token: str | None = None) -> Server:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(limits.drain_s) + _CUT_OFF_S,
     )
-    return Server(options, service)
+    return Server(options, service, report)
 
 
 def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
@@ -131,14 +133,7 @@ def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: 
     url = url_of(*listener.getsockname()[:2])
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
     say(console, f"serving {model} at {url}; OpenAI clients: base_url={url}/v1")
-    server = server_of(service, token)
-
-    def on_end(count: int) -> None:
-        if count:
-            limit = f"waiting up to {service.limits.drain_s:g} s for {count} request{'s' * (count > 1)}"
-            say(console, f"{limit}; Ctrl-C cuts them off")
-
-    server.on_end = on_end
+    server = server_of(service, token, functools.partial(say, console))
     try:
         server.run(sockets=[listener])
     except KeyboardInterrupt as interrupt:  # raised after an orderly end
@@ -162,9 +157,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 0
-        )  # else another socket with this option could bind the port
+        # Another socket with this option could bind the port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
         raise InputError(f"--host {host} --port {port}: {error.strerror}; choose another") from None
@@ -190,3 +184,65 @@ def url_of(host: str, port: int) -> str:
     if not host or host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def read_key(host: str, environment: MutableMapping[str, str] = os.environ) -> str | None:
+    """The required bearer token; None if there is none and only this machine can reach `host`.
+
+    It comes from the environment or a file: other users of the machine can read a command line. It is removed from the
+    environment, so that processes started later do not inherit it.
+
+    Raises:
+        InputError: The server would be open to other machines, or the token cannot be used.
+    """
+    path, key = environment.get(_KEY_PATH), environment.pop(_KEY, "").strip()
+    if not key and path:
+        try:
+            key = read_foreign(path, _LARGEST_KEY_FILE).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{_KEY_PATH} names {path}, which cannot be read: {error}") from None
+        if not key:
+            raise InputError(f"{_KEY_PATH} names {path}, which is empty")
+    if not key:
+        if is_loopback(host):
+            return None
+        raise InputError(
+            f"--host {host}: other machines would reach the server, and it has no token. Fix: set {_KEY}, or "
+            f"{_KEY_PATH} to a file with it; --host 127.0.0.1 needs none"
+        )
+    if len(key) < _SHORTEST_KEY or not key.isascii() or any(one.isspace() or not one.isprintable() for one in key):
+        raise InputError(f"the token of {_KEY} or {_KEY_PATH} must be {_SHORTEST_KEY} or more visible ASCII characters")
+    return key
+
+
+def _http_protocol(most_bytes: int) -> Any:
+    """Value of uvicorn's `http` option: httptools, if installed, with at most this many bytes of a head (plus one read
+    of the socket); else h11, which has its own limit."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return "h11"
+
+    class LimitedProtocol(HttpToolsProtocol):
+        """Closes a connection whose head is too large."""
+
+        head_bytes: int | None = None
+        """Bytes received of the present head; None outside a head."""
+
+        def data_received(self, data: bytes) -> None:
+            if self.head_bytes is not None:
+                self.head_bytes += len(data)
+                if self.head_bytes > most_bytes:
+                    self.send_400_response("The head of the request is too large.")
+                    return
+            super().data_received(data)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.head_bytes = 0
+
+        def on_headers_complete(self) -> None:
+            self.head_bytes = None
+            super().on_headers_complete()
+
+    return LimitedProtocol

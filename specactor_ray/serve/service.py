@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
+import functools
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import Depends, Request
 
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.preflight import context_tokens, load_target_config
-from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.prompts import encode_prompt, is_token_ids
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.serve.control import Control
 from specactor_ray.serve.metrics import ServerMetrics
-from specactor_ray.serve.parameters import MOST_CHOICES, Wanted, wanted_of
-from specactor_ray.serve.refusal import CLIENT_GONE, FAILED, NOT_FOUND, Refusal, refusal_of
-from specactor_ray.serve.text import TokenTexts
+from specactor_ray.serve.outputs import token_text_of
+from specactor_ray.serve.requests import MOST_CHOICES, Refusal, Wanted, wanted_of
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-
     from specactor_ray.rollout.rollout import Rollout
 
-_T = TypeVar("_T")
 _SEEDS = 2**63
 """Prompt index in the seed derivation for requests without a seed; no stream has as many prompts."""
 _LONG_TEXT = 4096
 """Characters from which on a prompt is encoded in another thread."""
+_CACHED = 1 << 17
+"""Number of tokens whose text is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +66,19 @@ class Service:
         self.rollout, self.engine, self.model = rollout, rollout.engine, model
         self.tokenizer = copy.deepcopy(rollout.engine.tokenizer)
         """Tokenizer of this event loop: a long text encoded in another thread does not delay the engine."""
+        self.token_text = functools.lru_cache(_CACHED)(partial(token_text_of, self.tokenizer))
+        """Text and bytes of a token id."""
         self._encoding = asyncio.Lock()
         self.limits = limits or Limits()
         self.context, self.vocabulary = context, vocabulary
         self.created = int(time.time())
         """Start time of the server, in Unix seconds."""
-        self.token_texts = TokenTexts(self.tokenizer)
         self.metrics = ServerMetrics(self)
-        self.is_ending = False
-        """True while the server ends: requests that are cancelled then are answered as refused."""
+        self.control = Control(self)
         self._numbers = itertools.count()
         self._open: dict[Handle, str] = {}
         """Running choices → the name of their request."""
-        self.control = Control(self)
+        self._is_cut_off = False
 
     @classmethod
     def of(cls, rollout: Rollout, model: str, limits: Limits | None = None) -> Service:
@@ -90,45 +90,43 @@ class Service:
 
     def wanted(self, given: Mapping[str, Any]) -> Wanted:
         """Sampling options from the fields of a request. The configuration supplies missing values, the run's sequence
-        a missing seed.
-
-        Raises:
-            Refusal: See `wanted_of`.
-        """
-        return wanted_of(given, self.engine.sampling, self._next_seed())
+        a missing seed. Raises as `wanted_of`."""
+        seed = derive_seed(self.engine.sampling.seed, _SEEDS, next(self._numbers))
+        return wanted_of(given, self.engine.sampling, seed)
 
     def require_model(self, name: str | None) -> None:
         """Raises Refusal (404) for another model's name."""
         if name is not None and name != self.model:
-            raise Refusal(f"the model {name[:200]!r} is not served here; {self.model!r} is", NOT_FOUND, "model")
+            raise Refusal(f"the model {name[:200]!r} is not served here; {self.model!r} is", 404, "model")
 
-    async def encode(self, prompt: Prompt, chat: bool = False) -> tuple[int, ...]:
-        """Token ids of text, chat messages or token ids; with `chat` text is wrapped as a user message.
+    def require_known(self, token_ids: Sequence[int], field: str = "prompt") -> None:
+        """Raises Refusal if an id is not in the vocabulary."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocabulary:
+            raise Refusal(f"{field} has a token id that is not from 0 to {self.vocabulary - 1}", param=field)
 
-        Raises:
-            Refusal: It cannot be encoded.
-        """
-        is_long = not isinstance(prompt, str) or len(prompt) > _LONG_TEXT
-        return await self.encoded(partial(encode_prompt, self.tokenizer, prompt, chat), "prompt", is_long)
+    async def prompts(self, given: Any, field: str) -> list[tuple[int, ...]]:
+        """The prompts of a request, text or token ids or a list of either, as token ids."""
+        several = is_batch(given)
+        each = given if several else [given]
+        if len(each) > MOST_CHOICES:
+            raise Refusal(f"the request has {len(each)} prompts; at most {MOST_CHOICES} are allowed", param=field)
+        for one in each:
+            is_ids = isinstance(one, list) and set(map(type, one)) <= {int}
+            if not (isinstance(one, str) or is_ids) or not one:
+                raise Refusal(f"{field} must be text, token ids, or a list of these, none empty", param=field)
+        return [tuple(one) if isinstance(one, list) else await self.encode(one, field) for one in each]
+
+    async def encode(self, text: str, field: str = "prompt") -> tuple[int, ...]:
+        """Token ids of text. Raises as `encoded`."""
+        return await self.encoded(partial(encode_prompt, self.tokenizer, text, False), field, len(text) > _LONG_TEXT)
 
     async def encoded(self, encode: Callable[[], tuple[int, ...]], field: str, is_long: bool = True) -> tuple[int, ...]:
-        """Result of a tokenizer call, one call at a time; in another thread if it may take long.
-
-        Raises:
-            Refusal: The input cannot be encoded; the message names the request field.
-        """
+        """Result of a tokenizer call, one call at a time; in another thread if it may take long."""
         try:
             async with self._encoding:
                 return await asyncio.to_thread(encode) if is_long else encode()
         except SpecActorError as error:
             raise Refusal(str(error), param=field) from None
-
-    def seeds(self, seed: int, prompts: int, n: int) -> list[int]:
-        """Seed of each choice, prompt by prompt: that of the request for a single choice, else derived from it as
-        `Rollout.generate` derives the seeds of its samples."""
-        if prompts * n == 1:
-            return [seed]
-        return [derive_seed(seed, prompt, sample) for prompt in range(prompts) for sample in range(n)]
 
     # ---- requests ----
 
@@ -143,30 +141,26 @@ class Service:
     ) -> list[Handle]:
         """Begin `wanted.n` choices of each prompt, prompt by prompt; the caller must always `drop` them at the end.
 
-        Args:
-            prompts: Token ids.
-            wanted: Sampling options.
-            name: Name of the request, for `Control.abort`.
-            session, priority: As in `Engine.submit`.
-
-        Raises:
-            Refusal: The prompts cannot run, or too many requests wait.
+        A single choice has the seed of the request; others have seeds as `Rollout.generate` derives those of samples.
+        `name` is that of the request, for `Control.abort`; session and priority are as in `Engine.submit`.
         """
         self.control.require_awake()
+        self._require_not_cut_off()
         if len(prompts) * wanted.n > MOST_CHOICES:
             raise Refusal(f"the request has {len(prompts) * wanted.n} choices; at most {MOST_CHOICES} are allowed")
         for prompt in prompts:
             self._check_prompt(prompt)
-        seeds = self.seeds(wanted.sampling.seed, len(prompts), wanted.n)
-        each = [prompt for prompt in prompts for _ in range(wanted.n)]
         handles: list[Handle] = []
+        sampling = wanted.sampling
         try:
-            for prompt, seed in zip(each, seeds, strict=True):
-                sampling = wanted.sampling if seed == wanted.sampling.seed else replace(wanted.sampling, seed=seed)
-                handles.append(self.engine.submit(list(prompt), sampling, session=session, priority=priority))
-        except SpecActorError as error:
+            for number, sample in itertools.product(range(len(prompts)), range(wanted.n)):
+                if len(prompts) * wanted.n > 1:
+                    sampling = replace(wanted.sampling, seed=derive_seed(wanted.sampling.seed, number, sample))
+                prompt = list(prompts[number])
+                handles.append(self.engine.submit(prompt, sampling, session=session, priority=priority))
+        except SpecActorError:
             self.drop(handles)
-            raise refusal_of(error) from None
+            raise
         self._open.update(dict.fromkeys(handles, name))
         self.metrics.began(prompts, wanted.n)
         return handles
@@ -187,71 +181,41 @@ class Service:
         """Number of running or waiting outputs."""
         return len(self._open)
 
-    @property
-    def waiting(self) -> int:
-        """Number of outputs that wait for a verifier."""
-        return self.rollout.dispatcher.waiting
-
-    async def outputs(self, handles: Sequence[Handle]) -> list[Trajectory]:
-        """The outputs of all choices.
-
-        Raises:
-            Refusal: One of them failed.
-        """
-        return [self.checked(await self.guarded(handle)) for handle in handles]
-
-    async def outputs_for(self, request: Request, handles: Sequence[Handle]) -> list[Trajectory]:
-        """`outputs`; running choices are aborted when the client leaves or one of them failed.
-
-        Raises:
-            Refusal: See `outputs` and `unless_gone`.
-        """
-        try:
-            return await self.unless_gone(request, self.outputs(handles))
-        finally:
-            self.drop(handles)
-
-    async def guarded(self, work: Awaitable[_T]) -> _T:
-        """Result of `work`; errors of this package become refusals."""
-        try:
-            return await work
-        except SpecActorError as error:
-            raise refusal_of(error) from None
-
-    def checked(self, output: Trajectory) -> Trajectory:
-        """Return an output that has ended, unless it failed.
-
-        Raises:
-            Refusal: The output failed; the message is its error.
-        """
-        self.metrics.ended(output)
-        if output.finish_reason == "error":
-            raise Refusal(output.error, FAILED if output.token_ids else 400)
-        return output
-
-    async def unless_gone(self, request: Request, work: Awaitable[_T]) -> _T:
-        """Result of `work`, which is cancelled when the client leaves.
-
-        Raises:
-            Refusal: The client has left.
-        """
-        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left(request))
+    async def outputs(self, request: Request, handles: Sequence[Handle]) -> list[Trajectory]:
+        """The outputs of all choices, which are aborted when the client leaves or one of them failed."""
+        working = asyncio.ensure_future(self._outputs(handles))
+        leaving = asyncio.ensure_future(_left(request))
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise Refusal("the client has left", CLIENT_GONE)
+            if not working.done():
+                raise Refusal("the client has left", 499)
+            return working.result()
         finally:
             leaving.cancel()
-            if not working.done():
-                working.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await working
+            working.cancel()
+            self.drop(handles)
 
-    def require_known(self, token_ids: Sequence[int], field: str = "prompt") -> None:
-        """Raises Refusal if an id is not in the vocabulary."""
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocabulary:
-            raise Refusal(f"{field} has a token id that is not from 0 to {self.vocabulary - 1}", param=field)
+    async def _outputs(self, handles: Sequence[Handle]) -> list[Trajectory]:
+        return [self.checked(await handle) for handle in handles]
+
+    def checked(self, output: Trajectory) -> Trajectory:
+        """Return an output that has ended, unless it failed."""
+        self.metrics.ended(output)
+        if output.finish_reason == "error":
+            raise Refusal(output.error, 500 if output.token_ids else 400)
+        if output.finish_reason == "abort":
+            self._require_not_cut_off()
+        return output
+
+    def cut_off(self) -> None:
+        """Abort all requests, and refuse others: the server ends."""
+        self._is_cut_off = True
+        self.control.resume()
+        self.drop(list(self._open))
+
+    def _require_not_cut_off(self) -> None:
+        if self._is_cut_off:
+            raise Refusal("the server ends; the request was cut off", 503)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
@@ -261,11 +225,22 @@ class Service:
             raise Refusal(problem, param="prompt")
         self.require_known(prompt)
 
-    def _next_seed(self) -> int:
-        return derive_seed(self.engine.sampling.seed, _SEEDS, next(self._numbers))
+
+def is_batch(given: Any) -> bool:
+    """Whether the prompt of a request is a list of prompts."""
+    return isinstance(given, list) and not is_token_ids(given)
 
 
-async def left(request: Request) -> None:
+async def _left(request: Request) -> None:
     """Return when the client has left; the body of the request must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def _service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+Serving = Annotated[Service, Depends(_service_of)]
+"""Parameter of an endpoint: the service of the application."""

@@ -1,48 +1,36 @@
-"""vLLM's endpoints for reinforcement learning: token ids in and out, pauses, weights, sleep."""
+"""vLLM's endpoints for reinforcement learning: token ids in and out, pauses, weights, sleep.
+
+prime-rl, SkyRL and TRL's server mode call these, and a few of their own; some have SGLang's path beside vLLM's.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
-from pydantic import Field
+from fastapi import APIRouter, Body, Query, Request, Response
 
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
-from specactor_ray.serve import prime_rl
-from specactor_ray.serve.absent import BY_DIRECTORY, NO_ADAPTERS, refuse_paths
-from specactor_ray.serve.bodies import Body, Integer, StreamOptions, Text
-from specactor_ray.serve.control import directory_of, label_of
-from specactor_ray.serve.forms import as_json, finite, prompt_report, tokens_of, with_json
-from specactor_ray.serve.outputs import EventStream, Part, merged, parts_of
-from specactor_ray.serve.refusal import Refusal, openai_error
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of
+from specactor_ray.serve.requests import Directory, JsonObject, Label, Refusal, RequestBody, TokenId, Wanted
+from specactor_ray.serve.service import Service, Serving
 
-if TYPE_CHECKING:
-    from specactor_ray.rollout.trajectory import Trajectory
-    from specactor_ray.serve.parameters import Wanted
-    from specactor_ray.serve.service import Service
-    from specactor_ray.transport.messages import WeightSet
-
-CONTROL = (
-    *("/pause", "/resume", "/is_paused", "/abort_requests", "/inference/v1/abort_requests", "/sleep", "/wake_up"),
-    *("/is_sleeping", "/start_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version"),
-    *("/weight_info", "/reset_prefix_cache"),
+_BY_DIRECTORY = (
+    'weights come as the directory of a Hugging Face checkpoint: POST /update_weights {"weight_dir": ...} or '
+    '/update_weights_from_disk {"model_path": ...}. prime-rl: weight_broadcast.type = "filesystem"; slime: '
+    "--update-weight-transport disk, without --update-weight-local-checkpoint-dir"
 )
-"""Paths that are answered regardless of the number of open requests: they end waiting ones."""
+_NO_ADAPTERS = f"adapters are not served; merge them into the weights, and {_BY_DIRECTORY}"
 _ABSENT = {
-    "/init_weight_transfer_engine": f"no weights are received over NCCL or CUDA IPC. {BY_DIRECTORY}",
-    "/shutdown_weight_transfer_engine": f"no weights are received over NCCL or CUDA IPC. {BY_DIRECTORY}",
-    "/start_draft_weight_update": "drafters follow the target's weights by themselves, and no token depends on them",
-    "/weight_checker": "a checkpoint is checked tensor by tensor when it comes",
-    "/collective_rpc": f"workers run no methods of clients. {BY_DIRECTORY}",
-    "/fetch_weights": f"no checkpoint deltas are applied. {BY_DIRECTORY}",
-    "/skyrl/v1/generate": "routed experts are not recorded; POST /inference/v1/generate",
-    "/skyrl/v1/load_lora_adapter": NO_ADAPTERS,
-    "/v1/load_lora_adapter": NO_ADAPTERS,
-    "/v1/unload_lora_adapter": NO_ADAPTERS,
+    **dict.fromkeys(("/init_weight_transfer_engine", "/collective_rpc", "/fetch_weights"), _BY_DIRECTORY),
+    **dict.fromkeys(("/init_broadcaster", "/init_weights_update_group", "/pull_weights"), _BY_DIRECTORY),
+    **dict.fromkeys(("/update_weights_from_tensor", "/update_weights_from_distributed"), _BY_DIRECTORY),
+    **dict.fromkeys(("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter"), _NO_ADAPTERS),
 }
+"""Trainers' calls that are refused, and the replacement. Some trainers take status 404 as permission to go on."""
 _OF_FORM = (
     *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"),
     *("flat_logprobs", "output_kind"),
@@ -52,178 +40,32 @@ _IGNORED = ("reasoning_ended", "reasoning_parser_kwargs", "token_offsets", "cach
 """Fields of a request that change no token: prefixes are never shared between versions of the weights."""
 
 Mode = Annotated[Literal["abort", "wait", "keep"], Query()]
-TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+router = APIRouter()
 
 
-class VllmGenerateBody(Body):
+async def _refuse(request: Request) -> None:
+    path = request.scope["path"]
+    raise Refusal(f"{path} is not available: {_ABSENT[path]}")
+
+
+for _path in _ABSENT:
+    router.add_api_route(_path, _refuse, methods=["POST"], include_in_schema=False)
+
+
+# ---- generation ----
+
+
+class VllmGenerateBody(RequestBody):
     """Body of `/inference/v1/generate`."""
 
     token_ids: list[TokenId]
     sampling_params: dict[str, Any]
-    model: Text = None
-    request_id: Text = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
     output_mode: Literal["tokens"] | None = None
-    priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
 
 
-class VllmAbortBody(Body):
-    """Body of `/abort_requests`; without names all requests are aborted."""
-
-    request_ids: list[str] | str | None = None
-
-
-class UpdateBody(Body):
-    """Body of `/update_weights`: prime-rl's form, or vLLM's, whose `update_info` is here `{"weight_dir": ...}`."""
-
-    weight_dir: str | None = None
-    update_info: dict[str, Any] | None = None
-
-
-class FinishBody(Body):
-    """Body of `/finish_weight_update`."""
-
-    weight_version: str | Integer | None = None
-
-
-class VersionBody(Body):
-    """Body of `/update_weight_version`."""
-
-    new_version: str | Integer
-
-
-def router(service: Service) -> APIRouter:
-    """The endpoints."""
-    routes, control, transfer = APIRouter(), service.control, _Transfer(service)
-    refuse_paths(routes, _ABSENT)
-
-    @routes.post("/inference/v1/generate")
-    async def generate(body: VllmGenerateBody, request: Request) -> Response:
-        """Outputs of one prompt, as token ids."""
-        return await _generate(service, body, request)
-
-    @routes.post("/pause")
-    async def pause(mode: Mode = "abort", clear_cache: bool = True) -> dict[str, str]:
-        """Hold new requests until `/resume`. Cached prefixes belong to a weight version and need no clearing."""
-        del clear_cache
-        await control.pause(WeightPolicy(mode))
-        return {"status": "paused"}
-
-    @routes.post("/resume")
-    async def resume() -> dict[str, str]:
-        """End the pause."""
-        control.resume()
-        return {"status": "resumed"}
-
-    @routes.get("/is_paused")
-    async def is_paused() -> dict[str, bool]:
-        """Whether requests are held."""
-        return {"is_paused": control.is_paused}
-
-    @routes.post("/abort_requests")
-    @routes.post("/inference/v1/abort_requests")
-    async def abort(body: VllmAbortBody | None = None) -> dict[str, Any]:
-        """Abort requests by their names, or all."""
-        names = body.request_ids if body else None
-        each: list[str | None] = [*([names] if isinstance(names, str) else names or [])] or [None]
-        return {"status": "aborted", "aborted": sum([await control.abort(name) for name in each])}
-
-    @routes.post("/start_weight_update")
-    async def start() -> dict[str, str]:
-        """Hold weights received from now on until `/finish_weight_update`."""
-        transfer.start()
-        return {"message": "Weight update started"}
-
-    @routes.post("/update_weights")
-    async def update(body: UpdateBody) -> dict[str, str]:
-        """Update the weights of the target."""
-        if "weight_dir" in body.model_fields_set:
-            return await prime_rl.update_weights(service, body.weight_dir)
-        await transfer.update(body.update_info)
-        return {"message": "Weights updated"}
-
-    @routes.post("/finish_weight_update")
-    async def finish(body: FinishBody | None = None) -> dict[str, str]:
-        """Apply the weights of `/update_weights` to all further tokens."""
-        await transfer.finish(label_of(body.weight_version if body else None))
-        return {"message": "Weight update finished"}
-
-    @routes.post("/update_weight_version")
-    async def relabel(body: VersionBody) -> dict[str, Any]:
-        """Set the name of the present weights."""
-        label = label_of(body.new_version, "new_version") or ""
-        control.relabel(label)
-        return {"success": True, "message": f"Weight version updated to {label}", "new_version": label}
-
-    @routes.get("/weight_info")
-    async def weight_info() -> dict[str, str]:
-        """The name of the present weights."""
-        return {"weight_version": control.label}
-
-    @routes.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> dict[str, bool]:
-        """No operation: new weights drop the prefixes of the old ones."""
-        return {"success": True}
-
-    @routes.post("/sleep")
-    async def sleep(level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
-        """Free the verifiers' memory until `/wake_up`; the weights are restored at every level."""
-        await control.sleep(WeightPolicy(mode))
-        return {"status": "sleeping", "level": level}
-
-    @routes.post("/wake_up")
-    async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
-        """Allocate all memory again, regardless of the tags."""
-        await control.wake()
-        return {"status": "awake", "tags": tags}
-
-    @routes.get("/is_sleeping")
-    async def is_sleeping() -> dict[str, bool]:
-        """Whether verifiers sleep."""
-        return {"is_sleeping": control.is_asleep}
-
-    @routes.post("/finish_session")
-    async def finish_session(session_id: str = "") -> dict[str, str]:
-        """No operation, for SkyRL: sessions need no end."""
-        return {"status": "ok", "session_id": session_id}
-
-    return routes
-
-
-class _Transfer:
-    """Weights between `/start_weight_update` and `/finish_weight_update`."""
-
-    def __init__(self, service: Service) -> None:
-        self._control = service.control
-        self._is_open = False
-        self._weights: WeightSet | None = None
-
-    def start(self) -> None:
-        self._is_open, self._weights = True, None
-
-    async def update(self, info: dict[str, Any] | None) -> None:
-        """Hold the weights for `finish`; apply them at once if no update was started."""
-        if not info or info.keys() != {"weight_dir"}:
-            strange = next((name for name in info or () if name != "weight_dir"), "update_info")[:64]
-            raise Refusal(f"{strange}: no tensors are received here. {BY_DIRECTORY}", param=strange)
-        directory = directory_of(info["weight_dir"], "weight_dir")
-        if self._is_open:
-            self._weights = await self._control.prepare(directory)
-        else:
-            await self._control.update(directory, WeightPolicy.KEEP)
-
-    async def finish(self, label: str | None) -> None:
-        weights, is_open = self._weights, self._is_open
-        self._is_open, self._weights = False, None
-        if weights is None:
-            problem = "/update_weights brought no weights" if is_open else "no update was started"
-            raise Refusal(f"{problem}; POST /start_weight_update, /update_weights, then /finish_weight_update")
-        await self._control.update(weights, WeightPolicy.KEEP, label)
-
-
-async def _generate(service: Service, body: VllmGenerateBody, request: Request) -> Response:
+@router.post("/inference/v1/generate")
+async def generate_tokens(service: Serving, body: VllmGenerateBody, request: Request) -> Response:
+    """Outputs of one prompt, as token ids."""
     service.require_model(body.model)
     for name, value in (body.model_extra or {}).items():
         if name not in _IGNORED and value is not None:
@@ -231,14 +73,8 @@ async def _generate(service: Service, body: VllmGenerateBody, request: Request) 
     wanted = service.wanted(_sampling_of(body.sampling_params))
     headers = request.headers
     name = body.request_id or headers.get("x-request-id") or f"generate-tokens-{secrets.token_hex(16)}"
-    session = headers.get("x-session-id")
-    handles = service.submit([body.token_ids], wanted, name=name, session=session, priority=body.priority or 0)
-    form = _VllmForm(service, body, wanted, name)
-    if body.stream:
-        streams = [parts_of(service, handle, index) for index, handle in enumerate(handles)]
-        events = form.events(merged(streams))
-        return EventStream(events, lambda refusal: as_json(openai_error(refusal)), lambda: service.drop(handles))
-    return Response(form.whole(await service.outputs_for(request, handles)), media_type="application/json")
+    form, session = VllmForm(service, body, wanted, name), headers.get("x-session-id")
+    return await answer(request, form, stream=body.stream, name=name, session=session, priority=body.priority)
 
 
 def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -255,67 +91,217 @@ def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
     return sampling
 
 
-class _VllmForm:
-    """The answer to one request, whole or as events."""
+class VllmForm(Form):
+    """Answers of `/inference/v1/generate`."""
 
     def __init__(self, service: Service, body: VllmGenerateBody, wanted: Wanted, name: str) -> None:
-        self._service, self._body, self._wanted, self._name = service, body, wanted, name
-        options = body.stream_options
-        self._with_usage = bool(options and options.include_usage)
+        super().__init__(service, [body.token_ids], wanted)
+        self._body = body
+        self._head: dict[str, Any] = {"request_id": name, "output_mode": "tokens"}
+        self._prompt_ids = body.token_ids if body.return_token_ids else None
 
-    def whole(self, outputs: Sequence[Trajectory]) -> str:
-        choices = [self._choice(index, tokens_of(output), output) for index, output in enumerate(outputs)]
-        answer = {
-            "request_id": self._name,
-            "output_mode": "tokens",
-            "model": self._service.model,
-            "usage": self._usage(sum(len(output.token_ids) for output in outputs)),
-            "prompt_logprobs": prompt_report(self._service, outputs[0]),
-            "prompt_token_ids": self._body.token_ids if self._body.return_token_ids else None,
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        return self._head | {
+            "model": self.service.model,
+            "choices": list(map(self._choice, parts)),
+            "usage": self.usage(part.output for part in parts),
+            "prompt_logprobs": prompt_report(self.service, parts[0].output),
+            "prompt_token_ids": self._prompt_ids,
             "kv_transfer_params": None,
         }
-        return with_json(answer, "choices", f"[{','.join(choices)}]")
 
-    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[str]:
-        tokens = 0
-        event: dict[str, Any] = {"request_id": self._name, "output_mode": "tokens"}
-        first = event | ({"prompt_token_ids": self._body.token_ids} if self._body.return_token_ids else {})
-        async for part in parts:
-            choice = self._choice(part.index, part.tokens, part.output)
-            yield with_json(event if tokens else first, "choices", f"[{choice}]")
-            tokens += len(part.tokens)
-        if self._with_usage:
-            yield as_json(event | {"choices": [], "usage": self._usage(tokens)})
+    def event(self, part: Part) -> dict[str, Any]:
+        event = self._head | {"choices": [self._choice(part)]}
+        if self._prompt_ids is not None:  # in the first event
+            event["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
+        return event
 
-    def _choice(self, index: int, tokens: Sequence[Token], output: Trajectory | None) -> str:
-        """JSON of a choice; `output` is the complete output, given at its end."""
-        choice: dict[str, Any] = {
-            "index": index,
-            "token_ids": [token.token_id for token in tokens],
+    def last_events(self, outputs: Sequence[Trajectory]) -> Iterable[Any]:
+        if self._body.with_usage:
+            yield self._head | {"choices": [], "usage": self.usage(outputs)}
+
+    def _choice(self, part: Part) -> dict[str, Any]:
+        output = part.output
+        choice = {
+            "index": part.index,
+            "token_ids": part.token_ids,
             "finish_reason": output.finish_reason if output else None,
             "stop_reason": output.stop_reason if output else None,
             "routed_experts": None,
+            "logprobs": None if self.wanted.logprobs is None else {"content": list(map(_reported, part.tokens))},
         }
         if output is not None:
-            choice |= {"weight_versions": self._service.control.spans(output), "seed": output.sampling.seed}
-            if output.prompt_logprobs is not None and self._body.stream:
-                choice["prompt_logprobs"] = prompt_report(self._service, output)
-        if self._wanted.logprobs is None:
-            return as_json(choice | {"logprobs": None})
-        return with_json(choice, "logprobs", f'{{"content":[{",".join(map(_reported, tokens))}]}}')
-
-    def _usage(self, tokens: int) -> dict[str, int]:
-        prompt = len(self._body.token_ids)
-        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+            choice["weight_versions"] = spans_of(output, self.service.control.label_of)
+            choice["seed"] = output.sampling.seed
+            if self._body.stream and (report := prompt_report(self.service, output)) is not None:
+                choice["prompt_logprobs"] = report
+        return choice
 
 
-def _reported(token: Token) -> str:
-    """JSON of a token. As in vLLM, the sampled token is the first of its alternatives."""
-    token_id, logprob, top = token
-    own = _named(token_id, logprob)
-    others = [f"{{{_named(*other)}}}" for other in top if other[0] != token_id]
-    return f'{{{own},"top_logprobs":[{",".join([f"{{{own}}}", *others]) if top else ""}]}}'
+def _reported(token: Token) -> dict[str, Any]:
+    """As in vLLM, the sampled token is the first of its alternatives."""
+    own = _named(token.token_id, token.logprob)
+    others = [_named(*other) for other in token.top if other[0] != token.token_id]
+    return {**own, "top_logprobs": [own, *others] if token.top else []}
 
 
-def _named(token_id: int, logprob: float) -> str:
-    return f'"token":"token_id:{token_id}","token_id":{token_id},"logprob":{finite(logprob)!r}'
+def _named(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": finite(logprob)}
+
+
+# ---- pauses ----
+
+
+@router.post("/pause")
+async def pause(service: Serving, mode: Mode = "abort", clear_cache: bool = True) -> dict[str, str]:
+    """Hold new requests until `/resume`. Cached prefixes belong to a weight version and need no clearing."""
+    del clear_cache
+    await service.control.pause(WeightPolicy(mode))
+    return {"status": "paused"}
+
+
+@router.post("/resume")
+@router.post("/continue_generation")
+async def resume(service: Serving) -> dict[str, str]:
+    """End the pause."""
+    service.control.resume()
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused")
+async def is_paused(service: Serving) -> dict[str, bool]:
+    """Whether requests are held."""
+    return {"is_paused": service.control.is_paused}
+
+
+@router.post("/abort_requests")
+@router.post("/inference/v1/abort_requests")
+async def abort_requests(
+    service: Serving, request_ids: Annotated[list[str] | str | None, Body(embed=True)] = None
+) -> dict[str, Any]:
+    """Abort requests by their names, or all."""
+    names = [request_ids] if isinstance(request_ids, str) else request_ids
+    each: list[str | None] = [*(names or ())] or [None]
+    return {"status": "aborted", "aborted": sum([await service.control.abort(name) for name in each])}
+
+
+@router.get("/liveness")
+@router.get("/health_generate")
+async def liveness(service: Serving) -> dict[str, str]:
+    """The engine generates (prime-rl, SGLang)."""
+    await service.control.require_live()
+    return {"status": "ok"}
+
+
+@router.post("/finish_session")
+async def finish_session(session_id: str = "") -> dict[str, str]:
+    """No operation, for SkyRL: sessions need no end."""
+    return {"status": "ok", "session_id": session_id}
+
+
+@router.get("/get_world_size")
+async def world_size(service: Serving, include_dp: bool = True) -> dict[str, int]:
+    """Number of ranks of all verifiers (TRL, SkyRL)."""
+    del include_dp
+    target = service.rollout.config.target
+    return {"world_size": target.replicas * max(1, target.gpus)}
+
+
+# ---- weights ----
+
+
+class UpdateInfo(JsonObject):
+    """Directory of new weights."""
+
+    weight_dir: Directory | None = None
+
+
+class UpdateBody(UpdateInfo):
+    """Body of `/update_weights`: prime-rl's form, or vLLM's, with `update_info`."""
+
+    update_info: UpdateInfo | None = None
+
+
+@router.post("/start_weight_update")
+async def start_update(service: Serving) -> dict[str, str]:
+    """Hold weights received from now on until `/finish_weight_update`."""
+    service.control.start_update()
+    return {"message": "Weight update started"}
+
+
+@router.post("/update_weights")
+async def update_weights(service: Serving, body: UpdateBody) -> dict[str, str]:
+    """Update the weights of the target; running or paused requests continue with them."""
+    is_prime_rls = "weight_dir" in body.model_fields_set
+    info = body if is_prime_rls else body.update_info or UpdateInfo()
+    if info.weight_dir is None or info.model_extra:
+        strange = next(iter(info.model_extra or ()), "weight_dir" if is_prime_rls else "update_info")[:64]
+        problem = "weight_dir is null: no weights are received over NCCL" if is_prime_rls else f"{strange}: no tensors"
+        raise Refusal(f"{problem}; {_BY_DIRECTORY}", param=strange)
+    if not is_prime_rls:
+        await service.control.stage_or_update(info.weight_dir)
+        return {"message": "Weights updated"}
+    await service.control.update(info.weight_dir, WeightPolicy.KEEP)
+    return {"status": "ok"}
+
+
+@router.post("/finish_weight_update")
+async def finish_update(
+    service: Serving, weight_version: Annotated[Label | None, Body(embed=True)] = None
+) -> dict[str, str]:
+    """Apply the weights of `/update_weights` to all further tokens."""
+    await service.control.finish_update(weight_version)
+    return {"message": "Weight update finished"}
+
+
+@router.post("/update_weight_version")
+async def relabel(service: Serving, new_version: Annotated[Label, Body(embed=True)]) -> dict[str, Any]:
+    """Set the name of the present weights."""
+    service.control.relabel(new_version)
+    return {"success": True, "message": f"Weight version updated to {new_version}", "new_version": new_version}
+
+
+@router.get("/weight_info")
+@router.get("/get_weight_version")
+async def weight_info(service: Serving) -> dict[str, str]:
+    """The name of the present weights."""
+    return {"weight_version": service.control.label}
+
+
+@router.post("/reset_prefix_cache")
+@router.get("/flush_cache")
+@router.post("/flush_cache")
+async def reset_prefix_cache() -> dict[str, bool]:
+    """No operation: new weights drop the prefixes of the old ones."""
+    return {"success": True}
+
+
+# ---- sleep ----
+
+
+@router.post("/sleep")
+async def sleep(service: Serving, level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Mode = "abort") -> dict[str, Any]:
+    """Free the verifiers' memory until `/wake_up`; the weights are restored at every level."""
+    await service.control.sleep(WeightPolicy(mode))
+    return {"status": "sleeping", "level": level}
+
+
+@router.post("/release_memory_occupation")
+async def release_memory(service: Serving) -> dict[str, bool]:
+    """As `/sleep`, after the end of running requests (SGLang)."""
+    await service.control.sleep(WeightPolicy.WAIT)
+    return {"success": True}
+
+
+@router.post("/wake_up")
+@router.post("/resume_memory_occupation")
+async def wake_up(service: Serving, tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
+    """Allocate all memory again, regardless of the tags."""
+    await service.control.wake()
+    return {"status": "awake", "tags": tags, "success": True}
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(service: Serving) -> dict[str, bool]:
+    """Whether verifiers sleep."""
+    return {"is_sleeping": service.control.is_asleep}

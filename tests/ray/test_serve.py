@@ -106,15 +106,6 @@ class TestOpenAI:
         assert answer.usage and answer.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
         assert answer.usage.prompt_tokens == sum(map(len, ids))
 
-    def test_text_texts_and_ids_are_one_prompt(self, rollout: Rollout, client: openai.OpenAI) -> None:
-        text = "<|user|>Say 3 times: the red fox sings.<|assistant|>"
-        ids = rollout.engine.tokenizer(text)["input_ids"]
-        (expected,) = rollout.generate([ids], SamplingParams(max_tokens=32, temperature=0.0), n=1)
-        for prompt in (text, [text], ids, [ids]):
-            answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=32, temperature=0)
-            assert answer.choices[0].text == expected.text
-            assert answer.choices[0].finish_reason == expected.finish_reason
-
     def test_a_request_without_a_seed_gets_one_and_it_gives_the_same_again(self, client: openai.OpenAI) -> None:
         def ask(**options: Any) -> Any:
             messages: Any = [{"role": "user", "content": "Tell me about the red fox."}]
@@ -124,9 +115,8 @@ class TestOpenAI:
         assert first.seed != second.seed
         assert ask(seed=first.seed).message.content == first.message.content
 
-    @pytest.mark.parametrize("n", [1, 3])
-    def test_a_stream_is_the_whole_output(self, client: openai.OpenAI, n: int) -> None:
-        options: Any = {"model": "tiny", "messages": [{"role": "user", "content": tiny_prompts(5)[4]}], "n": n}
+    def test_a_stream_is_the_whole_output(self, client: openai.OpenAI) -> None:
+        options: Any = {"model": "tiny", "messages": [{"role": "user", "content": tiny_prompts(5)[4]}], "n": 3}
         options |= {"seed": 9, "logprobs": True, "max_tokens": 60}
         whole = client.chat.completions.create(**options)
         texts, logprobs = dict[int, str](), dict[int, list[float]]()
@@ -265,18 +255,6 @@ class TestLoad:
 
         texts = asyncio.run(all_at_once())
         assert all(text == texts[seed % 8] for seed, text in enumerate(texts)) and len(set(texts)) == 8
-
-    def test_too_many_are_refused_and_come_in_later(self, rollout: Rollout, server: Served) -> None:
-        engine, before = rollout.engine, rollout.engine.max_waiting
-        engine.max_waiting = 0
-        try:
-            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [1, 2, 3], "n": 4})
-        finally:
-            engine.max_waiting = before
-        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-        assert answer.json()["error"]["type"] == "rate_limit_error"
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": [1, 2, 3]}).status_code == 200
-        assert not server.service.open_choices
 
 
 @pytest.mark.filterwarnings("ignore")

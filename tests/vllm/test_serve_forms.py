@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.serve.scripted import ScriptedEngine
-from tests.unit.serve.test_trainers import TOKENS, events, post, tokens
+from tests.fakes.scripted_engine import events, post
+from tests.unit.serve.test_trainers import TOKENS, tokens
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
@@ -40,5 +40,5 @@ def test_errors() -> None:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
     for path, body in ((TOKENS, tokens([])), ("/update_weights", {}), ("/collective_rpc", {}), ("/pause?mode=x", None)):
-        answer = post(path, body, ScriptedEngine())
+        answer = post(path, body)
         assert ErrorResponse.model_validate(answer.json()).error.code == answer.status_code == 400

@@ -11,9 +11,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.integrations.verl_server import ReplicaLimits, Seeds, configuration, require_supported
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.integrations.verl_server import Seeds, configuration, require_supported, sampling_of
 
-LIMITS = ReplicaLimits(prompt_length=8, response_length=16, max_model_len=32, ignore_eos=False)
 ROLLOUT: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -82,27 +82,32 @@ class TestConfiguration:
         require_supported(rollout(), OmegaConf.create({"lora_rank": 8, "lora": {"merge": True}}))
 
 
+def sampling_params(given: dict[str, Any], num_prompt: int, seed: int) -> SamplingParams:
+    section = rollout(prompt_length=8, response_length=16, ignore_eos=False)
+    return sampling_of(section, given, num_prompt, seed, max_model_len=32)
+
+
 class TestSampling:
     def test_lengths(self) -> None:
         """An output has at most the rest of prompt and response, and always what the context holds."""
-        assert LIMITS.sampling({}, 6, 1).max_tokens == 16
-        assert LIMITS.sampling({}, 20, 1).max_tokens == 4
-        assert LIMITS.sampling({"max_tokens": 100}, 20, 1).max_tokens == 12
-        assert LIMITS.sampling({"max_new_tokens": 5}, 20, 1).max_tokens == 5
+        assert sampling_params({}, 6, 1).max_tokens == 16
+        assert sampling_params({}, 20, 1).max_tokens == 4
+        assert sampling_params({"max_tokens": 100}, 20, 1).max_tokens == 12
+        assert sampling_params({"max_new_tokens": 5}, 20, 1).max_tokens == 5
         with pytest.raises(InputError, match="32 tokens leave no room"):
-            LIMITS.sampling({}, 32, 1)
+            sampling_params({}, 32, 1)
 
     def test_verls_parameters(self) -> None:
         given = {"temperature": 0.5, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-        sampling = LIMITS.sampling({**given, "stop_token_ids": [7], "min_p": None, "stop": []}, 6, 3)
+        sampling = sampling_params({**given, "stop_token_ids": [7], "min_p": None, "stop": []}, 6, 3)
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 0, 3)
         assert (sampling.stop_token_ids, sampling.first_position, sampling.ignore_eos) == ((7,), 6, False)
-        assert LIMITS.sampling({"seed": 9}, 6, 3).seed == 9
+        assert sampling_params({"seed": 9}, 6, 3).seed == 9
 
     @pytest.mark.parametrize("given", [{"min_p": 0.1}, {"prompt_logprobs": 0}, {"stop": ["x"]}, {"n": 2}], ids=str)
     def test_others_are_refused_by_name(self, given: dict[str, Any]) -> None:
         with pytest.raises(InputError, match=rf"sampling_params\.{next(iter(given))}="):
-            LIMITS.sampling(given, 6, 3)
+            sampling_params(given, 6, 3)
 
 
 class TestSeeds:

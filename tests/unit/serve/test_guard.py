@@ -13,10 +13,9 @@ import httpx
 import pytest
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.serve.guard import is_loopback
-from specactor_ray.serve.key import read_key
+from specactor_ray.serve.run import read_key
 from specactor_ray.serve.service import Limits
-from tests.unit.serve.scripted import ScriptedEngine, client_of, make_service
+from tests.fakes.scripted_engine import ScriptedEngine, client_of, make_service, post
 
 TOKEN = "a-token-of-some-length"
 
@@ -65,6 +64,13 @@ class TestToken:
         local = "http://localhost:3000"
         assert asyncio.run(work()) == [403, 200, 403, 200]
 
+    @pytest.mark.parametrize("path", ["/v1/completions", "/pause_generation", "/abort_requests", "/resume"])
+    @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+    def test_no_body_of_another_type_is_read(self, path: str, kind: str) -> None:
+        """Not ignored, either: the default of a field that was not read may end requests."""
+        answer = post(path, b'{"mode": "in_place"}', headers={"Content-Type": kind})
+        assert answer.status_code == 400 and "application/json" in answer.json()["error"]["message"]
+
     def test_without_one_only_names_of_this_machine_are_served(self) -> None:
         for host in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:80", "127.5.5.5"):
             assert get("/v1/models", headers={"Host": host}).status_code == 200
@@ -79,7 +85,6 @@ class TestKey:
         for host in ("0.0.0.0", "::", "10.0.0.1", "a.example", ""):
             with pytest.raises(InputError, match="SPECACTOR_API_KEY"):
                 read_key(host, {})
-        assert is_loopback("[::1]") and not is_loopback("1.2.3.4")
 
     def test_leaves_the_environment(self) -> None:
         environment = {"SPECACTOR_API_KEY": TOKEN}
@@ -117,15 +122,12 @@ class TestLimits:
         for answer in asyncio.run(work()):
             assert answer.status_code == 413 and "at most 1000 bytes" in answer.json()["error"]["message"]
 
-    @pytest.mark.parametrize(
-        ("path", "token"), [("/v1/models", None), ("/v1/models", TOKEN), ("/health_generate", None)]
-    )
-    def test_a_large_head_is_refused_in_the_dialects_form(self, path: str, token: str | None) -> None:
+    @pytest.mark.parametrize("token", [None, TOKEN])
+    def test_a_large_head_is_refused(self, token: str | None) -> None:
         assert get("/health", headers={"X-Large": "a" * 32_000}).status_code == 200
-        answer = get(path, token, headers={"X-Large": "a" * 33_000})
+        answer = get("/v1/models", token, headers={"X-Large": "a" * 33_000})
         error = answer.json()["error"]
         assert answer.status_code == 431 and "at most 32768 bytes" in error["message"]
-        assert set(error) == ({"message"} if path == "/health_generate" else {"message", "type", "param", "code"})
         assert get(f"/health?{'a' * 33_000}").status_code == 431
 
     def test_too_many_requests_are_refused(self) -> None:

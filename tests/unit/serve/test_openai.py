@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -13,31 +12,11 @@ import pytest
 
 from specactor_ray.core.errors import ActorLostError
 from specactor_ray.serve.app import make_app
-from specactor_ray.serve.service import Service
-from tests.unit.serve.scripted import ScriptedEngine, client_of, make_service
+from tests.fakes.scripted_engine import ScriptedEngine, events, make_service, on, post
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Count."}]
 JSON = {"Content-Type": "application/json"}
-
-
-def on(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
-    async def body() -> Any:
-        async with client_of(service) as client:
-            return await work(client)
-
-    return asyncio.run(body())
-
-
-def post(path: str, body: Any, engine: ScriptedEngine | None = None) -> httpx.Response:
-    return on(make_service(engine or ScriptedEngine()), lambda client: client.post(path, json=body))
-
-
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    """Those of a stream, without its last line."""
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]" and answer.headers["content-type"].startswith("text/event-stream")
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def saying(text: str, part: int = 3) -> ScriptedEngine:
@@ -55,43 +34,32 @@ class TestErrors:
             (b"", None),
             (b"{", None),
             (b"[]", None),
-            (b"null", None),
             (b'"prompt"', None),
             (b"[" * 100_000, None),
             (b'{"prompt": "\xff"}', None),
             (b"{}", "prompt"),
-            (b'{"prompt": null}', "prompt"),
             (b'{"prompt": ""}', "prompt"),
-            (b'{"prompt": []}', "prompt"),
             (b'{"prompt": [[]]}', "prompt"),
             (b'{"prompt": [1, "a"]}', "prompt"),
             (b'{"prompt": [true]}', "prompt"),
             (b'{"prompt": [-1]}', "prompt"),
             (b'{"prompt": [512]}', "prompt"),
-            (b'{"prompt": [1e3]}', "prompt"),
             (b'{"prompt": [99999999999999999999999]}', "prompt"),
             (b'{"prompt": "\\ud800"}', "prompt"),
-            (b'{"prompt": "a", "max_tokens": "many"}', "max_tokens"),
             (b'{"prompt": "a", "max_tokens": true}', "max_tokens"),
-            (b'{"prompt": "a", "n": false}', "n"),
-            (b'{"prompt": "a", "logprobs": true}', "logprobs"),
             (b'{"prompt": "a", "temperature": true}', "temperature"),
-            (b'{"prompt": "a", "priority": true}', "priority"),
             (b'{"prompt": "a", "stop_token_ids": [true]}', "stop_token_ids.0"),
-            (b'{"prompt": "a", "stream": 7}', "stream"),
             (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
             (b'{"prompt": "a", "priority": 1e30}', "priority"),
             (b'{"prompt": "a", "\\ud800": 1}', None),
             (b'{"prompt": "a", "request_id": "\\ud800"}', "request_id"),
-            (b'{"prompt": "a", "min_p": 0.2}', "min_p"),
             (b'{"prompt": "a", "echo": true, "stream": true}', "echo"),
-            (b'{"prompt": "a", "prompt_logprobs": 5}', "prompt_logprobs"),
             (b'{"prompt": "a", "prompt_logprobs": 5, "echo": true, "logprobs": 0}', "prompt_logprobs"),
             (b'{"prompt": "a", "n": 1024, "top_k": 99999999999}', "top_k"),
         ],
     )
     def test_bad_bodies_are_refused_in_openais_form(self, body: bytes, param: str | None) -> None:
-        answer = on(make_service(ScriptedEngine()), lambda client: client.post(COMPLETIONS, content=body, headers=JSON))
+        answer = post(COMPLETIONS, body, headers=JSON)
         assert answer.status_code == 400
         error = answer.json()["error"]
         assert error["type"] == "invalid_request_error" and error["message"] and error["code"] == 400
@@ -290,50 +258,16 @@ class TestToolCalls:
         assert post(CHAT, {"messages": messages, "tools": TOOLS}).status_code == 200
 
 
-class TestLeaving:
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_what_a_client_leaves_behind_ends(self, stream: bool) -> None:
-        engine = ScriptedEngine()
-        engine.held = True
-        service = make_service(engine)
-        body = json.dumps({"prompt": "a", "n": 3, "stream": stream}).encode()
-        sent: list[Any] = []
+def test_an_aborted_request_gives_what_there_is() -> None:
+    engine = ScriptedEngine()
+    engine.held = True
+    service = make_service(engine)
 
-        async def work() -> None:
-            gone = asyncio.Event()
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
+    async def work(client: httpx.AsyncClient) -> httpx.Response:
+        waiting = asyncio.ensure_future(client.post(COMPLETIONS, json={"prompt": "a", "request_id": "mine"}))
+        while not engine.running:
+            await asyncio.sleep(0)
+        assert await service.control.abort("other") == 0 and await service.control.abort("mine") == 1
+        return await waiting
 
-            async def receive() -> Any:
-                if messages:
-                    return messages.pop()
-                await gone.wait()
-                return {"type": "http.disconnect"}
-
-            async def send(message: Any) -> None:
-                sent.append(message)
-
-            headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-            scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers, "query_string": b""}
-            serving = asyncio.ensure_future(make_app(service)(scope, receive, send))
-            while len(engine.running) < 3:
-                await asyncio.sleep(0)
-            assert service.open_choices == 3
-            gone.set()
-            await serving
-
-        asyncio.run(work())
-        assert not engine.running and not service.open_choices
-
-    def test_an_aborted_request_gives_what_there_is(self) -> None:
-        engine = ScriptedEngine()
-        engine.held = True
-        service = make_service(engine)
-
-        async def work(client: httpx.AsyncClient) -> httpx.Response:
-            waiting = asyncio.ensure_future(client.post(COMPLETIONS, json={"prompt": "a", "request_id": "mine"}))
-            while not engine.running:
-                await asyncio.sleep(0)
-            assert await service.control.abort("other") == 0 and await service.control.abort("mine") == 1
-            return await waiting
-
-        assert on(service, work).json()["choices"][0]["finish_reason"] == "abort"
+    assert on(service, work).json()["choices"][0]["finish_reason"] == "abort"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.serve.text import Detokenizer, TokenTexts
+from specactor_ray.serve.outputs import Detokenizer, token_text_of
 from tests.tiny import tiny_target
 
 TEXT = "näïve 🦊 fox — 狐狸 \u200d 🏳️‍🌈 e\u0301 end"
@@ -74,8 +74,7 @@ class TestDetokenizer:
             assert len(before) - len(given_out) < len(hold)
 
 
-class TestTokenTexts:
-    def test_text_and_bytes(self, tokenizer: Any) -> None:
-        texts, tokens = TokenTexts(tokenizer), tokenizer(TEXT)["input_ids"]
-        assert bytes(byte for token in tokens for byte in texts[token].utf8).decode() == TEXT
-        assert texts[1].text == "<|eos|>" and texts[1].utf8 == list(b"<|eos|>")
+def test_text_and_bytes_of_a_token(tokenizer: Any) -> None:
+    tokens = tokenizer(TEXT)["input_ids"]
+    assert bytes(byte for token in tokens for byte in token_text_of(tokenizer, token).utf8).decode() == TEXT
+    assert token_text_of(tokenizer, 1) == ("<|eos|>", list(b"<|eos|>"))

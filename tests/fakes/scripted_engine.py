@@ -1,11 +1,12 @@
-"""An engine that gives out scripted tokens, in parts whose sizes a test sets, and a service on it."""
+"""An engine that gives out scripted tokens, in parts whose sizes a test sets, a service on it, and its clients."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,3 +115,26 @@ def client_of(service: Service, token: str | None = None, **options: Any) -> htt
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(make_app(service, token)), base_url="http://localhost", **options
     )
+
+
+def on(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    """Result of `work`, which gets a client of the service."""
+
+    async def body() -> Any:
+        async with client_of(service) as client:
+            return await work(client)
+
+    return asyncio.run(body())
+
+
+def post(path: str, body: Any, engine: ScriptedEngine | None = None, **options: Any) -> httpx.Response:
+    """Answer of a new service to one request, with a JSON body or with these bytes."""
+    sent = {"content": body} if isinstance(body, bytes) else {"json": body}
+    return on(make_service(engine or ScriptedEngine()), lambda client: client.post(path, **sent, **options))
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Events of a stream, without the last line."""
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]" and answer.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(line) for line in lines[:-1]]

@@ -1,0 +1,285 @@
+"""Requests of every dialect: the error of a refused one, JSON bodies, and the sampling options in their fields.
+
+Functions of this package raise `Refusal` or `SpecActorError` for what cannot be served; the application answers both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from starlette.exceptions import HTTPException
+
+from specactor_ray.core.errors import (
+    CallError,
+    OverloadedError,
+    RangeError,
+    SpecActorError,
+    UnavailableError,
+    UserError,
+    clipped,
+    did_you_mean,
+)
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
+
+MOST_CHOICES = 1024
+"""Most outputs of a request."""
+_MOST_CHARACTERS = 4096
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    413: {"Connection": "close"},  # the rest of the body is not read
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
+
+
+class Refusal(HTTPException):
+    """A request that is not served.
+
+    Args:
+        message: The value, the allowed values and the remedy; ends without a full stop.
+        status: HTTP status.
+        param: Request field at fault.
+    """
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
+        super().__init__(status, message, _HEADERS.get(status))
+        self.param = param
+
+
+def refusal_of(error: SpecActorError) -> Refusal:
+    """Refusal for an error that this package raised."""
+    if isinstance(error, RangeError):
+        return Refusal(str(error).removeprefix("sampling."), param=error.key.removeprefix("sampling."))
+    if isinstance(error, UnavailableError):
+        return Refusal(str(error), param=error.option)
+    if isinstance(error, UserError):
+        return Refusal(str(error))
+    if isinstance(error, OverloadedError):
+        return Refusal(str(error), 429)
+    return Refusal(str(error), 503 if isinstance(error, CallError) else 500)
+
+
+def refusal_of_fields(problems: Iterable[Mapping[str, Any]]) -> Refusal:
+    """Refusal for validation errors of pydantic; values of the body are not repeated."""
+    problem = next(iter(problems))
+    name = ".".join(str(one) for one in problem["loc"] if one != "body")
+    if problem["type"] == "json_invalid":
+        return Refusal(f"the body is not valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
+    if not name and problem["type"] != "missing":
+        return Refusal("the body must be a JSON object, sent with Content-Type: application/json")
+    return Refusal(f"{name or 'the body'}: {problem['msg']}", param=name or None)
+
+
+def error_body(error: HTTPException) -> dict[str, Any]:
+    """JSON of an error: the form of OpenAI and vLLM, with the fields that SGLang's clients read beside it."""
+    status = error.status_code
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    what = {"message": error.detail, "type": kind, "param": getattr(error, "param", None), "code": status}
+    return {"error": what, "success": False, "message": error.detail}
+
+
+# ---- bodies ----
+
+
+def _directory(path: str) -> str:
+    if not 0 < len(path) <= _MOST_CHARACTERS or "\0" in path or path[0] == "~":
+        raise ValueError("must be the directory of a Hugging Face checkpoint that this server can read")
+    return path
+
+
+def _label(value: Any) -> Any:
+    return str(value) if type(value) is int and value >= 0 else value
+
+
+Integer = Annotated[int, Field(strict=True)]
+"""Not a boolean."""
+Real = Annotated[float, Field(strict=True)]
+Text = Annotated[str | None, Field(max_length=_MOST_CHARACTERS)]
+Directory = Annotated[str, AfterValidator(_directory)]
+Label = Annotated[str, BeforeValidator(_label), Field(min_length=1, max_length=_MOST_CHARACTERS)]
+"""A trainer's name for a version of the weights: text, or a number."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
+_SEVERAL = [{"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS)]
+Prompts = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _IDS, *_SEVERAL]})]
+"""Text, texts, token ids, or several lists of token ids."""
+_STOPS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]
+Stops = Annotated[Any, WithJsonSchema({"anyOf": _STOPS})]
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"type": "string", "enum": ["system", "user", "assistant", "tool"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
+        "tool_calls": {"type": "array", "items": {"type": "object"}},
+    },
+    "required": ["role", "content"],
+}
+Messages = Annotated[list[Any], WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1})]
+"""Messages of a conversation."""
+
+
+class JsonObject(BaseModel):
+    """A JSON object. Fields that are not listed are kept."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    def given(self) -> dict[str, Any]:
+        """The fields that were sent."""
+        return {**{name: getattr(self, name) for name in self.model_fields_set}, **(self.model_extra or {})}
+
+
+class StreamOptions(JsonObject):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class RequestBody(JsonObject):
+    """Fields of OpenAI's and vLLM's requests that do not concern sampling."""
+
+    model: Text = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    request_id: Text = None
+    priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class SamplingBody(RequestBody):
+    """Fields that concern sampling; `wanted_of` checks these and all others."""
+
+    temperature: Real | None = None
+    top_p: Real | None = None
+    top_k: Integer | None = None
+    max_tokens: Integer | None = None
+    n: Integer | None = None
+    seed: Integer | None = None
+    stop: Stops = None
+    stop_token_ids: list[Integer] | None = None
+    ignore_eos: bool | None = None
+    first_position: Integer | None = None
+    prompt_logprobs: Integer | bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    session: Text = None
+
+
+class TemplateBody(JsonObject):
+    """Chat messages, and arguments of the chat template."""
+
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+# ---- sampling options ----
+
+_TRANSLATED = (
+    *("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "include_stop_str_in_output"),
+    *("ignore_eos", "first_position", "logprobs", "prompt_logprobs"),
+)
+"""Fields that `SamplingParams` has as well."""
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "detokenize": (True,),
+    "add_special_tokens": (True,),
+    "echo": (False,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "chat_template": (),
+    "documents": ([],),
+    "vllm_xargs": ({},),
+    "extra_args": ({},),
+    "reasoning_effort": (),
+    "prediction": (),
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+}
+"""Fields of prompts and texts with one supported form → their allowed values besides null."""
+_IGNORED = frozenset(
+    (
+        *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"),
+        *("prompt_cache_retention", "request_id", "session", "priority", "stream", "stream_options", "output_kind"),
+        *("return_token_ids", "return_tokens_as_token_ids", "parallel_tool_calls", "kv_transfer_params", "verbosity"),
+    )
+)
+"""Fields that change no token: read elsewhere, or ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Sampling options that a request sets."""
+
+    sampling: SamplingParams
+    """Its seed is that of the request; the seeds of several choices are derived from it."""
+    n: int = 1
+    """Number of choices of each prompt."""
+    logprobs: int | None = None
+    """Number of reported alternatives per token; None reports no log-probabilities."""
+
+
+def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> Wanted:
+    """Read the fields of a request that concern sampling; null counts as not given, and `top_k` -1 means off. Values of
+    other fields are those of `default`, and `seed`. Fields that might be meant to change the output are refused."""
+    values = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
+    n = values.pop("n", 1)
+    if type(n) is not int or not 1 <= n <= MOST_CHOICES:
+        raise Refusal(f"n is {clipped(n)}; it must be a whole number from 1 to {MOST_CHOICES}", param="n")
+    own = {name: values.pop(name) for name in _TRANSLATED if name in values}
+    if values.get("best_of") == n:
+        del values["best_of"]
+    for name, value in values.items():
+        if name not in UNAVAILABLE:
+            _require_fixed(name, value)
+    refuse(values)
+    if own.get("top_k") == -1:
+        own["top_k"] = 0
+    if "prompt_logprobs" in own:
+        own["prompt_logprobs"] = _wants_prompt_logprobs(own["prompt_logprobs"])
+    if isinstance(own.get("stop"), str):
+        if not own["stop"]:
+            raise Refusal("stop is ''; it must have 1 or more characters", param="stop")
+        own["stop"] = (own["stop"],)
+    sampling = replace(default, **{"seed": seed, "logprobs": 0, **own})
+    return Wanted(sampling, n, sampling.logprobs if "logprobs" in own else None)
+
+
+def _require_fixed(name: str, value: Any) -> None:
+    if name not in _FIXED:
+        known = ("n", *_TRANSLATED, *UNAVAILABLE, *_FIXED, *_IGNORED)
+        raise Refusal(f"{clipped(name)} is not known here; leave it out.{did_you_mean(name, known)}", param=name[:64])
+    if value not in _FIXED[name]:
+        raise Refusal(f"{name}={clipped(value)} is not available; leave it out", param=name)
+
+
+def _wants_prompt_logprobs(value: Any) -> bool:
+    """`false` requests nothing; in vLLM 0 requests the log-probabilities of the prompt's own tokens."""
+    if value not in (0, 1):
+        problem = "log-probabilities of a prompt are those of its own tokens: 0 or 1"
+        raise Refusal(f"prompt_logprobs is {clipped(value)}; {problem}", param="prompt_logprobs")
+    return value is not False
