@@ -46,7 +46,6 @@ class Dispatcher:
     """Runs journaled requests on the controller's verifiers. For one thread; `verifiers.wake` ends its waits.
 
     Args:
-        controller, calls: Handle of the controller, and the calls to it and to verifiers.
         outstanding_per_verifier: Most requests handed to one verifier at a time; the rest wait here, for others.
         no_verifier_timeout_s: Longest time without any verifier, or an answer of the controller, before a failure.
         request_stall_timeout_s: Time without progress, while its verifier answers, after which a request that has begun
@@ -170,7 +169,7 @@ class Dispatcher:
 
     @property
     def is_drained(self) -> bool:
-        """While held: no request has a verifier, or gets one before `backlog.release`."""
+        """While held: whether no request has a verifier, or gets one before `backlog.release`."""
         return self.backlog.is_frozen or not self.journal.begun
 
     def _submit(self, batches: Batches) -> None:
@@ -205,10 +204,12 @@ class Dispatcher:
             self._quarantine.excuse(verifier_id)
         self._reissue(list(positions), why)
 
-    def _reissue(self, request_ids: Sequence[str], why: str) -> None:
-        """Take requests off their verifier; they wait for another one."""
+    def _reissue(self, request_ids: Sequence[str], why: str, link: VerifierLink | None = None) -> None:
+        """Take requests off their verifier, which drops them if its link is given; they wait for another one."""
         if not request_ids:
             return
+        if link is not None:
+            self.verifiers.cancel(link, [(name, self.journal.entries[name].attempt) for name in request_ids])
         self.reissues += len(request_ids)
         when = "" if self._links else " when a verifier is ready"
         logger.warning("%s; %d requests are issued again%s", why, len(request_ids), when)
@@ -264,8 +265,7 @@ class Dispatcher:
             self._sharing.add(link.verifier_id, entry)
 
     def _miss(self, link: VerifierLink, request_id: str) -> None:
-        self.verifiers.cancel(link, [(request_id, self.journal.entries[request_id].attempt)])
-        self._reissue([request_id], f"verifier {link.verifier_id} reported {request_id} with a gap")
+        self._reissue([request_id], f"verifier {link.verifier_id} reported {request_id} with a gap", link)
 
     def _look_after_tail(self) -> None:
         """Hand out stalled requests again, and balance the loads when no request waits."""
@@ -297,12 +297,10 @@ class Dispatcher:
             link = self._links.get(entry.owner or "")
             if link is None or not link.request_stalls(entry.has_begun, now, limit_s):
                 continue
-            request_id = entry.request_id
-            self.verifiers.cancel(link, [(request_id, entry.attempt)])
-            entry.stalls += 1
+            name, entry.stalls = entry.request_id, entry.stalls + 1
             link.free_at = now + _REFUSED_S  # another verifier is tried first
             if entry.stalls < _MAX_STALLS:
-                self._reissue([request_id], f"request {request_id} made no progress for {limit_s:g} s at {entry.owner}")
+                self._reissue([name], f"request {name} made no progress for {limit_s:g} s at {entry.owner}", link)
             else:
-                error = f"it stopped making progress {_MAX_STALLS} times, for {limit_s:g} s each"
-                self._finish(request_id, "error", error)
+                self.verifiers.cancel(link, [(name, entry.attempt)])
+                self._finish(name, "error", f"it stopped making progress {_MAX_STALLS} times, for {limit_s:g} s each")
