@@ -1,22 +1,26 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """What a request costs the driver: by `Engine.generate`, over HTTP, and streamed; a run of a small model behind it.
 
 CPU seconds are those of the driver's process (user and system, all threads, Ray's included); clients of HTTP are a
-process of their own. Usage: scripts/bench_requests.py --config local_cpu [KEY=VALUE ...]
+process of their own.
+
+    python scripts/bench_requests.py local_cpu [KEY=VALUE ...]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from specactor_ray import Rollout, SamplingParams
+from specactor_ray.bench.micro import JsonFile, Point, refuse_existing, run_script, show_points
 from specactor_ray.serve.run import listening_socket, server_of
 from specactor_ray.serve.service import Service
 
@@ -24,35 +28,46 @@ PROMPT = list(range(5, 21))
 _CONNECTIONS = 50
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", default=None)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
-    with Rollout.from_config(options.config, options.overrides) as rollout:
-        service = Service.of(rollout, "bench")
-        listener = listening_socket("127.0.0.1", 0)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = server_of(service)
+def main(
+    config: Annotated[str, typer.Argument(help="A file or a shipped configuration.")] = "local_cpu",
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    requests: int = 1000,
+    tokens: int = 16,
+    rounds: int = 3,
+    json_file: JsonFile = None,
+) -> None:
+    refuse_existing(json_file, "--json")
+    with Rollout.from_config(config, overrides or ()) as rollout:
+        listener, server = listening_socket("127.0.0.1", 0), server_of(Service.of(rollout, "bench"))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            for _ in range(options.rounds):
-                report(rollout, url, options.requests, options.tokens)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            points = [
+                {"round": number, **point}
+                for number in range(1, rounds + 1)
+                for point in measure(rollout, url, requests, tokens)
+            ]
         finally:
             server.should_exit = True
             thread.join()
+    show_points(f"{requests} requests", points, json_file)
 
 
-def report(rollout: Rollout, url: str, requests: int, tokens: int) -> None:
-    """One round of each measurement, a line each."""
-    engine, one = rollout.engine, SamplingParams(max_tokens=1, seed=1, ignore_eos=True)
-    many = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
+def measure(rollout: Rollout, url: str, requests: int, tokens: int) -> list[Point]:
+    """One round of each measurement."""
+    engine, points = rollout.engine, list[Point]()
+    one, many = (SamplingParams(max_tokens=count, seed=1, ignore_eos=True) for count in (1, tokens))
 
-    async def by_turns(send: Callable[[], Awaitable[Any]]) -> None:
+    def add(what: str, seconds: float) -> None:
+        points.append({"what": what, "us / request": 1e6 * seconds / requests, "requests/s": requests / seconds})
+
+    def add_cpu(what: str, work: Callable[[], Any]) -> None:
+        begin = time.process_time()
+        work()
+        add(what, time.process_time() - begin)
+
+    async def side_by_side(send: Callable[[], Awaitable[Any]]) -> None:
         async def some() -> None:
             for _ in range(requests // _CONNECTIONS):
                 await send()
@@ -63,63 +78,46 @@ def report(rollout: Rollout, url: str, requests: int, tokens: int) -> None:
         async for _ in engine.stream(PROMPT, sampling):
             pass
 
-    def generating(sampling: SamplingParams) -> float:
-        return cpu(lambda: asyncio.run(by_turns(lambda: engine.generate(PROMPT, sampling))))
-
-    handles: list[Any] = []
     begin = time.thread_time()
-    for _ in range(requests):
-        handles.append(engine.submit(PROMPT, one))
-    show("submit, of its own thread", time.thread_time() - begin, requests)
+    handles = [engine.submit(PROMPT, one) for _ in range(requests)]
+    add("submit, of its own thread", time.thread_time() - begin)
     for handle in handles:
         handle.result()
-    show("generate, 1 token", generating(one), requests)
-    whole = generating(many)
-    show(f"generate, {tokens} tokens", whole, requests)
-    show(f"stream, {tokens} tokens", cpu(lambda: asyncio.run(by_turns(lambda: read(many)))), requests)
-    show("GET /health", cpu(lambda: clients(url, requests, None)), requests)
-    body = {"prompt": PROMPT, "max_tokens": 1, "seed": 1, "ignore_eos": True}
-    show("HTTP, 1 token", cpu(lambda: clients(url, requests, body)), requests)
-    body["max_tokens"] = tokens
-    http = cpu(lambda: clients(url, requests, body))
-    show(f"HTTP, {tokens} tokens", http, requests)
-    streamed = cpu(lambda: clients(url, requests, {**body, "stream": True}))
-    show(f"HTTP, {tokens} tokens streamed", streamed, requests)
-    print(f"  HTTP beside generate: {1e6 * (http - whole) / requests:.0f} us a request")
-    print(f"  streamed beside whole: {1e6 * (streamed - http) / requests / tokens:.1f} us a token", flush=True)
+    for sampling in (one, many):
+        send = lambda sampling=sampling: engine.generate(PROMPT, sampling)  # noqa: E731
+        add_cpu(f"generate, {sampling.max_tokens} token(s)", lambda send=send: asyncio.run(side_by_side(send)))
+    add_cpu(f"stream, {tokens} tokens", lambda: asyncio.run(side_by_side(lambda: read(many))))
+    body = {"prompt": PROMPT, "max_tokens": tokens, "seed": 1, "ignore_eos": True}
+    bodies = {
+        "GET /health": None,
+        "HTTP, 1 token": {**body, "max_tokens": 1},
+        f"HTTP, {tokens} tokens": body,
+        f"HTTP, {tokens} tokens streamed": {**body, "stream": True},
+    }
+    for what, content in bodies.items():
+        add_cpu(what, lambda content=content: send_from_a_process(url, requests, content))
+    return points
 
 
-def show(what: str, seconds: float, requests: int) -> None:
-    print(f"{what:32} {1e6 * seconds / requests:7.0f} us a request, {requests / seconds:7.0f} requests/s of a core")
-
-
-def cpu(work: Callable[[], Any]) -> float:
-    """CPU seconds of this process while this runs."""
-    begin = time.process_time()
-    work()
-    return time.process_time() - begin
-
-
-def clients(url: str, requests: int, body: dict[str, Any] | None) -> None:
+def send_from_a_process(url: str, requests: int, body: dict[str, Any] | None) -> None:
     """The requests over some connections, from a process of its own, which does as little as it can."""
-    process = multiprocessing.get_context("spawn").Process(target=_clients, args=(url, requests, body))
+    process = multiprocessing.get_context("spawn").Process(target=_send, args=(url, requests, body))
     process.start()
     process.join()
     assert process.exitcode == 0
 
 
-def _clients(url: str, requests: int, body: dict[str, Any] | None) -> None:
+def _send(url: str, requests: int, body: dict[str, Any] | None) -> None:
     host, port = url.removeprefix("http://").split(":")
     content = b"" if body is None else json.dumps(body).encode()
     line = "GET /health" if body is None else "POST /v1/completions"
-    head = (
-        f"{line} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    fields = f"Host: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    message = f"{line} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + content
 
     async def send(count: int) -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
         for _ in range(count):
-            writer.write(head.encode() + content)
+            writer.write(message)
             answer = await reader.readuntil(b"\r\n\r\n")
             assert answer.startswith(b"HTTP/1.1 200"), answer
             if b"chunked" in answer:
@@ -129,11 +127,11 @@ def _clients(url: str, requests: int, body: dict[str, Any] | None) -> None:
                 await reader.readexactly(int(answer.lower().partition(b"content-length: ")[2].split(b"\r")[0]))
         writer.close()
 
-    async def all_of_them() -> None:
+    async def send_all() -> None:
         await asyncio.gather(*(send(requests // _CONNECTIONS) for _ in range(_CONNECTIONS)))
 
-    asyncio.run(all_of_them())
+    asyncio.run(send_all())
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

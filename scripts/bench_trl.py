@@ -1,18 +1,16 @@
-#!/usr/bin/env python
+#!/usr/bin/env python3
 """GRPO steps of TRL with three ways to generate: TRL's own, rollouts without drafts, and rollouts with drafts.
 
     python scripts/bench_trl.py --steps 10
 
-The same trainer, tasks and seeds each time. Prints seconds per step and for generating (pushing weights included), the
+The same trainer, tasks and seeds each time. Shows seconds per step and for generating (pushing weights included), the
 mean reward and length, and the largest difference between log-probabilities of the same tokens as the rollout returned
-them and as the trainer computes them, over all steps. Rewards and lengths of every step must be equal with drafts and
-without: else the exit code is 1. TRL's own generation samples other tokens. For an attached engine TRL corrects the
-importance of each output, which takes one more forward over all of them; `--no-correction` switches that off.
+them and as the trainer computes them. Rewards and lengths of every step must be equal with drafts and without: else the
+exit code is 1. TRL's own generation samples other tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import re
@@ -22,10 +20,12 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Annotated, Any
 
 import torch
+import typer
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 
@@ -33,14 +33,26 @@ with warnings.catch_warnings(action="ignore"):  # about the version of vLLM, whi
     import trl
 
 from specactor_ray import Rollout
+from specactor_ray.bench.micro import JsonFile, Point, refuse_existing, run_script, show_points
 from specactor_ray.config.load import from_mapping
+from specactor_ray.core.errors import EXIT_FAILED
 from specactor_ray.integrations.trl import attach
 from specactor_ray.models.loading import load_model, load_tokenizer
 from specactor_ray.rollout.prompts import read_prompts
 
+MODEL, PROMPTS = "smollm2-135m", "conf/prompts/editing.jsonl"
+PROMPTS_PER_STEP, SAMPLES, SEED = 2, 4, 7
 VARIANTS = ("trl", "plain", "coupled")
 EQUAL = ("reward", "reward_std", "completions/mean_length")
 GAP = "sampling/sampling_logp_difference/max"
+
+
+@dataclass(frozen=True)
+class Options:
+    steps: int
+    max_tokens: int
+    correction: bool
+    server: bool
 
 
 def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
@@ -53,16 +65,12 @@ def _words(messages: Any) -> list[str]:
     return re.findall(r"\w+", " ".join(message["content"] for message in messages))
 
 
-class Clock(TrainerCallback):
+class StepTimes(TrainerCallback):
     """Seconds of every step, and of generating in it."""
 
-    def __init__(self, trainer: Any, variant: str) -> None:
-        self._variant = variant
-        self.steps: list[float] = []
-        self.generating: list[float] = []
-        self._begin = 0.0
-        self._inner = trainer._generate_single_turn
-        trainer._generate_single_turn = self._generate
+    def __init__(self, trainer: Any) -> None:
+        self.steps, self.generating, self._begin = list[float](), list[float](), 0.0
+        self._inner, trainer._generate_single_turn = trainer._generate_single_turn, self._generate
 
     def _generate(self, *arguments: Any, **options: Any) -> Any:
         begin = time.perf_counter()
@@ -76,66 +84,69 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.steps.append(time.perf_counter() - self._begin)
-        times = f"{self.steps[-1]:.1f} s, {self.generating[-1]:.1f} s of them for generating"
-        print(f"{self._variant}: step {len(self.steps)}, {times}", file=sys.stderr)
+        print(f"step {len(self.steps)}: {self.steps[-1]:.1f} s", file=sys.stderr)
 
 
-def make_trainer(options: argparse.Namespace, folder: Path) -> Any:
-    messages = [[{"role": "user", "content": prompt}] for prompt in read_prompts(options.prompts)]
+def make_trainer(options: Options, folder: str) -> Any:
+    messages = [[{"role": "user", "content": prompt}] for prompt in read_prompts(PROMPTS)]
     config = trl.GRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=options.prompts_per_step * options.samples,
-        num_generations=options.samples,
+        output_dir=folder,
+        per_device_train_batch_size=PROMPTS_PER_STEP * SAMPLES,
+        num_generations=SAMPLES,
         max_completion_length=options.max_tokens,
         max_steps=options.steps,
         learning_rate=1e-5,
         logging_steps=1,
         report_to="none",
         save_strategy="no",
-        vllm_importance_sampling_correction=not options.no_correction,
+        vllm_importance_sampling_correction=options.correction,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        seed=options.seed,
+        seed=SEED,
         disable_tqdm=True,
     )
     return trl.GRPOTrainer(
-        model=load_model(options.model).requires_grad_(True),
+        model=load_model(MODEL).requires_grad_(True),
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": messages}),
-        processing_class=load_tokenizer(options.model),
+        processing_class=load_tokenizer(MODEL),
     )
 
 
-def measure(variant: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    trainer = make_trainer(options, folder)
-    rollout = None if variant == "trl" else Rollout(from_mapping(settings(variant, options)))
-    metrics, held = None, contextlib.ExitStack()
-    try:
-        if rollout is not None:
-            with_server = serving(rollout) if options.server else contextlib.nullcontext(rollout)
-            attach(trainer, held.enter_context(with_server))
-        clock = Clock(trainer, variant)
-        trainer.add_callback(clock)
+def make_rollout(variant: str, options: Options) -> Rollout:
+    target = {"model": MODEL, "cores": torch.get_num_threads(), "max_model_len": options.max_tokens + 960}
+    drafters = [{"method": "suffix"}] if variant != "plain" else []
+    settings = {"mode": variant, "target": {**target, "dtype": "float32"}, "drafters": drafters}
+    return Rollout(from_mapping({**settings, "cluster": {"address": "local"}}))
+
+
+def measure(variant: str, options: Options) -> tuple[Point, list[tuple[float, ...]]]:
+    """Figures of a variant, and what has to be equal in every step."""
+    metrics = None
+    with contextlib.ExitStack() as stack:
+        trainer = make_trainer(options, stack.enter_context(tempfile.TemporaryDirectory()))
+        if variant != "trl":
+            rollout = stack.enter_context(make_rollout(variant, options))
+            attach(trainer, stack.enter_context(serving(rollout)) if options.server else rollout)
+        times = StepTimes(trainer)
+        trainer.add_callback(times)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-        metrics = rollout.metrics() if rollout is not None else None
-    finally:
-        held.close()
-        if rollout is not None:
-            rollout.close()
+        if variant != "trl":
+            metrics = rollout.metrics()
     rows = [row for row in trainer.state.log_history if "reward" in row]
-    return {
+    point = {
         "variant": variant,
-        "step s": mean(clock.steps[1:]),  # the first one warms up
-        "generating s": mean(clock.generating[1:]),
-        "reward": mean([row["reward"] for row in rows]),
-        "length": mean([row["completions/mean_length"] for row in rows]),
+        "step s": fmean(times.steps[1:]),  # the first one warms up
+        "generating s": fmean(times.generating[1:]),
+        "reward": fmean(row["reward"] for row in rows),
+        "length": fmean(row["completions/mean_length"] for row in rows),
         "log-prob gap": max((row[GAP] for row in rows if GAP in row), default=None),
         "accepted/drafted": f"{metrics.accepted_tokens}/{metrics.drafted_tokens}" if metrics else "",
-        "rows": [tuple(row[name] for name in EQUAL) for row in rows],
     }
+    return point, [tuple(row[name] for name in EQUAL) for row in rows]
 
 
 @contextlib.contextmanager
@@ -156,57 +167,27 @@ def serving(rollout: Rollout) -> Iterator[str]:
         thread.join()
 
 
-def settings(variant: str, options: argparse.Namespace) -> dict[str, Any]:
-    target = {
-        "model": options.model,
-        "cores": torch.get_num_threads(),
-        "max_model_len": options.max_tokens + 960,
-        "dtype": "float32",
-    }
-    drafters = [{"method": "suffix"}] if variant != "plain" else []
-    return {"mode": variant, "target": target, "drafters": drafters, "cluster": {"address": "local"}}
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / max(len(values), 1)
-
-
-def show(results: list[dict[str, Any]]) -> None:
-    names = [name for name in results[0] if name != "rows"]
-    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
-    for result in results:
-        cells = [result[name] for name in names]
-        texts = [f"{cell:.3g}" if isinstance(cell, float) else str(cell if cell is not None else "") for cell in cells]
-        print("| " + " | ".join(texts) + " |")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--prompts", default="conf/prompts/editing.jsonl")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--prompts-per-step", type=int, default=2)
-    parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--no-correction", action="store_true", help="without TRL's importance correction")
-    parser.add_argument("--server", action="store_true", help="over HTTP, as with `specactor serve`")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
-    options = parser.parse_args()
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        for variant in options.variants:
-            results.append(measure(variant, options, Path(folder)))
-            gc.collect()
-    show(results)
-    ours = [result["rows"] for result in results if result["variant"] != "trl"]
+def main(
+    steps: Annotated[int, typer.Option(min=2)] = 10,
+    max_tokens: int = 64,
+    correction: Annotated[bool, typer.Option(help="TRL's importance correction.")] = True,
+    server: Annotated[bool, typer.Option("--server", help="Over HTTP, as with `specactor serve`.")] = False,
+    own: Annotated[bool, typer.Option(help="TRL's own generation, too.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    refuse_existing(json_file, "--json")
+    options = Options(steps, max_tokens, correction, server)
+    points, ours = [], []
+    for variant in VARIANTS[0 if own else 1 :]:
+        point, rows = measure(variant, options)
+        points.append(point)
+        ours += [rows] if variant != "trl" else []
+        gc.collect()
+    show_points(f"GRPO, {steps} steps", points, json_file)
     same = all(rows == ours[0] for rows in ours)
-    if len(ours) > 1:
-        print(
-            f"rewards and lengths of all {options.steps} steps with and without drafts: {'equal' if same else 'DIFFER'}"
-        )
-    return 0 if same else 1
+    print(f"rewards and lengths of all {steps} steps with and without drafts: {'equal' if same else 'DIFFER'}")
+    raise typer.Exit(0 if same else EXIT_FAILED)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -14,10 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
+from specactor_ray.bench.by_turns import Round, SideBySide, measure_side_by_side
 from specactor_ray.bench.comparison import ratio_with_error
-from specactor_ray.bench.demo_report import DEMO_COLUMNS, write_demo_plot
 from specactor_ray.bench.demo_tasks import rename_tasks
-from specactor_ray.bench.side_by_side import Round, SideBySide, Speed, measure_side_by_side
 from specactor_ray.config import Config, load_config
 from specactor_ray.core.child import run_in_child
 from specactor_ray.core.console import say
@@ -26,10 +25,10 @@ from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.phase_progress import PhaseProgress
 from specactor_ray.core.signals import interruption, sigterm_interrupts
-from specactor_ray.trainer.display import TrainingDisplay
+from specactor_ray.trainer.display import Column, TrainingDisplay
 
 SEED = 7
-REPORT_FILE, PLOT_FILE = "report.json", "demo.png"
+REPORT_FILE = "report.json"
 _MOST_CORES = 8
 """Most cores of the demo; the built-in model gains nothing from more."""
 _SPEED_SHARE = 0.35
@@ -41,6 +40,15 @@ _TASKS = 4
 """Number of tasks. Each step has all of them, so that rewards of steps compare, and drafts find earlier outputs."""
 _BEAT_S = 5.0
 """Seconds between progress lines where there is no terminal."""
+DEMO_COLUMNS: Sequence[Column] = (
+    ("step", lambda r: str(r["step"])),
+    ("reward", lambda r: f"{r['train']['reward_mean']:.3f}"),
+    ("samples", lambda r: str(r["train"]["sampled"])),
+    ("tokens/s", lambda r: f"{r['speed']['tokens_per_s']:.1f}"),
+    ("acceptance length", lambda r: f"{r['speed']['acceptance_length']:.2f}"),
+    ("rollout", lambda r: f"{r['seconds']['rollout']:.1f} s"),
+    ("update", lambda r: f"{r['seconds']['update']:.1f} s"),
+)
 
 
 @dataclass
@@ -50,7 +58,7 @@ class Demo:
     model: str
     minutes: float
     folder: Path
-    """Folder of the report, the plot and the training run."""
+    """Folder of the report and the training run."""
     console: Console
     began: float = field(default_factory=time.monotonic)
     status: str = "complete"
@@ -70,23 +78,21 @@ class Demo:
 
     def take(self, report: Any) -> None:
         """Record a report of the measuring process."""
-        if isinstance(report, Speed):
-            self.doing = f"round {report.round}, now: plain {report.plain:.1f}, auto {report.auto:.1f} tokens/s"
-        elif isinstance(report, Round):
+        if isinstance(report, Round):
             self.rounds.append(report)
             plain, auto = report.tokens / report.plain_s, report.tokens / report.auto_s
-            speeds = f"plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / plain:.2f}x"
-            self.say(f"round {len(self.rounds)}: {speeds}, {report.identical} of {report.requests} outputs identical")
+            self.doing = f"round {len(self.rounds)}: plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / plain:.2f}x"
+            self.say(f"{self.doing}, {report.identical} of {report.requests} outputs identical")
         else:
             self.say(report)
             self.doing = report.partition(" (")[0]
 
 
 def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
-    """Measure, train unless `training` is off, and write report and plot. An interruption ends it in order.
+    """Measure, train unless `training` is off, and write the report. An interruption ends it in order.
 
     Returns:
-        The report, as in the file; its `plot` is None where matplotlib is not installed or nothing was measured.
+        The report, as in the file.
 
     Raises:
         SpecActorError: Something failed before the first figure; later failures give a report with status `failed`.
@@ -112,12 +118,9 @@ def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
         "training": training_figures(demo.steps),
         "versions": versions(),
         "hardware": hardware(),
-        "plot": None,
     }
     if demo.rounds or demo.steps:
         demo.folder.mkdir(parents=True, exist_ok=True)
-        if write_demo_plot(demo.folder / PLOT_FILE, report):
-            report["plot"] = str(demo.folder / PLOT_FILE)
         write_json(demo.folder / REPORT_FILE, report)
     return report
 
@@ -134,15 +137,8 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
     for line in lines:
         demo.say(line)
     demo.say("edits of code, tables and settings, T=0, one request at a time: plain and auto by turns in one process")
-    work = SideBySide(
-        config.target,
-        tuple(config.drafters),
-        _cores(),
-        config.sampling.max_tokens,
-        SEED,
-        _MOST_ROUNDS,
-        seconds - demo.seconds,
-    )
+    drafters, most_tokens, left_s = tuple(config.drafters), config.sampling.max_tokens, seconds - demo.seconds
+    work = SideBySide(config.target, drafters, _cores(), most_tokens, SEED, _MOST_ROUNDS, left_s)
 
     def show(progress: PhaseProgress) -> None:
         """Show progress also while models load and compile, when nothing is reported."""
@@ -163,14 +159,13 @@ def _train(demo: Demo) -> None:
     from specactor_ray.trainer.run import train
 
     end = 60.0 * demo.minutes - _END_S
-    display = _Display(demo, config.trainer.steps)
 
     def enough() -> bool:
         if len(demo.steps) < _LEAST_STEPS:
             return False
         return demo.seconds + demo.step_ends[-1] - demo.step_ends[-2] > end  # the first step is slower than the others
 
-    outcome = train(config, demo.console, display, enough)
+    outcome = train(config, demo.console, _Display(demo, config.trainer.steps), enough)
     if outcome.status == "interrupted":
         demo.status = "interrupted"
     elif len(demo.steps) < config.trainer.steps:
@@ -181,7 +176,7 @@ class _Display(TrainingDisplay):
     """Keeps the records."""
 
     def __init__(self, demo: Demo, steps: int) -> None:
-        super().__init__(demo.console, steps, DEMO_COLUMNS, line_interval_s=5.0)
+        super().__init__(demo.console, steps, DEMO_COLUMNS, line_interval_s=_BEAT_S)
         self._demo = demo
 
     def end(self, record: Mapping[str, Any]) -> None:
@@ -237,6 +232,7 @@ def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
     tokens = sum(one.tokens for one in rounds)
     ratio, error = ratio_with_error(plain, auto)
     return {
+        "rounds": len(rounds),
         "plain_tokens_per_s": tokens / sum(plain),
         "auto_tokens_per_s": tokens / sum(auto),
         "ratio": ratio,
@@ -244,34 +240,23 @@ def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
         "acceptance_length": tokens / max(sum(one.row_steps for one in rounds), 1),
         "identical": sum(one.identical for one in rounds),
         "requests": sum(one.requests for one in rounds),
-        "rounds": [
-            {"plain_tokens_per_s": one.tokens / one.plain_s, "auto_tokens_per_s": one.tokens / one.auto_s}
-            for one in rounds
-        ],
     }
 
 
 def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Rewards of the first and the last step with their standard errors, and the parts of the time; None without a
-    step."""
+    """Rewards of the steps with their standard errors, and the parts of the time; None without a step."""
     if not records:
         return None
     step_s = max(sum(record["seconds"]["step"] for record in records), 1e-9)
-    tokens = sum(record["speed"]["tokens"] for record in records)
-    lengths = [record["speed"]["acceptance_length"] for record in records]
     return {
         "steps": len(records),
-        "before": _reward(records[0]),
-        "after": _reward(records[-1]),
-        "rewards": [_reward(record) for record in records],
-        "acceptance_lengths": lengths,
-        "tokens": tokens,
+        "rewards": [_reward(record["train"]) for record in records],
+        "acceptance_lengths": [record["speed"]["acceptance_length"] for record in records],
         **{f"{phase}_share": sum(r["seconds"][phase] for r in records) / step_s for phase in ("rollout", "update")},
     }
 
 
-def _reward(record: Mapping[str, Any]) -> dict[str, Any]:
-    train = record["train"]
+def _reward(train: Mapping[str, Any]) -> dict[str, Any]:
     samples = train["sampled"]
     error = train["reward_std"] / math.sqrt(samples) if samples else 0.0
     return {"mean": train["reward_mean"], "error": error, "samples": samples}

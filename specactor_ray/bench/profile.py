@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from specactor_ray.bench.micro import refuse_existing
 from specactor_ray.bench.profile_process import Axes, Measured, Share, measure_share
 from specactor_ray.config.schema import MAX_WINDOW, Config, ModeName
 from specactor_ray.core.child import Report, run_in_child
@@ -27,12 +29,7 @@ from specactor_ray.rollout.prompts import read_prompts
 
 
 def run_profile(
-    config: Config,
-    axes: Axes,
-    devices: Sequence[int],
-    output: Path,
-    console: Console,
-    max_requests: int = 16,
+    config: Config, axes: Axes, devices: Sequence[int], output: Path, console: Console, max_requests: int = 16
 ) -> dict[str, Any]:
     """Measure everything and write the profile.
 
@@ -55,18 +52,18 @@ def run_profile(
     if config.data.path is None:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
     prompts = read_prompts(config.data.path, config.data.limit)
-    device = "cuda" if config.target.gpus else "cpu"
     _reject_devices(config, devices, len(os.sched_getaffinity(0)))
-    _reject_output(output)
+    refuse_existing(output, "--output")
+    if not output.parent.is_dir():
+        raise InputError(f"--output: there is no folder {output.parent}; make it first")
+    require_folder(output.parent, "--output")
     config = copy.deepcopy(as_decoupled(config))
     if config.drafters:
         config.mode = ModeName.decoupled  # everything is measured, whatever mode it will run in
     require_named(config)
     check_target(config)
     config = export_what_drafters_read(config)
-    from specactor_ray.models.identity import method_identity
-
-    facts, identities = _facts(config, device), {one.method: method_identity(one) for one in config.drafters}
+    facts = _facts(config)
     begin = time.monotonic()
     shares = _measure(config, axes, devices, tuple(prompts), max_requests, console)
     recorded = shares[0].recorded
@@ -80,7 +77,8 @@ def run_profile(
         "prompt_tokens": sum(len(one.prompt_token_ids) for one in recorded) / len(recorded),
         "cpu_share": {str(share.devices): round(share.cpu_share, 3) for share in shares},
         "axes": {**vars(axes), "devices": sorted({*devices}), "draft_window": axes.draft_window},
-        **_figures(config, shares, identities),
+        "verify": [asdict(point) for share in shares for point in share.verify],
+        "methods": _methods(config, shares),
     }
     try:
         write_json(output, data, new=True)
@@ -89,11 +87,11 @@ def run_profile(
     return data
 
 
-def _facts(config: Config, device: str) -> dict[str, Any]:
+def _facts(config: Config) -> dict[str, Any]:
     """Device, hardware, versions and models of the figures."""
     from specactor_ray.models.identity import gpu_name, model_identity
 
-    target = config.target
+    target, device = config.target, "cuda" if config.target.gpus else "cpu"
     return {
         "device": device,
         "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
@@ -108,29 +106,21 @@ def _measure(
 ) -> list[Measured]:
     """Measure one share per device count, the largest first: it records the outputs for the others, too."""
     counts = sorted(set(devices), reverse=True)
-    cores = sorted(os.sched_getaffinity(0))
-    total = 1 + len(config.drafters) + len(counts) * (axes.verify_points() + len(config.drafters) * axes.draft_points())
+    total = 1 + len(config.drafters) + len(counts) * axes.points(len(config.drafters))
     shares: list[Measured] = []
     with sigterm_interrupts(), PhaseProgress(console, "profile", total) as progress:
         show = show_steps(progress, total)
         for count in counts:
-            share = Share(
-                copy.deepcopy(config),
-                count,
-                () if config.target.gpus else tuple(cores[:count]),
-                "cuda" if config.target.gpus else "cpu",
-                axes,
-                prompts if not shares else (),
-                max_requests,
-                shares[0].recorded if shares else (),
-            )
+            recorded = shares[0].recorded if shares else ()
+            share = Share(config, count, axes, prompts if not shares else (), max_requests, recorded)
             where = f"{count} {'GPU' if config.target.gpus else 'core(s)'}"
-            shares.append(run_in_child(measure_share, share, f"profile-{count}", _shown(show, where)))
+            report = functools.partial(_show, show, where)
+            shares.append(run_in_child(measure_share, share, f"profile-{count}", report))
     return shares
 
 
-def _shown(show: Report, where: str) -> Report:
-    return lambda text: show(f"{where}: {text}")
+def _show(show: Report, where: str, text: str) -> None:
+    show(f"{where}: {text}")
 
 
 def parse_axes(batches: Sequence[int], windows: Sequence[int], contexts: Sequence[int], repeats: int) -> Axes:
@@ -155,19 +145,19 @@ def default_devices(config: Config) -> list[int]:
     return [1 << power for power in range(cores.bit_length()) if 1 << power <= cores]
 
 
-def _figures(config: Config, shares: Sequence[Measured], identities: dict[str, Any]) -> dict[str, Any]:
-    """All points, and the measurements of each method."""
-    verify = [point for share in shares for point in share.verify]
-    methods = {}
-    for drafter in config.drafters:
-        points = [point for share in shares for point in share.drafting[drafter.method]]
-        methods[drafter.method] = {
-            "identity": identities[drafter.method],
+def _methods(config: Config, shares: Sequence[Measured]) -> dict[str, Any]:
+    """Points and acceptance of each method."""
+    from specactor_ray.models.identity import method_identity
+
+    return {
+        drafter.method: {
+            "identity": method_identity(drafter),
             "free": bool(config.target.gpus) and not drafter.gpus,
-            "points": [asdict(point) for point in points],
+            "points": [asdict(point) for share in shares for point in share.drafting[drafter.method]],
             "acceptance": shares[0].acceptance[drafter.method],
         }
-    return {"verify": [asdict(point) for point in verify], "methods": methods}
+        for drafter in config.drafters
+    }
 
 
 def _reject_devices(config: Config, devices: Sequence[int], cores: int) -> None:
@@ -189,11 +179,3 @@ def _reject_devices(config: Config, devices: Sequence[int], cores: int) -> None:
         if drafter.gpus:
             problem = "the target runs on cores, and a plan counts devices of one kind."
             raise ConfigError(f"drafters.{index}.gpus", problem, "use 0, or target.gpus=1.")
-
-
-def _reject_output(output: Path) -> None:
-    if os.path.lexists(output):
-        raise InputError(f"--output: {output} exists and is never overwritten; name another file")
-    if not output.parent.is_dir():
-        raise InputError(f"--output: there is no folder {output.parent}; make it first")
-    require_folder(output.parent, "--output")

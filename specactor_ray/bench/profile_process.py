@@ -1,7 +1,9 @@
-"""One device count's share of a profile, measured in a process bound to that number of cores.
+"""The part of a profile with one device count, measured in a process bound to that number of cores.
 
 A process is necessary because torch's thread pools keep the size they started with. The engine and the proposers are
-called directly, without Ray.
+called directly, without Ray. Sampling is keyed, so the next token of the target does not depend on the drafter:
+recorded outputs of plain decoding are the truth for every draft method and window, and no target is needed beside a
+proposer.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,24 +19,28 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-from specactor_ray.bench.drafting_on_text import TextStream, measure_acceptance, seconds_per_token
+import numpy as np
+
 from specactor_ray.cluster.cores import bind_to_cores
 from specactor_ray.config.drafter_spec import drafter_spec
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.core.child import Child, Report
-from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord, RecordStore, RolloutRequest, collect
+from specactor_ray.distill.evaluation import AcceptanceCounts, draft_all, replay
+from specactor_ray.draft.mirror import common_prefix
+from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.plan.costs import CostPoint
 from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest
 from specactor_ray.target.rows import refuse_impossible
+from specactor_ray.transport.messages import Features
 
 MAX_RECORDED_TOKENS = 128
 """Tokens of the longest output recorded for measuring acceptance."""
 WRONG_TOKEN = 1
 """Draft token of timed verify steps. Verifying costs the same whether a draft is right; this one hardly ever is, so all
 steps are alike."""
-
 LEAST_STEP_TOKENS = 512
 """Least `max_step_tokens`; prompts are read in chunks of at least half of it."""
 
@@ -63,11 +70,9 @@ class Axes:
         """Window at which drafting is timed: the middle one."""
         return self.windows[len(self.windows) // 2]
 
-    def verify_points(self) -> int:
-        return len(self.batches) * (len(self.windows) + 1) * len(self.contexts)
-
-    def draft_points(self) -> int:
-        return len(self.batches) * len(self.contexts)
+    def points(self, drafters: int) -> int:
+        """Number of points of the grid."""
+        return len(self.batches) * len(self.contexts) * (len(self.windows) + 1 + drafters)
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,7 @@ class Share:
 
     config: Config
     devices: int
-    cores: tuple[int, ...]
-    """Core ids to run on; empty: cores stay as they are (on a GPU)."""
-    device: str
+    """Cores of the process, or 1 GPU."""
     axes: Axes
     prompts: tuple[Any, ...] = ()
     """Prompts whose outputs are recorded; only the first process has them."""
@@ -103,17 +106,14 @@ class Measured:
 def measure_share(share: Share, report: Report) -> Measured:
     """Record outputs unless the share has records, then measure verifying, drafting and acceptance; `report` once per
     figure."""
-    config = roomy(share.config, share.axes)
-    with _started(share, config) as (engine, measured):
+    with _started(share) as (engine, measured):
         if not share.recorded:
             report("recorded outputs")
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        text, sampling = TextStream(measured.recorded), measured.recorded[0].sampling
-        measured.verify = measure_verify(engine, text, sampling, share.devices, share.axes, report)
+        measured.verify = measure_verify(engine, measured.recorded, share.devices, share.axes, report)
         cpu_s, wall_s = time.process_time() - begin_cpu, time.perf_counter() - begin
         measured.cpu_share = cpu_s / wall_s / share.devices
-    for drafter in config.drafters:
-        measure_method(drafter, share, text, measured, report)
+    _measure_methods(share, measured, report)
     return measured
 
 
@@ -140,30 +140,43 @@ class ProfileSession(Child):
 def _measure_on_demand(share: Share, channel: Connection) -> None:
     def ignore(line: str) -> None: ...
 
-    config = roomy(share.config, share.axes)
-    with _started(share, config) as (engine, measured):
-        text, sampling = TextStream(measured.recorded), measured.recorded[0].sampling
-        for drafter in config.drafters:
-            measure_method(drafter, share, text, measured, ignore)
+    with _started(share) as (engine, measured):
+        _measure_methods(share, measured, ignore)
         channel.send(measured.drafting)
         while True:
-            channel.send(measure_verify(engine, text, sampling, share.devices, channel.recv(), ignore))
+            channel.send(measure_verify(engine, measured.recorded, share.devices, channel.recv(), ignore))
 
 
 @contextlib.contextmanager
-def _started(share: Share, config: Config) -> Iterator[tuple[TargetEngine, Measured]]:
+def _started(share: Share) -> Iterator[tuple[TargetEngine, Measured]]:
     """An engine on the share's cores, and the records made on it or before."""
     from specactor_ray.target.registry import build_engine
 
-    if share.cores:
-        bind_to_cores(share.cores)
-    engine = build_engine(config.target, share.device, max(share.axes.windows))
+    config, axes, gpus = roomy(share.config, share.axes), share.axes, share.config.target.gpus
+    if not gpus:
+        bind_to_cores(tuple(sorted(os.sched_getaffinity(0)))[: share.devices])
+    engine = build_engine(config.target, "cuda" if gpus else "cpu", max(axes.windows))
     try:
-        _reject_contexts_too_long(share.axes, engine.max_model_len)
+        needed = max(axes.contexts) + axes.room(max(axes.contexts))
+        if needed > engine.max_model_len:
+            tokens = f"{max(axes.contexts)} tokens and the {needed - max(axes.contexts)} of the measurement itself"
+            limits = "target.max_model_len, its context, target.kv_cache_gb"
+            raise InputError(f"--contexts: {tokens} exceed the {engine.max_model_len} that the target holds ({limits})")
         recorded = share.recorded or tuple(record_outputs(engine, config, share.prompts, share.max_requests))
         yield engine, Measured(share.devices, recorded)
     finally:
         engine.close()
+
+
+def roomy(config: Config, axes: Axes) -> Config:
+    """The configuration with room for the largest batch and step."""
+    config, batch = copy.deepcopy(config), max(axes.batches)
+    config.target.max_batch = batch
+    config.target.max_step_tokens = max(
+        config.target.max_step_tokens, batch * (axes.windows[-1] + 1), LEAST_STEP_TOKENS, 2 * batch
+    )
+    config.target.record_margins = False
+    return config
 
 
 def record_outputs(
@@ -171,32 +184,57 @@ def record_outputs(
 ) -> list[CorpusRecord]:
     """Decode the first `max_requests` samples of the prompts plainly, in their order. Raises InputError if no prompt
     could be answered."""
-    requests, problem = list[RolloutRequest](), ""
-    for request in _requests(config, prompts, max_requests):
-        wanted = TargetRequest(str(request.index), request.prompt_token_ids, request.sampling)
+    from specactor_ray.models.loading import load_tokenizer
+    from specactor_ray.rollout.prompts import encode_prompt
+    from specactor_ray.sampling.seeds import sample_of
+
+    tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
+    base = replace(config.sampling, max_tokens=min(config.sampling.max_tokens, MAX_RECORDED_TOKENS))
+    places = itertools.islice(itertools.product(range(len(prompts)), range(config.data.n)), max_requests)
+    requests, problem = list[RolloutRequest](), "the outputs are empty"
+    for index, (prompt, sample) in enumerate(places):
+        ids, sampling = encode_prompt(tokenizer, prompts[prompt], config.data.chat), sample_of(base, prompt, sample)
         try:
-            refuse_impossible(wanted, engine.vocab_size, engine.max_model_len)
-            requests.append(request)
+            refuse_impossible(TargetRequest(str(index), ids, sampling), engine.vocab_size, engine.max_model_len)
+            requests.append(RolloutRequest(index, ids, sampling))
         except InputError as error:
             problem = str(error)
     found = collect(engine, requests, RecordStore(None, "profile"), max_open=max_requests)
     recorded = [record for record in found if record.output_token_ids]
     if not recorded:
-        raise InputError(f"data.path: none of the prompts could be answered ({problem or 'the outputs are empty'})")
+        raise InputError(f"data.path: none of the prompts could be answered ({problem})")
     return recorded
 
 
+class TextStream:
+    """All recorded tokens one after the other, as often as needed; features likewise, where there are any."""
+
+    def __init__(self, recorded: Sequence[CorpusRecord]) -> None:
+        self._tokens = [token for one in recorded for token in (*one.prompt_token_ids, *one.output_token_ids)]
+        states = [one.states for one in recorded if one.states is not None]
+        self._states = np.concatenate(states) if states else None
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        return tuple(self._tokens[position % len(self._tokens)] for position in range(start, end))
+
+    def features(self, begin: int, end: int) -> tuple[Features, ...]:
+        """States for the positions `[begin, end)`, or nothing. They are real states, but of other tokens: only their
+        shape matters here."""
+        if self._states is None or end <= begin:
+            return ()
+        return (Features(begin, self._states[np.arange(begin, end) % len(self._states)]),)
+
+
 def measure_verify(
-    engine: TargetEngine, text: TextStream, sampling: SamplingParams, devices: int, axes: Axes, report: Report
+    engine: TargetEngine, recorded: Sequence[CorpusRecord], devices: int, axes: Axes, report: Report
 ) -> list[CostPoint]:
     """Measure V over the axes; `window` 0 is plain decoding. One prefill per context: smaller batches drop rows.
 
     The windows take turns, so that a slow spell of the machine falls on all of them alike.
     """
-    windows = (0, *axes.windows)
-    points = []
+    windows, points = (0, *axes.windows), []
     for context in axes.contexts:
-        rows = _prefill(engine, text, sampling, max(1, context - axes.growth // 2), axes)
+        rows = _prefill(engine, recorded, max(1, context - axes.growth // 2), axes)
         for batch in sorted(axes.batches, reverse=True):
             for row in range(batch, rows):
                 engine.remove(row)
@@ -215,57 +253,10 @@ def measure_verify(
     return points
 
 
-def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measured: Measured, report: Report) -> None:
-    """Measure D of a draft method over the axes, and how often it is right on the records; added to `measured`."""
-    from specactor_ray.draft.registry import build_proposer
-
-    axes, device = share.axes, "cuda" if drafter.gpus else "cpu"
-    spec = drafter_spec("drafters", drafter, axes.draft_window, max(axes.batches))
-    proposer = build_proposer(spec, share.config.target, device)
-    endless = replace(measured.recorded[0].sampling, max_tokens=1 << 20, ignore_eos=True)
-    points = []
-    for context, batch in itertools.product(axes.contexts, axes.batches):
-        seconds = seconds_per_token(
-            proposer, text, endless, batch=batch, context=context, window=axes.draft_window, repeats=axes.repeats + 1
-        )
-        points.append(CostPoint(share.devices, 0, context, batch, median(seconds[1:])))
-        report(f"{drafter.method}, context {context}, batch {batch}")
-    measured.drafting[drafter.method] = points
-    if not share.recorded:
-        found = measure_acceptance(proposer, measured.recorded, axes.windows[-1], max(axes.batches))
-        measured.acceptance[drafter.method] = {
-            "survival": list(found.survival),
-            "steps": found.steps,
-            "supply": found.drafted / max(found.steps, 1),
-            "acceptance_rate": found.accepted / max(found.drafted, 1),
-            "acceptance_length": 1.0 + found.accepted / max(found.steps, 1),
-        }
-        report(f"{drafter.method}, acceptance")
-
-
-def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list[RolloutRequest]:
-    from specactor_ray.models.loading import load_tokenizer
-    from specactor_ray.rollout.prompts import encode_prompt
-    from specactor_ray.sampling.seeds import sample_of
-
-    tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
-    places = itertools.islice(itertools.product(range(len(prompts)), range(config.data.n)), max_requests)
-    base = replace(config.sampling, max_tokens=min(config.sampling.max_tokens, MAX_RECORDED_TOKENS))
-    return [
-        RolloutRequest(
-            index,
-            encode_prompt(tokenizer, prompts[prompt], config.data.chat),
-            sample_of(base, prompt, sample),
-        )
-        for index, (prompt, sample) in enumerate(places)
-    ]
-
-
-def _prefill(engine: TargetEngine, text: TextStream, sampling: SamplingParams, context: int, axes: Axes) -> int:
+def _prefill(engine: TargetEngine, recorded: Sequence[CorpusRecord], context: int, axes: Axes) -> int:
     """Prefill as many rows as the largest batch has; returns their number."""
-    count = max(axes.batches)
-    room = axes.room(context)
-    sampling = replace(sampling, max_tokens=room, ignore_eos=True, stop_token_ids=(), stop=())
+    text, count, room = TextStream(recorded), max(axes.batches), axes.room(context)
+    sampling = replace(recorded[0].sampling, max_tokens=room, ignore_eos=True, stop_token_ids=(), stop=())
     for row in range(count):
         engine.add(row, TargetRequest(f"row-{row}", text.tokens(9973 * row, 9973 * row + context), sampling))
     while len(engine.decoding()) < count:
@@ -277,24 +268,111 @@ def _prefill(engine: TargetEngine, text: TextStream, sampling: SamplingParams, c
     return count
 
 
-def roomy(config: Config, axes: Axes) -> Config:
-    """The configuration with room for the largest batch and step."""
-    config = copy.deepcopy(config)
-    batch = max(axes.batches)
-    config.target.max_batch = batch
-    config.target.max_step_tokens = max(
-        config.target.max_step_tokens, batch * (axes.windows[-1] + 1), LEAST_STEP_TOKENS, 2 * batch
-    )
-    config.target.record_margins = False
-    for drafter in config.drafters:
-        drafter.max_batch = max(drafter.max_batch or 0, batch)
-    return config
+def _measure_methods(share: Share, measured: Measured, report: Report) -> None:
+    for drafter in share.config.drafters:
+        _measure_method(drafter, share, measured, report)
 
 
-def _reject_contexts_too_long(axes: Axes, max_model_len: int) -> None:
-    needed = max(axes.contexts) + axes.room(max(axes.contexts))
-    if needed > max_model_len:
+def _measure_method(drafter: DrafterConfig, share: Share, measured: Measured, report: Report) -> None:
+    """Measure D of a draft method over the axes, and how often it is right on the records; added to `measured`."""
+    from specactor_ray.draft.registry import build_proposer
+
+    axes, text = share.axes, TextStream(measured.recorded)
+    window, batch, drafter = axes.draft_window, max(axes.batches), copy.copy(drafter)
+    drafter.max_batch = max(drafter.max_batch or 0, batch)
+    spec = drafter_spec("drafters", drafter, window, batch)
+    proposer = build_proposer(spec, share.config.target, "cuda" if drafter.gpus else "cpu")
+    endless = replace(measured.recorded[0].sampling, max_tokens=1 << 20, ignore_eos=True)
+    points = measured.drafting[drafter.method] = []
+    for context, rows in itertools.product(axes.contexts, axes.batches):
+        limits = {"batch": rows, "context": context, "window": window, "repeats": axes.repeats + 1}
+        seconds = seconds_per_token(proposer, text, endless, **limits)
+        points.append(CostPoint(share.devices, 0, context, rows, median(seconds[1:])))
+        report(f"{drafter.method}, context {context}, batch {rows}")
+    if not share.recorded:
+        found = measure_acceptance(proposer, measured.recorded, axes.windows[-1], batch)
+        facts = found.facts()
+        measured.acceptance[drafter.method] = {
+            "survival": list(found.survival),
+            **{name: facts[name] for name in ("steps", "supply", "acceptance_rate")},
+            "acceptance_length": 1.0 + found.accepted / max(found.steps, 1),
+        }
+        report(f"{drafter.method}, acceptance")
+
+
+def seconds_per_token(
+    proposer: Proposer,
+    text: TextStream,
+    sampling: SamplingParams,
+    *,
+    batch: int,
+    context: int,
+    window: int,
+    repeats: int,
+) -> list[float]:
+    """Seconds to draft one token for each of `batch` requests, once per repeat.
+
+    A repeat is the work between two verify steps: the commit of the right tokens and one more, then drafting until the
+    window is full. Its time is divided by the window. So it includes the cost of a commit, and a method that finds its
+    whole window at once is measured like one that drafts token by token.
+
+    Raises:
+        InputError: A method with a model drafts nothing: its cache or its context is too small.
+    """
+    slots = np.arange(batch, dtype=np.int32)
+    at = [9973 * slot for slot in range(batch)]  # far apart in the text, so that rows are no copies of each other
+    committed = [0] * batch
+    for slot in range(batch):
+        begin = at[slot]
+        at[slot] = begin + context
+        proposer.open(slot, f"profile-{slot}", text.tokens(begin, begin + context), (), sampling, window)
+        proposer.add_features(slot, text.features(0, context - 1))
+    draft_all(proposer, slots, window)
+    _reject_silent(proposer, slots, context)
+    seconds = []
+    for _ in range(repeats):
+        commits, features = [], []
+        for slot, (_, tail) in enumerate(proposer.tails(slots).rows()):
+            truth = text.tokens(at[slot], at[slot] + len(tail) + 1)
+            count = common_prefix(tail, truth) + 1
+            known = context + committed[slot] - 1  # the newest token's state comes with the next commit
+            features.append(text.features(known, known + count))
+            commits.append((slot, committed[slot], truth[:count]))
+            at[slot] += count
+            committed[slot] += count
+        arrays = packed(commits)
+        begin_s = time.perf_counter()
+        if not proposer.commit(*arrays).all():
+            raise SpecActorError(f"{proposer.method} lost track of a request while it was profiled")
+        for slot, states in enumerate(features):
+            proposer.add_features(slot, states)
+        draft_all(proposer, slots, window)
+        seconds.append((time.perf_counter() - begin_s) / window)
+    for slot in range(batch):
+        proposer.close(slot, finished=False)
+    return seconds
+
+
+def _reject_silent(proposer: Proposer, slots: np.ndarray, context: int) -> None:
+    if proposer.vocab_size is None:  # lookups may find nothing
+        return
+    silent = int((proposer.tails(slots).lengths == 0).sum())
+    if silent:
         raise InputError(
-            f"--contexts: {max(axes.contexts)} tokens and the {needed - max(axes.contexts)} of the measurement itself "
-            f"exceed the {max_model_len} that the target holds (target.max_model_len, its context, target.kv_cache_gb)"
+            f"{proposer.method} drafts nothing for {silent} of {len(slots)} requests of {context} tokens: its cache or "
+            "its context is too small. Fix: raise its kv_cache_gb, or profile smaller --batches or --contexts"
         )
+
+
+def measure_acceptance(
+    proposer: Proposer, recorded: Sequence[CorpusRecord], window: int, batch: int
+) -> AcceptanceCounts:
+    """Draft for the recorded requests, `batch` at a time, in order: later ones may use the outputs of those that ended.
+
+    Raises:
+        InputError: The outputs are too short to compare any draft with them.
+    """
+    counts = replay(proposer, recorded, window, batch)
+    if not counts.survival:
+        raise InputError("no draft could be held against an output: the outputs are too short to measure acceptance")
+    return counts

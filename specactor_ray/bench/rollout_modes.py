@@ -7,7 +7,6 @@ not counted, and leaves nothing that a drafter could look up.
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Console
 
-from specactor_ray.bench.comparison import Output, Place, differences
+from specactor_ray.bench.comparison import Output, Place, differences, figures_of, with_ratios
+from specactor_ray.bench.micro import refuse_existing
 from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
-from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
@@ -32,7 +31,6 @@ from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.preflight import check_target, require_gpus, require_named, start_notes
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
-from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.target.vllm_version import require_vllm
 
 if TYPE_CHECKING:
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 
 WARM_UP_PROMPTS: list[Prompt] = ["Name three colours.", "Count from one to five."]
 WARM_UP = SamplingParams(temperature=0.0, max_tokens=8)
-TIME_PARTS = ("forward", "sampling", "protocol", "waiting")
 
 
 @dataclass(frozen=True)
@@ -53,16 +50,13 @@ class Workload:
     """Sampling parameters of each prompt."""
 
 
-def plan_workloads(
-    config: Config, paths: Sequence[Path], temperatures: Sequence[float], long_tail: bool = False
-) -> list[Workload]:
+def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence[float]) -> list[Workload]:
     """One workload for every file of prompts at every temperature.
 
     Args:
         config: Configuration of the sampling, and of the prompts where `paths` is empty.
         paths: Files of prompts; a workload is named after its file.
         temperatures: Default: that of the configuration.
-        long_tail: Fixed lengths (`long_tailed`) in place of ends of sequence.
 
     Raises:
         ConfigError: There are no prompts.
@@ -75,25 +69,15 @@ def plan_workloads(
     if len(set(names)) < len(names):
         raise InputError("--prompts: two files have the same name; workloads are told apart by it")
     prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit)) for path in paths}
-    base = config.sampling
-    sampled = long_tailed if long_tail else lambda sampling, count: (sampling,) * count
     return [
         Workload(
-            f"{name} T={temperature:g}{', long tail' if long_tail else ''}",
+            f"{name} T={temperature:g}",
             prompts[name],
-            sampled(replace(base, temperature=temperature), len(prompts[name])),
+            (replace(config.sampling, temperature=temperature),) * len(prompts[name]),
         )
         for name in names
-        for temperature in temperatures or [base.temperature]
+        for temperature in temperatures or [config.sampling.temperature]
     ]
-
-
-def long_tailed(sampling: SamplingParams, count: int) -> tuple[SamplingParams, ...]:
-    """Output lengths of a rollout whose time is its tail: the i-th longest output has `1/i` of the most tokens (Zipf's
-    law), in an order drawn with the seed. Ends of sequence are ignored, so every variant has the same work."""
-    ranks = random.Random(sampling.seed).sample(range(1, count + 1), count)
-    whole = replace(sampling, ignore_eos=True, stop_token_ids=(), stop=())
-    return tuple(replace(whole, max_tokens=max(1, sampling.max_tokens // rank)) for rank in ranks)
 
 
 def run_bench(
@@ -112,7 +96,7 @@ def run_bench(
         modes: Modes to compare; plain must be among them.
         batches: Values of `target.max_batch`, each measured in every mode.
         output: The JSON file; default `bench.json` in a new folder under `run.dir`. Never overwritten.
-        peers: Measure unmodified vLLM, too (`bench/peers.py`).
+        peers: Measure vLLM itself, too.
 
     Returns:
         The report, as in the file. An interruption leaves a report of the variants measured so far
@@ -122,7 +106,7 @@ def run_bench(
         UserError: The configuration, the prompts or the cluster are wrong.
     """
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
-    _reject_existing(output)
+    refuse_existing(output, "--output")
     require_folder(output.parent, "--output")
     variants = _checked_variants(config, modes, batches, peers)
     for note in start_notes(config):
@@ -145,7 +129,7 @@ def run_bench(
     finally:
         report["results"] = bench.results()
         if report["results"]:
-            _reject_existing(output)
+            refuse_existing(output, "--output")
             write_json(output, report)
         else:
             remove_if_empty(*made)
@@ -217,12 +201,13 @@ class Bench:
         outputs, failures = self._roll_out(rollout, workload, title)
         seconds, metrics, actors = time.monotonic() - begin, rollout.metrics(), rollout.status()
         reference = self._references.setdefault((workload.name, variant.batch), outputs)
+        tokens = sum(len(output.token_ids) for output in outputs.values())
         self.measured.append(
             {
-                **describe_variant(variant),
+                **variant.facts(),
                 "workload": workload.name,
                 "start_seconds": round(start_seconds, 2),
-                **measured_figures(outputs, seconds, metrics),
+                **figures_of(len(outputs), tokens, seconds, metrics),
                 "failures": dict(failures),
                 "actors": actors,
                 "differences": differences(reference, outputs),
@@ -274,74 +259,6 @@ class Bench:
         return outputs, failures
 
 
-def describe_variant(variant: Variant) -> dict[str, Any]:
-    """Description of a variant: mode, layout and cores."""
-    target = variant.config.target
-    return {
-        "variant": variant.label,
-        "mode": variant.mode.value,
-        "batch": variant.batch,
-        "verifiers": target.replicas,
-        "cores_per_verifier": target.cores,
-        "rows_per_verifier": target.max_batch,
-        "draft_cores": variant.draft_cores,
-        "total_cores": variant.total_cores,
-    }
-
-
-def measured_figures(outputs: Mapping[Place, Output], seconds: float, metrics: RolloutMetrics) -> dict[str, Any]:
-    """Speed, counters, and the mean step split into its parts (milliseconds of a verifier's step)."""
-    tokens = sum(len(output.token_ids) for output in outputs.values())
-    steps = max(metrics.steps, 1)
-    totals = (metrics.forward_s, metrics.sampling_s, metrics.protocol_s, metrics.waiting_s)
-    split = {name: round(1e3 * total / steps, 4) for name, total in zip(TIME_PARTS, totals, strict=True)}
-    return {
-        "seconds": round(seconds, 3),
-        "requests": len(outputs),
-        "tokens": tokens,
-        "tokens_per_s": round(tokens / max(seconds, 1e-9), 3),
-        "ms_per_step": split,
-        "metrics": metrics.to_dict(),
-    }
-
-
-def with_ratios(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The results with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size and workload) and
-    `last_of_group` added."""
-    best: dict[Any, Mapping[str, Any]] = {}
-    for result in measured:
-        group = _group(result)
-        faster = group not in best or result["tokens_per_s"] > best[group]["tokens_per_s"]
-        if result["mode"] == ModeName.plain.value and faster:
-            best[group] = result
-    results = []
-    for number, result in enumerate(measured):
-        base = best[_group(result)]
-        following = _group(measured[number + 1]) if number + 1 < len(measured) else None
-        added = {
-            "identical": None if result.get("peer") else result["requests"] - len(result["differences"]),
-            "ratio": round(result["tokens_per_s"] / max(base["tokens_per_s"], 1e-9), 4),
-            "baseline": result is base,
-            "last_of_group": following != _group(result),
-        }
-        results.append({**result, **added})
-    return results
-
-
-def _group(result: Mapping[str, Any]) -> tuple[int, str]:
-    return result["batch"], result["workload"]
-
-
-def all_identical(report: Mapping[str, Any]) -> bool:
-    """Whether every variant of this package gave the tokens of plain decoding for every request."""
-    return all(result["identical"] in (None, result["requests"]) for result in report["results"])
-
-
-def _reject_existing(output: Path) -> None:
-    if output.exists():
-        raise InputError(f"--output: {output} exists and is never overwritten; name another file")
-
-
 def _head(config: Config, workloads: Sequence[Workload], output: Path) -> dict[str, Any]:
     return {
         "benchmark": "rollout modes",
@@ -350,13 +267,12 @@ def _head(config: Config, workloads: Sequence[Workload], output: Path) -> dict[s
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "workloads": [
             {
-                "name": w.name,
-                "prompts": len(w.prompts),
+                "name": workload.name,
+                "prompts": len(workload.prompts),
                 "samples_each": config.data.n,
-                "sampling": asdict(w.sampling[0]),
-                "max_tokens": [sampling.max_tokens for sampling in w.sampling],
+                "sampling": asdict(workload.sampling[0]),
             }
-            for w in workloads
+            for workload in workloads
         ],
         "config": yaml.safe_load(to_yaml(config)),
         "versions": versions(),

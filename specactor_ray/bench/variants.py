@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.config.drafting import acting_drafters, is_hosted
@@ -23,21 +24,29 @@ class Variant:
     batch: int
     """Requests that run at once for each verifier of the given configuration."""
     config: Config
-    method: str = ""
-    """The one draft method, where several are compared; empty for plain decoding and for all of them together."""
 
     @property
     def mode(self) -> ModeName:
         return self.config.mode
 
     @property
-    def draft_cores(self) -> int:
-        """Cores of draft actors; hosted drafters take turns with the verifier on its cores."""
-        return draft_cores(self.config)
-
-    @property
     def total_cores(self) -> int:
-        return self.config.target.replicas * self.config.target.cores + self.draft_cores
+        """Cores of verifiers and draft actors; hosted drafters take turns with the verifier on its cores."""
+        return self.config.target.replicas * self.config.target.cores + draft_cores(self.config)
+
+    def facts(self) -> dict[str, Any]:
+        """Mode, layout and cores for a report."""
+        target = self.config.target
+        return {
+            "variant": self.label,
+            "mode": self.mode.value,
+            "batch": self.batch,
+            "verifiers": target.replicas,
+            "cores_per_verifier": target.cores,
+            "rows_per_verifier": target.max_batch,
+            "draft_cores": draft_cores(self.config),
+            "total_cores": self.total_cores,
+        }
 
 
 def draft_cores(config: Config) -> int:
@@ -89,41 +98,36 @@ def plan_variants(config: Config, modes: Sequence[BenchMode], batches: Sequence[
 
 
 def _variants(config: Config, mode: BenchMode, batch: int) -> Iterator[Variant]:
+    target = config.target
+    all_cores = (target.replicas, target.cores + _extra_cores(config))
     if mode is BenchMode.plain:
-        yield from _plain(config, batch)
+        for layout in dict.fromkeys([all_cores, *_other_plain_layouts(config, batch)]):
+            yield _variant(config, ModeName.plain, batch, "plain", layout)
     elif mode is BenchMode.fon:
-        yield _decoupled(config, batch, "fon")
-        yield _coupled(config, batch, "fon coupled")
+        yield _variant(config, ModeName.decoupled, batch, "fon")
+        yield _variant(config, ModeName.coupled, batch, "fon coupled", all_cores)
     else:
         for drafter in config.drafters:
             name = mode.value if len(config.drafters) == 1 else f"{mode.value} {drafter.method}"
             if mode is BenchMode.coupled:
-                variant = _coupled(config, batch, name)
+                variant = _variant(config, ModeName.coupled, batch, name, all_cores)
                 variant.config.drafters = [one for one in variant.config.drafters if one.method == drafter.method]
-            elif is_hosted(drafter, config.mode):
-                continue
-            else:
-                variant = _decoupled(_method_alone(config, drafter), batch, name)
-            yield replace(variant, method=drafter.method)
+                yield variant
+            elif not is_hosted(drafter, config.mode):
+                yield _variant(_method_alone(config, drafter), ModeName.decoupled, batch, name)
 
 
-def _plain(config: Config, batch: int) -> Iterator[Variant]:
-    target = config.target
-    layouts = [(target.replicas, target.cores + _extra_cores(config)), *_other_plain_layouts(config, batch)]
-    for replicas, cores in dict.fromkeys(layouts):
-        rows = -(-batch * target.replicas // replicas)
-        yield _variant(config, ModeName.plain, batch, f"plain {replicas}x{cores}", replicas, cores, rows)
-
-
-def _coupled(config: Config, batch: int, name: str) -> Variant:
-    replicas, cores = config.target.replicas, config.target.cores + _extra_cores(config)
-    return _variant(config, ModeName.coupled, batch, f"{name} {replicas}x{cores}", replicas, cores, batch)
-
-
-def _decoupled(config: Config, batch: int, name: str) -> Variant:
-    target = config.target
-    label = f"{name} {target.replicas}x{target.cores} + {draft_cores(config)}"
-    return _variant(config, ModeName.decoupled, batch, label, target.replicas, target.cores, batch)
+def _variant(config: Config, mode: ModeName, batch: int, name: str, layout: tuple[int, int] | None = None) -> Variant:
+    """The configuration in another mode and layout (verifiers, and cores of each), with room for as many requests."""
+    replicas, cores = layout or (config.target.replicas, config.target.cores)
+    chosen = copy.deepcopy(config)
+    chosen.mode = mode
+    chosen.run.name = None  # every variant is a run of its own
+    chosen.target.replicas, chosen.target.cores = replicas, cores
+    chosen.target.max_batch = -(-batch * config.target.replicas // replicas)
+    chosen.target.record_margins = True  # so that a difference is distinguished from a near-tie
+    beside = f" + {draft_cores(config)}" if mode is ModeName.decoupled else ""
+    return Variant(f"{name} {replicas}x{cores}{beside}", batch, chosen)
 
 
 def _method_alone(config: Config, drafter: DrafterConfig) -> Config:
@@ -167,12 +171,3 @@ def _other_plain_layouts(config: Config, batch: int) -> Iterator[tuple[int, int]
     if more and not rest and batch * target.replicas % replicas == 0:
         yield replicas, target.cores
     yield target.replicas, target.tensor_parallel
-
-
-def _variant(config: Config, mode: ModeName, batch: int, label: str, replicas: int, cores: int, rows: int) -> Variant:
-    chosen = copy.deepcopy(config)
-    chosen.mode = mode
-    chosen.run.name = None  # every variant is a run of its own
-    chosen.target.replicas, chosen.target.cores, chosen.target.max_batch = replicas, cores, rows
-    chosen.target.record_margins = True  # so that a difference is distinguished from a near-tie
-    return Variant(label, batch, chosen)

@@ -1,17 +1,20 @@
-"""`specactor demo`."""
+"""`specactor demo`, its table and its conclusions."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from specactor_ray.cli.options import finish, progress_console
-from specactor_ray.core.console import make_console, say
+from specactor_ray.core.console import figures_table, make_console, say
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import require_folder
 
@@ -23,7 +26,7 @@ def demo(
     ] = 3.0,
     skip_training: Annotated[bool, typer.Option("--skip-training", help="Only plain and auto side by side.")] = False,
     output: Annotated[
-        Path | None, typer.Option(help="New folder for report and plot. Default: runs/demo-...", show_default=False)
+        Path | None, typer.Option(help="New folder for the report. Default: runs/demo-...", show_default=False)
     ] = None,
 ) -> None:
     """Measure plain decoding and mode auto side by side, then train a little with GRPO, on the CPUs of this machine.
@@ -40,7 +43,6 @@ def demo(
     require_folder(output or Path("runs"), "--output")
     progress = progress_console("WARNING")
     from specactor_ray.bench.demo import Demo, run_demo
-    from specactor_ray.bench.demo_report import demo_table, verdict_lines
     from specactor_ray.cluster.names import new_run_name
 
     folder = output or Path("runs") / f"demo-{new_run_name()}"
@@ -51,7 +53,6 @@ def demo(
         say(console, line)
     if report["speed"] is None:
         finish("interrupted")
-    say(console, f"plot: {report['plot'] or 'none, as matplotlib is not installed (pip install matplotlib)'}")
     say(console, "Edits and tables repeat their prompts, which is where drafts pay; measure your own prompts next:")
     for command in _next_commands(model, folder, trained=report["training"] is not None):
         say(console, f"  {command}")
@@ -70,3 +71,47 @@ def _next_commands(model: str, folder: Path, trained: bool) -> list[str]:
         else f"{specactor} train target.model={model} data.path=TASKS.jsonl data.n=8",
         f"{specactor} config --help-keys speculation",
     ]
+
+
+def demo_table(report: Mapping[str, Any]) -> Table:
+    """The figures, one per row."""
+    return figures_table(f"demo: {report['model']}, {report['seconds']:.0f} s", _rows(report))
+
+
+def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    speed, training = report["speed"], report["training"]
+    if speed is not None:
+        yield "plain", f"{speed['plain_tokens_per_s']:.1f} tokens/s"
+        yield "auto", f"{speed['auto_tokens_per_s']:.1f} tokens/s"
+        error = "" if speed["error"] is None else f" ± {speed['error']:.2f}"
+        yield f"ratio, {speed['rounds']} paired round(s)", f"{speed['ratio']:.2f}{error}"
+        yield "acceptance length", f"{speed['acceptance_length']:.2f}"
+        yield "identical outputs", f"{speed['identical']} of {speed['requests']}"
+    if training is not None:
+        rewards, lengths = training["rewards"], training["acceptance_lengths"]
+        for number, one in ((1, rewards[0]), (training["steps"], rewards[-1])):
+            yield f"GRPO reward, step {number}", f"{one['mean']:.2f} ± {one['error']:.2f} ({one['samples']} samples)"
+        yield "acceptance length, first and last step", f"{lengths[0]:.2f} and {lengths[-1]:.2f}"
+        yield "time of rollout, of update", f"{training['rollout_share']:.0%}, {training['update_share']:.0%}"
+
+
+def verdict_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Conclusions from the figures, in words: a difference within two standard errors counts as none."""
+    speed, training = report["speed"], report["training"]
+    if speed is None:
+        yield "nothing was measured"
+        return
+    if speed["identical"] < speed["requests"]:
+        yield f"{speed['requests'] - speed['identical']} outputs differ from those of plain decoding: report this"
+    ratio, error = speed["ratio"], speed["error"]
+    if error is None:
+        yield "one round only: the ratio has no error"
+    elif abs(ratio - 1.0) <= 2.0 * error:
+        yield f"auto is as fast as plain decoding here, within the error ({ratio:.2f} ± {error:.2f})"
+    else:
+        yield f"auto is {ratio:.2f} times as fast as plain decoding here, token for token the same"
+    if training is not None:
+        before, after = training["rewards"][0], training["rewards"][-1]
+        rise, error = after["mean"] - before["mean"], math.hypot(before["error"], after["error"])
+        verb = "rose" if rise > 2.0 * error else "fell" if rise < -2.0 * error else "did not change beyond its error"
+        yield f"the reward {verb} in {training['steps']} steps: {before['mean']:.2f} to {after['mean']:.2f}"

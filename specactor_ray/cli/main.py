@@ -284,12 +284,6 @@ def bench_rollout(
     backend: Annotated[
         str | None, typer.Option(help="hf or vllm. Default: target.backend.", show_default=False)
     ] = None,
-    long_tail: Annotated[
-        bool,
-        typer.Option(
-            "--long-tail", help="Outputs of fixed, long-tailed lengths: the i-th longest has 1/i of the tokens."
-        ),
-    ] = False,
     peers: Annotated[
         bool, typer.Option("--peers", help="Measure vLLM as it is, too: plain, and its own ngram, suffix, eagle3, ...")
     ] = False,
@@ -303,9 +297,10 @@ def bench_rollout(
     chosen = parse_modes(modes)
     batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch)
     settings = planned_side_by_side(settings, progress)
-    from specactor_ray.bench.rollout_modes import all_identical, plan_workloads, run_bench
+    from specactor_ray.bench.comparison import all_identical
+    from specactor_ray.bench.rollout_modes import plan_workloads, run_bench
 
-    workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures), long_tail)
+    workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures))
     report = run_bench(settings, chosen, batches, workloads, output, progress, peers)
     _show_bench(report)
     finish(report["status"], all_identical(report))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,9 +76,7 @@ class Child:
         self.channel.close()
 
 
-def run_in_child(
-    measure: Callable[[W, Report], R], work: W, name: str, show: Report, seconds: float | None = None
-) -> R:
+def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Report) -> R:
     """Run a function of a module in a fresh process.
 
     Args:
@@ -87,23 +84,18 @@ def run_in_child(
         work: Argument of the function; it is pickled.
         name: Name of the process, for messages.
         show: Called with the reports.
-        seconds: Longest time of the function in total. Default: no limit.
 
     Returns:
         Result of the function.
 
     Raises:
         UserError, SpecActorError: See `Child.receive`.
-        TimeoutError: The function took longer, and was ended.
     """
-    deadline = None if seconds is None else time.monotonic() + seconds
     with Child(_measure, (measure, work), name) as child:
-        while child.channel.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
-            if isinstance(message := child.receive(), Done):
-                result: R = message.result
-                return result
+        while not isinstance(message := child.receive(), Done):
             show(message)
-        raise TimeoutError(f"the process {name} took longer than {seconds:g} s")
+    result: R = message.result
+    return result
 
 
 def _measure(task: tuple[Callable[[Any, Report], Any], Any], channel: Connection) -> Any:

@@ -4,7 +4,6 @@ its profile, and compare."""
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -148,10 +147,8 @@ def _axes(batch: int) -> Axes:
 
 def _share(config: Config, axes: Axes) -> Share:
     """Profile share of one verifier on its future cores."""
-    cores = tuple(sorted(os.sched_getaffinity(0))[: config.target.cores]) if not config.target.gpus else ()
     prompts = tuple(read_prompts(str(config.data.path), config.data.limit))
-    device = "cuda" if config.target.gpus else "cpu"
-    return Share(copy.deepcopy(config), config.target.cores, cores, device, axes, prompts, max_requests=4)
+    return Share(config, config.target.cores, axes, prompts, max_requests=4)
 
 
 def _workload(config: Config, batch: int) -> Workload:

@@ -29,4 +29,4 @@ class FakeCapturer:
 
     def fetch(self, tensor: torch.Tensor) -> np.ndarray:
         self.fetches += 1
-        return tensor.numpy().copy()
+        return tensor.cpu().numpy().copy()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check.attention import measure_attention
-from specactor_ray.bench.gpu_check.settings import ON_GPU
-from specactor_ray.bench.gpu_check.stages import Stage
-from specactor_ray.bench.gpu_check.triton_kernels import measure_triton
+from specactor_ray.bench.gpu_check.kernels import measure_attention, measure_triton
+from specactor_ray.bench.gpu_check.stage import ON_GPU, Stage
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling import keyed as sampling
@@ -124,7 +121,7 @@ def test_cuda_has_the_candidates_of_the_cpu(backend: Backend) -> None:
 
 
 def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
-    stage = Stage("triton", ON_GPU._replace(sampler_rows=(1, 128)), math.inf)
+    stage = Stage("triton", ON_GPU._replace(sampler_rows=(1, 128)))
     measure_triton(stage)
     different = stage.entry["figures"]["different"]
     assert len(different) == 9 * len(ON_GPU.sampler_vocabs) and not any(different.values())
@@ -137,7 +134,7 @@ def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_on_this_gpu_does_not_depend_on_the_batch(dtype: str) -> None:
-    stage = Stage("attention", ON_GPU._replace(dtype=dtype), math.inf)
+    stage = Stage("attention", ON_GPU._replace(dtype=dtype))
     measure_attention(stage)
     for point in stage.entry["points"]:
         assert point["row alone"] == point["one by one"] == 0.0, point

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,8 +19,7 @@ import torch
 import yaml
 
 from specactor_ray.bench.gpu_check import command
-from specactor_ray.bench.gpu_check.settings import DRY_RUN, STAGES, TINY
-from specactor_ray.core.child import Report, run_in_child
+from specactor_ray.bench.gpu_check.stage import DRY_RUN, TINY
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "gpu-check"
@@ -69,12 +67,10 @@ def test_a_dry_run_completes_every_stage_and_writes_both_files(tmp_path: Path, e
     (path,) = tmp_path.glob("gpu_check_*.json")
     data = json.loads(path.read_text())
     stages = data["stages"]
-    expected = dict.fromkeys(STAGES, "complete") | {"triton": "partial", "vllm": "skipped"}
+    expected = dict.fromkeys(command.STAGES, "complete") | {"triton": "partial"}
     assert {name: stage["status"] for name, stage in stages.items()} == expected
     assert data["status"] == "partial" and data["dry_run"] is True
-    [missing] = stages["vllm"]["not_measured"]
-    assert "vllm is not installed" in missing and missing in " ".join(done.stdout.split())
-    for name, what in STAGES.items():
+    for name, what in command.STAGES.items():
         assert f"{name}: {what}" in done.stdout
     check_figures(stages)
     check_hardware_file(yaml.safe_load(path.with_suffix(".yaml").read_text()))
@@ -82,24 +78,21 @@ def test_a_dry_run_completes_every_stage_and_writes_both_files(tmp_path: Path, e
 
 
 def check_figures(stages: dict[str, Any]) -> None:
-    """Every point is there, its figures finite; in float32 every way gives plain's tokens."""
+    """Every point is there, its figures finite."""
     points = {name: stage["points"] for name, stage in stages.items()}
     assert all(math.isfinite(value) for value in numbers(stages))
     hardware = stages["hardware"]["figures"]
     assert all(hardware[name] > 0 for name in ("copy_gb_per_s", "matmul_tflop_per_s", "launch_us", "to_host_us"))
     assert [point["rows"] for point in points["triton"]] == list(DRY_RUN.sampler_rows)
-    assert all(point["product ms"] > 0 and point["torch ms"] > 0 for point in points["triton"])
+    assert all(point["product ms"] > 0 and point["host ms"] > 0 for point in points["triton"])
     assert len(points["attention"]) == len(DRY_RUN.attention_cells)
     assert all(point["row alone"] == 0.0 and point["one by one"] < 1e-5 for point in points["attention"])
     assert len(points["forwards"]) == len(DRY_RUN.forward_contexts) * len(DRY_RUN.forward_rows)
     assert all(point[f"{count} new"] > 0 for point in points["forwards"] for count in DRY_RUN.forward_positions)
     assert len(points["flips"]) == len(DRY_RUN.flip_batches) * len(DRY_RUN.flip_lengths)
     assert points["flips"][0]["T=1 flips"] == points["flips"][0]["T=0 flips"] == 0, "the reference, once more"
-    runs = points["engine"]
-    assert len(runs) == len(DRY_RUN.engine_cells) * len(DRY_RUN.ways)
-    assert all(run["tokens/s"] > 0 and run["acc. length"] >= 1.0 and run["step ms"] > 0 for run in runs)
-    exact = [run for run in runs if run["dtype"] == "float32"]
-    assert all(run["differ"] == 0 for run in exact) and any(run["acc. length"] > 1.0 for run in exact)
+    assert len(points["drafting"]) == len(DRY_RUN.drafting_rows)
+    assert all(point["eager x1 ms"] > 0 for point in points["drafting"])
 
 
 def check_hardware_file(hardware: dict[str, Any]) -> None:
@@ -135,19 +128,8 @@ def test_an_interrupted_run_keeps_the_finished_stages(
     data = json.loads(path.read_text())
     assert data["status"] == "interrupted"
     statuses = [stage["status"] for stage in data["stages"].values()]
-    assert statuses[0] == "complete" and statuses.count("interrupted") <= 1 and "running" not in statuses
+    assert statuses[0] == "complete" and statuses.count("interrupted") <= 1
     assert data["stages"]["hardware"]["figures"]["copy_gb_per_s"] > 0
-
-
-@pytest.mark.parametrize("existing", ["check.json", "check.yaml"])
-def test_an_existing_file_is_never_overwritten(
-    existing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / existing).write_text("mine")
-    assert command.main(["--dry-run", "--output", str(tmp_path / "check.json")]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and existing in message and "--output" in message
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -174,16 +156,3 @@ def test_mistakes_end_with_2_and_one_line(arguments: list[str], said: str, capsy
 
 def test_usage_errors_end_with_2() -> None:
     assert command.main(["--dry-run", "--minutes", "0"]) == 2
-
-
-def sleeps_for_ever(work: None, report: Report) -> None:
-    report("asleep")
-    time.sleep(1e6)
-
-
-def test_a_child_that_takes_too_long_is_ended() -> None:
-    """So that an engine that does not start costs no more than what is left of the stage's time."""
-    said: list[str] = []
-    with pytest.raises(TimeoutError, match=r"the process engine took longer than 0 s"):
-        run_in_child(sleeps_for_ever, None, "engine", said.append, 0.0)
-    assert not multiprocessing.active_children()

@@ -14,9 +14,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from specactor_ray.bench.gpu_check.settings import DRY_RUN
-from specactor_ray.bench.gpu_check.stages import Stage
-from specactor_ray.bench.gpu_check.triton_kernels import measure_triton
+from specactor_ray.bench.gpu_check.kernels import measure_triton
+from specactor_ray.bench.gpu_check.stage import DRY_RUN, Stage
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import fused
 from specactor_ray.sampling import triton as triton_kernels
@@ -235,7 +234,7 @@ def test_a_bound_that_is_too_tight_is_seen(small_blocks: None, monkeypatch: pyte
 
 def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
     """With it the check that a device passes before it takes the kernels, in all dtypes."""
-    stage = Stage("triton", DRY_RUN._replace(limit_s=math.inf, sampler_rows=(2,), sampler_vocabs=(200,)), math.inf)
+    stage = Stage("triton", DRY_RUN._replace(sampler_rows=(2,), sampler_vocabs=(200,)))
     measure_triton(stage)
     different = stage.entry["figures"]["different"]
     assert len(different) == 9 and not any(different.values()) and not stage.entry["not_measured"]

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from specactor_ray.bench import rollout_modes
-from specactor_ray.bench.comparison import Output, Place, differences
+from specactor_ray.bench.comparison import Output, Place, all_identical, differences, figures_of, with_ratios
 from specactor_ray.bench.peers import _peers
-from specactor_ray.bench.rollout_modes import all_identical, describe_variant, measured_figures, with_ratios
 from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
 from specactor_ray.cli.report import (
     alarm_lines,
@@ -29,7 +28,6 @@ from specactor_ray.cli.report import (
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.run_client import drafter_health
 from specactor_ray.rollout.trajectory import RolloutMetrics
 
@@ -131,7 +129,9 @@ class TestVariants:
             "fon 1x1 + 1",
             "fon coupled 1x2",
         ]
-        assert all([one.method for one in v.config.drafters] == [v.method] for v in variants[3:8])
+        assert [[one.method for one in v.config.drafters] for v in variants[3:8]] == [
+            [one[0]] for one in (*methods, *methods[:2])
+        ]
         assert all([(d.cores, d.replicas) for d in v.config.drafters] == [(1.0, 1)] for v in variants[6:8])
         assert all([d.method for d in v.config.drafters] == [one[0] for one in methods] for v in variants[8:])
         assert all(variant.config.speculation.race is base.speculation.race for variant in variants[8:])
@@ -225,10 +225,10 @@ def measured(
     metrics = RolloutMetrics(steps=10, row_steps=40, committed_tokens=60, drafted_tokens=50, accepted_tokens=20)
     variant = Variant(label, batch, config())
     return {
-        **describe_variant(variant),
+        **variant.facts(),
         "mode": label.partition(" ")[0],
         "workload": workload,
-        **measured_figures({(n, 0): output(1, 2) for n in range(16)}, 1.0, metrics),
+        **figures_of(16, 32, 1.0, metrics),
         "tokens_per_s": tokens_per_s,
         "failures": {},
         "differences": found,
@@ -263,13 +263,13 @@ class TestReport:
 
     def test_a_step_is_split_into_its_parts(self) -> None:
         metrics = RolloutMetrics(steps=4, forward_s=0.4, sampling_s=0.04, protocol_s=0.004, waiting_s=0.008)
-        figures = measured_figures({(0, 0): output(1, 2, 3), (1, 0): output(4)}, 2.0, metrics)
+        figures = figures_of(2, 4, 2.0, metrics)
         assert (figures["tokens"], figures["tokens_per_s"], figures["requests"]) == (4, 2.0, 2)
         parts = {"forward": 100.0, "sampling": 10.0, "protocol": 1.0, "waiting": 2.0}
         assert figures["ms_per_step"] == pytest.approx(parts)
 
     def test_nothing_measured_divides_by_nothing(self) -> None:
-        figures = measured_figures({}, 0.0, RolloutMetrics())
+        figures = figures_of(0, 0, 0.0, RolloutMetrics())
         assert figures["tokens_per_s"] == 0.0 and figures["ms_per_step"]["forward"] == 0.0
 
     def test_the_tables_say_it_all(self) -> None:
@@ -377,11 +377,12 @@ def test_peers_need_vllm_before_anything_is_measured(tmp_path: Path, monkeypatch
 def test_peers_decode_plainly_on_all_cores_and_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 7})
     drafters = [{"method": "ngram", "hosted": False, "cores": 0.5}, {"method": "eagle", "cores": 0.5, "model": "m"}]
-    found = list(_peers(from_mapping({"mode": "decoupled", "drafters": drafters}), 16))
-    assert [label for label, _, _ in found] == [
+    config = from_mapping({"mode": "decoupled", "drafters": drafters})
+    found = list(_peers(config, [16], []))
+    assert [work.label for work in found] == [
         f"vllm {name}" for name in ("plain 1x2", "plain 1x1", "ngram 1x2", "eagle3 1x2")
     ]
-    assert [cores for _, _, cores in found] == [(3, 5), (3,), (3, 5), (3, 5)]
+    assert [work.cores for work in found] == [(3, 5), (3,), (3, 5), (3, 5)]
 
 
 class TestFiles:
@@ -402,16 +403,6 @@ class TestFiles:
             rollout_modes.plan_workloads(config(), [paths[0], paths[0]], [])
         with pytest.raises(ConfigError, match=r"data\.path"):
             rollout_modes.plan_workloads(config(), [], [])
-
-    def test_a_long_tail_has_lengths_of_its_own_whatever_is_sampled(self, tmp_path: Path) -> None:
-        (tmp_path / "chat.txt").write_text("one\ntwo\nthree\nfour\n")
-        settings = config()
-        settings.sampling = SamplingParams(max_tokens=60, stop_token_ids=(3,))
-        (workload,) = rollout_modes.plan_workloads(settings, [tmp_path / "chat.txt"], [1.0], long_tail=True)
-        assert sorted(s.max_tokens for s in workload.sampling) == [15, 20, 30, 60]
-        assert all(s.ignore_eos and not s.stop_token_ids and s.temperature == 1.0 for s in workload.sampling)
-        assert workload.name == "chat T=1, long tail"
-        assert [workload] == rollout_modes.plan_workloads(settings, [tmp_path / "chat.txt"], [1.0], long_tail=True)
 
     def test_the_report_is_plain_data(self) -> None:
         results = with_ratios([measured("plain 1x2", 4, 40.0, differing=1)])

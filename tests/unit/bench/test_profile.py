@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.bench.drafting_on_text import TextStream, measure_acceptance, seconds_per_token
 from specactor_ray.bench.profile import default_devices, parse_axes, run_profile
-from specactor_ray.bench.profile_process import measure_verify, record_outputs
+from specactor_ray.bench.profile_process import (
+    TextStream,
+    measure_acceptance,
+    measure_verify,
+    record_outputs,
+    seconds_per_token,
+)
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import Traits
@@ -148,9 +152,9 @@ class TestCosts:
         self, engine: HfEngine, recorded: list[CorpusRecord]
     ) -> None:
         axes = parse_axes([4, 1], [2, 1], [16, 64], 2)
-        points = measure_verify(engine, TextStream(recorded), recorded[0].sampling, 1, axes, lambda text: None)
+        points = measure_verify(engine, recorded, 1, axes, lambda text: None)
         places = {(point.window, point.context, point.batch) for point in points}
-        assert len(points) == axes.verify_points()
+        assert len(points) == axes.points(0)
         assert places == {(w, c, b) for w in (0, 1, 2) for c in (16, 64) for b in (1, 4)}
         assert all(point.seconds > 0.0 for point in points)
         assert not engine.has_work() and not len(engine.decoding())
@@ -213,9 +217,3 @@ class TestRefused:
         with pytest.raises(ConfigError, match=r"drafters.0.gpus: the target runs on cores"):
             run_profile(config, axes, [1], new, console)
         assert not new.exists() and (tmp_path / "there.json").read_text() == "precious"
-
-
-def specactor(folder: Path, *arguments: str) -> Any:
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "specactor_ray.cli.main", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=env)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.bench.gpu_check.rollouts import OracleProposer
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
 from specactor_ray.draft.model import DraftModelProposer
@@ -46,7 +45,6 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "simulated model": lambda: simulated("draft_model"),
     "simulated lookup": lambda: simulated("ngram"),
     "timed": lambda: TimedProposer(NgramProposer(), clock(), World(), "d"),
-    "oracle": lambda: OracleProposer({str(slot): range(MAX_TOKENS) for slot in range(20)}, 0.8, 400),
     "own model": lambda: own.Model(CONFIG),
     "own lookup": lambda: own.Lookup(CONFIG),
     "own learner": lambda: own.Learner(CONFIG),

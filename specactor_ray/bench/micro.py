@@ -1,0 +1,118 @@
+"""Shared parts of `scripts/bench_*.py` and of the GPU check: figures as tables and JSON files, and exit codes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from specactor_ray.core.console import make_console, make_table, say, show_error
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, InputError, SpecActorError, UserError
+from specactor_ray.core.files import write_json
+
+Point = Mapping[str, Any]
+"""Figures of one measurement: column → value."""
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the figures; never overwritten.", show_default=False)
+]
+
+
+def run_script(command: Callable[..., Any]) -> None:
+    """Run a script whose options are the arguments of `command`. A user's mistake is one line and exit code 2."""
+    try:
+        typer.run(command)
+    except SpecActorError as error:
+        show_error(str(error))
+        sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
+
+
+def run_figures(script: str, groups: Mapping[str, Mapping[str, Callable[[], float]]]) -> None:
+    """Run a script that measures groups of figures, each by a function.
+
+    Args:
+        script: Path of the script in a checkout; `--base` runs the copy of another revision, too.
+        groups: Group → figure → function.
+    """
+
+    def main(
+        chosen: Annotated[list[str] | None, typer.Argument(metavar="[GROUP]...", help="Default: all.")] = None,
+        base: Annotated[str | None, typer.Option(help="Also run this revision's copy, and show ratios.")] = None,
+        json_file: JsonFile = None,
+    ) -> None:
+        if unknown := [group for group in chosen or () if group not in groups]:
+            raise InputError(f"{unknown[0]}: no such group; there are {', '.join(groups)}")
+        refuse_existing(json_file, "--json")
+        before = _figures_of(base, Path(script).resolve(), chosen or ()) if base else {}
+        logging.getLogger("specactor_ray").setLevel(logging.ERROR)
+        figures = dict[str, float]()
+        for name, function in (pair for group in chosen or groups for pair in groups[group].items()):
+            gc.collect()
+            figures[name] = function()
+            say(make_console(sys.stderr), f"{name}: {figures[name]:,.2f}")
+        points = [{"figure": name, "now": value} for name, value in figures.items()]
+        for point in points if before else ():
+            known = before[str(point["figure"])]
+            point |= {"base": known, "x": figures[str(point["figure"])] / known}
+        show_points("figures", points)
+        if json_file is not None:
+            write_json(json_file, figures, new=True)
+
+    run_script(main)
+
+
+def _figures_of(revision: str, script: Path, groups: Sequence[str]) -> dict[str, float]:
+    """The figures of another revision, by its own copy of the script."""
+    root = script.parents[1]
+    verify = ["git", "rev-parse", "-q", "--verify", f"{revision}^{{commit}}"]
+    if subprocess.run(verify, check=False, cwd=root, capture_output=True).returncode:
+        raise InputError(f"--base: {revision} is no revision of this repository; name a commit")
+    with tempfile.TemporaryDirectory() as folder:
+        tree, report = Path(folder) / "base", Path(folder) / "report.json"
+        subprocess.run(["git", "worktree", "add", "--detach", str(tree), revision], cwd=root, check=True, stdout=2)
+        try:
+            command = [sys.executable, str(tree / "scripts" / script.name), *groups, "--json", str(report)]
+            subprocess.run(command, cwd=tree, check=True, stdout=2, env={**os.environ, "PYTHONPATH": str(tree)})
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=root, check=True, stdout=2)
+        figures: dict[str, float] = json.loads(report.read_text())
+    return figures
+
+
+def refuse_existing(path: Path | None, option: str) -> None:
+    """Raises InputError if the file of a report exists."""
+    if path is not None and path.exists():
+        raise InputError(f"{option}: {path} exists and is never overwritten; name another file")
+
+
+def show_points(title: str, points: Sequence[Point], json_file: Path | None = None) -> None:
+    """Print the points as a table, and write them as JSON."""
+    make_console().print(points_table(points, title))
+    if json_file is not None:
+        write_json(json_file, points, new=True)
+
+
+def points_table(points: Sequence[Point], title: str | None = None) -> Table:
+    """A row for each point, a column for every key."""
+    columns = list(dict.fromkeys(key for point in points for key in point))
+    text = [name for name in columns if any(isinstance(point.get(name), str) for point in points)]
+    rows = [[cell(point.get(name)) for name in columns] for point in points]
+    return make_table(columns, rows, title=title, text=text)
+
+
+def cell(value: Any) -> str:
+    """A value with three significant digits; `-` for None."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {cell(item)}" for key, item in value.items())
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
