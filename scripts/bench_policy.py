@@ -24,7 +24,7 @@ import typer
 from specactor_ray.bench.micro import JsonFile, refuse_existing, run_script, show_points
 from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.phase_progress import PhaseProgress
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.simulation.comparison import VariantJob
 from specactor_ray.simulation.jobs import run_jobs
 from specactor_ray.simulation.rollouts import Result

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from specactor_ray.actors.specs import DraftActorSpec, VerifierSpec
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import bind_to_cores, limit_spins
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.schema import TargetConfig
+from specactor_ray.config.methods import DrafterSpec
+from specactor_ray.config.schema import ModeName, TargetConfig
 from specactor_ray.core.clock import SYSTEM, Clock
-from specactor_ray.core.types import Mode
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.transport.messages import WeightSet
@@ -95,7 +94,7 @@ class ActorHost:
         from specactor_ray.verify.acceptance import Acceptance
         from specactor_ray.verify.drafting import Drafting
 
-        coupled, sizes = spec.mode is Mode.COUPLED, (spec.target.max_batch, spec.max_drafts, spec.max_branches)
+        coupled, sizes = spec.mode is ModeName.coupled, (spec.target.max_batch, spec.max_drafts, spec.max_branches)
         learned = figures or (Acceptance(spec.priors),)
         return Drafting(spec.actor_id, coupled, spec.speculation, engine.vocab_size, *sizes, *learned)
 

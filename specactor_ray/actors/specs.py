@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.schema import SpeculationConfig, TargetConfig
-from specactor_ray.core.types import Mode
+from specactor_ray.config.methods import DrafterSpec
+from specactor_ray.config.schema import ModeName, SpeculationConfig, TargetConfig
 
 VERIFIER = "verifier"
 """Key of the verifiers wherever drafters are keyed by their method."""
@@ -48,7 +47,7 @@ class VerifierSpec:
     """Unique for each incarnation, such as `verifier-0#3f2a`."""
     target: TargetConfig
     speculation: SpeculationConfig
-    mode: Mode
+    mode: ModeName
     cores: tuple[int, ...] = ()
     """CPU core ids it may use; empty: do not bind."""
     log_level: str = "WARNING"

@@ -12,7 +12,7 @@ import ray
 from specactor_ray.actors.process import collected_once, configure_process, put_weights
 from specactor_ray.actors.taught_drafter import TaughtDrafter
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.online import taught_by_trainer
+from specactor_ray.config.methods import taught_by_trainer
 from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.saving import SavedPart, WorkCounter
 from specactor_ray.learner.trainer import Trainer, TrainerSpec

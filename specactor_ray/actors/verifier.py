@@ -7,7 +7,7 @@ from typing import Any
 
 from specactor_ray.actors.process import LoopActor
 from specactor_ray.actors.specs import VERIFIER, DraftEndpoint, VerifierSpec
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.core.metrics import verifier_rows
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.target.base import TargetRequest

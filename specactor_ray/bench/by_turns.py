@@ -13,7 +13,7 @@ from typing import Any
 from specactor_ray.bench.comparison import Output
 from specactor_ray.bench.demo_tasks import edit_prompts
 from specactor_ray.cluster.cores import bind_to_cores
-from specactor_ray.config.drafter_spec import drafter_spec
+from specactor_ray.config.methods import drafter_spec
 from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig
 from specactor_ray.core.child import Report
 from specactor_ray.core.types import SamplingParams

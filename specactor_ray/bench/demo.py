@@ -23,7 +23,7 @@ from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.files import write_json
-from specactor_ray.core.phase_progress import PhaseProgress
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import interruption, sigterm_interrupts
 from specactor_ray.trainer.display import Column, TrainingDisplay
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from specactor_ray.bench.comparison import figures_of
 from specactor_ray.bench.variants import BenchMode, plan_variants
 from specactor_ray.cluster.cores import bind_to_cores
-from specactor_ray.config.drafter_spec import WINDOW
+from specactor_ray.config.methods import WINDOW
 from specactor_ray.config.schema import Config
 from specactor_ray.core.child import Report, run_in_child
 from specactor_ray.core.console import say

@@ -20,7 +20,7 @@ from specactor_ray.core.child import Report, run_in_child
 from specactor_ray.core.environment import count_gpus, hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder, write_json
-from specactor_ray.core.phase_progress import PhaseProgress, show_steps
+from specactor_ray.core.progress import PhaseProgress, show_steps
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.plan.profile import KIND, SCHEMA
 from specactor_ray.rollout.planning import as_decoupled

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.cluster.cores import bind_to_cores
-from specactor_ray.config.drafter_spec import drafter_spec
+from specactor_ray.config.methods import drafter_spec
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.core.child import Child, Report
 from specactor_ray.core.errors import ConfigError, InputError, SpecActorError

@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import Any
 
 from specactor_ray.cluster.cores import cores_needed
-from specactor_ray.config.drafting import acting_drafters, is_hosted
+from specactor_ray.config.methods import acting_drafters, is_hosted
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
-from specactor_ray.config.validate import validate
 from specactor_ray.core.errors import ConfigError, InputError
 
 

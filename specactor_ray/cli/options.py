@@ -61,9 +61,14 @@ def require_positive(option: str, value: int | None) -> None:
         raise InputError(f"{option}: {value} is too small; use 1 or more")
 
 
+def split_items(text: str) -> list[str]:
+    """`1, 4` → `["1", "4"]`; empty for an empty text."""
+    return [item.strip() for item in text.split(",")] if text else []
+
+
 def parse_numbers(option: str, text: str) -> list[int]:
     """`1,4,16` → the numbers, each once. Raises InputError for an item that is not a whole number of 1 or more."""
-    items = [item.strip() for item in text.split(",")]
+    items = split_items(text) or [""]
     bad = [item for item in items if not item.isdecimal() or int(item) < 1]
     if bad:
         raise InputError(f"{option}: {bad[0]!r} is no whole number of 1 or more; give some, such as 1,4,16")

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from specactor_ray.config.describe import KeyDoc
+from specactor_ray.config.fields import KeyDoc
 from specactor_ray.core.console import figures_table, make_table
 
 _MOST_REASONS = 3

@@ -15,7 +15,7 @@ from specactor_ray.cli.options import finish
 from specactor_ray.core.console import make_console, say, show_error
 from specactor_ray.core.errors import EXIT_FAILED, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, write_json
-from specactor_ray.core.phase_progress import PhaseProgress
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:

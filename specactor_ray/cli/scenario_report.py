@@ -11,8 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from specactor_ray.core.console import make_table
-from specactor_ray.core.plots import draw
+from specactor_ray.core.console import draw, make_table
 
 _SHARES = ("forward", "waiting", "protocol", "idle")
 _COLORS = {

@@ -16,8 +16,8 @@ from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import write_json
-from specactor_ray.core.phase_progress import PhaseProgress
-from specactor_ray.core.signals import StopSignal
+from specactor_ray.core.progress import PhaseProgress
+from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.distill.card import TargetIdentity, check_vocabulary, identify, read_card, write_card
 from specactor_ray.distill.corpus import claim_corpus, claim_folder
 from specactor_ray.distill.eagle_student import EagleStudent
@@ -104,14 +104,14 @@ def train_drafter(
     done = read_card(paths.output)
     if done is not None:
         return DrafterOutcome("finished", done["acceptance"], f"{paths.output} was finished before; nothing was done")
-    with StopSignal() as stop:
+    with sigterm_interrupts():
         try:
             student = EagleStudent(recipe, limits.device)
             folder = paths.corpus or work / CORPUS_FOLDER
             claim_corpus(folder, corpus_facts(recipe.corpus, target, prompts, student.hidden_layers))
             corpus = Corpus(recipe.corpus, prompts, folder, limits, console)
             corpus.collect(student.hidden_layers, recipe.tokens)
-            loop, seconds = _train(student, recipe, corpus, work, stop, console)
+            loop, seconds = _train(student, recipe, corpus, work, console)
             return _finish(loop, recipe, paths, limits, window, target, corpus, seconds, console)
         except KeyboardInterrupt:
             note = f"interrupted; what was done is kept in {work}. Go on with the same command"
@@ -144,7 +144,7 @@ def eval_drafter(
         )
     prompts = Prompts((), usable)
     claim_corpus(paths.corpus, corpus_facts(recipe, target, prompts, layers))
-    with StopSignal():
+    with sigterm_interrupts():
         try:
             corpus = Corpus(recipe, prompts, paths.corpus, limits, console)
             corpus.collect(layers, None)
@@ -166,7 +166,7 @@ def eval_drafter(
 
 
 def _train(
-    student: EagleStudent, recipe: TrainRecipe, corpus: Corpus, work: Path, stop: StopSignal, console: Console
+    student: EagleStudent, recipe: TrainRecipe, corpus: Corpus, work: Path, console: Console
 ) -> tuple[TrainLoop, float]:
     """The trained loop, and the seconds of training in this process."""
     train, held_out = ((corpus.records[part], corpus.stores[part]) for part in (TRAIN, HELD_OUT))
@@ -180,7 +180,7 @@ def _train(
                 f"held-out match rate when it was last measured {step.match_rate:.1%}",
             )
 
-        loop = TrainLoop(student, recipe, train, held_out, work, time.monotonic, stop.shielded, on_progress=show)
+        loop = TrainLoop(student, recipe, train, held_out, work, time.monotonic, signals_deferred, on_progress=show)
         if loop.resume():
             say(console, f"going on from step {loop.state.step} ({loop.state.seconds:.0f} s)")
         loop.run()

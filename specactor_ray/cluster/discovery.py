@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from specactor_ray.cluster.token import private_clusters
-from specactor_ray.config.validate import why_no_address
+from specactor_ray.config.rules import why_no_address
 from specactor_ray.core.errors import ClusterError
 
 _NOTE = "ray_current_cluster"

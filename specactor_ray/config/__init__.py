@@ -1,6 +1,6 @@
 """Configuration: typed sections, strict loading (defaults < YAML file < dotlist overrides).
 
-The sections (`schema.py`) have no dependencies; OmegaConf is imported with the first use of a name of this package.
+OmegaConf is imported with the first use of a name of this package.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ __all__ = ["Config", "load_config", "to_yaml"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load_config", "to_yaml"):
-        from specactor_ray.config import load
+    if name not in __all__:
+        raise AttributeError(f"module 'specactor_ray.config' has no attribute {name!r}")
+    from specactor_ray.config import load
 
-        return getattr(load, name)
-    if name == "Config":
-        from specactor_ray.config.schema import Config
-
-        return Config
-    raise AttributeError(f"module 'specactor_ray.config' has no attribute {name!r}")
+    return getattr(load, name)

@@ -15,27 +15,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, make_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specactor_ray.config.describe import default_of, describe, field_types, list_element, type_in_words, without_none
-from specactor_ray.config.environment import KeyPath, dotted, resolve, texts, value_at, without_values
+from specactor_ray.config.fields import (
+    choices,
+    describe,
+    field_types,
+    list_element,
+    type_in_words,
+    without_none,
+)
+from specactor_ray.config.references import KeyPath, dotted, resolve, texts, value_at, without_values
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import AUTO, Config
-from specactor_ray.config.shipped import find_file, shipped_names
-from specactor_ray.config.validate import validate
 from specactor_ray.core.errors import ConfigError, RangeError, clipped, clipped_text, did_you_mean
 from specactor_ray.core.files import write_text
 
+SHIPPED = Path(__file__).parents[1] / "conf"
+"""Configurations and prompts of the package; in a checkout they are the files of `conf/`."""
 Tree = dict[str, Any]
 S = TypeVar("S")
 _FROM_ENVIRONMENT = "_from_environment"
 """Attribute of a loaded configuration, and of copies of it: path of each key whose value came from the environment →
 (its `${...}` text, its value)."""
 _MOST_LEVELS = 32
-_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, ValueError)
+_UNREADABLE = (
+    yaml.YAMLError,
+    OmegaConfBaseException,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    ValueError,
+)
 """Errors of PyYAML and OmegaConf for invalid texts: a number of thousands of digits, a tag without a value."""
 
 
@@ -59,11 +75,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Like `load_config`, from nested dicts and lists in place of a file. `settings` is not changed.
-
-    Raises:
-        ConfigError: As in `load_config`.
-    """
+    """Like `load_config`, from nested dicts and lists in place of a file. `settings` is not changed."""
     tree = _checked_tree(settings, overrides, Config)
     config, read = _convert(tree, Config)
     config.data.options = _plain(config.data.options)  # a reference may stand for a section
@@ -77,34 +89,11 @@ def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
     return config
 
 
-def load_as(
-    schema: type[S],
-    source: Path | Mapping[str, Any],
-    overrides: Sequence[str] = (),
-    folder: str = "",
-) -> S:
+def load_as(schema: type[S], source: Path | Mapping[str, Any], overrides: Sequence[str] = (), folder: str = "") -> S:
     """Like `load_config`, for another schema: a dataclass of such sections. Relations between keys are not checked.
-    Shipped files of this schema are in `folder` of `conf`.
-
-    Raises:
-        ConfigError: As in `load_config`.
-    """
+    Shipped files of this schema are in `folder` of `conf`."""
     settings = _read_yaml(source, folder) if isinstance(source, Path) else source
     return _convert(_checked_tree(settings, overrides, schema), schema)[0]
-
-
-def _checked_tree(settings: Mapping[str, Any], overrides: Sequence[str], schema: type) -> Tree:
-    tree = _to_tree(settings)
-    if isinstance(overrides, str | Mapping) or not all(isinstance(item, str) for item in overrides):
-        raise ConfigError("overrides", f"{clipped(overrides)} is no list of texts.", "write ['KEY=VALUE', ...].")
-    for item in overrides:
-        _apply_override(tree, item, schema)
-    tree = _to_tree(tree)
-    for path, text in texts(tree):
-        if text == MISSING:
-            raise ConfigError(dotted(path), f"{text!r} is no value.", "write one, or leave the key out.")
-    _check_section(tree, schema, "", schema)
-    return tree
 
 
 def to_yaml(config: Config) -> str:
@@ -120,24 +109,32 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(tree)
 
 
-def _literal(value: Any) -> Any:
-    """Plain values in which OmegaConf reads no text as a reference."""
-    if isinstance(value, dict):
-        return {key: _literal(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_literal(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
 def save_config(config: Config, path: str | Path) -> None:
-    """Write `to_yaml(config)` atomically: the file is either complete or unchanged. Only its owner may read it.
-
-    Raises:
-        OSError: The folder cannot be written to.
-    """
+    """Write `to_yaml(config)` atomically: the file is either complete or unchanged. Only its owner may read it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, to_yaml(config))
+
+
+# ---- files ----
+
+
+def find_file(name: str | Path, folder: str = "") -> Path:
+    """The file with this name; if it does not exist, the shipped one: `local_cpu` in `folder` of `conf`, or
+    `conf/prompts/demo.jsonl`."""
+    path = Path(name)
+    if path.exists() or path.is_absolute() or ".." in path.parts:
+        return path
+    if path.parts[:1] == ("conf",):
+        shipped = SHIPPED.joinpath(*path.parts[1:])
+    else:
+        shipped = SHIPPED / folder / f"{path}.yaml"
+    return shipped if shipped.is_file() else path
+
+
+def shipped_names(folder: str = "") -> list[str]:
+    """Names of the shipped configurations of runs, or of the files in another folder of `conf`."""
+    return sorted(path.stem for path in (SHIPPED / folder).glob("*.yaml") if path.stem != "runtime_env")
 
 
 def _read_yaml(path: Path, folder: str = "") -> Tree:
@@ -146,29 +143,22 @@ def _read_yaml(path: Path, folder: str = "") -> Tree:
         container: Any = OmegaConf.load(find_file(path, folder))
     except FileNotFoundError:
         raise ConfigError(where, "there is no such file.", _similar_files(path, folder)) from None
-    except IsADirectoryError:
-        raise ConfigError(where, "this is a folder.", "name a YAML file.") from None
-    except RecursionError:
-        raise ConfigError(where, "its values are nested too deeply.", "mend the file.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(where, f"not a text file in UTF-8 ({error.reason}).", "name a YAML file.") from None
     except OSError as error:
         if error.errno is not None:
-            raise ConfigError(where, f"cannot be read: {error.strerror}.") from None
+            raise ConfigError(where, f"cannot be read: {error.strerror}.", "name a YAML file.") from None
         container = None  # OmegaConf reads a file with a single number as such
     except _UNREADABLE as error:
-        raise ConfigError(where, f"not valid YAML: {yaml_problem(error)}.", "mend that line.") from None
+        raise ConfigError(where, f"not valid YAML: {yaml_problem(error)}.", "correct the file.") from None
     if not OmegaConf.is_dict(container):
         example = Path("conf", folder, f"{shipped_names(folder)[-1]}.yaml")
         raise ConfigError(where, "the file holds no `key: value` pairs.", f"see {example} for an example.")
-    return _to_tree(container)
+    tree: Tree = _plain(container)
+    return tree
 
 
 def _similar_files(path: Path, folder: str) -> str:
-    others = sorted(file.name for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-    here = (
-        f"{path.parent} holds {', '.join(others[:8])}." if others else "check the path; it is relative to this folder."
-    )
+    others = sorted(file.name for file in path.parent.glob("*.yaml"))[:8]
+    here = f"{path.parent} holds {', '.join(others)}." if others else "check the path; it is relative to this folder."
     return f"{here} Shipped with the package: {', '.join(shipped_names(folder))}."
 
 
@@ -178,18 +168,20 @@ def yaml_problem(error: Exception) -> str:
     problem = str(getattr(error, "problem", None) or error).splitlines()[0].partition(";")[0].rstrip(".")
     if isinstance(error, AttributeError | LookupError):  # of PyYAML, at !!timestamp or !!bool before another value
         problem = "a tag does not fit its value"
+    if isinstance(error, RecursionError):
+        problem = "its values are nested too deeply"
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else clipped_text(problem)
 
 
-def _to_tree(settings: Any) -> Tree:
-    """Convert to plain dicts and lists with text keys; `${...}` references are kept."""
-    plain: Any = OmegaConf.to_container(settings) if OmegaConf.is_config(settings) else settings
-    return {str(key): _plain(value) for key, value in plain.items()}
+# ---- trees ----
 
 
 def _plain(value: Any, levels: int = _MOST_LEVELS) -> Any:
+    """Plain dicts with text keys and lists, in which `${...}` references are kept."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value)
     if isinstance(value, Mapping | list | tuple) and not levels:
-        raise ConfigError("configuration", f"its values are nested more than {_MOST_LEVELS} deep.", "mend it.")
+        raise ConfigError("configuration", f"its values are nested more than {_MOST_LEVELS} deep.", "nest them less.")
     if isinstance(value, Mapping):
         return {str(key): _plain(item, levels - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -197,6 +189,33 @@ def _plain(value: Any, levels: int = _MOST_LEVELS) -> Any:
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return value.name if isinstance(value, Enum) else value
+
+
+def _literal(value: Any) -> Any:
+    """Plain values in which OmegaConf reads no text as a reference."""
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _checked_tree(settings: Mapping[str, Any], overrides: Sequence[str], schema: type) -> Tree:
+    tree = _plain(settings)
+    if isinstance(overrides, str | Mapping) or not all(isinstance(item, str) for item in overrides):
+        raise ConfigError("overrides", f"{clipped(overrides)} is no list of texts.", "write ['KEY=VALUE', ...].")
+    for item in overrides:
+        _apply_override(tree, item, schema)
+    tree = _plain(tree)
+    for path, text in texts(tree):
+        if text == MISSING:
+            raise ConfigError(dotted(path), f"{text!r} is no value.", "write one, or leave the key out.")
+    _check_section(tree, schema, "", schema)
+    checked: Tree = tree
+    return checked
+
+
+# ---- overrides ----
 
 
 def _apply_override(tree: Tree, item: str, schema: type) -> None:
@@ -213,7 +232,7 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
     if old and value is None and is_dataclass(_annotation(key.split("."), schema)):
         problem = "an override without a value would drop all that is set in this section."
         raise ConfigError(key, problem, f"write {key}.KEY=VALUE, or '{key}={{KEY: VALUE}}', which keeps other keys.")
-    holder[last] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    holder[last] = _merged(old, value)
 
 
 def _what_was_meant(item: str) -> str:
@@ -228,20 +247,18 @@ def _what_was_meant(item: str) -> str:
 
 def _override_value(key: str, text: str) -> Any:
     try:
-        return _plain(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])))["value"]
-    except RecursionError:
-        raise ConfigError(key, "the value is nested too deeply.", "mend it.") from None
+        container = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except _UNREADABLE as error:
         problem = f"{clipped(text)} is not valid YAML ({yaml_problem(error)})."
         raise ConfigError(key, problem, f"quote the whole item for the shell: '{key}=...'") from None
+    return _plain(container)["value"]
 
 
-def _merged(old: Tree, new: Tree) -> Tree:
-    merged = dict(old)
-    for key, value in new.items():
-        before = old.get(key)
-        merged[key] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-    return merged
+def _merged(old: Any, new: Any) -> Any:
+    """The new value; of two mappings, the old one with the keys of the new one."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
 
 
 def _holder_of(tree: Tree, parts: list[str], schema: type) -> tuple[Any, Any]:
@@ -249,23 +266,22 @@ def _holder_of(tree: Tree, parts: list[str], schema: type) -> tuple[Any, Any]:
     not written are created; list elements are not."""
     node: Any = tree
     for number, part in enumerate(parts):
-        is_last = number == len(parts) - 1
-        slot: Any = part
+        is_last, slot, here = number == len(parts) - 1, part, ".".join(parts[:number])
         if isinstance(node, list):
-            slot = _index(node, ".".join(parts[:number]), part)
-        elif isinstance(node, dict):
-            if node.get(part) is None:
-                node[part] = None if is_last else _default_container(parts[: number + 1], schema)
-        else:
-            problem = f"{'.'.join(parts[:number])} is set to {clipped(node)}, which has no keys."
-            raise ConfigError(".".join(parts), problem, "override the section as a whole, or mend the file.")
+            slot = _index(node, here, part)
+        elif not isinstance(node, dict):
+            problem = f"{here} is set to {clipped(node)}, which has no keys."
+            raise ConfigError(".".join(parts), problem, "override the section as a whole, or correct the file.")
+        elif node.get(part) is None:
+            is_list = list_element(_annotation(parts[: number + 1], schema)) is not None
+            node[part] = None if is_last else [] if is_list else {}  # the default of every list is empty
         if is_last:
-            return node, slot
+            break
         node = node[slot]
-    raise AssertionError("a key has at least one part")
+    return node, slot
 
 
-def _index(values: list[Any], key: str, part: str) -> int:
+def _index(values: list[Any], key: str, part: str) -> Any:
     if part.isdecimal() and int(part) < len(values):
         return int(part)
     have = "it is empty" if not values else f"it has the elements 0 to {len(values) - 1}"
@@ -274,68 +290,52 @@ def _index(values: list[Any], key: str, part: str) -> int:
     raise ConfigError(f"{key}.{part}", problem, f"give the whole list, for example '{key}=[{example}]'.")
 
 
-def _default_container(parts: list[str], schema: type) -> Any:
-    """An empty section, or the default elements if the schema has a list at this key."""
-    section = _annotation(parts[:-1], schema)
-    if is_dataclass(section) and list_element(_annotation(parts, schema)) is not None:
-        field = next(field for field in fields(section) if field.name == parts[-1])
-        return OmegaConf.to_container(OmegaConf.create(default_of(field)))
-    return {}
-
-
-def _annotation(parts: list[str], schema: type) -> Any:
+def _annotation(parts: list[str], schema: Any) -> Any:
     """The annotation of a key; None if the schema has no such key."""
-    annotation: Any = schema
+    annotation = schema
     for part in parts:
-        if list_element(annotation) is not None:  # `part` is the index of an element
-            annotation = list_element(annotation)
-        elif is_dataclass(annotation):
-            annotation = field_types(cast(type, annotation)).get(part)
+        if (element := list_element(annotation)) is not None:  # `part` is the index of an element
+            annotation = element
         else:
-            return None
+            section: Any = annotation if is_dataclass(annotation) else None
+            annotation = field_types(section).get(part) if section else None
     return annotation
 
 
-def _check_section(tree: Tree, section: type, prefix: str, schema: type) -> None:
+# ---- types ----
+
+
+def _check_section(tree: Any, section: Any, prefix: str, schema: Any) -> None:
     """Reject unknown keys and values of the wrong type; empty sections (`target:` and nothing) are dropped."""
+    if not isinstance(tree, dict):
+        fix = f"write it as {type_in_words(section)}."
+        raise ConfigError(prefix.rstrip("."), f"{clipped(tree)} is not a section.", fix)
     types = field_types(section)
-    for name in list(tree):
-        key, value = prefix + name, tree[name]
+    for name, value in list(tree.items()):
+        key = prefix + name
         if name not in types:
-            raise _unknown_key(key, name, list(types), prefix, schema)
-        annotation = types[name]
-        element = list_element(annotation)
-        if isinstance(annotation, type) and is_dataclass(annotation):
-            if value is None:
-                del tree[name]
-            else:
-                _check_section(_as_mapping(value, key, annotation), annotation, f"{key}.", schema)
-        elif isinstance(element, type) and is_dataclass(element):
-            for index, item in enumerate(_as_list(value, key, element)):
-                _check_section(_as_mapping(item, f"{key}.{index}", element), element, f"{key}.{index}.", schema)
-        else:
+            raise _unknown_key(name, list(types), prefix, schema)
+        annotation, element = types[name], list_element(types[name])
+        if is_dataclass(annotation) and value is None:
+            del tree[name]
+        elif is_dataclass(annotation):
+            _check_section(value, annotation, f"{key}.", schema)
+        elif not is_dataclass(element):
             tree[name] = _as_word(annotation, value)
             _check_value(section, name, annotation, tree[name], key)
+        elif not isinstance(value, list):
+            example = f"{key}: [{{{fields(element)[0].name}: ...}}]"
+            raise ConfigError(key, f"{clipped(value)} is not a list.", f"write a list of sections: {example}")
+        else:
+            for index, item in enumerate(value):
+                _check_section(item, element, f"{key}.{index}.", schema)
 
 
-def _unknown_key(key: str, name: str, valid: list[str], prefix: str, schema: type) -> ConfigError:
+def _unknown_key(name: str, valid: list[str], prefix: str, schema: type) -> ConfigError:
     section = f"section {prefix.rstrip('.')}" if prefix else "top level"
     elsewhere = [one.key for one in describe(schema) if one.key.endswith(f".{name}")]
     hint = f" Did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else did_you_mean(name, valid, prefix)
-    return ConfigError(key, f"unknown key.{hint}", f"the keys of the {section} are {', '.join(valid)}.")
-
-
-def _as_mapping(value: Any, key: str, section: type) -> Tree:
-    if isinstance(value, dict):
-        return value
-    raise ConfigError(key, f"{clipped(value)} is not a section.", f"write it as {type_in_words(section)}.")
-
-
-def _as_list(value: Any, key: str, element: type) -> list[Any]:
-    if isinstance(value, list):
-        return value
-    example = f"{key}: [{{{fields(element)[0].name}: ...}}]"
-    raise ConfigError(key, f"{clipped(value)} is not a list.", f"write a list of sections: {example}")
+    return ConfigError(prefix + name, f"unknown key.{hint}", f"the keys of the {section} are {', '.join(valid)}.")
 
 
 def _as_word(annotation: Any, value: Any) -> Any:
@@ -344,32 +344,29 @@ def _as_word(annotation: Any, value: Any) -> Any:
     kind, optional = without_none(annotation)
     if value == AUTO and optional and kind in (int, float):
         return None
-    if not isinstance(value, bool) or not (isinstance(kind, type) and issubclass(kind, Enum)):
-        return value
     word = "on" if value else "off"
-    return word if word in kind.__members__ else value
+    return word if isinstance(value, bool) and word in choices(annotation) else value
 
 
 @functools.cache
-def _probe(section: type, name: str) -> Any:
+def _probe(section: Any, name: str) -> Any:
     """A structure of this key only: merging into the whole section copies all of it."""
     return OmegaConf.structured(make_dataclass("Probe", [(name, field_types(section)[name], MISSING)]))
 
 
-def _check_value(section: type, name: str, annotation: Any, value: Any, key: str) -> None:
+def _check_value(section: Any, name: str, annotation: Any, value: Any, key: str) -> None:
+    kind, optional = without_none(annotation)
     # OmegaConf accepts any number as a truth value; 2 is more likely a mistake.
-    wrong = without_none(annotation)[0] is bool and isinstance(value, int | float) and value not in (0, 1)
+    wrong = kind is bool and isinstance(value, int | float) and value not in (0, 1)
     try:
         OmegaConf.merge(_probe(section, name), {name: value})
     except (OmegaConfBaseException, OverflowError, TypeError, ValueError):
         wrong = True
     if wrong:
-        kind, optional = without_none(annotation)
-        is_choice = isinstance(kind, type) and issubclass(kind, Enum)
-        words = list(kind.__members__) if is_choice else [AUTO] if optional and kind in (int, float) else []
+        words = choices(annotation) or ([AUTO] if optional and kind in (int, float) else [])
         hint = did_you_mean(value.lower(), words) if isinstance(value, str) else ""
-        problem = f"{clipped(value)} is {'not one of its values' if is_choice else 'of the wrong type or not allowed'}."
-        raise ConfigError(key, problem + hint, f"{key} is {type_in_words(annotation)}.")
+        what = "not one of its values" if choices(annotation) else "of the wrong type or not allowed"
+        raise ConfigError(key, f"{clipped(value)} is {what}.{hint}", f"{key} is {type_in_words(annotation)}.")
 
 
 @functools.cache
@@ -387,9 +384,8 @@ def _convert(tree: Tree, schema: type[S]) -> tuple[S, dict[KeyPath, str]]:
     node = OmegaConf.unsafe_merge(copy.deepcopy(_defaults(key)), tree)
     read = resolve(tree, node)
     try:
-        config = OmegaConf.to_object(node)
+        config: Any = OmegaConf.to_object(node)
     except RangeError as error:  # raised by `SamplingParams`
         refused = ConfigError(error.key, f"{error.value} is not allowed.", f"it must {error.allowed}.")
         raise without_values(refused, tree) from None
-    assert isinstance(config, schema)  # for the type checker: to_object of a structured dataclass returns one
     return config, read

@@ -1,13 +1,24 @@
-"""Draft methods by name and their traits. The class of a method is imported on use."""
+"""Draft methods: their traits, their placement inside verifiers or in draft actors, and the record of each.
+
+The class of a method is imported on use; a user's own one is named as `package.module:Class`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from specactor_ray.config.named import import_named, is_named
+from specactor_ray.config.schema import MAX_BRANCHES, VERIFIERS_PER_GROUP, Config, DrafterConfig, ModeName
+from specactor_ray.config.training_schema import OnlineWhere
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
+
+WINDOW = 8
+"""Draft window if `speculation.window` is `auto` and there are no branches."""
+_BRANCHING_WINDOW = 16
+"""The same with branches."""
 
 
 class Checkpoint(Enum):
@@ -66,13 +77,27 @@ BUILT_IN = {
     ),
 }
 
+# ---- classes ----
+
+
+def is_named(name: str) -> bool:
+    """Whether the name has the form `package.module:name`."""
+    return re.fullmatch(r"[\w.]+:\w+", name) is not None
+
+
+def import_named(name: str, key: str) -> Any:
+    """Import the object that `package.module:name`, the value of `key`, names. Any error of the module raises
+    ConfigError."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:
+        problem = f"{clipped_text(name)} cannot be imported ({type(error).__name__}: {clipped_text(str(error))})."
+        raise ConfigError(key, problem, "check the name, and that the module is on PYTHONPATH and imports.") from error
+
 
 def traits(method: str, key: str = "drafters.N.method") -> Traits:
-    """Traits of a method; a user's own class is imported.
-
-    Raises:
-        ConfigError: There is no such method; the error names `key`.
-    """
+    """Traits of a method; a user's own class is imported. Raises as `class_of`."""
     built_in = BUILT_IN.get(method)
     return built_in.traits if built_in is not None else class_of(method, key).traits
 
@@ -83,11 +108,8 @@ def reads_head(method: str) -> bool:
 
 
 def class_of(method: str, key: str) -> Any:
-    """Import the class of a method: built in, or a user's own as `package.module:Class`.
-
-    Raises:
-        ConfigError: There is no such class, it is incomplete, or its traits contradict its methods.
-    """
+    """Import the class of a method. Raises ConfigError, with `key`, if there is no such class, it is incomplete, or its
+    traits contradict its methods."""
     if method not in BUILT_IN and not is_named(method):
         raise ConfigError(key, f"unknown method {method!r}; known: {', '.join(BUILT_IN)}.")
     found = import_named(f"specactor_ray.draft.{BUILT_IN[method].place}" if method in BUILT_IN else method, key)
@@ -111,3 +133,113 @@ def _check(found: Any, method: str, key: str) -> None:
         if has != getattr(found.traits, trait):
             problem = f"{method} {'has' if has else 'lacks'} {name}, but its traits say {trait}={not has}."
             raise ConfigError(key, problem, f"set {trait}={has} in its traits, or {'drop' if has else 'add'} {name}.")
+
+
+# ---- placement ----
+
+
+def is_hosted(drafter: DrafterConfig, mode: ModeName, key: str = "drafters.N") -> bool:
+    """Whether the method of this section, at `key`, drafts inside the verifiers; else it has draft actors. `auto` is
+    read as `decoupled`. Raises as `class_of`."""
+    if mode is ModeName.coupled or drafter.hosted is not None:
+        return mode is ModeName.coupled or bool(drafter.hosted)
+    return traits(drafter.method, f"{key}.method").looks_up
+
+
+def inline_drafters(config: Config) -> list[DrafterConfig]:
+    """Sections of the methods that draft inside every verifier, in the order of the configuration."""
+    if config.mode is ModeName.plain:
+        return []
+    return [one for one in config.drafters if one.replicas and is_hosted(one, config.mode)]
+
+
+def acting_drafters(config: Config) -> list[DrafterConfig]:
+    """Sections of the methods with draft actors, including those with none now."""
+    return [] if config.mode is ModeName.plain else [one for one in config.drafters if not is_hosted(one, config.mode)]
+
+
+def draft_actors(config: Config) -> dict[str, int]:
+    """Method → number of draft actors at the start."""
+    return {one.method: one.replicas for one in acting_drafters(config)}
+
+
+def taught_by_trainer(config: Config) -> DrafterConfig | None:
+    """The drafter that the trainer trains, if there is one and it is in use."""
+    if config.mode is ModeName.plain:
+        return None
+    return next((drafter for drafter in config.drafters if drafter.online.where is OnlineWhere.trainer), None)
+
+
+# ---- records ----
+
+
+@dataclass
+class DrafterSpec(DrafterConfig):
+    """The record of a draft method, as used by actors, links and seats: its section with all derived values."""
+
+    window: int = WINDOW
+    """Draft window: that of the section, else the common one, else that of `auto`."""
+    max_batch: int = 16
+    """Most requests drafted for at once: that of the section, else all that its verifiers run at once."""
+    branches: int = 0
+    """Most branches of a request; 0 if its proposers cannot branch, or nothing is verified while they draft."""
+    traits: Traits = NO_TRAITS
+    """Properties of its proposers."""
+
+
+def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
+    """Method → its record, in the order of the configuration; empty in mode `plain`. Raises ConfigError if a user's
+    class cannot be imported or contradicts its section."""
+    if config.mode is ModeName.plain:
+        return {}
+    speculation, batch = config.speculation, config.target.max_batch
+    group = min(config.target.replicas, speculation.verifiers_per_group or VERIFIERS_PER_GROUP)
+    specs = {}
+    for number, one in enumerate(config.drafters):
+        key = f"drafters.{number}"
+        limits = (batch, 0) if is_hosted(one, config.mode, key) else (batch * group, speculation.branches)
+        specs[one.method] = drafter_spec(key, one, speculation.window, *limits)
+    return specs
+
+
+def unused_branches(config: Config) -> str:
+    """A warning if `speculation.branches` is set and no drafter branches, else empty. Raises as `drafter_specs`."""
+    specs = drafter_specs(config).values()
+    if not config.speculation.branches or not specs or any(spec.branches for spec in specs):
+        return ""
+    why = "hosted drafters" if config.mode is ModeName.coupled else "these draft methods"
+    return f"speculation.branches={config.speculation.branches} has no effect: {why} draft one chain"
+
+
+def drafter_spec(
+    key: str, drafter: DrafterConfig, window: int | None, max_batch: int, branches: int | None = 0
+) -> DrafterSpec:
+    """The record of a section at `key`. `window` and `max_batch` are used if it sets none, `branches` if its proposers
+    can branch; None stands for `auto`. Raises as `drafter_specs`."""
+    found = traits(drafter.method, f"{key}.method")
+    reject_keys_against_traits(drafter, key, found)
+    if not found.branches:
+        branches = 0
+    elif branches is None:
+        branches = MAX_BRANCHES
+    window = drafter.window or window or (_BRANCHING_WINDOW if branches else WINDOW)
+    derived = {"window": window, "branches": branches, "max_batch": drafter.max_batch or max_batch}
+    return DrafterSpec(**{**vars(drafter), **derived, "traits": found})
+
+
+def reject_keys_against_traits(drafter: DrafterConfig, key: str, traits: Traits) -> None:
+    """Raises ConfigError for a key of the section that its method does not use, or lacks."""
+    method, checkpoint = f"method {drafter.method}", traits.checkpoint
+    if checkpoint is not Checkpoint.NONE and not (drafter.model or "").strip():
+        raise ConfigError(f"{key}.model", f"{method} needs a model.", f"name {checkpoint.value}.")
+    if traits.looks_up and checkpoint is Checkpoint.NONE and drafter.model is not None:
+        problem = f"{method} uses no model, but {clipped(drafter.model)} is given."
+        raise ConfigError(f"{key}.model", problem, f"leave it out, or set {key}.method=draft_model.")
+    if not traits.draws_noise and not drafter.shared_noise:
+        problem = f"{method} draws no noise, so there is none to share or not."
+        raise ConfigError(f"{key}.shared_noise", problem, "leave it out.")
+    if traits.looks_up and drafter.gpus:
+        raise ConfigError(f"{key}.gpus", f"{method} runs on the CPU and would leave the GPU idle.", "use 0.")
+    if drafter.online.where is not OnlineWhere.off and checkpoint is not Checkpoint.HEAD:
+        problem = f"{drafter.online.where.value!r}, but only the method eagle learns online, not {drafter.method}."
+        raise ConfigError(f"{key}.online.where", problem, "use off.")

@@ -1,23 +1,21 @@
-"""Every configuration key, with its type, default and meaning.
+"""Every configuration key, with its type, allowed values, default and meaning; `rules.py` has relations between keys.
 
-The dataclasses here are OmegaConf structured configs: a YAML file or a dotlist override may set exactly these
-keys. Fields of `ranges.py` limit single values; `validate.py` checks relations between keys. This module
-imports nothing heavy.
+The dataclasses here are OmegaConf structured configs: a YAML file or a dotlist override may set exactly these keys.
+This module imports nothing heavy.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
-from specactor_ray.config.online import OnlineConfig
-from specactor_ray.config.ranges import at_least, limited, not_empty, not_negative, one_of, positive
+from specactor_ray.config.fields import at_least, below_one, limited, not_empty, one_of, positive
 from specactor_ray.config.training_schema import (
     AlgorithmConfig,
     CheckpointConfig,
     EnvironmentConfig,
+    OnlineConfig,
     RewardConfig,
     TrackingConfig,
     TrainerConfig,
@@ -41,7 +39,7 @@ _UNRESOLVED: Any = None
 
 def _window(default: int | None) -> Any:
     fix = f"use 1 to {MAX_WINDOW}; mode=plain drafts nothing."
-    return limited(lambda value: 1 <= value <= MAX_WINDOW, "is not a draft window.", fix, default)
+    return limited(lambda value: 1 <= value <= MAX_WINDOW, fix, default)
 
 
 class ModeName(str, Enum):
@@ -251,12 +249,7 @@ class DrafterConfig:
     token. `ngram` reads those of the same prompt, `suffix` all. 0 keeps none. Default: 65536 and 1048576."""
     length_factor: float = positive(2.0)
     """For `suffix`: most draft tokens per matched token."""
-    min_probability: float = limited(
-        lambda value: 0.0 <= value < 1.0,
-        "is not a probability below 1.",
-        "use 0 (no such limit) to below 1; 0.1 is the default.",
-        default=0.1,
-    )
+    min_probability: float = below_one(0.1)
     """For `suffix`: a draft is extended while the estimated probability that all of it is right is at least this."""
     online: OnlineConfig = field(default_factory=OnlineConfig)
     """For `eagle`: training on the samples of RL training."""
@@ -275,10 +268,7 @@ class SpeculationConfig:
     window: Auto[int] = _window(_UNRESOLVED)  # noqa: RUF009
     """Draft window: most tokens past the last received commit. `auto`: 8; 16 where draft actors branch."""
     branches: Auto[int] = limited(  # noqa: RUF009
-        lambda value: 0 <= value <= MAX_BRANCHES,
-        "is not a number of branches.",
-        f"use auto, 0 (none) or up to {MAX_BRANCHES}.",
-        default=_UNRESOLVED,
+        lambda value: 0 <= value <= MAX_BRANCHES, f"use auto, 0 (none) or up to {MAX_BRANCHES}.", _UNRESOLVED
     )
     """Most branches of a request and drafter: drafted outcomes of the verification in progress, one of which is the
     next tail if the main chain is refuted. `auto`: 16 if the method can branch (`draft_model`, `eagle`). 0: none.
@@ -287,10 +277,7 @@ class SpeculationConfig:
     """Number of supplied draft tokens that a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft
     whole windows at every step."""
     draft_wait_s: Auto[float] = limited(  # noqa: RUF009
-        lambda value: 0.0 <= value < math.inf,
-        "is not a time of 0 or more.",
-        "use auto, 0 (never wait) or a number of seconds.",
-        default=_UNRESOLVED,
+        lambda value: value >= 0.0, "use auto, 0 (never wait) or a number of seconds.", _UNRESOLVED
     )
     """`decoupled`: longest wait per step for the first draft token of requests that have none. `auto`: as long as it
     pays, at most a plain step: cheap drafters beside long steps of few requests (`docs/design/policy.md`). 0: none."""
@@ -309,11 +296,11 @@ class SpeculationConfig:
 class ElasticConfig:
     """Conditions for changing the number of draft actors of methods with `max_replicas`."""
 
-    up_s: float = not_negative(20.0)
+    up_s: float = at_least(0, default=20.0)
     """Seconds for which more draft actors must be predicted to pay before some are added."""
-    down_s: float = not_negative(60.0)
+    down_s: float = at_least(0, default=60.0)
     """Seconds for which fewer must be better, or verifiers idle, before some are removed."""
-    devices_weight: float = not_negative(1.0)
+    devices_weight: float = at_least(0, default=1.0)
     """Weight of devices against speed: the number of draft actors is the one with the most tokens/s divided by (GPUs,
     or cores) ** devices_weight. 1: most tokens/s per device; 0: most tokens/s."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from specactor_ray.config.ranges import above_zero, at_least, below_one, limited, not_empty, not_negative
+from specactor_ray.config.fields import at_least, below_one, limited, not_empty, one_of, positive
 
 
 class AlgorithmName(str, Enum):
@@ -57,9 +57,9 @@ class AlgorithmConfig:
 
     name: AlgorithmName = AlgorithmName.grpo
     """`grpo`, `dapo`, `ppo` or `rloo`."""
-    clip_low: float = above_zero(0.2, up_to=1.0)
+    clip_low: float = positive(0.2, up_to=1.0)
     """Clip range of a token's probability ratio below 1."""
-    clip_high: float | None = above_zero(None)
+    clip_high: float | None = positive(None)
     """Clip range of the ratio above 1. Default: clip_low; 0.28 for dapo."""
     loss_aggregation: LossAggregation | None = None
     """`token`, `sequence` or `constant`. Default: sequence for grpo, token for the others."""
@@ -72,24 +72,24 @@ class AlgorithmConfig:
     overlong_buffer: int | None = at_least(0, default=None)
     """Width in tokens of the ramp below sampling.max_tokens on which long outputs lose reward; 0: none. Default: an
     eighth of sampling.max_tokens for dapo, else 0."""
-    overlong_penalty: float = not_negative(1.0)
+    overlong_penalty: float = at_least(0, 1.0)
     """Reward lost by an output that reaches sampling.max_tokens."""
-    entropy_coef: float = not_negative(0.0)
+    entropy_coef: float = at_least(0, 0.0)
     """Weight of the entropy bonus."""
-    kl_coef: float = not_negative(0.0)
+    kl_coef: float = at_least(0, 0.0)
     """Weight of the KL divergence to the initial model of the training; 0 keeps no such model."""
-    gamma: float = above_zero(1.0, up_to=1.0)
+    gamma: float = positive(1.0, up_to=1.0)
     """ppo: discount γ."""
-    gae_lambda: float = above_zero(0.95, up_to=1.0)
+    gae_lambda: float = positive(0.95, up_to=1.0)
     """ppo: λ of the generalised advantage estimate."""
-    value_coef: float = not_negative(0.5)
+    value_coef: float = at_least(0, 0.5)
     """ppo: weight of the value loss."""
-    value_clip: float | None = above_zero(0.2)
+    value_clip: float | None = positive(0.2)
     """ppo: largest change of a value from its old one that counts; null: no limit."""
-    importance_cap: float | None = above_zero(None)
+    importance_cap: float | None = positive(None)
     """Weight every token by min(trainer's probability / rollout's, cap). Null: 2 with trainer.max_staleness, else no
     weights; the two differ by rounding only if both run in the same precision."""
-    max_logprob_gap: float = above_zero(0.05)
+    max_logprob_gap: float = positive(0.05)
     """Average difference of the rollout's and the trainer's log-probabilities above which a warning is shown."""
 
 
@@ -113,10 +113,10 @@ class RewardConfig:
     answer_pattern: str | None = None
     """Regular expression whose last match in the output (its first group, if it has one) is the answer that is
     scored. Default: the whole output, white space stripped."""
-    timeout_s: float = above_zero(10.0)
+    timeout_s: float = positive(10.0)
     """Longest time for scoring one sample, in seconds."""
     failure_value: float | None = limited(
-        math.isfinite, "is out of range.", "use a finite number, or null to leave such samples out.", default=None
+        math.isfinite, "use a finite number, or null to leave such samples out.", default=None
     )
     """Reward of a sample that could not be scored: a function raised or took too long, or its process died several
     times. Null leaves the sample out of training; the others of its group are compared without it."""
@@ -139,7 +139,7 @@ class EnvironmentConfig:
     """Most turns of the model in a sample."""
     turn_tokens: int | None = at_least(1, default=None)
     """Most tokens of one turn. Default: the rest of sampling.max_tokens."""
-    timeout_s: float = above_zero(30.0)
+    timeout_s: float = positive(30.0)
     """Longest time of one step of an environment, in seconds."""
     workers: int = at_least(1, default=2)
     """Steps of environments at once, in separate processes."""
@@ -153,15 +153,13 @@ class TrainerConfig:
     """`torch` or `deepspeed`."""
     ranks: int = at_least(1, default=1)
     """deepspeed: number of processes."""
-    zero_stage: int = limited(lambda value: value in (1, 2, 3), "is not a ZeRO stage.", "use 1, 2 or 3.", default=2)
+    zero_stage: int = limited(lambda value: value in (1, 2, 3), "use 1, 2 or 3.", default=2)
     """deepspeed: ZeRO stage 1, 2 or 3."""
     cores: int | None = at_least(1, default=None)
     """CPU cores of each rank. Default: all of the node, shared with the verifiers: the two take turns."""
     gpus: int = at_least(0, default=0)
     """GPUs of each rank; 0 trains on the CPU."""
-    dtype: str = limited(
-        lambda value: value in ("float32", "bfloat16"), "is not known.", "use float32 or bfloat16.", default="float32"
-    )
+    dtype: str = one_of(("float32", "bfloat16"), default="float32")
     """Arithmetic of forward and backward: float32, or bfloat16 (autocast; weights and optimizer stay float32)."""
     steps: int = at_least(1, default=100)
     """Number of policy updates of the whole run."""
@@ -170,19 +168,19 @@ class TrainerConfig:
     max_staleness: int = at_least(0, default=0)
     """Largest age, in versions, of the weights with which a step's outputs begin. 0: rollout and update take turns.
     Above, rollouts of later steps run while the trainer updates, and continue with new weights after their tokens."""
-    learning_rate: float = above_zero(1.0e-6, up_to=1.0)
+    learning_rate: float = positive(1.0e-6, up_to=1.0)
     """Peak learning rate of AdamW."""
     beta1: float = below_one(0.9)
     """Decay β₁ of AdamW's first moment."""
     beta2: float = below_one(0.999)
     """Decay β₂ of AdamW's second moment."""
-    weight_decay: float = not_negative(0.0)
+    weight_decay: float = at_least(0, 0.0)
     """Weight decay of AdamW; not applied to norms and biases."""
     warmup_steps: int = at_least(0, default=0)
     """Steps of linear warm-up."""
     schedule: Schedule = Schedule.constant
     """`constant`, `linear` or `cosine`, down to 0 at the last step."""
-    max_grad_norm: float = above_zero(1.0)
+    max_grad_norm: float = positive(1.0)
     """Gradients are clipped to this norm."""
     mini_batches: int = at_least(1, default=1)
     """Optimizer steps per pass over the samples of a step."""
@@ -200,9 +198,39 @@ class TrainerConfig:
     with a checkpoint."""
     weight_bucket_mb: int = at_least(1, default=256)
     """Size of one piece of weights sent to the verifiers, in 2**20 bytes."""
-    stall_timeout_s: float = above_zero(600.0)
+    stall_timeout_s: float = positive(600.0)
     """Longest time in seconds without progress of a rank (a micro-batch, an optimizer step, a bucket of weights, a file
     written, the model loaded) until it counts as hung and the run ends. Raise it if one of these takes longer."""
+
+
+class OnlineWhere(str, Enum):
+    """Part of the run that trains a drafter during training."""
+
+    off = "off"
+    """No training: the drafter stays as it was loaded."""
+    trainer = "trainer"
+    """The trainer's first rank, after each policy update."""
+
+
+@dataclass
+class OnlineConfig:
+    """Training of an EAGLE head beside the policy, on the samples of each step."""
+
+    where: OnlineWhere = OnlineWhere.off
+    """`off`, or `trainer`: the trainer trains the head on the samples of each step, after the policy update."""
+    learning_rate: float = positive(1.0e-4)
+    """Learning rate of AdamW."""
+    buffer_tokens: int = at_least(2, default=8192)
+    """Most positions used in one step; if its samples have more, they are chosen at random. The hidden states of one
+    position take 4 bytes x three layers x the target's hidden size."""
+    batch_tokens: int = at_least(2, default=256)
+    """Most positions of one optimizer step of the head."""
+    passes: int = at_least(1, default=4)
+    """Number of passes over each position."""
+    steps_per_version: int = at_least(1, default=16)
+    """Optimizer steps of the head after which its weights become a new version, with a number that is one higher."""
+    depths: int = limited(lambda value: 1 <= value <= 16, "use 1 to 16.", default=3)
+    """Tokens ahead that are trained, which is how often the head's own predictions are fed back."""
 
 
 @dataclass

@@ -21,8 +21,7 @@ from specactor_ray.cluster.backend import Backend, RayBackend
 from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.cluster.placement import NodeSupply
 from specactor_ray.cluster.supervised import SupervisedActor, stop_in_order
-from specactor_ray.config.drafter_spec import drafter_specs
-from specactor_ray.config.drafting import draft_actors
+from specactor_ray.config.methods import draft_actors, drafter_specs
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.elastic import Elastic
 from specactor_ray.controller.first_start import FirstStart

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.actors.specs import VERIFIER, Phase
-from specactor_ray.config.drafter_spec import drafter_specs
-from specactor_ray.config.drafting import acting_drafters
+from specactor_ray.config.methods import acting_drafters, drafter_specs
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
 from specactor_ray.plan.plan import best_ahead

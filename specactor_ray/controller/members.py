@@ -16,14 +16,12 @@ from specactor_ray.actors.specs import (
     VerifierSpec,
 )
 from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.drafting import inline_drafters
+from specactor_ray.config.methods import DrafterSpec, inline_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.reconcile import FailureRecord, ObservedActor
 from specactor_ray.controller.seats import Seat
 from specactor_ray.core.errors import SpecActorError
-from specactor_ray.core.types import Mode
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def build_spec(
         member.actor_id,
         target,
         config.speculation,
-        Mode(config.mode.value),
+        config.mode,
         cores,
         level,
         priors,

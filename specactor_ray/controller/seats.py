@@ -15,7 +15,7 @@ from specactor_ray.cluster.backend import Backend
 from specactor_ray.cluster.cores import CoreLedger
 from specactor_ray.cluster.names import actor_name
 from specactor_ray.cluster.placement import Demand, Placement
-from specactor_ray.config.drafting import draft_actors
+from specactor_ray.config.methods import draft_actors
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ClusterError, ConfigError
 

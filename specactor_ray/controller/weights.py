@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from specactor_ray.actors.specs import VERIFIER, Phase
-from specactor_ray.config.drafting import inline_drafters
-from specactor_ray.config.online import taught_by_trainer
+from specactor_ray.config.methods import inline_drafters, taught_by_trainer
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
 from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError

@@ -27,13 +27,8 @@ class Done:
 
 
 class Child:
-    """A fresh process that runs a function. It does not receive the Ctrl-C of its terminal: its parent ends it.
-
-    Args:
-        run: Function of a module; called there as `run(work, channel)`.
-        work: Argument of the function; it is pickled.
-        name: Name of the process, for messages.
-    """
+    """A fresh process that calls `run(work, channel)`, a function of a module. It does not receive the Ctrl-C of its
+    terminal: its parent ends it. `name` is used in messages."""
 
     def __init__(self, run: Callable[[W, Connection], Any], work: W, name: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -53,12 +48,8 @@ class Child:
         self.end()
 
     def receive(self) -> Any:
-        """The next message of the function; a `Done` once it has returned.
-
-        Raises:
-            UserError: The function raised one.
-            SpecActorError: The function failed otherwise, or the process died.
-        """
+        """The next message of the function; a `Done` once it has returned. Raises the function's UserError, and
+        SpecActorError if it failed otherwise or the process died."""
         try:
             message = self.channel.recv()
         except EOFError:
@@ -77,20 +68,8 @@ class Child:
 
 
 def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Report) -> R:
-    """Run a function of a module in a fresh process.
-
-    Args:
-        measure: Called as `measure(work, report)` there; its reports are shown here.
-        work: Argument of the function; it is pickled.
-        name: Name of the process, for messages.
-        show: Called with the reports.
-
-    Returns:
-        Result of the function.
-
-    Raises:
-        UserError, SpecActorError: See `Child.receive`.
-    """
+    """Return `measure(work, report)`, run in a fresh process; `show` is called here with its reports. Raises as
+    `Child.receive`."""
     with Child(_measure, (measure, work), name) as child:
         while not isinstance(message := child.receive(), Done):
             show(message)

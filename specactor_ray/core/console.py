@@ -1,17 +1,17 @@
-"""Streams of text for users: results on standard output, progress and errors on standard error."""
+"""Output for users: results on standard output, progress and errors on standard error, plots in files."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -50,24 +50,7 @@ def make_table(
 
 def figures_table(title: str, figures: Iterable[tuple[str, str]]) -> Table:
     """A row for the name and the value of each figure."""
-    table = make_table((), (), title, show_header=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("", justify="right")
-    for name, value in figures:
-        table.add_row(name, value)
-    return table
-
-
-def make_bar(console: Console, count: ProgressColumn) -> Progress:
-    """A progress bar of one task: its description, the bar, `count`, its field `figures`, and the elapsed time."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        count,
-        TextColumn("{task.fields[figures]}", markup=False),
-        TimeElapsedColumn(),
-        console=console,
-    )
+    return make_table(("name", "value"), figures, title, text=("name",), show_header=False)
 
 
 def show_error(message: str) -> None:
@@ -91,3 +74,23 @@ def log_through(console: Console, level: str) -> None:
     """Send the log lines of this process through a console, so that they do not break its progress bar."""
     handler = RichHandler(console=console, show_path=False, markup=False, rich_tracebacks=False)
     logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[handler], force=True)
+
+
+def draw(path: Path, *plots: Callable[[Any], None], size: tuple[float, float] = (7, 3.5)) -> bool:
+    """Write a PNG file of `size` inches, with the axes of each plot side by side. False if matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(plots), figsize=size, squeeze=False)
+    for one, plot in zip(axes[0], plots, strict=True):
+        plot(one)
+        if one.get_legend_handles_labels()[0]:
+            one.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True

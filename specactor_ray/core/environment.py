@@ -1,15 +1,17 @@
-"""Facts about this machine and the installed packages, saved beside every measured figure."""
+"""Facts saved beside every measured figure: this machine, the installed packages, and fallbacks of this process."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import platform
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+_fallbacks: dict[str, None] = {}
 PACKAGES = ("specactor-ray", "ray", "torch", "transformers", "numpy", "numba")
 
 
@@ -36,10 +38,8 @@ def hardware() -> dict[str, Any]:
 
 
 def fitting_dtype(dtype: str, on_gpu: bool, backend: str = "hf") -> str:
-    """Data type for `auto` on a GPU, or on the CPU of this machine; any other data type is returned unchanged.
-
-    On CPUs `vllm` computes in float32: bits in bfloat16 are proved to be independent of the batch only for `hf`.
-    """
+    """Data type for `auto`; any other is returned unchanged. `vllm` computes in float32 on CPUs: bits in bfloat16 are
+    proved to be independent of the batch only for `hf`."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if on_gpu or (backend == "hf" and "avx512_bf16" in hardware()["vector"]) else "float32"
@@ -69,9 +69,7 @@ def gpu_memories() -> list[int]:
 def count_gpus() -> int:
     """Number of GPUs of a Ray cluster on this machine: those of the driver that are in CUDA_VISIBLE_DEVICES."""
     count, visible = len(gpu_memories()), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return count
-    return min(count, sum(one not in ("", "NoDevFiles") for one in visible.split(",")))
+    return count if visible is None else min(count, sum(one not in ("", "NoDevFiles") for one in visible.split(",")))
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -82,3 +80,15 @@ def _cpuinfo() -> dict[str, str]:
         return {}
     pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def fall_back(logger: logging.Logger, what: str) -> None:
+    """Log a warning about a slower fallback at its first use, and record it for `fallbacks`."""
+    if what not in _fallbacks:
+        _fallbacks[what] = None
+        logger.warning("%s", what)
+
+
+def fallbacks() -> list[str]:
+    """All fallbacks of this process, in the order of their first use."""
+    return list(_fallbacks)

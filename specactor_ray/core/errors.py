@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _LONGEST_VALUE, _LONGEST_KEY = 120, 400
@@ -51,26 +52,28 @@ class SpecActorError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
 
+    def __reduce__(self) -> tuple[Callable[..., SpecActorError], tuple[Any, ...]]:
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[SpecActorError], args: tuple[object, ...], attributes: dict[str, Any]) -> SpecActorError:
+    """An error from its message and attributes, whatever the arguments of its class are."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
+
 
 class UserError(SpecActorError, ValueError):
     """An error that the user can fix; the message has the fix."""
 
 
 class ConfigError(UserError):
-    """A configuration key is unknown, of the wrong type, out of range or contradicts another.
-
-    Args:
-        key: Dotted key, for example `target.max_batch`.
-        problem: Description of the problem, with the value and the allowed values.
-        fix: The remedy, such as a valid value.
-    """
+    """A configuration key (dotted, for example `target.max_batch`) is unknown, of the wrong type, out of range or
+    contradicts another. `problem` includes the value, `fix` a remedy such as a valid value."""
 
     def __init__(self, key: str, problem: str, fix: str = "") -> None:
         self.key, self.problem, self.fix = key, problem, fix
         super().__init__(f"{clipped_text(key, _LONGEST_KEY)}: {problem}" + (f" Fix: {fix}" if fix else ""))
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, str]]:
-        return type(self), (self.key, self.problem, self.fix)
 
 
 class InputError(UserError):
@@ -82,38 +85,20 @@ class NoRunError(InputError):
 
 
 class RangeError(InputError):
-    """A value of a key is not among the allowed ones.
-
-    Args:
-        key: Dotted key.
-        value: The given value, as `clipped` shows it.
-        allowed: The required value, such as `be true or false`.
-    """
+    """The value of a dotted key, in the form of `clipped`, is not allowed; `allowed` is like `be true or false`."""
 
     def __init__(self, key: str, value: str, allowed: str) -> None:
         self.key, self.value, self.allowed = key, value, allowed
         super().__init__(f"{key} is {value}; it must {allowed}")
 
-    def __reduce__(self) -> tuple[type[RangeError], tuple[str, str, str]]:
-        return type(self), (self.key, self.value, self.allowed)
-
 
 class UnavailableError(InputError):
-    """An option of another engine is not available here.
-
-    Args:
-        option: Name of the option.
-        value: The given value, as `clipped` shows it.
-        reason: Reason why there is no such option.
-        where: Beginning of the message.
-    """
+    """An option of another engine is not available here; `value` has the form of `clipped`, `where` begins the
+    message."""
 
     def __init__(self, option: str, value: str, reason: str, where: str = "") -> None:
         self.option, self.value, self.reason, self.where = option, value, reason, where
         super().__init__(f"{where}{option}={value} is not available: {reason}. Fix: leave it out")
-
-    def __reduce__(self) -> tuple[type[UnavailableError], tuple[str, str, str, str]]:
-        return type(self), (self.option, self.value, self.reason, self.where)
 
 
 class OverloadedError(SpecActorError):
@@ -141,19 +126,11 @@ class CallTimeoutError(CallError):
 
 
 class ActorLostError(CallError):
-    """The actor is permanently gone, with its state.
-
-    Args:
-        message: Description of the loss for users.
-        node_lost: The actor's node was lost with it, so that the actor cannot be the cause.
-    """
+    """The actor is permanently gone, with its state. `node_lost`: its node was lost, so it cannot be the cause."""
 
     def __init__(self, message: str, node_lost: bool = False) -> None:
         self.node_lost = node_lost
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[type[ActorLostError], tuple[str, bool]]:
-        return type(self), (str(self), self.node_lost)
 
 
 class RemoteError(CallError):

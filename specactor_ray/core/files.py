@@ -1,13 +1,15 @@
-"""Files that are either complete or unchanged, and locks that end with their process."""
+"""Files: written completely or not at all, locked until the end of a process, read without trust in their content."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import Any
 from specactor_ray.core.errors import InputError
 
 logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 28
+"""Largest text file that is read, in bytes; tokenizers with the largest vocabularies have a tenth of it."""
 
 
 def cache_dir() -> Path:
@@ -28,13 +33,8 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path, temporary: Path | None = None, new: bool = False) -> Iterator[Path]:
-    """Inside, write the file under the yielded name; afterwards it is flushed to disk and renamed to `path`.
-
-    Args:
-        path: The file. It is unchanged if the block raises.
-        temporary: The name, in the same folder. Default: a hidden one that no other writer uses.
-        new: Raise FileExistsError if `path` exists by then.
-    """
+    """Inside, write the file under the yielded name (default: a hidden one in its folder); afterwards it is flushed to
+    disk and renamed to `path`, which is unchanged if the block raises. With `new`, an existing file is an error."""
     temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         yield temporary
@@ -47,17 +47,8 @@ def replacing(path: Path, temporary: Path | None = None, new: bool = False) -> I
 
 
 def write_text(path: Path, text: str, shared: bool = False, new: bool = False) -> None:
-    """Write a UTF-8 file as a whole.
-
-    Args:
-        path: The file.
-        text: Its content.
-        shared: Other users may read it, if the umask permits. Default: only its owner.
-        new: Raise FileExistsError if it exists.
-
-    Raises:
-        OSError: The folder cannot be written to, or the disk is full.
-    """
+    """Write a UTF-8 file as a whole. Only its owner may read it, unless it is `shared`; with `new`, an existing file is
+    an error (FileExistsError)."""
     with replacing(path, new=new) as temporary:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if shared else 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -70,15 +61,10 @@ def write_json(path: Path, data: Any, indent: int | None = 2, shared: bool = Fal
 
 
 def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
-    """Create a folder and its parents, in which files can be created. Returns the new folders, the deepest first.
-
-    Args:
-        folder: The folder; it may exist.
-        option: Beginning of messages.
-        empty: The folder must be empty.
+    """Create a folder and its parents, unless they exist. Returns the new folders, the deepest first.
 
     Raises:
-        InputError: The folder cannot be created, or is not empty.
+        InputError: No file can be created in it, or it must be `empty` and is not. The message begins with `option`.
     """
     try:
         if empty and folder.is_dir() and any(folder.iterdir()):
@@ -92,11 +78,7 @@ def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
 
 
 def require_folder(folder: Path, option: str) -> None:
-    """Refuse a folder in which no file can be created, before the work whose results it is for. Leaves nothing behind.
-
-    Raises:
-        InputError: See `make_folder`.
-    """
+    """Raise as `make_folder`, before the work whose results the folder is for. Leaves nothing behind."""
     remove_if_empty(*make_folder(folder, option))
 
 
@@ -116,13 +98,51 @@ def flush_entry(path: Path) -> None:
         os.close(descriptor)
 
 
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed, without waiting. Returns False if another process has locked it. Raises
+    OSError if the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is created if it does not exist; waits until no other process holds it."""
     with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file.fileno()):
             logger.info("waiting for another process that holds %s", path)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file releases the lock
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file; returns its descriptor. Others (a FIFO, a device) raise OSError: reading may never end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # without waiting for a FIFO's other end
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def read_foreign(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
+    """The UTF-8 text of a regular file. Raises OSError if it is none or larger than `most_bytes`, and
+    UnicodeDecodeError."""
+    with open(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB", str(path))
+        return file.read(most_bytes).decode("utf-8")
+
+
+def parse_json(text: str) -> Any:
+    """`json.loads`, with every failure as a `JSONDecodeError`: also deep nesting and numbers of thousands of digits."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", text, 0) from None
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error).partition(";")[0], text, 0) from None

@@ -3,10 +3,9 @@
 Compiled code is cached by the content of its sources, not by their path: another checkout, and the code that a Ray job
 uploads, uses it. `$NUMBA_CACHE_DIR` replaces the folder.
 
-Numba names compiled code by a running number and writes the index first. Two processes that compile two signatures of
-one function at the same time can leave an index that gives one signature the other's machine code, and a process that
-starts after the source changed can load code compiled from the former source. Here one process at a time loads or
-compiles a function: code that several processes need at their start, such as verifiers, is compiled once.
+One process at a time loads or compiles a function. Otherwise two processes that compile two signatures of it can leave
+an index that gives one signature the other's machine code, since Numba names compiled code by a running number and
+writes the index first. So code that several processes need at their start, such as verifiers, is compiled once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from numba import njit
@@ -33,20 +32,16 @@ from numba.types import CPointer, void
 from specactor_ray.core.files import cache_dir, locked
 
 
-class LockedCache(FunctionCache):
-    """An on-disk cache of compiled code, for use inside `held`.
-
-    Args:
-        function: The function as written.
-        sources: Other modules whose change invalidates the compiled code.
-    """
+class LockedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
+    """An on-disk cache of compiled code, for use inside `held`; a change of `sources` invalidates the code."""
 
     def __init__(self, function: Callable[..., Any], sources: Sequence[ModuleType] = ()) -> None:
         super().__init__(function)
         files = (inspect.getfile(function), *(str(module.__file__) for module in sources))
         self._folder = _root() / f"{function.__module__}-{_digest(files)}"
         self._cache_path = str(self._folder)
-        self._impl._locator = _Locator(self._folder)
+        make_folder = functools.partial(self._folder.mkdir, parents=True, exist_ok=True)
+        self._impl._locator = SimpleNamespace(ensure_cache_path=make_folder)
         self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, "")
         self._is_held = False
 
@@ -62,16 +57,6 @@ class LockedCache(FunctionCache):
                 yield
             finally:
                 self._is_held = before
-
-
-class _Locator:
-    """Object that numba calls for the folder of a cache."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def ensure_cache_path(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
 
 
 @functools.cache
@@ -97,14 +82,10 @@ def _digest(files: tuple[str, ...]) -> str:
 
 
 def kernel(sources: Sequence[ModuleType] = (), **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function without the interpreter or the GIL, cached on disk.
+    """Compile a function without the interpreter or the GIL, by `numba.njit` with `options`, cached on disk.
 
-    Keep kernels that call each other in one file: the cache detects changes of the function's file and of `sources`,
-    not of other files with functions that it calls.
-
-    Args:
-        sources: Further modules with code of the function.
-        options: Further options of `numba.njit`.
+    Keep kernels that call each other in one file: the cache detects changes of the function's file and of the modules
+    in `sources`, not of other files with functions that it calls.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
@@ -126,12 +107,7 @@ class CFunction:
 
 
 def c_function(given: Any, sources: Sequence[ModuleType] = ()) -> Callable[[Callable[..., Any]], CFunction]:
-    """Compile a function of one pointer for callers in C, cached on disk like a `kernel`.
-
-    Args:
-        given: Type that the pointer refers to.
-        sources: As in `kernel`.
-    """
+    """Compile a function of one pointer to `given` for callers in C, cached on disk like a `kernel`."""
 
     def compiled(function: Callable[..., Any]) -> CFunction:
         code = CFunc(function, normalize_signature(void(CPointer(given))), {}, {"nogil": True, "error_model": "numpy"})

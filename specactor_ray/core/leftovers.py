@@ -90,22 +90,19 @@ def _own_folders(prefix: str, base: str | Path) -> list[tuple[Path, bool]]:
 
 def _remove_segments(folder: Path) -> None:
     with contextlib.suppress(OSError):
-        for name in (folder / _SEGMENTS).read_text(encoding="utf-8").split("\n"):
+        for name in (folder / _SEGMENTS).read_text(encoding="utf-8").splitlines():
             path = SHARED_MEMORY / name
             with contextlib.suppress(OSError):
-                if name and "/" not in name and path.lstat().st_uid == os.getuid():
+                if "/" not in name and path.lstat().st_uid == os.getuid():
                     path.unlink()
 
 
 def _remove(folder: Path) -> None:
     """Remove a folder. The owner's name comes last, so that the rest is removed next time if it cannot be now."""
-    for path in folder.iterdir():
-        if path.name == _OWNER:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [_OWNER]:
-            shutil.rmtree(folder)
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != _OWNER:
+                path.unlink(missing_ok=True)
+        shutil.rmtree(folder)

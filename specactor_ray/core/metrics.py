@@ -94,15 +94,9 @@ def row(name: str, value: float, **labels: str) -> Row:
 def verifier_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
     """Metrics of a verifier and of its hosted drafters; `counters` is `VerifyLoop.snapshot`."""
     actor = _seat(actor_id)
-    for name in (
-        "steps",
-        "suspended_steps",
-        "row_steps",
-        "committed_tokens",
-        "supplied_row_steps",
-        "drafted_tokens",
-        "accepted_tokens",
-    ):
+    for name in ("steps", "suspended_steps", "row_steps", "supplied_row_steps"):
+        yield row(f"specactor_{name}_total", counters[name], actor=actor)
+    for name in ("committed_tokens", "drafted_tokens", "accepted_tokens"):
         yield row(f"specactor_{name}_total", counters[name], actor=actor)
     for part in ("forward", "sampling", "waiting", "protocol"):
         yield row("specactor_step_seconds_total", counters[f"{part}_s"], actor=actor, part=part)
@@ -121,16 +115,13 @@ def drafter_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
 
 def _drafting_rows(actor: str, counters: Mapping[str, Any]) -> Iterator[Row]:
     health = counters["health"]
-    figures = {
-        "tried_tokens_total": health["tried"],
-        "right_tokens_total": health["right"],
-        "alarm": health["alarm"],
-        "weight_version": health["version"],
-        "open_requests": counters["open_requests"],
-        "token_seconds": counters["token_s"],
-    }
-    for name, value in figures.items():
-        yield row(f"specactor_drafter_{name}", value, actor=actor, method=health["method"])
+    labels = {"actor": actor, "method": health["method"]}
+    yield row("specactor_drafter_tried_tokens_total", health["tried"], **labels)
+    yield row("specactor_drafter_right_tokens_total", health["right"], **labels)
+    yield row("specactor_drafter_alarm", health["alarm"], **labels)
+    yield row("specactor_drafter_weight_version", health["version"], **labels)
+    yield row("specactor_drafter_open_requests", counters["open_requests"], **labels)
+    yield row("specactor_drafter_token_seconds", counters["token_s"], **labels)
 
 
 def controller_rows(

@@ -6,18 +6,15 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+_sigterm_seen = threading.Event()
+"""Set when SIGTERM arrived: while Ray waits, any exception of a signal handler becomes a plain KeyboardInterrupt."""
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, for example from `ray job stop`: the same orderly end as Ctrl-C."""
-
-
-_sigterm_seen = threading.Event()
-"""Set when SIGTERM arrived: while Ray waits, any exception of a signal handler becomes a plain KeyboardInterrupt."""
 
 
 def interruption(error: KeyboardInterrupt) -> str:
@@ -32,7 +29,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
     `connect` keeps it in place when Ray sets its own handler.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         yield
         return
 
@@ -51,78 +48,15 @@ def sigterm_interrupts() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-class StopRequested(KeyboardInterrupt):
-    """SIGINT or SIGTERM inside a `StopSignal`."""
-
-
-class StopSignal:
-    """Inside, SIGINT and SIGTERM raise `StopRequested` in the main thread, or at the end of a shielded part.
-
-    `connect` keeps it in place when Ray sets its own handlers. Does nothing in other threads.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[int, Any] = {}
-        self._shields = 0
-        self._pending = False
-
-    def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in _INTERRUPTS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def shielded(self) -> Iterator[None]:
-        """Inside, code is not interrupted; a signal that arrived meanwhile is raised afterwards."""
-        self._shields += 1
-        try:
-            yield
-        finally:
-            self._shields -= 1
-        if self._pending and not self._shields:
-            self._pending = False
-            raise StopRequested
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._shields:
-            self._pending = True
-        else:
-            raise StopRequested
-
-
-def ignore_signals() -> None:
-    """Ignore SIGINT and SIGTERM from now on, during the end. Processes that are started later do not inherit that. Does
-    nothing outside the main thread."""
-    if threading.current_thread() is threading.main_thread():
-        for number in _INTERRUPTS:
-            signal.signal(number, lambda number, frame: None)
-
-
-@contextlib.contextmanager
-def blocked(number: signal.Signals) -> Iterator[None]:
-    """Processes that are started inside do not receive this signal."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
     """SIGINT and SIGTERM that arrive inside are handled at the end, by the previous handlers.
 
-    Intended for imports: the start of a compiled module may end the whole process if Python code that it calls raises.
-    Does nothing outside the main thread, and for a signal whose handler is not Python code (SIGTERM ends the process at
-    once then).
+    Intended for steps that must be complete, and for imports: the start of a compiled module may end the whole process
+    if Python code that it calls raises. Does nothing outside the main thread, and for a signal whose handler is not
+    Python code (SIGTERM ends the process at once then).
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         yield
         return
     arrived: list[tuple[int, FrameType | None]] = []
@@ -138,3 +72,25 @@ def signals_deferred() -> Iterator[None]:
         handler = before[signal.Signals(arrival)]
         assert callable(handler)
         handler(arrival, frame)
+
+
+def ignore_signals() -> None:
+    """Ignore SIGINT and SIGTERM from now on, during the end. Processes that are started later do not inherit that. Does
+    nothing outside the main thread."""
+    if _in_main_thread():
+        for number in _INTERRUPTS:
+            signal.signal(number, lambda number, frame: None)
+
+
+@contextlib.contextmanager
+def blocked(number: signal.Signals) -> Iterator[None]:
+    """Processes that are started inside do not receive this signal."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

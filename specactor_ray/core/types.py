@@ -1,10 +1,9 @@
-"""Types that all parts share: modes and sampling parameters."""
+"""Types that all parts share: sampling parameters and the most probable tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any
 
@@ -12,23 +11,9 @@ import numpy as np
 
 from specactor_ray.core.errors import RangeError, clipped
 
-
-class Mode(StrEnum):
-    """Way of drafting for a request."""
-
-    PLAIN = "plain"
-    """No drafts: ordinary decoding."""
-    COUPLED = "coupled"
-    """The verifier hosts its drafters and runs them between two steps, as far as that pays."""
-    DECOUPLED = "decoupled"
-    """The verifier uses the present tail; draft actors run ahead up to their windows. Lookups are hosted."""
-
-
 MAX_TEMPERATURE = 1.0e30
 """Largest temperature, far above the one at which all tokens of any model are equally likely."""
 
-_MOST_STOPS = 65_536
-_MOST_STOP_TEXTS, _LONGEST_STOP_TEXT = 64, 256
 
 _NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
     "temperature": (Real, float, lambda value: 0.0 <= value <= MAX_TEMPERATURE, "a number from 0 to 1e30"),
@@ -40,6 +25,15 @@ _NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
     "logprobs": (Integral, int, lambda value: 0 <= value <= 20, "a whole number from 0 to 20"),
 }
 """Field of `SamplingParams` → its required type, the type it is converted to, its range, and both in words."""
+_SEQUENCES: Mapping[str, tuple[int, Callable[[Any], bool], str]] = {
+    "stop_token_ids": (
+        65_536,
+        lambda one: type(one) is int and 0 <= one < 2**31,
+        "token ids, each from 0 to 2**31 - 1",
+    ),
+    "stop": (64, lambda one: type(one) is str and 0 < len(one) <= 256, "texts, each of 1 to 256 characters"),
+}
+"""Field of `SamplingParams` → its greatest length, the allowed elements, and these in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,35 +94,16 @@ class SamplingParams:
             if number is None or not is_in_range(number):
                 raise RangeError(f"sampling.{name}", clipped(value), f"be {allowed}")
             object.__setattr__(self, name, number)
-        if type(self.stop_token_ids) is not tuple or self.stop_token_ids:
-            self._check_stop_token_ids()
-        if type(self.stop) is not tuple or self.stop:
-            self._check_stop()
+        for name, (most, is_allowed, allowed) in _SEQUENCES.items():
+            values = getattr(self, name)
+            if type(values) is tuple and not values:
+                continue
+            if not isinstance(values, list | tuple) or len(values) > most or not all(map(is_allowed, values)):
+                raise RangeError(f"sampling.{name}", clipped(values), f"hold at most {most} {allowed}")
+            object.__setattr__(self, name, tuple(values))
         for name in ("ignore_eos", "include_stop_str_in_output", "prompt_logprobs"):
             if type(getattr(self, name)) is not bool:
                 raise RangeError(f"sampling.{name}", clipped(getattr(self, name)), "be true or false")
-
-    def _check_stop_token_ids(self) -> None:
-        stops = self.stop_token_ids
-        if (
-            not isinstance(stops, list | tuple)
-            or len(stops) > _MOST_STOPS
-            or not all(type(one) is int and 0 <= one < 2**31 for one in stops)
-        ):
-            allowed = f"hold at most {_MOST_STOPS} token ids, each from 0 to 2**31 - 1"
-            raise RangeError("sampling.stop_token_ids", clipped(stops), allowed)
-        object.__setattr__(self, "stop_token_ids", tuple(stops))
-
-    def _check_stop(self) -> None:
-        texts = self.stop
-        if (
-            not isinstance(texts, list | tuple)
-            or len(texts) > _MOST_STOP_TEXTS
-            or not all(type(one) is str and 0 < len(one) <= _LONGEST_STOP_TEXT for one in texts)
-        ):
-            allowed = f"hold at most {_MOST_STOP_TEXTS} texts, each of 1 to {_LONGEST_STOP_TEXT} characters"
-            raise RangeError("sampling.stop", clipped(texts), allowed)
-        object.__setattr__(self, "stop", tuple(texts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import write_json
-from specactor_ray.core.json_text import parse_json, read_foreign
+from specactor_ray.core.files import parse_json, read_foreign, write_json
 from specactor_ray.models.loading import load_model_config
 
 CARD_FILE = "drafter.json"

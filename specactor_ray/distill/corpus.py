@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import flush_entry, replacing, write_json
-from specactor_ray.core.json_text import read_foreign
+from specactor_ray.core.files import flush_entry, read_foreign, replacing, write_json
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from specactor_ray.config.drafter_spec import drafter_spec
-from specactor_ray.config.methods import reads_head, traits
+from specactor_ray.config.methods import drafter_spec, reads_head, traits
+from specactor_ray.config.rules import validate_drafter
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.config.validate import DRAFTER_CHECKS
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.phase_progress import PhaseProgress, show_tokens
+from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.distill.card import read_card
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.evaluation import replay
@@ -48,8 +47,7 @@ def method_alone(method: str) -> DrafterConfig:
     """A method without a trained model. Raises InputError if it is unknown, or needs one."""
     config = DrafterConfig(method=method)
     try:
-        for check in DRAFTER_CHECKS:
-            check(config, "--method")
+        validate_drafter(config, "--method")
     except ConfigError as error:
         raise InputError(f"--method: {method!r} cannot be measured alone: {error.problem} {error.fix}") from None
     traits(method, "--method")  # a user's class is imported, or refused

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
-from specactor_ray.config.online import OnlineConfig
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.training_schema import OnlineConfig
 from specactor_ray.distill.eagle import EagleExample, make_batch
 from specactor_ray.distill.eagle_unroll import unroll_loss
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.phase_progress import PhaseProgress, show_tokens
+from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.card import TargetIdentity
 from specactor_ray.distill.corpus import CorpusRecord, RecordStore, RolloutRequest, collect, shortest_beginning

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from specactor_ray.core.fallbacks import fall_back
+from specactor_ray.core.environment import fall_back
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, to_device
 from specactor_ray.sampling.candidates import Candidates, candidates_on_device, unpacked

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.config.schema import MAX_BRANCHES
-from specactor_ray.core.clock import SYSTEM, Clock
-from specactor_ray.core.fallbacks import fallbacks
-from specactor_ray.core.loop import IDLE_WAIT_S, Loop
+from specactor_ray.core.clock import IDLE_WAIT_S, SYSTEM, Clock, Loop
+from specactor_ray.core.environment import fallbacks
 from specactor_ray.draft.health import Health, checksum
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.requests import DraftRequests

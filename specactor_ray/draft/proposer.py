@@ -18,7 +18,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.transport.messages import NO_BRANCHES, Branches, Features, FinishedOutput
 
 if TYPE_CHECKING:
-    from specactor_ray.config.drafter_spec import DrafterSpec
+    from specactor_ray.config.methods import DrafterSpec
     from specactor_ray.config.schema import TargetConfig
 
 

@@ -9,7 +9,7 @@ from specactor_ray.core.errors import ConfigError, SpecActorError, clipped, clip
 from specactor_ray.draft.proposer import Proposer
 
 if TYPE_CHECKING:
-    from specactor_ray.config.drafter_spec import DrafterSpec
+    from specactor_ray.config.methods import DrafterSpec
     from specactor_ray.config.schema import TargetConfig
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.json_text import MOST_BYTES, parse_json, read_foreign
+from specactor_ray.core.files import MOST_BYTES, parse_json, read_foreign
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.json_text import parse_json, read_foreign
+from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.plan.plan import Method
 

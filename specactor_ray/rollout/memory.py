@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specactor_ray.cluster.discovery import is_connected
-from specactor_ray.config.drafter_spec import DrafterSpec, drafter_specs
-from specactor_ray.config.drafting import inline_drafters, is_hosted
+from specactor_ray.config.methods import DrafterSpec, drafter_specs, inline_drafters, is_hosted
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.environment import gpu_memories
 from specactor_ray.core.errors import ConfigError

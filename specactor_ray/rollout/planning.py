@@ -12,11 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from specactor_ray.cluster.cores import cores_needed
-from specactor_ray.config.drafter_spec import drafter_specs
-from specactor_ray.config.drafting import acting_drafters
-from specactor_ray.config.methods import traits
+from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import MAX_WINDOW, Config, DrafterConfig, ModeName, PlanPolicy
-from specactor_ray.config.validate import validate
 from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.apply import apply_plan, requests_of

@@ -15,9 +15,7 @@ from typing import Any
 
 from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
-from specactor_ray.config.drafter_spec import drafter_specs
-from specactor_ray.config.drafting import acting_drafters
-from specactor_ray.config.methods import Checkpoint, reads_head
+from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, reads_head
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.environment import count_gpus
 from specactor_ray.core.errors import ConfigError, ModelLoadError

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.config.shipped import find_file
+from specactor_ray.config.load import find_file
 from specactor_ray.core.errors import InputError, clipped, clipped_text, did_you_mean
-from specactor_ray.core.json_text import parse_json
+from specactor_ray.core.files import parse_json
 from specactor_ray.models.builtin import quiet_transformers
 
 Prompt = str | list[dict[str, Any]] | list[int]

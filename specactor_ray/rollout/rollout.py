@@ -15,12 +15,12 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.cluster.metrics import INTERVAL_S
 from specactor_ray.config import Config, load_config
-from specactor_ray.config.drafter_spec import unused_branches
+from specactor_ray.config.methods import unused_branches
 from specactor_ray.controller.start import start_actor, start_controller
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.console import log_by_default
 from specactor_ray.core.errors import InputError, SpecActorError
-from specactor_ray.core.heartbeat import Heartbeat, elapsed
+from specactor_ray.core.progress import Heartbeat, elapsed
 from specactor_ray.core.signals import interruption
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import locate_model, weight_shapes

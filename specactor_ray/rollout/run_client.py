@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specactor_ray.actors.process import put_weights
 from specactor_ray.actors.specs import ClusterView, Phase
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.drafting import inline_drafters
-from specactor_ray.config.methods import traits
+from specactor_ray.config.methods import inline_drafters, traits
 from specactor_ray.config.schema import ClusterConfig, Config
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ActorLostError, CallError, ClusterError, InputError, NoRunError, SpecActorError

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import flush_entry
-from specactor_ray.core.json_text import parse_json, read_foreign
+from specactor_ray.core.files import flush_entry, parse_json, read_foreign
 
 logger = logging.getLogger(__name__)
 

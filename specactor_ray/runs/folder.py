@@ -26,8 +26,7 @@ from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.core.clock import SYSTEM, Clock
 from specactor_ray.core.errors import InputError, SpecActorError
-from specactor_ray.core.files import remove_if_empty
-from specactor_ray.core.json_text import parse_json, read_foreign
+from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, ModelLoadError
 from specactor_ray.core.files import write_json
-from specactor_ray.core.heartbeat import Heartbeat, elapsed
-from specactor_ray.core.phase_progress import ProgressState, rollout_progress
+from specactor_ray.core.progress import Heartbeat, ProgressState, elapsed, rollout_progress
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer

@@ -19,8 +19,7 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.config.training_schema import AlgorithmName, Schedule, TrainerBackend
 from specactor_ray.core.clock import SYSTEM, Clock
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import remove_if_empty, write_text
-from specactor_ray.core.json_text import parse_json, read_foreign
+from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty, write_text
 from specactor_ray.models.loading import load_model_config
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, open_checkpoint
 from specactor_ray.runs.folder import (

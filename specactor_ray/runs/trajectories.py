@@ -18,7 +18,7 @@ from typing import Any
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import AUTO
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.json_text import open_regular, parse_json, read_foreign
+from specactor_ray.core.files import open_regular, parse_json, read_foreign
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.runs.folder import CONFIG_FILE, RunLease, lease_unfinished

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from specactor_ray.core.environment import fall_back
 from specactor_ray.core.errors import SpecActorError
-from specactor_ray.core.fallbacks import fall_back
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import numba as kernels
 from specactor_ray.sampling.noise import fill_gumbel

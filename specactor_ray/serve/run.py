@@ -16,8 +16,8 @@ from rich.console import Console
 from specactor_ray.config import Config
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.heartbeat import Heartbeat, elapsed
-from specactor_ray.core.json_text import read_foreign
+from specactor_ray.core.files import read_foreign
+from specactor_ray.core.progress import Heartbeat, elapsed
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from specactor_ray.config.drafting import inline_drafters
-from specactor_ray.config.methods import traits
+from specactor_ray.config.methods import inline_drafters, traits
 from specactor_ray.config.schema import DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.costs import CostPoint, cost_grids

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from specactor_ray.config.shipped import SHIPPED as PACKAGE_FILES
+from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
 from specactor_ray.core.errors import ConfigError, did_you_mean
 from specactor_ray.simulation.roofline import DeviceSpec, ModelSpec
 

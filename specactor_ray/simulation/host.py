@@ -8,8 +8,7 @@ from typing import Any
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.methods import traits
+from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.registry import build_proposer

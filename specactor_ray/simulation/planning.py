@@ -10,8 +10,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from specactor_ray.config.drafter_spec import drafter_specs
-from specactor_ray.config.methods import traits
+from specactor_ray.config.methods import drafter_specs, traits
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from specactor_ray.actors.specs import VERIFIER
-from specactor_ray.config.drafting import acting_drafters
+from specactor_ray.config.methods import acting_drafters
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry

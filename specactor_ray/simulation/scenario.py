@@ -11,11 +11,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.config.drafting import acting_drafters
 from specactor_ray.config.load import load_as
-from specactor_ray.config.methods import BUILT_IN, traits
+from specactor_ray.config.methods import BUILT_IN, acting_drafters, traits
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName, open_config
-from specactor_ray.config.validate import validate
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.rollout.planning import Devices, resolve_mode
 from specactor_ray.simulation.text import FIFTH, FOURTH, SECOND, THIRD

@@ -16,8 +16,8 @@ from specactor_ray.bench.profile_process import Axes, ProfileSession, Share
 from specactor_ray.bench.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload, plan_workloads
 from specactor_ray.bench.variants import Variant, draft_cores
 from specactor_ray.config.methods import traits
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.config.validate import validate
 from specactor_ray.core.console import say
 from specactor_ray.plan.costs import CostPoint
 from specactor_ray.rollout.preflight import check_target, require_named

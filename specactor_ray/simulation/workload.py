@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.json_text import parse_json
+from specactor_ray.core.files import parse_json
 from specactor_ray.simulation.scenario import SkillConfig, WorkloadConfig
 from specactor_ray.simulation.text import RecordedText
 

@@ -26,8 +26,8 @@ import numpy as np
 import psutil
 import torch
 
+from specactor_ray.core.environment import fall_back
 from specactor_ray.core.errors import ConfigError, ModelLoadError, clipped
-from specactor_ray.core.fallbacks import fall_back
 from specactor_ray.core.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
 from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams, TopTokens

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specactor_ray.core.console import make_table, say
-from specactor_ray.core.heartbeat import Heartbeat
+from specactor_ray.core.progress import Heartbeat
 
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 """Name of the column, and function from a step's record to its cell."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specactor_ray.config.named import import_named
+from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 from specactor_ray.rollout.prompts import Message

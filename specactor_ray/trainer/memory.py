@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specactor_ray.config.online import taught_by_trainer
+from specactor_ray.config.methods import taught_by_trainer
 from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
 from specactor_ray.draft.footprint import empty_head
 from specactor_ray.models.cache_size import count_parameters, itemsize_of

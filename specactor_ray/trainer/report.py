@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.core.plots import draw
+from specactor_ray.core.console import draw
 
 logger = logging.getLogger(__name__)
 

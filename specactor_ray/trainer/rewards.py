@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specactor_ray.config.named import import_named
+from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import RewardConfig
 from specactor_ray.core.errors import ConfigError
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 
 from specactor_ray.config import Config
-from specactor_ray.config.online import taught_by_trainer
+from specactor_ray.config.methods import taught_by_trainer
 from specactor_ray.config.schema import AUTO
 from specactor_ray.core.console import say
 from specactor_ray.core.files import require_folder
-from specactor_ray.core.signals import StopSignal
+from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.rollout.preflight import refuse_early
 from specactor_ray.runs.folder import discard_run_folder
 from specactor_ray.runs.training import TrainingRun, open_run
@@ -53,13 +53,13 @@ def train(
     stream = checked_tasks(config)
     for line in lines:
         say(console, line)
-    with StopSignal() as stop:
+    with sigterm_interrupts():
         run = open_run(config, stream.order.size, keep_dtype=keep_dtype)
         try:
             stream.order.position, stream.skipped = run.state.position, run.state.skipped_tasks
             announce(config, run, checked_memory(config), console)
             display = display or TrainingDisplay(console, config.trainer.steps)
-            return _train(config, run, stream, stop, console, display, enough)
+            return _train(config, run, stream, console, display, enough)
         except BaseException as error:
             run.close()
             if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists() or run.lost):
@@ -75,13 +75,12 @@ def _train(
     config: Config,
     run: TrainingRun,
     stream: TaskStream,
-    stop: StopSignal,
     console: Console,
     display: TrainingDisplay,
     enough: Callable[[], bool],
 ) -> TrainOutcome:
     """Start all parts and run the steps."""
-    with stop.shielded():  # takes seconds, so only after the checks
+    with signals_deferred():  # takes seconds, so only after the checks
         from specactor_ray.learner.recipe import make_recipe
         from specactor_ray.rollout.rollout import Rollout
         from specactor_ray.trainer.experience import ExperienceMaker
@@ -110,7 +109,6 @@ def _train(
                 maker=maker,
                 record=record,
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved, run.check_lease),
-                stop=stop,
                 sampling=config.sampling,
                 pupil=None if pupil is None else pupil.method,
                 say=lambda line: say(console, line),

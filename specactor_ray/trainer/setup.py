@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from specactor_ray.config import Config
+from specactor_ray.config.rules import validate_training
 from specactor_ray.config.training_schema import RewardFunctionConfig
-from specactor_ray.config.validate_training import validate_training
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.models.cache_size import available_bytes

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, SpecActorError
+from specactor_ray.core.signals import signals_deferred
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.checkpoint import TrainState, mean_reward
 from specactor_ray.trainer.saver import Saver
@@ -88,12 +89,6 @@ class RecordPart(Protocol):
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome: ...
 
 
-class StopPart(Protocol):
-    """Methods of a `StopSignal` that the steps use."""
-
-    def shielded(self) -> AbstractContextManager[None]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingParts:
     """Parts that the steps use."""
@@ -105,7 +100,6 @@ class TrainingParts:
     record: RecordPart
     saver: Saver
     """Holds the initial state of the training, and later the present one."""
-    stop: StopPart
     sampling: SamplingParams
     pupil: str | None
     """Method of the drafter that the trainer trains; None if it trains none."""
@@ -113,6 +107,8 @@ class TrainingParts:
     """Shows a line to the user."""
     enough: Callable[[], bool] = lambda: False
     """Called after every step; returns whether to end before `trainer.steps`."""
+    shielded: Callable[[], AbstractContextManager[None]] = signals_deferred
+    """Context manager in which signals do not interrupt."""
 
 
 def run_steps(parts: TrainingParts) -> TrainOutcome:
@@ -131,7 +127,7 @@ def run_steps(parts: TrainingParts) -> TrainOutcome:
             _refuse_to_learn_nothing(parts)
             if parts.enough():
                 break
-    except KeyboardInterrupt:  # a StopRequested raised during a wait of Ray arrives as its base class
+    except KeyboardInterrupt:
         parts.say(f"interrupted after step {saver.state.step}; saving a checkpoint")
         return _end(parts, "interrupted")
     except Exception as error:
@@ -146,7 +142,7 @@ def _step(parts: TrainingParts) -> None:
     state, record, saver = parts.saver.state, parts.record, parts.saver
     record.begin(state.step)
     experience = parts.maker.collect(parts.rollout, parts.sampling, state.step)
-    with parts.stop.shielded():
+    with parts.shielded():
         if parts.config.trainer.offload:
             parts.rollout.sleep()
             parts.trainer.reload()
@@ -186,7 +182,7 @@ def _hand_over(parts: TrainingParts, experience: Experience) -> int:
 def _end(parts: TrainingParts, status: str, reason: str = "") -> TrainOutcome:
     """Save the unsaved state and write the summary. A run without its last checkpoint has failed."""
     saver = parts.saver
-    with parts.stop.shielded():
+    with parts.shielded():
         try:
             problem = "" if saver.save() else saver.problem
         except SpecActorError as error:  # the trainer itself may be lost

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.config.drafter_spec import WINDOW, DrafterSpec
+from specactor_ray.config.methods import WINDOW, DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.plan.step_cost import StepCost

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.core.clock import SYSTEM, Clock
-from specactor_ray.core.fallbacks import fallbacks
-from specactor_ray.core.loop import IDLE_WAIT_S, Loop
+from specactor_ray.core.clock import IDLE_WAIT_S, SYSTEM, Clock, Loop
+from specactor_ray.core.environment import fallbacks
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout

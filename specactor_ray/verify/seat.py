@@ -9,7 +9,7 @@ from itertools import accumulate, takewhile
 
 import numpy as np
 
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, Features

@@ -20,10 +20,10 @@ from specactor_ray import Rollout, SamplingParams
 from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config import Config
-from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.methods import draft_actors
 from specactor_ray.core.errors import SpecActorError
-from specactor_ray.core.phase_progress import PhaseProgress
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.weight_buckets import pack
 from specactor_ray.rollout.trajectory import Trajectory

@@ -15,7 +15,7 @@ from rich.table import Table
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from specactor_ray.core.files import write_json
-from specactor_ray.core.phase_progress import PhaseProgress
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.simulation.run import silence
 from tests.faults.campaign import Campaign, replay_line, run_campaign, shrink

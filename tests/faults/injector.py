@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specactor_ray.config.drafting import draft_actors
+from specactor_ray.config.methods import draft_actors
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
 from specactor_ray.transport.messages import Branches, CommitBatch, TailBatch

@@ -131,12 +131,6 @@ class _Record:
         return TrainOutcome(status, Path(), {"error": error})
 
 
-class _NoSignals:
-    @contextlib.contextmanager
-    def shielded(self) -> Iterator[None]:
-        yield
-
-
 class _Rollout:
     """The part of a `Rollout` that the steps and the maker use, on the real client."""
 
@@ -207,7 +201,7 @@ class Training:
             maker=_Maker(simulation),
             record=self._record,
             saver=Saver(store, ranks.save, state, saved=True),
-            stop=_NoSignals(),
+            shielded=contextlib.nullcontext,
             sampling=SamplingParams(),
             pupil=None,
             say=lambda line: None,

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import re
 import signal
-import stat
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import yaml
-from rich.console import Console
 
 from specactor_ray.cli import main as cli
-from specactor_ray.cli.report import cut_line, failed_prompts_line
+from specactor_ray.cli.bench import parse_modes
+from specactor_ray.cli.live import parse_scale
+from specactor_ray.cli.options import parse_numbers
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, UserError
-from specactor_ray.core.files import write_json
-from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
-from specactor_ray.runs.rollout import RunOutcome, run_rollout
-from specactor_ray.runs.trajectories import TrajectoryWriter
-from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.transport.messages import RequestStats
 from tests.fakes.forked_command import specactor
 from tests.tiny import tiny_draft, tiny_target
 
@@ -82,17 +71,7 @@ class TestUserErrors:
         "existing output": (["data.path=good.jsonl", "data.output=there.jsonl"], "there.jsonl exists and is never"),
         "output in a file": (["data.path=good.jsonl", "data.output=there.jsonl/x"], "there.jsonl is not a folder"),
         "unknown key": (["data.paht=good.jsonl"], "data.paht: unknown key. Did you mean data.path?"),
-        "max_tokens 0": (["sampling.max_tokens=0"], "sampling.max_tokens: 0 is not allowed. Fix: it must be a whole"),
-        "negative temperature": (
-            ["sampling.temperature=-1"],
-            "sampling.temperature: -1.0 is not allowed. Fix: it must",
-        ),
-        "top_k of 64 bits": (["sampling.top_k=9223372036854775808"], "sampling.top_k: 9223372036854775808 is not"),
         "a seed of 5,000 digits": (["sampling.seed=" + "1" * 5000], "sampling.seed: '1111"),
-        "a number of 401 digits": (["target.kv_cache_gb=" + "1" * 401], "target.kv_cache_gb: 1111"),
-        "a name that is not UTF-8": (["run.name=\udcff"], "run.name: '\\udcff' is not valid YAML"),
-        "a long value": (["run.name=" + "x" * 100_000], "... (100002 characters) cannot name a folder"),
-        "a mistyped method": (["drafters=[{method: ngrams}]"], "Did you mean ngram?"),
         "a mistyped key of a prompt": (
             ["data.path=typo.jsonl"],
             "typo.jsonl, line 2: expected an object with one of "
@@ -104,17 +83,10 @@ class TestUserErrors:
             ["model=x"],
             "model: unknown key. Did you mean target.model or drafters.N.model?",
         ),
-        "a key of another section": (["target.max_tokens=4"], "unknown key. Did you mean sampling.max_tokens?"),
         "tasks of training": (
             ["data.path=hf:x/y"],
             "data.path: hf:x/y names tasks, which only `specactor train` reads",
         ),
-        "an element that is not there": (
-            ["drafters=[]", "drafters.0.method=ngram"],
-            "for example 'drafters=[{method: ngram}]'",
-        ),
-        "a stop text that is no list": (["sampling.stop=foo"], "Fix: sampling.stop is a list (a text each)"),
-        "a section without a value": (["target="], "target: an override without a value would drop"),
         "two configurations": (["--config", LOCAL, "-c", LOCAL], "--config is given twice"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
         "a folder that cannot be made": (
@@ -165,7 +137,7 @@ class TestUserErrors:
         "a broken module": (["drafters=[{method: 'broken:Mine'}]"], "broken:Mine cannot be imported (ZeroDivisionErr"),
         "a class of another kind": (
             ["drafters=[{method: 'json:JSONDecoder'}]"],
-            "is no proposer: it lacks open, commit",
+            "is no proposer",
         ),
         "an output beyond the context": (
             [f"target.model={tiny_target()}", "sampling.max_tokens=512"],
@@ -213,7 +185,6 @@ class TestUserErrors:
         "no plain": (["--modes", "decoupled"], "--modes must contain plain"),
         "batch 0": (["--batch", "4,0"], "--batch: '0' is no whole number"),
         "batch of words": (["--batch", "many"], "--batch: 'many' is no whole number"),
-        "max_tokens 0": (["--max-tokens", "0"], "sampling.max_tokens is 0; it must be a whole number from 1"),
         "malformed line": (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
         "no GPU": (["target.gpus=1", "cluster.num_gpus=0"], "target.gpus: the run needs 1 GPU(s) in all"),
         "no folder": (["--output", "/proc/x/bench.json"], "--output: /proc/x cannot be written to"),
@@ -375,329 +346,17 @@ class TestJobs:
 
 class TestParsing:
     def test_batches(self) -> None:
-        assert cli.parse_numbers("--batch", "1, 4,16,4") == [1, 4, 16]
+        assert parse_numbers("--batch", "1, 4,16,4") == [1, 4, 16]
 
     def test_modes(self) -> None:
-        assert cli.parse_modes("plain, decoupled") == [ModeName.plain, ModeName.decoupled]
+        assert parse_modes("plain, decoupled") == [ModeName.plain, ModeName.decoupled]
 
     def test_scale(self) -> None:
-        assert cli.parse_scale(["ngram=2", "draft_model=0", "eagle=auto"]) == {
+        assert parse_scale(["ngram=2", "draft_model=0", "eagle=auto"]) == {
             "ngram": 2,
             "draft_model": 0,
             "eagle": None,
         }
-
-
-class TestWriter:
-    def test_the_name_is_given_when_all_is_there(self, tmp_path: Path) -> None:
-        path = tmp_path / "out.jsonl"
-        with TrajectoryWriter(path) as writer:
-            for number in range(3):
-                writer.write({"n": number, "text": "é\ud800"})
-                assert not path.exists()
-                lines = writer.partial.read_bytes().splitlines()
-                assert [json.loads(line)["n"] for line in lines] == list(range(number + 1))
-            writer.complete()
-        assert len(path.read_text().splitlines()) == 3 and not writer.partial.exists()
-        assert json.loads(path.read_text().splitlines()[0])["text"] == "é\ud800"
-
-    def test_an_interrupted_run_keeps_its_lines_and_blocks_the_name(self, tmp_path: Path) -> None:
-        path = tmp_path / "out.jsonl"
-        with TrajectoryWriter(path) as writer:  # and no `complete`
-            writer.write({"n": 0})
-        assert not path.exists() and writer.where.read_text() == '{"n": 0}\n'
-        with pytest.raises(InputError, match="interrupted and left its finished trajectories"):
-            TrajectoryWriter(path)
-        assert writer.where.read_text() == '{"n": 0}\n'
-
-    def test_half_a_line_is_dropped(self, tmp_path: Path) -> None:
-        partial = tmp_path / "out.jsonl.partial"
-        partial.write_text('{"n": 0}\n{"n": 1}\n{"n"')
-        with TrajectoryWriter(tmp_path / "out.jsonl", resume=True) as writer:
-            assert writer.count == 2 and partial.read_text().endswith('{"n"'), "not before something is written"
-            writer.write({"n": 2})
-        assert partial.read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
-
-    def test_nothing_written_leaves_nothing(self, tmp_path: Path) -> None:
-        TrajectoryWriter(tmp_path / "out.jsonl").close()
-        assert list(tmp_path.iterdir()) == []
-
-    def test_a_link_to_nowhere_is_not_replaced(self, tmp_path: Path) -> None:
-        (tmp_path / "out.jsonl").symlink_to(tmp_path / "nowhere")
-        with pytest.raises(InputError, match="exists and is never overwritten"):
-            TrajectoryWriter(tmp_path / "out.jsonl")
-        assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
-
-
-class FakeRollout:
-    """Stands in for `Rollout`: yields what the test scripted, or raises it."""
-
-    script: ClassVar[list[Any]] = []
-    skipped: ClassVar[set[tuple[int, int]]] = set()
-    encoded: ClassVar[Any] = None
-    address = "127.0.0.1:6379"
-
-    def __init__(self, config: Config) -> None:
-        self.config, self.run_name, self.closed = config, config.run.name, False
-        self.committed_tokens = self.moved_requests = self.reissued_requests = 0
-        first = self.script[0] if self.script else None
-        if isinstance(first, ClusterError):
-            raise first
-
-    def __enter__(self) -> FakeRollout:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closed = True
-
-    def metrics(self) -> RolloutMetrics:
-        return RolloutMetrics(steps=5, row_steps=10, committed_tokens=self.committed_tokens)
-
-    def fallbacks(self) -> list[str]:
-        return []
-
-    def status(self) -> list[dict[str, Any]]:
-        health = {"health": {"method": "eagle", "alarm": True}}
-        return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {"inline": {"eagle-0#1a2b": health}}}]
-
-    def stream(self, prompts: list[Any], skip: Collection[tuple[int, int]], encoded: Any) -> Iterator[Trajectory]:
-        type(self).skipped = set(skip)
-        type(self).encoded = encoded
-        for item in self.script:
-            if isinstance(item, BaseException):
-                raise item
-            if callable(item):
-                item()
-                continue
-            self.committed_tokens += len(item.token_ids)
-            yield item
-
-
-def trajectory(index: int, error: str = "") -> Trajectory:
-    tokens = () if error else (4, 5, 6)
-    return Trajectory(
-        f"1-{index}-0",
-        index,
-        0,
-        (1, 2),
-        tokens,
-        tuple(-1.0 for _ in tokens),
-        "text",
-        "error" if error else "length",
-        SamplingParams(seed=derive_seed(0, index, 0)),
-        RequestStats(),
-        error,
-        prompt="abc"[index],
-    )
-
-
-class TestRun:
-    @pytest.fixture(autouse=True)
-    def _fake_rollout(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr("specactor_ray.rollout.rollout.Rollout", FakeRollout)
-        monkeypatch.setattr("specactor_ray.runs.rollout._cluster_resources", dict)
-        monkeypatch.chdir(tmp_path)
-
-    def run(
-        self,
-        *script: Any,
-        name: str | None = "r",
-        resume: str = "never",
-        shown: io.StringIO | None = None,
-        lines: Sequence[str] = "abc",
-        **more: Any,
-    ) -> RunOutcome:
-        FakeRollout.script = list(script)
-        Path("prompts.txt").write_text("".join(f"{line}\n" for line in lines))
-        sections = {"target": {"model": str(tiny_target())}}
-        sections |= {section: more.pop(section) for section in ("sampling", "target") if section in more}
-        data = {"path": "prompts.txt", **more}
-        config = from_mapping({"mode": "plain", "run": {"name": name}, "resume": resume, "data": data, **sections})
-        return run_rollout(config, Console(file=shown or io.StringIO(), width=400))
-
-    def test_files_of_a_complete_run(self) -> None:
-        outcome = self.run(trajectory(2), trajectory(0), trajectory(1))
-        assert outcome.exit_code == 0 and outcome.folder == Path("runs/r")
-        rows = [json.loads(line) for line in Path("runs/r/trajectories.jsonl").read_text().splitlines()]
-        assert [row["prompt_index"] for row in rows] == [2, 0, 1]
-        summary = json.loads(Path("runs/r/summary.json").read_text())
-        assert summary == outcome.summary
-        assert summary["status"] == "complete" and summary["tokens"] == 9
-        assert summary["trajectories"]["finish_reasons"] == {"length": 3}
-        (drafter,) = summary["drafters"]
-        assert drafter.items() >= {"id": "eagle-0#1a2b", "method": "eagle", "alarm": True, "failures": 0}.items()
-        assert {"ray", "torch", "transformers"} <= summary["versions"].keys() and summary["hardware"]["cores"] >= 1
-        saved = yaml.safe_load(Path("runs/r/config.yaml").read_text())
-        assert saved == summary["config"] and saved["data"]["path"] == "prompts.txt"
-        assert sorted(path.name for path in Path("runs/r").iterdir()) == [
-            "config.yaml",
-            "summary.json",
-            "trajectories.jsonl",
-        ]
-
-    def test_one_poison_prompt_fails_alone(self) -> None:
-        outcome = self.run(trajectory(0), trajectory(1, error="longer than the context"), trajectory(2))
-        assert outcome.exit_code == 0 and outcome.summary["trajectories"]["failed"] == 1
-        assert outcome.summary["trajectories"]["failures"] == {"longer than the context": 1}
-        rows = [json.loads(line) for line in outcome.trajectories.read_text().splitlines()]
-        assert [row.get("error") for row in rows] == [None, "longer than the context", None]
-
-    def test_a_prompt_that_fails_often_is_listed_once(self) -> None:
-        counts = self.run(*[trajectory(1, error="no")] * 3, trajectory(0, error="no")).summary["trajectories"]
-        assert counts["failed_prompts"] == {"0": 1, "1": 3}
-        assert failed_prompts_line(counts["failed_prompts"]) == ["  failed prompts (counted from 1): 1, 2 (3 times)"]
-        assert failed_prompts_line({}) == []
-
-    def test_outputs_that_the_context_cuts_are_announced_and_counted(self) -> None:
-        shown = io.StringIO()
-        lines = ["a", " ".join(["the red fox sleeps on the mat."] * 4), "c"]
-        sections = {"target": {"model": str(tiny_target()), "max_model_len": 40}, "sampling": {"max_tokens": 25}}
-        outcome = self.run(trajectory(0), shown=shown, lines=lines, **sections)
-        assert [len(token_ids) > 15 for token_ids, _ in FakeRollout.encoded] == [False, True, False]
-        assert "warning: 1 of 3 prompts have more than 15 tokens" in shown.getvalue()
-        assert re.search(r"memory: about \d+\.\d\d GiB will be held, and \d+\.\d\d GiB are free now", shown.getvalue())
-        assert "sampling.max_tokens=25 of the context of 40" in shown.getvalue()
-        counts = outcome.summary["trajectories"]
-        assert counts["cut_by_context"] == 1 and cut_line(counts) and not cut_line({"cut_by_context": 0})
-
-    def test_a_model_without_a_tokenizer_takes_token_ids(self, tmp_path: Path) -> None:
-        bare = tmp_path / "bare"
-        bare.mkdir()
-        for name in ("config.json", "model.safetensors"):
-            (bare / name).symlink_to(tiny_target() / name)
-        Path("ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n')
-        target = {"model": str(bare)}
-        assert self.run(trajectory(0), target=target, path="ids.jsonl").summary["status"] == "complete"
-        Path("ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "a"}\n')
-        with pytest.raises(
-            ModelLoadError, match=r"no tokenizer.* Or give prompt 2 and all others as .*prompt_token_ids"
-        ):
-            self.run(trajectory(0), target=target, path="ids.jsonl", name="s")
-
-    def test_all_failed(self) -> None:
-        outcome = self.run(*(trajectory(number, error="no") for number in range(3)))
-        assert outcome.exit_code == 1 and outcome.summary["status"] == "complete"
-
-    def test_ctrl_c_keeps_what_had_finished(self) -> None:
-        outcome = self.run(trajectory(0), trajectory(1), KeyboardInterrupt())
-        assert outcome.exit_code == 130 and outcome.summary["status"] == "interrupted"
-        assert outcome.trajectories == Path("runs/r/trajectories.jsonl.partial")
-        assert len(outcome.trajectories.read_text().splitlines()) == 2
-        assert not Path("runs/r/trajectories.jsonl").exists()
-        assert json.loads(Path("runs/r/summary.json").read_text())["status"] == "interrupted"
-
-    def test_sigterm_is_an_interruption_too(self) -> None:
-        before = signal.getsignal(signal.SIGTERM)
-        outcome = self.run(trajectory(0), lambda: os.kill(os.getpid(), signal.SIGTERM), trajectory(1))
-        assert outcome.exit_code == 130 and outcome.summary["error"] == "SIGTERM"
-        assert signal.getsignal(signal.SIGTERM) is before
-
-    def test_a_crash_is_written_down_and_raised(self) -> None:
-        with pytest.raises(RuntimeError, match="broken"):
-            self.run(trajectory(0), RuntimeError("broken"))
-        summary = json.loads(Path("runs/r/summary.json").read_text())
-        assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: broken")
-        assert len(Path("runs/r/trajectories.jsonl.partial").read_text().splitlines()) == 1
-
-    def test_no_cluster_leaves_nothing(self) -> None:
-        with pytest.raises(ClusterError):
-            self.run(ClusterError("no Ray cluster answers"))
-        assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
-
-    def test_a_run_name_is_used_once(self) -> None:
-        self.run(trajectory(0))
-        before = Path("runs/r/summary.json").read_text()
-        with pytest.raises(InputError, match=r"runs/r holds an earlier run"):
-            self.run(trajectory(0))
-        assert Path("runs/r/summary.json").read_text() == before
-
-    def test_an_interrupted_run_is_continued(self) -> None:
-        self.run(trajectory(2), trajectory(0, error="no"), KeyboardInterrupt(), name=None)
-        (folder,) = Path("runs").iterdir()
-        outcome = self.run(trajectory(1), name=None, resume="auto")
-        assert FakeRollout.skipped == {(2, 0), (0, 0)}
-        assert outcome.exit_code == 0 and outcome.folder == folder
-        rows = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
-        assert [row["prompt_index"] for row in rows] == [2, 0, 1]
-        summary = json.loads((folder / "summary.json").read_text())
-        assert (summary["status"], summary["resumed"]) == ("complete", 2)
-        counts = summary["trajectories"]
-        assert (counts["total"], counts["finished"], counts["failed"], counts["tokens"]) == (3, 2, 1, 6)
-        assert not self.run(trajectory(0), name=None, resume="auto").summary["resumed"], "nothing is unfinished now"
-
-    @pytest.mark.parametrize(
-        ("changed", "expected"),
-        [
-            ({"sampling": {"temperature": 0.5}}, r"sampling.temperature: is 0.5, and the interrupted run r has 1.0"),
-            (
-                {"target": {"model": str(tiny_draft())}},
-                r"target.model: is '.*draft.*', and the interrupted run r has '",
-            ),
-            (
-                {"output": "elsewhere.jsonl"},
-                r"data.output: is '.*elsewhere.jsonl', and the interrupted run r",
-            ),
-            ({"limit": 1}, r"line 1: this trajectory is not one of the 1 prompts x 1 samples"),
-            ({"path": "others.txt"}, r"line 1: this trajectory is not one of the 3 prompts"),
-            ({"resume": "somewhere"}, r"resume: is 'somewhere'. Fix: a rollout takes auto or never"),
-        ],
-    )
-    def test_other_settings_are_refused_and_nothing_is_lost(self, changed: dict[str, Any], expected: str) -> None:
-        self.run(trajectory(2), KeyboardInterrupt())
-        before = {path: path.read_bytes() for path in Path("runs/r").iterdir()}
-        Path("others.txt").write_text("x\ny\nz\n")
-        with pytest.raises(UserError, match=expected):
-            self.run(trajectory(1), **{"resume": "auto", **changed})
-        assert {path: path.read_bytes() for path in Path("runs/r").iterdir()} == before
-
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            '{"prompt_index": 1}\n',
-            "my notes\nwithout an end",
-            "[]\n",
-            '{"prompt_index": 1, "sample_index": 0, "finish_reason": [], "token_ids": []}\n',
-            "",
-        ],
-    )
-    def test_what_is_no_trajectory_is_named_and_stays(self, damage: str) -> None:
-        self.run(trajectory(2), KeyboardInterrupt())
-        partial = Path("runs/r/trajectories.jsonl.partial")
-        partial.write_text(partial.read_text() + (damage or partial.read_text()))
-        before = {path: path.read_bytes() for path in Path("runs/r").iterdir()}
-        with pytest.raises(InputError, match=r"partial, line 2: this is no trajectory.* Fix: remove the line"):
-            self.run(trajectory(1), resume="auto")
-        assert {path: path.read_bytes() for path in Path("runs/r").iterdir()} == before
-
-    @pytest.mark.parametrize("name", ["trajectories.jsonl.partial", "config.yaml"])
-    def test_what_is_no_regular_file_is_not_read(self, name: str) -> None:
-        self.run(trajectory(2), KeyboardInterrupt())
-        (Path("runs/r") / name).unlink()
-        os.mkfifo(Path("runs/r") / name)
-        with pytest.raises(UserError, match=rf"{name}.* cannot be (opened|read).*not a regular file"):
-            self.run(trajectory(1), resume="auto")
-
-    def test_a_run_without_a_finished_trajectory_is_continued_too(self) -> None:
-        self.run(KeyboardInterrupt())
-        partial = Path("runs/r/trajectories.jsonl.partial")
-        assert partial.read_bytes() == b""
-        partial.write_text("half a line")
-        with pytest.raises(ClusterError):
-            self.run(ClusterError("no Ray cluster answers"), resume="auto")
-        assert partial.read_text() == "half a line"
-        outcome = self.run(*map(trajectory, range(3)), resume="auto")
-        assert outcome.summary["resumed"] == 0 and len(outcome.trajectories.read_text().splitlines()) == 3
-        with pytest.raises(InputError, match="it is complete, so there is nothing to continue in it"):
-            self.run(trajectory(0), resume="auto")
-
-    def test_an_output_elsewhere_is_found_again_from_another_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.run(trajectory(2), KeyboardInterrupt(), output="out.jsonl")
-        home = Path.cwd()
-        (home / "other").mkdir()
-        monkeypatch.chdir(home / "other")
-        (home / "other" / "runs").symlink_to(home / "runs")
-        outcome = self.run(trajectory(0), trajectory(1), resume="auto")
-        assert outcome.trajectories == home / "out.jsonl" and outcome.summary["resumed"] == 1
 
 
 def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path) -> None:
@@ -715,12 +374,6 @@ def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path)
     assert "mine:other cannot be imported" in error_line(run_program(folder, [str(script)], *train))
     assert not (folder / "planted").exists()
     assert (folder / "wanted").exists()
-
-
-def test_a_summary_is_for_its_owner_alone(tmp_path: Path) -> None:
-    write_json(tmp_path / "summary.json", {"config": {"data": {"options": {"token": "x"}}}})
-    assert stat.S_IMODE((tmp_path / "summary.json").stat().st_mode) == 0o600
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_ctrl_c_while_modules_are_imported_prints_no_traceback(tmp_path: Path) -> None:

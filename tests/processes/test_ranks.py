@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specactor_ray.config.online import OnlineConfig, OnlineWhere
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.config.training_schema import OnlineConfig, OnlineWhere
 from specactor_ray.core.errors import ActorLostError, RemoteError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.models.weight_buckets import unpack

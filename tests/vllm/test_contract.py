@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray.config.engine_arguments import REFUSED, SET_BY_KEYS
+from specactor_ray.config.rules import REFUSED, SET_BY_KEYS
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.target.vllm_bridge import CoreSettings, _engine_arguments
 from specactor_ray.target.vllm_graphs import capture_sizes

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specactor_ray.bench.gpu_check.stage import ModelShape, Stage
-from specactor_ray.core.fallbacks import fallbacks
+from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.ragged import places
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.core.types import SamplingParams

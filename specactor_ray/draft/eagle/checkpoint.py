@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.json_text import parse_json, read_foreign
+from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers
 from specactor_ray.models.checkpoint_files import require_head
 from specactor_ray.models.loading import load_model, load_model_config, parse_dtype, resolve_model, wrong_value_errors

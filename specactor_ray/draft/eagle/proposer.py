@@ -18,8 +18,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.methods import BUILT_IN
+from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.ragged import places
 from specactor_ray.draft.branches import MAIN, Chains

@@ -19,9 +19,8 @@ from specactor_ray.bench.profile_process import (
     record_outputs,
     seconds_per_token,
 )
-from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.methods import Traits
+from specactor_ray.config.methods import DrafterSpec, Traits
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import ConfigError, InputError

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.config.describe import describe
+from specactor_ray.config.fields import KeyDoc, describe
 from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
+from specactor_ray.config.rules import validate_training
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.config.validate_training import validate_training
 from specactor_ray.core.errors import ConfigError
 
 DRAFTER = "drafters=[{method: suffix}]"
-KEYS = [doc.key.replace(".N.", ".0.") for doc in describe()]
+KEYS = [doc.key.replace(".N.", ".0.") for doc in describe(Config)]
 BASE = ("data.n=2", DRAFTER, "reward.functions=[{name: length}]")
 POWERS = st.builds(
     lambda power, shift: 2**power + shift, st.sampled_from([7, 15, 31, 32, 53, 63, 64]), st.integers(-1, 1)
@@ -59,6 +59,24 @@ def test_a_value_is_accepted_or_refused_by_name(tmp_path_factory: Any, key: str,
         assert key.rpartition(".")[2] in message and len(message) < 2000 and message.isprintable()
     else:
         assert is_same(reload(to_yaml(config), folder), config)
+
+
+NUMBERS_WITHOUT_A_RANGE = {"reward.functions.N.weight", "reward.failure_value", "reward.pass_threshold"}
+
+
+@pytest.mark.parametrize("doc", [doc for doc in describe(Config) if doc.type.startswith(("an integer", "a number"))])
+def test_every_other_number_has_a_range(doc: KeyDoc) -> None:
+    key = doc.key.replace(".N.", ".0.")
+
+    def load() -> None:
+        validate_training(load_config(None, ["mode=decoupled", *BASE, f"{key}=-1"]))
+
+    if doc.key in NUMBERS_WITHOUT_A_RANGE:
+        load()
+    else:
+        with pytest.raises(ConfigError) as caught:
+            load()
+        assert caught.value.key == key
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, 10**400, 1e308])

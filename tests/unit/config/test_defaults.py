@@ -14,11 +14,11 @@ from transformers import LlamaConfig
 
 from specactor_ray.cli.report import rollout_table
 from specactor_ray.config import Config, load_config, to_yaml
-from specactor_ray.config.drafter_spec import drafter_specs, unused_branches
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.methods import drafter_specs, unused_branches
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.config.validate import validate
-from specactor_ray.core import environment, fallbacks
+from specactor_ray.core import environment
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
@@ -242,10 +242,10 @@ def test_a_comparison_of_modes_has_one_data_type(bf16: bool) -> None:
 
 
 def test_a_fallback_is_said_once_and_remembered(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(fallbacks, "_taken", {})
+    monkeypatch.setattr(environment, "_fallbacks", {})
     for what in ("slow", "slower", "slow"):
-        fallbacks.fall_back(logging.getLogger(__name__), what)
-    assert fallbacks.fallbacks() == ["slow", "slower"] == caplog.messages
+        environment.fall_back(logging.getLogger(__name__), what)
+    assert environment.fallbacks() == ["slow", "slower"] == caplog.messages
 
 
 @pytest.mark.parametrize("fell", [[], ["torch samples", "V1 runs"]])

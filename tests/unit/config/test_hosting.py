@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.config.drafter_spec import drafter_specs
-from specactor_ray.config.drafting import draft_actors, inline_drafters
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.methods import draft_actors, drafter_specs, inline_drafters
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.controller.seats import scale_refusal
 from specactor_ray.core.errors import ConfigError
+from specactor_ray.draft.registry import build_proposer
 from specactor_ray.rollout.planning import Devices, resolve_mode, settle
 from tests.tiny import tiny_draft, tiny_eagle
 from tests.unit.draft.test_own_proposers import Bench, config_of
@@ -106,3 +106,18 @@ def test_a_hosted_head_drafts_where_draft_actors_fail_and_changes_no_token(
     right, tried = acceptance.evidence.sum(axis=2)
     assert tried[acceptance.number(outside["method"])] > 0 and right[acceptance.number("eagle")] > 0, "both drafted"
     assert bench.verifier.metrics.accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("magic", "unknown method 'magic'; known: ngram"),
+        ("no.such.module:Drafter", "cannot be imported"),
+        ("tests.fakes.misbehaving:NoSuchDrafter", "cannot be imported"),
+        ("tests.leaves_at_import:Drafter", r"cannot be imported \(SystemExit: no use\)"),
+        ("collections:OrderedDict", "is no proposer: .*derive it from .*RowProposer"),
+    ],
+)
+def test_no_proposer(method: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_proposer(DrafterConfig(method=method), TargetConfig(), "cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.config import load_config
-from specactor_ray.config.shipped import SHIPPED, find_file, shipped_names
+from specactor_ray.config.load import SHIPPED, find_file, shipped_names
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.simulation.scenario import load_scenario

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from specactor_ray.actors.specs import VERIFIER, ClusterView, Phase
 from specactor_ray.cluster.supervised import Errand
-from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.methods import drafter_specs
 from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.members import Member, PeerNews, next_view
 

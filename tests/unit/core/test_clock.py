@@ -20,8 +20,7 @@ CLOCKED = (
     "cluster/supervised.py",
     "controller/",
     "draft/",
-    "loops/",
-    "queues/",
+    "transport/",
     "rollout/",
     "verify/",
 )

@@ -9,8 +9,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from specactor_ray.core.heartbeat import Heartbeat, elapsed
-from specactor_ray.core.phase_progress import PhaseProgress, ProgressState, figures, rollout_progress, show_tokens
+from specactor_ray.core.progress import Heartbeat, PhaseProgress, ProgressState, elapsed, rollout_progress, show_tokens
 
 
 @pytest.mark.parametrize(("first", "rate", "left"), [(0, "20.0", "0:40"), (500, "20.0", "0:15")])
@@ -37,42 +36,38 @@ def test_a_phase_that_never_began_says_nothing() -> None:
     assert stream.getvalue() == ""
 
 
-class TestRollout:
-    def test_plain_lines_without_a_terminal(self) -> None:
-        out, seconds = io.StringIO(), [0.0]
-        console = Console(file=out, width=200)
-        state = ProgressState(done=3, failed=1, tokens=250, acceptance_length=1.5, supply=2.25)
-        with rollout_progress(console, "rollout [x]", 8, lambda: state, 60.0, lambda: seconds[0]):
-            seconds[0] = 2.0
-        assert out.getvalue() == (
-            "rollout [x]: 25%, 2/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50, supply 2.25, "
-            "1 failed in 2 s\n"
-        )
+@pytest.mark.parametrize(("failed", "words"), [(1, ", 1 failed"), (0, "")])
+def test_a_rollout_without_a_terminal(failed: int, words: str) -> None:
+    out, seconds = io.StringIO(), [0.0]
+    state = ProgressState(done=2 + failed, failed=failed, tokens=250, acceptance_length=1.5, supply=2.25)
+    with rollout_progress(Console(file=out, width=200), "rollout [x]", 8, lambda: state, 60.0, lambda: seconds[0]):
+        seconds[0] = 2.0
+    figures = "2/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50, supply 2.25"
+    assert out.getvalue() == f"rollout [x]: 25%, {figures}{words} in 2 s\n"
 
-    def test_a_bar_on_a_terminal(self) -> None:
-        out = io.StringIO()
-        console = Console(file=out, width=160, force_terminal=True)
-        with rollout_progress(console, "rollout", 8, lambda: ProgressState(done=8, tokens=10)):
-            pass
-        assert "8/8" in out.getvalue() and "tokens/s" in out.getvalue()
 
-    def test_no_failures_no_word_of_them(self) -> None:
-        assert "failed" not in figures(ProgressState(tokens=10), 1.0)
+def test_a_rollout_on_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=160, force_terminal=True)
+    with rollout_progress(console, "rollout", 8, lambda: ProgressState(done=8, tokens=10)):
+        pass
+    assert "8/8" in out.getvalue() and "tokens/s" in out.getvalue()
 
-    def test_a_state_that_cannot_be_read_ends_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("specactor_ray.core.phase_progress._POLL_S", 0.001)
-        reads, twice = list[int](), threading.Event()
 
-        def read() -> ProgressState:
-            reads.append(1)
-            if len(reads) == 2:
-                twice.set()
-            if len(reads) == 1:
-                raise RuntimeError("no metrics yet")
-            return ProgressState(done=8)
+def test_a_state_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specactor_ray.core.progress._POLL_S", 0.001)
+    reads, twice = list[int](), threading.Event()
 
-        with rollout_progress(Console(file=io.StringIO()), "rollout", 8, read):
-            assert twice.wait(30.0)
+    def read() -> ProgressState:
+        reads.append(1)
+        if len(reads) == 2:
+            twice.set()
+        if len(reads) == 1:
+            raise RuntimeError("no metrics yet")
+        return ProgressState(done=8)
+
+    with rollout_progress(Console(file=io.StringIO()), "rollout", 8, read):
+        assert twice.wait(30.0)
 
 
 def test_a_heartbeat_shows_lines_until_it_is_stopped() -> None:
@@ -80,5 +75,6 @@ def test_a_heartbeat_shows_lines_until_it_is_stopped() -> None:
     with Heartbeat(elapsed(shown.put, "starting"), interval_s=0.001) as heartbeat:
         assert [shown.get(timeout=30.0) for _ in range(2)] == ["starting, 0 s"] * 2
         heartbeat.stop()
-        heartbeat._thread.join(30.0)
-        assert not heartbeat._thread.is_alive()
+        shown.queue.clear()
+        with pytest.raises(queue.Empty):
+            shown.get(timeout=0.05)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from specactor_ray.cli import main as cli
 from specactor_ray.cli.train_drafter import TrainPaths, train_drafter
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.distill.measuring import drafter_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.distill.corpus import CorpusRecord, RecordStore, collect

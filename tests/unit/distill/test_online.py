@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.online import OnlineConfig
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
+from specactor_ray.config.training_schema import OnlineConfig
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.eagle import EagleExample, expected_counts, make_batch, new_head
 from specactor_ray.distill.eagle_unroll import unroll_loss

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.core.fallbacks import fallbacks
+from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import burst
 from specactor_ray.draft.burst import LONGEST

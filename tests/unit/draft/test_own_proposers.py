@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specactor_ray.config.drafter_spec import WINDOW, drafter_specs
-from specactor_ray.config.drafting import is_hosted
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.methods import traits
+from specactor_ray.config.methods import WINDOW, drafter_specs, is_hosted, traits
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, SpeculationConfig, TargetConfig, VerifyPolicy
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specactor_ray.core import json_text
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.files import cache_dir
+from specactor_ray.core.files import MOST_BYTES, cache_dir
 from specactor_ray.models import builtin, loading
 from specactor_ray.models.builtin import cached_dir
 
@@ -110,7 +109,7 @@ class TestLocalDirectory:
         assert f"{name} is not a regular file" in error_of(lambda: loading.load_tokenizer(str(model_dir)))
         (model_dir / name).unlink()
         with (model_dir / name).open("wb") as file:
-            file.truncate(json_text.MOST_BYTES + 1)  # takes no room on the disk
+            file.truncate(MOST_BYTES + 1)  # takes no room on the disk
         assert f"{name} is larger than 256 MiB" in error_of(lambda: loading.load_model(str(model_dir)))
 
     @pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"vocab_size": None}])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from specactor_ray.cli import main as cli
 from specactor_ray.config.load import from_mapping, load_config
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
-from specactor_ray.config.validate import validate
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
@@ -370,7 +370,7 @@ class TestCommand:
     def test_auto_needs_a_profile(self) -> None:
         with pytest.raises(ConfigError, match="plan: 'auto' needs a profile"):
             load_config(None, ["mode=plain", "plan=auto"])
-        with pytest.raises(ConfigError, match="plan_devices: 0 is too small"):
+        with pytest.raises(ConfigError, match="plan_devices: 0 is out of range"):
             load_config(None, ["mode=plain", "plan_devices=0"])
 
     def test_the_bad_profile_ends_a_rollout_before_it_begins(

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from specactor_ray.cli.options import planned_side_by_side
 from specactor_ray.config import Config, load_config
+from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import ModeName
-from specactor_ray.config.validate import validate
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.rollout import planning
 from specactor_ray.rollout.planning import Devices, as_decoupled, existing_devices, resolve, resolve_mode

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.json_text import MOST_BYTES
+from specactor_ray.core.files import MOST_BYTES
 from specactor_ray.runs.checkpoint import (
     CheckpointStore,
     TrainState,

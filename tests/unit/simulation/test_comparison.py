@@ -30,7 +30,7 @@ from specactor_ray.cli.scenario_report import (
     write_sweep_plot,
 )
 from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
-from specactor_ray.core.phase_progress import PhaseProgress
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.simulation.comparison import (
     Sweep,
     build_report,

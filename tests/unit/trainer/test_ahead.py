@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.validate_training import validate_training
+from specactor_ray.config.rules import validate_training
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.learner.recipe import make_recipe

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.rules import validate_training
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
-from specactor_ray.config.validate_training import validate_training
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.trainer import worker_process
 from specactor_ray.trainer.rewards import REWARDS, RewardSample, RewardWork, Scorer, extract_answer, find_reward

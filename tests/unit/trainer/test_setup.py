@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.config import Config, load_config, validate_training
+from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.rollout.memory import check_memory
@@ -266,6 +266,6 @@ def test_no_option_of_the_data_gets_into_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_deepspeed_that_is_not_installed_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate_training.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"trainer\.backend: DeepSpeed is not installed"):
-        validate_training.validate_training(from_mapping({"trainer": {"backend": "deepspeed"}, "data": {"n": 4}}))
+        rules.validate_training(from_mapping({"trainer": {"backend": "deepspeed"}, "data": {"n": 4}}))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +17,7 @@ import pytest
 
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ActorLostError, SpecActorError
+from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.trainer.saver import Saver
@@ -34,7 +37,6 @@ class World:
         self.recorded: list[int] = []
         self.finished: list[tuple[str, int, str]] = []
         self.said: list[str] = []
-        self.pending_stop = self.shield = False
         self.config = Config()
         self.enough: Callable[[], bool] = lambda: False
         self.config.checkpoint.every = 2
@@ -113,10 +115,6 @@ class World:
         self.finished.append((status, checkpoint_failures, error))
         return TrainOutcome(status, Path(), {})
 
-    @contextlib.contextmanager
-    def shielded(self) -> Iterator[None]:
-        yield
-
     def run(self) -> TrainOutcome:
         saver = Saver(self.store, self.save, self.resumed, self.is_saved)
         self.saver = saver
@@ -128,7 +126,6 @@ class World:
                 maker=self,
                 record=self,
                 saver=saver,
-                stop=self,
                 sampling=SamplingParams(),
                 pupil="eagle",
                 say=self.said.append,
@@ -175,6 +172,19 @@ def test_a_run_from_another_runs_checkpoint_has_one_of_its_own_at_once(world: Wo
     with pytest.raises(SystemExit):
         world.run()
     assert world.saved == {"step-000003": "3"}
+
+
+def test_a_signal_during_an_update_ends_the_run_after_the_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = world.update
+
+    def interrupted(*arguments: Any) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return update(*arguments)
+
+    monkeypatch.setattr(world, "update", interrupted)
+    with sigterm_interrupts():
+        assert world.run().status == "interrupted"
+    assert world.recorded == [1] and world.saved == {"step-000001": "1.0"}
 
 
 def test_the_very_beginning_needs_no_checkpoint(world: World) -> None:

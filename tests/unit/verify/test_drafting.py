@@ -11,10 +11,9 @@ import pytest
 
 from specactor_ray.actors.process import ActorHost
 from specactor_ray.actors.specs import VerifierSpec
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.methods import Traits, traits
-from specactor_ray.config.schema import SpeculationConfig, TargetConfig
-from specactor_ray.core.types import Mode, SamplingParams
+from specactor_ray.config.methods import DrafterSpec, Traits, traits
+from specactor_ray.config.schema import ModeName, SpeculationConfig, TargetConfig
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.requests import DraftRequests
@@ -121,7 +120,7 @@ def test_what_a_seat_left_open_at_a_drafter_ends_with_the_next_seat() -> None:
 
 def test_tails_are_kept_up_to_the_largest_window_and_most_branches_of_a_drafter() -> None:
     sizes = {"max_drafts": 9, "max_branches": 3}
-    spec = VerifierSpec("v", TargetConfig(), SpeculationConfig(window=4), Mode.COUPLED, **sizes)
+    spec = VerifierSpec("v", TargetConfig(), SpeculationConfig(window=4), ModeName.coupled, **sizes)
     drafting = ActorHost().build_drafting(spec, SimpleNamespace(vocab_size=100))  # type: ignore[arg-type]
     assert drafting.table.branch_tail.shape[2:] == (3, 9)
     three = Claim(0, 1, 0, (1,), ((0, (2,)), (0, (3,)), (1, (4,))))

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.methods import Checkpoint, Traits
+from specactor_ray.config.methods import Checkpoint, DrafterSpec, Traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import loop as draft_loop

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.config.drafter_spec import DrafterSpec
-from specactor_ray.config.methods import traits
+from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig
 from specactor_ray.plan.step_cost import StepCost
 from specactor_ray.verify.acceptance import Acceptance

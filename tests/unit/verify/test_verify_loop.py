@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup.proposer import NgramProposer

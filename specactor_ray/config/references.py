@@ -35,8 +35,8 @@ def references(tree: Any) -> list[tuple[KeyPath, str]]:
 
 
 def resolve(tree: Any, node: Any) -> dict[KeyPath, str]:
-    """Resolve every reference in `tree`, which the user wrote, once in `node`, the OmegaConf configuration made of it.
-    Returns path → text of those that read the environment, directly or through other references.
+    """Resolve the references of `tree`, as written by the user, in `node`, the OmegaConf configuration made of it.
+    Returns path → text of those that read the environment, directly or through others.
 
     Raises:
         ConfigError: A reference cannot be resolved, or stands for a value of the wrong type.

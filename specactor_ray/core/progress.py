@@ -1,18 +1,60 @@
-"""Progress of a phase: a bar with the remaining time on a terminal, a line at intervals elsewhere."""
+"""Progress of long work: a bar with the remaining time on a terminal, lines at intervals elsewhere."""
 
 from __future__ import annotations
 
+import itertools
+import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import Progress, TaskID, TaskProgressColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from specactor_ray.core.console import make_bar, say
-from specactor_ray.core.heartbeat import Heartbeat
+from specactor_ray.core.console import say
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+
+
+class Heartbeat:
+    """Calls `beat` (replaceable) with the seconds since the start every `interval_s`, from a separate thread, until
+    `stop` or the end of the `with` block. Errors of `beat` are logged and ignored."""
+
+    def __init__(self, beat: Callable[[float], None], interval_s: float = 5.0) -> None:
+        self.beat, self._interval_s, self._ended = beat, interval_s, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the calls; a running one gets two seconds. Idempotent."""
+        self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    def _run(self) -> None:
+        begin = time.monotonic()
+        while not self._ended.wait(self._interval_s):
+            try:
+                self.beat(time.monotonic() - begin)
+            except Exception:  # a display error must not end the work
+                logger.debug("progress could not be shown", exc_info=True)
+
+
+def elapsed(show: Callable[[str], None], what: str) -> Callable[[float], None]:
+    """A beat that shows `what, 10 s`."""
+    return lambda seconds: show(f"{what}, {seconds:.0f} s")
 
 
 class PhaseProgress:
@@ -38,18 +80,23 @@ class PhaseProgress:
         self._interval_s, self._clock = line_interval_s, clock
         self._begin = self._last_line = clock()
         self._first: float | None = None
-        self._done, self._figures = 0.0, ""
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
+        self._done, self._line = 0.0, ""
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(title, total=self._total, figures="")
         self._poll = poll
         self._polls = None if poll is None else Heartbeat(lambda _: poll(self), _POLL_S)
 
     def __enter__(self) -> PhaseProgress:
         self._begin = self._last_line = self._clock()
-        if self._console.is_terminal:
-            self._bar = make_bar(self._console, TaskProgressColumn())
-            self._task = self._bar.add_task(self._title, total=self._total, figures="")
-            self._bar.start()
+        self._bar.start()
         if self._polls is not None:
             self._polls.start()
         return self
@@ -58,10 +105,9 @@ class PhaseProgress:
         if self._poll is not None and self._polls is not None:
             self._polls.stop()
             self._poll(self)
-        if self._bar is not None:
-            self._bar.stop()
-        elif self._first is not None:
-            say(self._console, f"{self._line()} in {self.seconds:.0f} s")
+        self._bar.stop()
+        if self._bar.disable and self._line:
+            say(self._console, f"{self._line} in {self.seconds:.0f} s")
 
     @property
     def seconds(self) -> float:
@@ -81,42 +127,32 @@ class PhaseProgress:
         """Set the progress to `done` of `total`; `figures` describe its state."""
         if self._first is None:
             self._first = 0.0 if done < self._total / 100 else done
-        self._done, self._figures = min(done, self._total), figures
-        if self._bar is not None:
-            shown = f"{figures}, {self._left()} left" if self._left() else figures
-            self._bar.update(self._task, completed=self._done, figures=shown)
-        elif self._clock() - self._last_line >= self._interval_s:
+        self._done = min(done, self._total)
+        self._line = f"{self._title}: {self._done / self._total:.0%}, {figures}"
+        self._bar.update(self._task, completed=self._done, figures=figures + self._time_left())
+        if self._bar.disable and self._clock() - self._last_line >= self._interval_s:
             self._last_line = self._clock()
-            left = f", {self._left()} left" if self._left() else ""
-            say(self._console, self._line() + left)
+            say(self._console, self._line + self._time_left())
 
-    def _left(self) -> str:
-        """Estimate of the remaining time; empty if there is none, and at the very end, where it would not change."""
+    def _time_left(self) -> str:
+        """Estimate such as `, 1:05 left`; empty if there is none, and at the very end, where it would not change."""
         if self.rate <= 0.0 or self._done >= 0.99 * self._total:
             return ""
         seconds = round((self._total - self._done) / self.rate)
-        return f"{seconds // 60}:{seconds % 60:02d}"
-
-    def _line(self) -> str:
-        return f"{self._title}: {self._done / self._total:.0%}, {self._figures}"
+        return f", {seconds // 60}:{seconds % 60:02d} left"
 
 
 def show_tokens(progress: PhaseProgress) -> Callable[[int], None]:
     """Callback for a phase that makes tokens, called with their number so far."""
-
-    def show(tokens: int) -> None:
-        progress.update(tokens, f"{tokens:,} tokens, {progress.rate_at(tokens):.1f} tokens/s")
-
-    return show
+    return lambda tokens: progress.update(tokens, f"{tokens:,} tokens, {progress.rate_at(tokens):.1f} tokens/s")
 
 
 def show_steps(progress: PhaseProgress, total: int) -> Callable[[str], None]:
     """Callback for a phase of `total` counted steps, called after each with its description."""
-    done = 0
+    numbers = itertools.count(1)
 
     def show(what: str) -> None:
-        nonlocal done
-        done += 1
+        done = next(numbers)
         progress.update(done, f"{done}/{total}, {what}")
 
     return show
@@ -148,14 +184,11 @@ def rollout_progress(
     def show(progress: PhaseProgress) -> None:
         state = read()
         finished = state.done - state.failed
-        counts = f"{finished}/{total} trajectories, {state.tokens:,} tokens"
-        progress.update(finished, f"{counts}, {figures(state, progress.seconds)}")
+        figures = (
+            f"{finished}/{total} trajectories, {state.tokens:,} tokens, "
+            f"{state.tokens / max(progress.seconds, 1e-9):.1f} tokens/s, "
+            f"acceptance length {state.acceptance_length:.2f}, supply {state.supply:.2f}"
+        )
+        progress.update(finished, figures + (f", {state.failed} failed" if state.failed else ""))
 
     return PhaseProgress(console, title, total, line_interval_s, clock, show)
-
-
-def figures(state: ProgressState, seconds: float) -> str:
-    """Figures such as `98.2 tokens/s, acceptance length 1.42, supply 2.10`, and the failures if there are any."""
-    speed = f"{state.tokens / max(seconds, 1e-9):.1f} tokens/s"
-    failures = f", {state.failed} failed" if state.failed else ""
-    return f"{speed}, acceptance length {state.acceptance_length:.2f}, supply {state.supply:.2f}{failures}"

@@ -1,0 +1,115 @@
+"""`specactor bench`: the modes compared on the same prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specactor_ray.cli.options import (
+    ConfigFile,
+    Overrides,
+    finish,
+    load_settings,
+    parse_numbers,
+    planned_side_by_side,
+    split_items,
+)
+from specactor_ray.cli.report import difference_lines, reason_lines, speed_table, time_table
+from specactor_ray.core.console import make_console, say
+from specactor_ray.core.errors import InputError
+
+if TYPE_CHECKING:
+    from specactor_ray.bench.variants import BenchMode
+
+bench = typer.Typer(help="Measure.", no_args_is_help=True)
+
+
+@bench.callback()
+def _group() -> None:
+    """Keeps `rollout` a command of the group `bench`."""
+
+
+@bench.command("rollout")
+def bench_rollout(
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="What to compare: plain, coupled and (draft actors) decoupled with each method, fon with all."
+        ),
+    ] = "plain,coupled,decoupled",
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="Prompts; may be repeated. Default: data.path.", show_default=False)
+    ] = None,
+    temperatures: Annotated[
+        str | None, typer.Option(help="As in 0,1. Default: sampling.temperature.", show_default=False)
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Batch sizes, as in 1,4,16. Default: target.max_batch.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Report. Default: bench.json in a new run folder.", show_default=False)
+    ] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure vLLM as it is, too: plain, and its own ngram, suffix, eagle3, ...")
+    ] = False,
+) -> None:
+    """Compare the modes on the same prompts, seeds and cores; exit code 1 if any token differs from plain decoding."""
+    settings, progress = load_settings(config_file, [*(overrides or ()), "target.record_margins=true"])
+    chosen = parse_modes(modes)
+    batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch)
+    settings = planned_side_by_side(settings, progress)
+    from specactor_ray.bench.comparison import all_identical
+    from specactor_ray.bench.rollout_modes import plan_workloads, run_bench
+
+    workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures))
+    report = run_bench(settings, chosen, batches, workloads, output, progress, peers)
+    _show(report)
+    finish(report["status"], all_identical(report))
+
+
+def _show(report: Mapping[str, Any]) -> None:
+    console, results = make_console(), report["results"]
+    if not results:
+        say(console, "interrupted before the first variant was measured; no report was written")
+        return
+    console.print(speed_table(results))
+    console.print(time_table(results))
+    if report["status"] == "interrupted":
+        say(console, f"interrupted: the {len(results)} variants above were measured")
+    for result in results:
+        for line in reason_lines(result["failures"]):
+            say(console, f"{result['variant']}, batch {result['batch']}, {result['workload']}:{line}")
+    for line in difference_lines(results):
+        say(console, line)
+    say(console, f"report: {Path(report['output']).resolve()}")
+
+
+def parse_modes(text: str) -> list[BenchMode]:
+    """`plain,decoupled` → variants to compare. Raises InputError for a name that is not a mode."""
+    from specactor_ray.bench.variants import BenchMode
+
+    names = [name for name in split_items(text) if name]
+    unknown = [name for name in names if name not in BenchMode.__members__]
+    if unknown:
+        raise InputError(f"--modes: {unknown[0]!r} is not a mode; the modes are {', '.join(BenchMode.__members__)}")
+    return [BenchMode[name] for name in names]
+
+
+def parse_temperatures(text: str | None) -> list[float]:
+    """`0,1` → the numbers; empty for None. Raises InputError for an item that is not a number of 0 or more."""
+    numbers = []
+    for item in split_items(text or ""):
+        try:
+            number = float(item)
+        except ValueError:
+            number = -1.0
+        if not 0.0 <= number < math.inf:
+            raise InputError(f"--temperatures: {item!r} is not a temperature; give numbers of 0 or more: 0,1")
+        numbers.append(number)
+    return list(dict.fromkeys(numbers))

@@ -1,0 +1,103 @@
+"""`specactor status` and `specactor scale`: runs that are under way."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.text import Text
+
+from specactor_ray.cli.report import ladder_table, status_table
+from specactor_ray.core.console import make_console, say
+from specactor_ray.core.errors import InputError
+
+_MOST_PENDING = 3
+"""Most draft actors without room that `scale` names."""
+
+Run = Annotated[str | None, typer.Option("--run", help="Name of the run. Default: the only one.", show_default=False)]
+Address = Annotated[
+    str, typer.Option("--address", envvar="RAY_ADDRESS", help="host:port of the Ray cluster, as the run printed it.")
+]
+
+
+def scale(
+    drafters: Annotated[
+        list[str], typer.Argument(metavar="METHOD=N", help="Draft actors wanted, as in ngram=2; auto: as many as pay.")
+    ],
+    run: Run = None,
+    address: Address = "auto",
+) -> None:
+    """Add or remove draft actors while a rollout runs (mode decoupled)."""
+    wanted = parse_scale(drafters)
+    from specactor_ray.rollout.run_client import scale_run
+
+    name, rows = scale_run(run, wanted, address)
+    console = make_console()
+    shown = (f"{method}={'auto' if count is None else count}" for method, count in wanted.items())
+    say(console, f"run {name}: wanted now {', '.join(shown)}")
+    console.print(status_table(rows))
+    pending = [row for row in rows if row["phase"] == "pending" and row["method"] in wanted]
+    for row in pending[:_MOST_PENDING]:
+        reason = f": it {row['note']}" if row["note"] else "."
+        say(console, f"{row['id']} cannot start yet{reason} It starts when there is room.")
+    if len(pending) > _MOST_PENDING:
+        say(console, f"{len(pending) - _MOST_PENDING} more cannot start yet")
+
+
+def status(
+    run: Run = None,
+    address: Address = "auto",
+    watch: Annotated[bool, typer.Option("--watch", help="Show them until the run ends, or Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.1, max=3600.0)] = 2.0,
+) -> None:
+    """Show the actors of a run."""
+    console = make_console()
+    if watch:
+        _watch(console, run, address, every)
+        return
+    from specactor_ray.rollout.run_client import status_of_run
+
+    console.print(_actors(*status_of_run(run, address)))
+
+
+def _watch(console: Console, run: str | None, address: str, interval_s: float) -> None:
+    """Redraw the status in a terminal, else print one status after the other."""
+    from rich.live import Live
+
+    from specactor_ray.rollout.run_client import watch_run
+
+    name = None
+    say(make_console(sys.stderr), "looking for the run")
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, auto_refresh=False, vertical_overflow="visible")
+        if console.is_terminal
+        else contextlib.nullcontext() as live,
+    ):
+        for name, rows in watch_run(run, address, interval_s):
+            if live is None:
+                console.print(_actors(name, rows))
+            else:
+                live.update(_actors(name, rows), refresh=True)
+        say(console, f"run {name} has ended")
+
+
+def _actors(name: str, rows: Sequence[Mapping[str, Any]]) -> Group:
+    """The actors of a run, and the ladder of their draft methods."""
+    ladder = ladder_table(rows)
+    return Group(Text(f"run {name}"), status_table(rows), *([ladder] if ladder is not None else []))
+
+
+def parse_scale(items: Sequence[str]) -> dict[str, int | None]:
+    """`["ngram=2"]` → `{"ngram": 2}`, None for `auto`. Raises InputError for an item that is not METHOD=N."""
+    wanted: dict[str, int | None] = {}
+    for item in items:
+        method, separator, count = item.partition("=")
+        if not (method and separator and (count.isdecimal() or count == "auto")):
+            raise InputError(f"{item!r} is not METHOD=N with a whole number, 0 or more, or auto; for example ngram=2")
+        wanted[method] = None if count == "auto" else int(count)
+    return wanted

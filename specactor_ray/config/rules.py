@@ -1,0 +1,313 @@
+"""Rules between configuration keys, and bounds of all values; `schema.py` has the ranges of single keys."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
+from specactor_ray.config.methods import BUILT_IN, is_hosted, is_named, reject_keys_against_traits
+from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
+from specactor_ray.config.training_schema import AlgorithmName, OnlineWhere, TrainerBackend
+from specactor_ray.core.errors import ConfigError, clipped, clipped_text
+
+Problem = tuple[str, str, str]
+"""Key, problem and fix."""
+_TRAINING_SECTIONS = ("algorithm", "reward", "environment", "trainer", "checkpoint", "tracking")
+"""Sections that `validate_training` checks."""
+_SMALLEST_SHARE = 0.01
+"""Smallest share of a core. Ray counts in ten-thousandths; less than a hundredth is no meaningful share."""
+_LARGEST = 1.0e9
+"""Largest number that need not be whole: seconds, gigabytes, weights."""
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+"""NUL and surrogates: characters that UTF-8 or files cannot represent."""
+_FREE_NUMBERS = ("sampling.", "data.options.", "environment.options.", "target.engine_arguments.")
+"""Keys with other bounds: those of `SamplingParams`, and of the libraries that read the others."""
+
+SET_BY_KEYS = {
+    "model": "target.model",
+    "dtype": "target.dtype",
+    "max_model_len": "target.max_model_len",
+    "max_num_seqs": "target.max_batch",
+    "max_num_batched_tokens": "target.max_step_tokens",
+    "kv_cache_memory_bytes": "target.kv_cache_gb",
+    "gpu_memory_utilization": "target.kv_cache_gb",
+    "tensor_parallel_size": "target.tensor_parallel",
+    "enforce_eager": "target.compiled",
+    "trust_remote_code": "target.trust_remote_code",
+    "revision": "target.model (org/name@REVISION)",
+    "code_revision": "target.model (org/name@REVISION)",
+    "seed": "sampling.seed",
+    "speculative_config": "drafters and speculation",
+    "spec_method": "drafters",
+    "spec_model": "drafters",
+    "spec_tokens": "speculation.window",
+}
+"""Argument of vLLM's engine → the key that sets it."""
+_PROCESSES = "one process per verifier drives the engine and commits its tokens"
+_LOGITS = "every token is sampled from the model's own logits, by keyed noise"
+REFUSED = {
+    "worker_cls": "keyed sampling runs in a worker of its own",
+    "worker_extension_cls": "keyed sampling runs in a worker of its own",
+    "additional_config": "it carries the settings of keyed sampling",
+    "async_scheduling": "a step is planned with the tokens of the step before",
+    "distributed_executor_backend": _PROCESSES,
+    "pipeline_parallel_size": _PROCESSES,
+    "data_parallel_size": _PROCESSES,
+    "logits_processors": _LOGITS,
+    "watermark": _LOGITS,
+    "watermark_config": _LOGITS,
+    "scheduler_cls": "drafts enter through vLLM's own scheduler",
+    "enable_lora": "a verifier has one version of the weights",
+    "enable_prefix_caching": "it is on, but where hidden states are exported: cached positions have none",
+    "enable_chunked_prefill": "long prompts are read beside steps that decode",
+    "skip_tokenizer_init": "prompts arrive as token ids",
+    "enable_sleep_mode": "`Rollout.sleep` needs it on GPUs, and CPUs have none",
+    "generation_config": "`sampling` holds how tokens are chosen",
+}
+"""Argument of vLLM's engine → reason why it cannot be set."""
+
+
+def validate(config: Config) -> None:
+    """Check a configuration of the right types.
+
+    Raises:
+        ConfigError: The first problem found, with its key and the fix.
+    """
+    _raise_first(_unwritable_values(config))
+    reject_values_not_allowed(config, "", left_out=_TRAINING_SECTIONS)
+    for problems in (_of_run_and_cluster, _of_target, _of_engine_arguments, _of_drafting):
+        _raise_first(problems(config))
+    for index, drafter in enumerate(config.drafters):
+        validate_drafter(drafter, f"drafters.{index}")
+
+
+def validate_drafter(drafter: DrafterConfig, key: str) -> None:
+    """Check the section of a draft method at `key`. Raises as `validate`."""
+    if not is_named(drafter.method):  # else a user's class, imported where it drafts
+        reject_unlisted(f"{key}.method", drafter.method, (*BUILT_IN, "package.module:Class"))
+    reject_values_not_allowed(drafter, f"{key}.")
+    if drafter.method in BUILT_IN:
+        reject_keys_against_traits(drafter, key, BUILT_IN[drafter.method].traits)
+    _raise_first(_of_drafter(drafter, key))
+
+
+def validate_training(config: Config) -> None:
+    """Check what `validate` leaves out because a rollout does not need it. Raises as `validate`."""
+    for name in _TRAINING_SECTIONS:
+        reject_values_not_allowed(getattr(config, name), f"{name}.")
+    _raise_first(_of_training(config))
+
+
+def _raise_first(problems: Iterator[Problem]) -> None:
+    for key, problem, fix in problems:
+        raise ConfigError(key, problem, fix)
+
+
+def _unwritable_values(config: Config) -> Iterator[Problem]:
+    """Texts that files and terminals cannot represent, and numbers too large for arrays, timers and Ray."""
+    for key, value in _leaves(config, ""):
+        if isinstance(value, str) and _UNWRITABLE.search(value):
+            yield key, f"{clipped(value)} holds a NUL or is not valid UTF-8.", "write it in UTF-8, without \\0."
+        if isinstance(value, int):
+            bits = 64 if key.startswith(_FREE_NUMBERS) else 31
+            if abs(value) >= 2**bits:
+                yield key, f"{clipped(value)} is too large.", f"use a number below 2**{bits}."
+        elif isinstance(value, float) and not key.startswith(_FREE_NUMBERS) and not abs(value) <= _LARGEST:
+            yield key, f"{value!r} is out of range.", f"use a finite number, at most {_LARGEST:g}."
+
+
+def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Key and value of everything below a section, including the user's own keys."""
+    if is_dataclass(node):
+        items: Any = ((field.name, getattr(node, field.name)) for field in fields(node))
+    elif isinstance(node, dict):
+        yield from ((key, name) for name in node)
+        items = node.items()
+    elif isinstance(node, list | tuple):
+        items = enumerate(node)
+    else:
+        yield key, node
+        return
+    for name, value in items:
+        yield from _leaves(value, f"{key}.{name}" if key else name)
+
+
+def _of_run_and_cluster(config: Config) -> Iterator[Problem]:
+    name, data, cluster = config.run.name, config.data, config.cluster
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        fix = "use letters, digits, `.`, `_` and `-`, at most 100, a letter first."
+        yield "run.name", f"{clipped(name)} cannot name a folder and actors.", fix
+    if data.path is not None and data.path == data.output:
+        problem = f"{clipped(data.output)} is also data.path; the prompts would be overwritten."
+        yield "data.output", problem, "name another file."
+    if cluster.health_timeout_s < cluster.health_interval_s:
+        problem = f"{cluster.health_timeout_s} s is shorter than one health check interval: every actor would fail."
+        fix = f"use more than cluster.health_interval_s ({cluster.health_interval_s})."
+        yield "cluster.health_timeout_s", problem, fix
+    if cluster.address not in ("local", "auto") and (problem := why_no_address(cluster.address)):
+        yield "cluster.address", problem, ""
+    for name in ("num_cpus", "num_gpus"):
+        if cluster.address != "local" and getattr(cluster, name) is not None:
+            problem = "is set, but a cluster that runs already (cluster.address) has a size of its own."
+            yield f"cluster.{name}", problem, "leave it out, or use cluster.address=local."
+    if config.plan is PlanPolicy.auto and config.profile is None:
+        fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
+        yield "plan", "'auto' needs a profile of this machine.", fix
+
+
+def why_no_address(address: str) -> str:
+    """Problem with the form of a cluster's address; empty for `host:port`."""
+    host, _, port = address.rpartition(":")
+    if not re.search(r"[/@\s]", address) and host and port.isdecimal() and 0 < int(port) < 65536:
+        return ""
+    form = "host:port, such as 10.0.0.5:6379 (as `ray start --head` prints it, not the dashboard's and not ray://...)"
+    shown = clipped(address if "://" in address else re.sub(".*@", "***@", address))
+    return f"{shown} is not the address of a Ray cluster; it must be {form}, `auto` or `local`."
+
+
+def _of_target(config: Config) -> Iterator[Problem]:
+    target, ranks, layers = config.target, config.target.tensor_parallel, config.target.hidden_layers
+    is_vllm = target.backend == "vllm"
+    if any(layer < 0 for layer in layers) or len(set(layers)) < len(layers):
+        yield "target.hidden_layers", f"{clipped(layers)} must be different numbers, 0 or more.", ""
+    if target.max_step_tokens < target.max_batch:
+        problem = f"{target.max_step_tokens} positions a step cannot hold one token for each of max_batch rows."
+        fix = f"use {target.max_batch} or more, or lower target.max_batch ({target.max_batch})."
+        yield "target.max_step_tokens", problem, fix
+    yield from _half_precision("target.dtype", target.dtype, "target", target.gpus)
+    if ranks > 1 and not is_vllm:
+        problem = f"{ranks}, but target.backend={target.backend} runs the model on one device."
+        yield "target.tensor_parallel", problem, "use target.backend=vllm, or raise target.replicas."
+    if ranks > 1 and config.plan is PlanPolicy.auto:
+        problem = f"{ranks} ranks, but plan=auto chooses a verifier's cores, and a profile is of one rank."
+        yield "target.tensor_parallel", problem, "use plan=fixed."
+    if target.gpus not in (0, ranks):
+        problem = f"{target.gpus} GPUs for {ranks} rank(s) of target.tensor_parallel; every rank has one."
+        split = f", target.tensor_parallel={target.gpus}" if is_vllm else ""
+        yield "target.gpus", problem, f"use target.gpus={ranks}{split} or raise target.replicas."
+    if not target.gpus and target.cores % ranks:
+        problem = f"{target.cores} core(s) cannot be shared out evenly among {ranks} ranks (target.tensor_parallel)."
+        yield "target.cores", problem, f"use a multiple of {ranks}."
+    if not target.compiled and not is_vllm:
+        problem = f"false, but target.backend={target.backend} has no compiled graph of the model to leave out."
+        yield "target.compiled", problem, "leave it out, or use target.backend=vllm."
+
+
+def _of_engine_arguments(config: Config) -> Iterator[Problem]:
+    given, backend = config.target.engine_arguments, config.target.backend
+    if given and backend != "vllm":
+        problem = f"target.backend={backend} has no such arguments."
+        yield "target.engine_arguments", problem, "leave it out, or use target.backend=vllm."
+    for name in given:
+        key = f"target.engine_arguments.{name}"
+        if name in SET_BY_KEYS:
+            yield key, "another key sets it.", f"use {SET_BY_KEYS[name]}."
+        if name in REFUSED:
+            yield key, f"it cannot be set: {REFUSED[name]}.", "leave it out."
+
+
+def _half_precision(key: str, dtype: str, host: str, gpus: int) -> Iterator[Problem]:
+    if gpus == 0 and dtype == "float16":
+        yield key, "float16 needs a GPU: on a CPU it is slow and loses range.", f"use float32, or {host}.gpus=1."
+
+
+def _of_drafting(config: Config) -> Iterator[Problem]:
+    speculation, mode = config.speculation, config.mode
+    if speculation.race_below is not None and speculation.race is not RaceName.tail:
+        problem = f"says when the tail begins, but speculation.race is {speculation.race.value!r}."
+        yield "speculation.race_below", problem, "leave it out, or use speculation.race=tail."
+    if mode in (ModeName.coupled, ModeName.decoupled) and not config.drafters:
+        problem = f"{mode.value!r} needs at least one drafter, and `drafters` is empty."
+        yield "mode", problem, "use mode=auto or mode=plain, or add one: 'drafters=[{method: ngram}]'."
+    for index, drafter in enumerate(config.drafters):
+        host, gpus = f"drafters.{index}", drafter.gpus
+        if mode is ModeName.coupled or drafter.hosted:
+            host, gpus = "target", config.target.gpus
+        elif mode is ModeName.auto:  # whichever mode it becomes
+            gpus += config.target.gpus
+        yield from _half_precision(f"drafters.{index}.dtype", drafter.dtype, host, gpus)
+    first: dict[str, int] = {}
+    for index, drafter in enumerate(config.drafters):
+        earlier = first.setdefault(drafter.method, index)
+        if earlier != index:
+            problem = f"{clipped(drafter.method)} is already element {earlier}."
+            yield f"drafters.{index}.method", problem, f"keep one and raise drafters.{earlier}.replicas."
+    if len(first) > MAX_METHODS:
+        yield "drafters", f"{len(first)} methods; at most {MAX_METHODS} are compared.", "take some out."
+    for index, drafter in enumerate(config.drafters if mode is not ModeName.plain else ()):
+        if drafter.max_replicas is not None and is_hosted(drafter, mode, f"drafters.{index}"):
+            problem = f"verifiers draft by {drafter.method} themselves, so it has no draft actors to scale."
+            fix = f"leave it out, or use mode=decoupled and drafters.{index}.hosted=false."
+            yield f"drafters.{index}.max_replicas", problem, fix
+
+
+def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:
+    cores, default = drafter.cores, DrafterConfig()
+    if not _SMALLEST_SHARE <= cores < math.inf or (cores > 1 and cores != int(cores)):
+        problem = f"{cores:g} is neither a whole number of cores nor a share of one."
+        yield f"{key}.cores", problem, f"use 1, 2, ..., or {_SMALLEST_SHARE:g} up to below 1."
+    for method, built_in in BUILT_IN.items():
+        for name in built_in.keys if drafter.method in BUILT_IN and drafter.method != method else ():
+            value = getattr(drafter, name)
+            if value != getattr(default, name):
+                problem = f"method {drafter.method} does not use it, but {value!r} is given."
+                yield f"{key}.{name}", problem, f"leave it out, or set {key}.method={method}."
+    if drafter.gpus > 1:
+        problem = f"{drafter.gpus} GPUs, but the model runs on one device."
+        yield f"{key}.gpus", problem, f"use 1 and raise {key}.replicas."
+    if drafter.min_match > drafter.max_match:
+        problem = f"{drafter.min_match} is above max_match ({drafter.max_match}): nothing could ever match."
+        yield f"{key}.min_match", problem, "lower min_match or raise max_match."
+    least, most = drafter.min_replicas, drafter.max_replicas
+    if most is None and least:
+        problem = f"{least}, but without max_replicas the number of draft actors is not changed."
+        yield f"{key}.min_replicas", problem, f"set {key}.max_replicas, or leave it out."
+    if most is not None and not least <= drafter.replicas <= most:
+        problem = f"{drafter.replicas} is not between min_replicas ({least}) and max_replicas ({most})."
+        yield f"{key}.replicas", problem, "start with a number between them."
+    online = drafter.online
+    if online.batch_tokens > online.buffer_tokens:
+        problem = f"{online.batch_tokens} positions a step, but only {online.buffer_tokens} are kept."
+        yield f"{key}.online.batch_tokens", problem, f"raise {key}.online.buffer_tokens, or lower it."
+    if online.where is not OnlineWhere.off and drafter.follow_policy:
+        problem = "true, but the drafter has weights of its own, which are learned online."
+        yield f"{key}.follow_policy", problem, f"use false, or {key}.online.where=off."
+
+
+def _of_training(config: Config) -> Iterator[Problem]:
+    pattern, algorithm, trainer = config.reward.answer_pattern, config.algorithm.name, config.trainer
+    try:
+        re.compile(pattern or "")
+    except (re.error, OverflowError, RecursionError) as error:
+        problem = f"{clipped(pattern)} is not a regular expression ({clipped_text(str(error))})."
+        yield "reward.answer_pattern", problem, "correct it (syntax: Python's re)."
+    if algorithm is not AlgorithmName.ppo and config.data.n < 2:
+        problem = f"{config.data.n} sample per prompt: {algorithm.value} compares the samples of a prompt."
+        yield "data.n", problem, "use 2 or more (8 is common), or algorithm.name=ppo."
+    if config.sampling.temperature == 0.0:
+        problem = "0 gives the same output for every sample of a prompt, and no gradient."
+        yield "sampling.temperature", problem, "use a temperature above 0, such as 1."
+    if config.environment.name is not None and not config.data.chat:
+        problem = "an environment answers with chat messages, and data.chat is false."
+        yield "environment.name", problem, "use data.chat=true, or no environment."
+    if trainer.backend is TrainerBackend.torch and trainer.ranks > 1:
+        problem = f"{trainer.ranks} ranks, but trainer.backend=torch is a single process."
+        yield "trainer.ranks", problem, "use trainer.backend=deepspeed, or 1 rank."
+    if trainer.backend is TrainerBackend.deepspeed and importlib.util.find_spec("deepspeed") is None:
+        yield "trainer.backend", "DeepSpeed is not installed.", "pip install deepspeed, or use trainer.backend=torch."
+    if trainer.gpus > 1:
+        problem = f"{trainer.gpus} GPUs, but a rank computes on one."
+        yield "trainer.gpus", problem, "use 1 and raise trainer.ranks (trainer.backend=deepspeed)."
+    if trainer.max_staleness and trainer.offload:
+        problem = (
+            "verifiers give up their caches during updates, and with trainer.max_staleness they generate meanwhile."
+        )
+        yield "trainer.offload", problem, "use trainer.offload=false, or trainer.max_staleness=0."
+    if trainer.warmup_steps > trainer.steps:
+        problem = f"{trainer.warmup_steps} steps are more than trainer.steps ({trainer.steps})."
+        yield "trainer.warmup_steps", problem, "lower it, or train longer."
