@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.distill.eagle import EagleExample, expected_counts, make_batch, most_frequent_ids
-from specactor_ray.distill.eagle_unroll import EagleBatch, unroll
+from specactor_ray.distill.eagle import EagleBatch, EagleExample, expected_counts, make_batch, most_frequent_ids, unroll
 from specactor_ray.draft.eagle.checkpoint import load_head, read_head_config, save_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.eagle.proposer import EagleProposer
