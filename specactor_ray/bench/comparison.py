@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specactor_ray.config.schema import ModeName
 
 if TYPE_CHECKING:
-    from specactor_ray.rollout.metrics import RolloutMetrics
+    from specactor_ray.rollout.trajectory import RolloutMetrics
 
 Place = tuple[int, int]
 """Prompt index and sample index, which identify a request in two rollouts."""

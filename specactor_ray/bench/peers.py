@@ -106,7 +106,9 @@ def measure_peer(work: PeerWork, report: Report) -> list[dict[str, Any]]:
     }
     os.environ.update(settings)
     llm = _start(work)
-    from specactor_ray.rollout.metrics import RolloutMetrics  # imports numba, whose number of threads vLLM sets first
+    from specactor_ray.rollout.trajectory import (
+        RolloutMetrics,  # imports numba, whose number of threads vLLM sets first
+    )
 
     _generate(llm, [(1, 2, 3)], [SamplingParams(temperature=0.0, max_tokens=8)])
     rows = []

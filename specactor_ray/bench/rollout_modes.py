@@ -29,8 +29,7 @@ from specactor_ray.core.files import make_folder, remove_if_empty, require_folde
 from specactor_ray.core.progress import ProgressState, rollout_progress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.planning import require_gpus
-from specactor_ray.rollout.preflight import check_target, require_named, start_notes
+from specactor_ray.rollout.preflight import check_target, require_gpus, require_named, start_notes
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.target.vllm_version import require_vllm
 

@@ -18,9 +18,9 @@ from specactor_ray.cli.options import (
     planned_side_by_side,
     split_items,
 )
+from specactor_ray.cli.report import difference_lines, reason_lines, speed_table, time_table
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
-from specactor_ray.rollout.report import difference_lines, reason_lines, speed_table, time_table
 
 if TYPE_CHECKING:
     from specactor_ray.bench.variants import BenchMode

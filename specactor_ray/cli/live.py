@@ -11,9 +11,9 @@ import typer
 from rich.console import Console, Group
 from rich.text import Text
 
+from specactor_ray.cli.report import ladder_table, status_table
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
-from specactor_ray.rollout.report import ladder_table, status_table
 
 _MOST_PENDING = 3
 """Most draft actors without room that `scale` names."""
@@ -33,7 +33,7 @@ def scale(
 ) -> None:
     """Add or remove draft actors while a rollout runs (mode decoupled)."""
     wanted = parse_scale(drafters)
-    from specactor_ray.rollout.attach import scale_run
+    from specactor_ray.rollout.run_client import scale_run
 
     name, rows = scale_run(run, wanted, address)
     console = make_console()
@@ -59,7 +59,7 @@ def status(
     if watch:
         _watch(console, run, address, every)
         return
-    from specactor_ray.rollout.attach import status_of_run
+    from specactor_ray.rollout.run_client import status_of_run
 
     console.print(_actors(*status_of_run(run, address)))
 
@@ -68,7 +68,7 @@ def _watch(console: Console, run: str | None, address: str, interval_s: float) -
     """Redraw the status in a terminal, else print one status after the other."""
     from rich.live import Live
 
-    from specactor_ray.rollout.attach import watch_run
+    from specactor_ray.rollout.run_client import watch_run
 
     name = None
     say(make_console(sys.stderr), "looking for the run")

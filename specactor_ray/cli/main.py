@@ -23,13 +23,7 @@ from specactor_ray.cli.drafter import drafter
 from specactor_ray.cli.live import scale, status
 from specactor_ray.cli.options import ConfigFile, Overrides, load_settings
 from specactor_ray.cli.plan import plan, profile
-from specactor_ray.cli.simulate import app as simulate
-from specactor_ray.cluster.module_path import put_current_folder_last
-from specactor_ray.core.console import make_console, say, show_error
-from specactor_ray.core.environment import versions
-from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
-from specactor_ray.core.signals import ignore_signals
-from specactor_ray.rollout.report import (
+from specactor_ray.cli.report import (
     alarm_lines,
     config_keys_table,
     cut_line,
@@ -38,6 +32,12 @@ from specactor_ray.rollout.report import (
     reason_lines,
     rollout_table,
 )
+from specactor_ray.cli.simulate import app as simulate
+from specactor_ray.cluster.module_path import put_current_folder_last
+from specactor_ray.core.console import make_console, say, show_error
+from specactor_ray.core.environment import versions
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
+from specactor_ray.core.signals import ignore_signals
 
 SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout", "train-drafter": "drafter train"}
 """Name of a job → command that it runs."""

@@ -75,7 +75,8 @@ def plan(
 ) -> None:
     """Choose mode, layout, draft method and window by a profile, and list the rejected ones with the reasons."""
     from specactor_ray.cli.plan_report import cost_table, prediction_table
-    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, requests_of, usable_profile
+    from specactor_ray.plan.apply import requests_of
+    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, usable_profile
 
     settings = as_decoupled(load_settings(config_file, overrides)[0])
     if profile_file is not None:

@@ -98,14 +98,6 @@ def flush_entry(path: Path) -> None:
         os.close(descriptor)
 
 
-def names_open_file(path: Path, descriptor: int) -> bool:
-    """Whether the path still refers to the open file: another process may have renamed, removed or replaced it."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
-
-
 def try_lock(descriptor: int) -> bool:
     """Lock an open file until it is closed, without waiting. Returns False if another process has locked it. Raises
     OSError if the file system has no locks."""

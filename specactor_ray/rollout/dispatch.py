@@ -14,12 +14,9 @@ from typing import Any
 
 from specactor_ray.actors.specs import Departure
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.core.clock import Event
 from specactor_ray.rollout.backlog import Backlog, Batches
 from specactor_ray.rollout.journal import Journal, JournalEntry
-from specactor_ray.rollout.rebalance import RunningRequest, expected_remaining, plan_moves
-from specactor_ray.rollout.sharing import OutputSharing
-from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
+from specactor_ray.rollout.verifiers import OutputSharing, VerifierLink, Verifiers
 from specactor_ray.transport.messages import Finished, Progress, Refused, RequestStats, ToRollout
 
 logger = logging.getLogger(__name__)
@@ -46,16 +43,13 @@ class WeightPolicy(StrEnum):
 
 
 class Dispatcher:
-    """Runs journaled requests on the controller's verifiers. For one thread; `wake` ends its waits.
+    """Runs journaled requests on the controller's verifiers. For one thread; `verifiers.wake` ends its waits.
 
     Args:
-        controller, calls: Handle of the controller, and the calls to it and to verifiers.
-        outstanding_per_verifier: Most requests handed to one verifier at a time; the rest wait here, so that a
-            verifier that joins late or is faster gets its share.
-        no_verifier_timeout_s: Longest time without any verifier, or without an answer of the controller, after which
-            the rollout fails.
-        request_stall_timeout_s: Longest time without progress of a request that has begun, or has stalled before, while
-            its verifier answers; after it the request is handed out again.
+        outstanding_per_verifier: Most requests handed to one verifier at a time; the rest wait here, for others.
+        no_verifier_timeout_s: Longest time without any verifier, or an answer of the controller, before a failure.
+        request_stall_timeout_s: Time without progress, while its verifier answers, after which a request that has begun
+            is handed out again.
         shares_outputs: Verifiers get the outputs finished by others, for the histories of the lookups they host.
     """
 
@@ -71,51 +65,40 @@ class Dispatcher:
         self.journal = Journal()
         self.moves = 0
         """Number of requests moved from one healthy verifier to another since the start."""
-        self.weight_version = 0
-        """Version of the policy's weights for requests."""
         self.reissues = 0
         """Number of requests issued again since the start because their verifier was gone or did not run them."""
         self._clock = calls.clock
         self._request_stall_timeout_s = request_stall_timeout_s
-        self._verifiers = Verifiers(controller, calls, no_verifier_timeout_s)
-        self._links = self._verifiers.links
-        self.counters = self._verifiers.counters
-        """Latest counters of all verifiers, including former ones."""
-        self._sharing = OutputSharing(calls, self._links) if shares_outputs else None
-        self._backlog = Backlog(self.journal, outstanding_per_verifier)
-        self._quarantine = self._backlog.quarantine
+        self.verifiers = Verifiers(controller, calls, no_verifier_timeout_s)
+        self._links = self.verifiers.links
+        self._sharing = OutputSharing(calls, self._links, shares_outputs)
+        self.backlog = Backlog(self.journal, outstanding_per_verifier)
+        self._quarantine = self.backlog.quarantine
         self._ended: list[JournalEntry] = []
         """Requests that have ended since the last step."""
         self._tail_looked = self._passed = 0.0
 
-    # ---- requests ----
-
-    @property
-    def wake(self) -> Event:
-        """Set it to end the wait of a step."""
-        return self._verifiers.wake
-
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs or waits, and all cancellations have arrived."""
-        return not self.journal.entries and not self._ended and not self._verifiers.has_notices
+        return not self.journal.entries and not self._ended and not self.verifiers.has_notices
 
     @property
     def waiting(self) -> int:
         """Number of requests outside of streams that wait to begin."""
-        return self._backlog.single
+        return self.backlog.single
 
     def admit(self, entries: Sequence[JournalEntry]) -> None:
         """Admit requests with new ids. They run with the newest version of the weights at their beginning."""
         if not self.journal.entries:
-            self._verifiers.begin()
+            self.verifiers.begin()
         for entry in entries:
-            entry.weight_version = self.weight_version
+            entry.weight_version = self.journal.weight_version
             self.journal.add(entry)
             if entry.prefix:
                 self.journal.look_for_stop(entry, entry.prefix - 1)
         self._end_stopped()
-        self._backlog.add(entry.request_id for entry in entries if entry.finished is None)
+        self.backlog.add(entry.request_id for entry in entries if entry.finished is None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests with their committed tokens, unless they have ended."""
@@ -124,96 +107,70 @@ class Dispatcher:
             if (entry := self.journal.entries.get(request_id)) is None:
                 continue
             if entry.owner is None:
-                self._backlog.discard(entry)
+                self.backlog.discard(entry)
             else:
                 batches.setdefault(entry.owner, []).append((request_id, entry.attempt))
-            self._end(self.journal.end(Finished(request_id, "abort", RequestStats(), "", entry.num_tokens)))
+            self._finish(request_id, "abort")
         for verifier_id, attempts in batches.items():
             if link := self._links.get(verifier_id):
-                self._verifiers.cancel(link, attempts)
+                self.verifiers.cancel(link, attempts)
 
     def step(self) -> list[JournalEntry]:
-        """Hand out requests, wait for answers (or `wake`), and journal them. Returns the requests that have ended.
+        """Hand out requests, wait for answers (or `verifiers.wake`), and journal them. Returns requests that ended.
 
         Raises:
             ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
         """
         if self.journal.entries:
-            for gone in self._verifiers.refresh(len(self.journal.entries)):
+            for gone in self.verifiers.refresh(len(self.journal.entries)):
                 self._release_all(*gone)
-            if self._backlog:
-                self._hand_out()
-            self._verifiers.poll()
+            if self.backlog:
+                now = self._clock.now()
+                self._submit(self.backlog.hand_out([name for name, link in self._links.items() if link.is_open(now)]))
+            self.verifiers.poll()
         self._look_after_tail()
         if not self._ended:
-            self._verifiers.wait()
-        for link, lost in self._verifiers.failed_submits():
+            self.verifiers.wait()
+        for link, lost in self.verifiers.failed_submits():
             self._take_back(link, lost)
-        for link, events in self._verifiers.events():
+        for link, events in self.verifiers.events():
             self._journal_events(link, events)
         ended, self._ended = self._ended, []
-        if ended and not self.journal.entries and self._sharing is not None:
+        if ended and not self.journal.entries:
             self._sharing.send(at_end=True)
         return ended
 
     def abandon(self) -> None:
         """Forget all requests; their verifiers drop them."""
-        for verifier_id, link in self._links.items():
-            if left := [(entry.request_id, entry.attempt) for entry in self.journal.owned_by(verifier_id)]:
-                self._verifiers.cancel(link, left)
+        self._cancel_all()
         self.journal.clear()
-        self._backlog.clear()
+        self.backlog.clear()
         self._ended.clear()
 
-    def latest_counters(self) -> list[tuple[str, dict[str, Any]]]:
-        """Id and latest counters of each serving verifier; for any thread."""
-        known = self.counters.copy()
-        return [(name, known[name]) for name in list(self._links) if name in known]
-
-    def forget_counters(self) -> None:
-        """Drop the counters of all verifiers."""
-        self._verifiers.forget_counters()
-
-    # ---- new weights ----
-
     def hold(self, policy: WeightPolicy) -> None:
-        """Hand out no new requests until `release`; the policy decides whether running ones continue, stop or end."""
-        self._backlog.holds += 1
+        """Hand out no new requests until `backlog.release`; the policy decides whether running ones continue, stop or
+        end."""
+        self.backlog.holds += 1
         running = [entry for entry in self.journal.entries.values() if entry.attempt]
         if policy is WeightPolicy.ABORT:
             self.abort([entry.request_id for entry in running])
         elif policy is WeightPolicy.KEEP:
-            self._backlog.is_frozen = True
-            owned = [entry for entry in running if entry.owner is not None]
-            for entry in owned:
-                if link := self._links.get(entry.owner or ""):
-                    self._verifiers.cancel(link, [(entry.request_id, entry.attempt)])
-                self.journal.release(entry.request_id)
-            self._backlog.put_back([entry.request_id for entry in owned])
+            self.backlog.is_frozen = True
+            self._cancel_all()
+            owned = [entry.request_id for entry in running if entry.owner is not None]
+            for request_id in owned:
+                self.journal.release(request_id)
+            self.backlog.put_back(owned)
+
+    def _cancel_all(self) -> None:
+        for verifier_id, link in self._links.items():
+            if left := [(entry.request_id, entry.attempt) for entry in self.journal.owned_by(verifier_id)]:
+                self.verifiers.cancel(link, left)
 
     @property
     def is_drained(self) -> bool:
-        """While held: no request has a verifier, or gets one before `release`."""
-        return self._backlog.is_frozen or not self.journal.begun
-
-    def raise_version(self, version: int) -> None:
-        """Run all requests handed out from now on with this version of the weights. Requires `is_drained`."""
-        self.weight_version = version
-        for entry in self.journal.entries.values():
-            entry.raise_version(version)
-
-    def release(self) -> None:
-        """End a `hold`."""
-        self._backlog.holds -= 1
-        if not self._backlog.holds:
-            self._backlog.is_frozen = False
-
-    # ---- handing out and taking back ----
-
-    def _hand_out(self) -> None:
-        now = self._clock.now()
-        free = [name for name, link in self._links.items() if link.is_open(now)]
-        self._submit(self._backlog.hand_out(free))
+        """While held: whether no request has a verifier, or gets one before `backlog.release`."""
+        return self.backlog.is_frozen or not self.journal.begun
 
     def _submit(self, batches: Batches) -> None:
         now, entries = self._clock.now(), self.journal.entries
@@ -221,19 +178,18 @@ class Dispatcher:
             for entry in [entries[request.request_id] for request in batch]:
                 if entry.stalls:
                     entry.progress_at = now  # it may be stuck before it has begun
-            self._verifiers.submit(self._links[verifier_id], batch)
+            self.verifiers.submit(self._links[verifier_id], batch)
 
     def _take_back(self, link: VerifierLink, attempts: Sequence[tuple[str, int]]) -> None:
         """Take back requests that have not arrived at their verifier, as far as this process can determine."""
-        self._verifiers.cancel(link, attempts)  # they may have arrived nevertheless
+        self.verifiers.cancel(link, attempts)  # they may have arrived nevertheless
         link.free_at = self._clock.now() + _REFUSED_S
         lost = [request_id for request_id, attempt in attempts if self.journal.is_current(request_id, attempt)]
         self._reissue(lost, f"verifier {link.verifier_id} could not be handed requests")
 
     def _release_all(self, link: VerifierLink, departure: Departure | None) -> None:
-        """Release the requests of a verifier that is gone: they continue elsewhere from the journal. Requests whose
-        arrival it did not confirm are suspected only if that happened to them before: a request may end a process
-        before it answers."""
+        """Release the requests of a verifier that is gone. Those whose arrival it did not confirm are suspected only if
+        that happened to them before: a request may end a process before it answers."""
         verifier_id = link.verifier_id
         positions = {entry.request_id: entry.num_tokens for entry in self.journal.owned_by(verifier_id)}
         failed, why = departure is Departure.FAILED, f"verifier {verifier_id} is gone"
@@ -243,56 +199,50 @@ class Dispatcher:
         if failed:
             for request_id in self._quarantine.accuse(verifier_id, positions):
                 del positions[request_id]
-                self._fail(request_id, "its verifiers failed again and again while it ran alone")
+                self._finish(request_id, "error", "its verifiers failed again and again while it ran alone")
         else:
             self._quarantine.excuse(verifier_id)
         self._reissue(list(positions), why)
 
-    def _reissue(self, request_ids: Sequence[str], why: str) -> None:
-        """Take requests off their verifier; they wait for another one."""
+    def _reissue(self, request_ids: Sequence[str], why: str, link: VerifierLink | None = None) -> None:
+        """Take requests off their verifier, which drops them if its link is given; they wait for another one."""
         if not request_ids:
             return
+        if link is not None:
+            self.verifiers.cancel(link, [(name, self.journal.entries[name].attempt) for name in request_ids])
         self.reissues += len(request_ids)
         when = "" if self._links else " when a verifier is ready"
         logger.warning("%s; %d requests are issued again%s", why, len(request_ids), when)
         for request_id in request_ids:
             self.journal.release(request_id)
-        self._backlog.put_back(request_ids)
+        self.backlog.put_back(request_ids)
 
-    def _fail(self, request_id: str, reason: str) -> None:
-        """End a request as failed, on the rollout's side."""
+    def _finish(self, request_id: str, reason: str, error: str = "") -> JournalEntry:
+        """End a request with its committed tokens, on the rollout's side."""
         tokens = self.journal.entries[request_id].num_tokens
-        self._end(self.journal.end(Finished(request_id, "error", RequestStats(), reason, tokens)))
+        entry = self.journal.end(Finished(request_id, reason, RequestStats(), error, tokens))
+        self._end(entry)
+        return entry
 
     def _end_stopped(self) -> list[JournalEntry]:
         """End the requests whose outputs are complete by a stop text; returns them."""
         stopped, self.journal.stopped = self.journal.stopped, {}
-        ended = []
-        for request_id, error in stopped.items():
-            tokens, reason = self.journal.entries[request_id].num_tokens, "error" if error else "stop"
-            ended.append(self.journal.end(Finished(request_id, reason, RequestStats(), error, tokens)))
-            self._end(ended[-1])
-        return ended
+        return [self._finish(name, "error" if error else "stop", error) for name, error in stopped.items()]
 
     def _end(self, entry: JournalEntry) -> None:
         self._quarantine.forget(entry.request_id)
         self._ended.append(entry)
 
-    # ---- answers ----
-
     def _journal_events(self, link: VerifierLink, events: Sequence[ToRollout]) -> None:
         for event in events:
             if isinstance(event, Progress):
                 self._journal_progress(link, event)
-                if self.journal.stopped:
-                    self._drop_stopped(link)
                 continue
             request_id = event.request_id
             if not self.journal.is_current(request_id, event.attempt):
                 continue
             if isinstance(event, Finished) and (ended := self.journal.finish(event)) is not None:
-                if self._sharing is not None:
-                    self._sharing.add(link.verifier_id, ended)
+                self._sharing.add(link.verifier_id, ended)
                 self._end(ended)
             elif isinstance(event, Refused):
                 link.free_at = self._clock.now() + _REFUSED_S
@@ -301,25 +251,21 @@ class Dispatcher:
                 self._miss(link, request_id)
 
     def _journal_progress(self, link: VerifierLink, event: Progress) -> None:
+        """Journal commits, and end requests at a stop text: their verifier drops them."""
         link.progress_at = self._clock.now()
         for request_id in self.journal.progress(event, link.progress_at):
             self._miss(link, request_id)
         for request_id in self._quarantine.members_at(link.verifier_id):
             self._quarantine.progress(request_id, self.journal.entries[request_id].num_tokens)
-
-    def _drop_stopped(self, link: VerifierLink) -> None:
-        """End requests at a stop text. Their verifier drops them; its later commits are ignored."""
+        if not self.journal.stopped:
+            return
         ended = self._end_stopped()
-        self._verifiers.cancel(link, [(entry.request_id, entry.attempt) for entry in ended], has_ended=True)
-        if self._sharing is not None:
-            for entry in ended:
-                self._sharing.add(link.verifier_id, entry)
+        self.verifiers.cancel(link, [(entry.request_id, entry.attempt) for entry in ended], has_ended=True)
+        for entry in ended:
+            self._sharing.add(link.verifier_id, entry)
 
     def _miss(self, link: VerifierLink, request_id: str) -> None:
-        self._verifiers.cancel(link, [(request_id, self.journal.entries[request_id].attempt)])
-        self._reissue([request_id], f"verifier {link.verifier_id} told of {request_id} with a gap")
-
-    # ---- the tail ----
+        self._reissue([request_id], f"verifier {link.verifier_id} reported {request_id} with a gap", link)
 
     def _look_after_tail(self) -> None:
         """Hand out stalled requests again, and balance the loads when no request waits."""
@@ -327,28 +273,21 @@ class Dispatcher:
         if now - self._tail_looked < _TAIL_INTERVAL_S:
             return
         self._tail_looked = now
-        self._verifiers.retry_notices()
-        if self._sharing is not None and requests:
+        self.verifiers.retry_notices()
+        if requests:
             self._sharing.send()
         if now - self._passed >= requests * _PASS_INTERVAL_S_PER_REQUEST:
             self._passed = now
             self._reissue_stalled(now)
-            if not self._backlog:
+            if not self.backlog:
                 self._level(now)
 
     def _level(self, now: float) -> None:
-        batches: Batches = {}
-        able = [name for name, link in self._links.items() if link.is_open(now) and not self._quarantine.occupies(name)]
-        loads = {name: self.journal.load(name) for name in able}
-        for move in plan_moves(loads, lambda name: map(_running, self.journal.owned_by(name))):
-            entry = self.journal.entries[move.request_id]
-            self._verifiers.cancel(self._links[move.source], [(move.request_id, entry.attempt)])
-            entry.moves += 1
-            if entry.session is not None:
-                self._backlog.set_home(entry.session, move.target)
-            batches.setdefault(move.target, []).append(self.journal.hand_to(move.request_id, move.target))
-            self.moves += 1
-            logger.info("request %s moves from %s to %s", move.request_id, move.source, move.target)
+        moves, batches = self.backlog.level([name for name, link in self._links.items() if link.is_open(now)])
+        self.moves += len(moves)
+        for move, attempt in moves:
+            self.verifiers.cancel(self._links[move.source], [(move.request_id, attempt)])
+            logger.info("request %s moves from %s to %s", *move)
         self._submit(batches)
 
     def _reissue_stalled(self, now: float) -> None:
@@ -356,22 +295,12 @@ class Dispatcher:
         limit_s = self._request_stall_timeout_s
         for entry in [entry for entry in self.journal.entries.values() if now - entry.progress_at > limit_s]:
             link = self._links.get(entry.owner or "")
-            if link is None or now - link.answered_at > limit_s:
-                continue  # the verifier stalls; the controller handles that
-            if not entry.has_begun and now - link.progress_at <= limit_s:
-                continue  # it may wait for other requests there to end
-            request_id = entry.request_id
-            self._verifiers.cancel(link, [(request_id, entry.attempt)])
-            entry.stalls += 1
+            if link is None or not link.request_stalls(entry.has_begun, now, limit_s):
+                continue
+            name, entry.stalls = entry.request_id, entry.stalls + 1
             link.free_at = now + _REFUSED_S  # another verifier is tried first
             if entry.stalls < _MAX_STALLS:
-                self._reissue([request_id], f"request {request_id} made no progress for {limit_s:g} s at {entry.owner}")
+                self._reissue([name], f"request {name} made no progress for {limit_s:g} s at {entry.owner}", link)
             else:
-                self._fail(request_id, f"it stopped making progress {_MAX_STALLS} times, for {limit_s:g} s each")
-
-
-def _running(entry: JournalEntry) -> RunningRequest:
-    sampling = entry.sampling
-    context = len(entry.prompt_token_ids) + entry.num_tokens if entry.has_begun else 0
-    remaining = expected_remaining(entry.num_tokens, sampling.max_tokens, sampling.ignore_eos)
-    return RunningRequest(entry.request_id, context, remaining, entry.moves)
+                self.verifiers.cancel(link, [(name, entry.attempt)])
+                self._finish(name, "error", f"it stopped making progress {_MAX_STALLS} times, for {limit_s:g} s each")

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,10 +29,7 @@ logger = logging.getLogger(__name__)
 
 _READ_S = 5.0
 """Longest time a read waits at the actor."""
-_CALL_S = 30.0
 _CLOSE_S = 5.0
-_AGAIN_S = 0.5
-"""Pause after a failed call."""
 _GONE_S = 60.0
 """Seconds without a read after which a sender is gone: its requests are aborted, as at the end of its process."""
 _MOST_GONE = 65_536
@@ -165,7 +163,7 @@ class EngineActor:
 
 
 class Exchange:
-    """Calls of one side to the actor, in a separate thread.
+    """Calls of one side to the actor, in a separate thread. They are repeated until the actor is gone.
 
     Args:
         calls, actor: The actor, and the calls to it.
@@ -211,47 +209,31 @@ class Exchange:
     def _run(self) -> None:
         reading: Call | None = None
         writing: Call | None = None
-        sent: list[Any] = []
         try:
             while not self._closed or self._outbox or writing is not None:
                 if reading is None:
                     method, *arguments = self._read
                     reading = self._start(method, *arguments, self._cursor, _READ_S)
                 if writing is None and self._outbox:
-                    sent = [make() for make in [self._outbox.popleft() for _ in range(len(self._outbox))]]
-                    writing = self._start(self._write, sent)
+                    makers = [self._outbox.popleft() for _ in range(len(self._outbox))]
+                    writing = self._start(self._write, [make() for make in makers])
                 self._wake.wait(1.0)
                 self._wake.clear()
                 if reading.poll():
-                    self._read_from(reading)
-                    reading = None
+                    first, messages = reading.result()
+                    for message in messages[max(0, self._cursor - first) :]:
+                        self._take(message)
+                    self._cursor, reading = max(self._cursor, first + len(messages)), None
                 if writing is not None and writing.poll():
-                    if writing.error is not None:
-                        self._failed(writing.error)
-                        self._outbox.extendleft(partial(_same, one) for one in reversed(sent))
+                    writing.result()
                     writing = None
         except Exception as error:
             if not self._closed:
                 logger.exception("requests of other processes can be exchanged no more")
                 self._lost(_own(error))
 
-    def _read_from(self, call: Call) -> None:
-        if call.error is not None:
-            self._failed(call.error)
-            return
-        first, messages = call.result()
-        for message in messages[max(0, self._cursor - first) :]:
-            self._take(message)
-        self._cursor = max(self._cursor, first + len(messages))
-
     def _start(self, method: str, *arguments: Any) -> Call:
-        return self._calls.start(self._actor, method, *arguments, deadline_s=_CALL_S, wake=self._wake.set)
-
-    def _failed(self, error: SpecActorError) -> None:
-        if isinstance(error, ActorLostError):
-            raise error
-        logger.warning("requests of other processes: %s", error)
-        self._calls.clock.sleep(_AGAIN_S)
+        return self._calls.start(self._actor, method, *arguments, deadline_s=math.inf, wake=self._wake.set)
 
 
 class Doorman:
@@ -324,7 +306,6 @@ class RemoteEngine(Generates):
         self._sender, self._count, self._on_close = secrets.token_hex(8), itertools.count(), on_close
         self._handles: dict[int, Handle] = {}
         """Number → request that has not ended."""
-        self._numbers: dict[Handle, int] = {}
         self._closed = False
         self._calls, self._actor = calls, actor
         self._staying = calls.transport.send(actor, "stay", [self._sender])
@@ -344,8 +325,7 @@ class RemoteEngine(Generates):
             raise InputError(_CLOSED)
         number = next(self._count)
         name = options.pop("request_id", None) or f"request-{self._sender}-{number}"
-        handle = self._handles[number] = Handle(self, name, options.get("place") or (0, 0))
-        self._numbers[handle] = number
+        handle = self._handles[number] = Handle(self, name, number)
         arguments = {"prompt": prompt, "sampling": sampling, "request_id": name, **options}
         self._exchange.put(partial(Command, self._sender, number, "submit", arguments))
         return handle
@@ -361,9 +341,6 @@ class RemoteEngine(Generates):
 
     def watch(self, handle: Handle) -> None:
         self._send(handle, "watch")
-
-    def trajectory(self, handle: Handle, ended: Trajectory) -> Trajectory:
-        return ended
 
     def close(self) -> None:
         """Abort running requests, and leave."""
@@ -382,8 +359,8 @@ class RemoteEngine(Generates):
         return self._calls.start(self._actor, method, self._sender, *arguments, deadline_s=_CLOSE_S)
 
     def _send(self, handle: Handle, what: str) -> None:
-        if (number := self._numbers.get(handle)) is not None:
-            self._exchange.put(partial(Command, self._sender, number, what))
+        if not handle.done():
+            self._exchange.put(partial(Command, self._sender, handle.key, what))
 
     def _take(self, part: OutputPart) -> None:
         if part.number == ALL and isinstance(part.ended, SpecActorError):
@@ -393,11 +370,11 @@ class RemoteEngine(Generates):
         elif part.ended is None and part.first <= len(handle.pushed):
             handle.push(list(part.tokens[len(handle.pushed) - part.first :]))
         elif part.ended is not None:
-            del self._handles[part.number], self._numbers[handle]
+            del self._handles[part.number]
             handle.end(part.ended)
 
     def _fail(self, error: SpecActorError) -> None:
-        handles, self._handles, self._numbers = self._handles, {}, {}
+        handles, self._handles = self._handles, {}
         for handle in handles.values():
             handle.end(error)
 

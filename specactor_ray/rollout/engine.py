@@ -28,18 +28,18 @@ from specactor_ray.sampling.seeds import sample_of
 
 logger = logging.getLogger(__name__)
 
-_ENDED = "this rollout is closed; start another one"
+CLOSED = "this rollout is closed; start another one"
+OnEnd = Callable[[JournalEntry | BaseException], None]
 _CLOSE_S = 10.0
 """Longest wait for the dispatch thread to end."""
 
 
 class Engine(Generates):
-    """Generates for callers in any thread and event loop. Several streams and single requests can run at the same time.
+    """Runs streams and single requests, at the same time and for any thread and event loop.
 
     Args:
-        dispatcher: Used only by the dispatch thread from now on, except for its counters.
-        clock: Starts the thread.
-        before_submit: Called in the caller's thread before a request is submitted.
+        dispatcher, clock: See `DispatchThread`.
+        before_submit: Called in the caller's thread before a request or a stream is submitted.
     """
 
     def __init__(self, dispatcher: Dispatcher, clock: Clock, before_submit: Callable[[], None] = lambda: None) -> None:
@@ -52,30 +52,23 @@ class Engine(Generates):
         """Wrap text as a user message if the tokenizer has a chat template."""
         self.sampling = SamplingParams()
         """Sampling parameters of requests without their own."""
-        self._dispatcher, self._before_submit = dispatcher, before_submit
+        self._before_submit = before_submit
+        self._work = DispatchThread(dispatcher, clock)
         self._stop_texts = StopTexts(None)
         self.encoding = clock.condition()
         """Held while the tokenizer encodes or its tokens are read, since it is not thread-safe."""
         self._lock = clock.condition()
-        self._inbox: deque[Callable[[], None]] = deque()
-        """Commands for the dispatch thread."""
-        self._thread: Thread | None = None
-        self._closed = False
         self.open_streams = 0
         """Number of open streams."""
         self._arriving = self._numbers = self._streams = 0
         """Number of single requests in the inbox; of single requests and streams so far."""
         self._handles: dict[str, Handle] = {}
         """Single requests that have not ended, by the caller's name."""
-        self._inner: dict[Handle, str] = {}
-        """Names of the same requests in the journal."""
-        self._on_end: dict[str, Callable[[JournalEntry | BaseException], None]] = {}
-        """Request in the journal → callback at its end. For the dispatch thread, like the next two."""
-        self._watched: dict[str, Handle] = {}
-        self._drained: list[Future[None]] = []
-        """Futures that are done when no request of an older version of the weights runs."""
-        self._settled: list[Future[None]] = []
-        """Futures that are done when nothing runs and all cancellations have arrived."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further request is accepted."""
+        return self._work.closed
 
     @staticmethod
     def connect(run: str | None = None, address: str = "auto") -> RemoteEngine:
@@ -83,16 +76,12 @@ class Engine(Generates):
 
         Args:
             run: Name of the run; None selects the only run of the cluster.
-            address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a
-            run.
+            address: `host:port`; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
 
         Raises:
-            ClusterError: There is no such cluster or run, or the run does not listen.
-            InputError: There are several runs, or none.
+            ClusterError, InputError: There is no such cluster or run, there are several, or it does not listen.
         """
         return connect_engine(run, address)
-
-    # ---- single requests; for any thread ----
 
     def submit(
         self,
@@ -122,20 +111,21 @@ class Engine(Generates):
             sampling = sample_of(sampling, *place)
         self._before_submit()
         with self._lock:
-            if self._arriving + self._dispatcher.waiting >= self.max_waiting:
+            if self._arriving + self._work.dispatcher.waiting >= self.max_waiting:
                 raise OverloadedError(f"{self.max_waiting} requests wait already; try again later")
             self._numbers += 1
             inner = f"{request_id or 'request'}#{self._numbers}"  # callers may repeat a name; this one is unique
             name = request_id if request_id is not None else inner
             if name in self._handles:
                 raise InputError(f"request {name!r} is running; choose another request_id")
-            handle = self._handles[name] = Handle(self, name, place or (0, 0))
-            self._inner[handle] = inner
+            handle = self._handles[name] = Handle(self, name, inner)
             self._arriving += 1
-        entry = JournalEntry(inner, token_ids, sampling, session, priority, stops=stops)
+        entry = JournalEntry(
+            inner, token_ids, sampling, session, priority, name=name, place=place or (0, 0), stops=stops
+        )
         entry.set_prefix(prefix)
         try:
-            self._put(partial(self._admit_one, handle, entry))
+            self._work.put(partial(self._admit_one, handle, entry))
         except InputError:
             self._forget(handle)
             raise
@@ -158,21 +148,15 @@ class Engine(Generates):
         return handle
 
     def drop(self, handle: Handle) -> None:
-        with self._lock:
-            inner = self._inner.get(handle)
-        if inner is not None and not self._closed:
-            self._put(partial(self._dispatcher.abort, [inner]))
+        if not handle.done() and not self.closed:
+            self._work.put(partial(self._work.dispatcher.abort, [handle.key]))
 
     def watch(self, handle: Handle) -> None:
-        with self._lock:
-            inner = self._inner.get(handle)
-        if inner is not None:
-            self._put(partial(self._watch, inner, handle))
+        if not handle.done():
+            self._work.put(partial(self._work.watch, handle))
 
-    def trajectory(self, handle: Handle, ended: JournalEntry) -> Trajectory:
-        return trajectory_of(ended, self.tokenizer, handle.request_id, handle.place)
-
-    # ---- streams ----
+    def trajectory(self, ended: JournalEntry) -> Trajectory:
+        return trajectory_of(ended, self.tokenizer)
 
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended, in the order they end; closing this aborts the rest. The ids must be new.
@@ -188,10 +172,11 @@ class Engine(Generates):
             ended.append(one)
             ready.set()
 
+        self._before_submit()
         with self.opening_stream() as stream:
             for entry in entries:
                 entry.stream, entry.stops = stream, self._stops(entry.sampling)
-            self._put(partial(self._admit, entries, put))
+            self._work.put(partial(self._work.admit, entries, put))
             left = {entry.request_id for entry in entries}
             try:
                 while left:
@@ -206,8 +191,8 @@ class Engine(Generates):
                         left.discard(one.request_id)
                         yield one
             finally:
-                if left and not self._closed:
-                    self._put(partial(self._abort, left))
+                if left and not self.closed:
+                    self._work.put(partial(self._work.abort, left))
 
     @contextlib.contextmanager
     def opening_stream(self) -> Iterator[int]:
@@ -222,8 +207,6 @@ class Engine(Generates):
             with self._lock:
                 self.open_streams -= 1
 
-    # ---- between requests ----
-
     @contextlib.contextmanager
     def between_versions(self, version: int, policy: WeightPolicy) -> Iterator[None]:
         """Within this context no request runs; afterwards, all run with this version of the weights. The policy decides
@@ -231,7 +214,7 @@ class Engine(Generates):
         drained = self.pause(policy)
         try:
             self.clock.result(drained, float("inf"))
-            self._put(partial(self._dispatcher.raise_version, version))
+            self._work.put(partial(self._work.dispatcher.journal.raise_version, version))
             yield
         finally:
             self.resume()
@@ -241,25 +224,25 @@ class Engine(Generates):
         drained: Future[None] = Future()
 
         def hold() -> None:
-            self._dispatcher.hold(policy)
-            self._drained.append(drained)
+            self._work.dispatcher.hold(policy)
+            self._work.drained.append(drained)
 
-        self._put(hold)
+        self._work.put(hold)
         return drained
 
     def resume(self) -> None:
         """End one `pause`."""
-        self._put(self._dispatcher.release)
+        self._work.put(self._work.dispatcher.backlog.release)
 
     def settle(self) -> None:
         """Wait until nothing runs and verifiers have received all cancellations."""
         settled: Future[None] = Future()
-        self._put(lambda: self._settled.append(settled))
+        self._work.put(lambda: self._work.settled.append(settled))
         self.clock.result(settled, float("inf"))
 
     def forget_counters(self) -> None:
         """Drop the verifiers' counters."""
-        self._put(self._dispatcher.forget_counters)
+        self._work.put(self._work.dispatcher.verifiers.forget_counters)
 
     @property
     def is_busy(self) -> bool:
@@ -268,42 +251,98 @@ class Engine(Generates):
 
     def close(self) -> None:
         """End all requests and the thread."""
+        self._work.close()
+
+    def _admit_one(self, handle: Handle, entry: JournalEntry) -> None:
+        self._work.admit([entry], partial(self._finish, handle))
         with self._lock:
-            self._closed = True
+            self._arriving -= 1
+
+    def _finish(self, handle: Handle, ended: JournalEntry | BaseException) -> None:
+        self._forget(handle)
+        handle.end(ended)
+
+    def _forget(self, handle: Handle) -> None:
+        with self._lock:
+            if self._handles.get(handle.request_id) is handle:
+                del self._handles[handle.request_id]
+
+
+class DispatchThread:
+    """Runs the dispatcher, and commands of other threads, in one thread that starts with the first command.
+
+    Args:
+        dispatcher: Used only by this thread from now on, except for its counters.
+        clock: Starts the thread.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, clock: Clock) -> None:
+        self.dispatcher, self._clock = dispatcher, clock
+        self.closed = False
+        self._lock = clock.condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._thread: Thread | None = None
+        self._on_end: dict[str, OnEnd] = {}
+        """Request in the journal → callback at its end. For the dispatch thread, like the next three."""
+        self._watched: dict[str, Handle] = {}
+        self.drained: list[Future[None]] = []
+        """Futures that are done when no request of an older version of the weights runs."""
+        self.settled: list[Future[None]] = []
+        """Futures that are done when nothing runs and all cancellations have arrived."""
+
+    def put(self, command: Callable[[], None]) -> None:
+        """Run a command in the dispatch thread, in the order of these calls; for any thread."""
+        with self._lock:
+            if self.closed:
+                raise InputError(CLOSED)
+            self._inbox.append(command)
+            if self._thread is None:
+                self._thread = self._clock.spawn(self._run, "dispatch")
+        self.dispatcher.verifiers.wake.set()
+
+    def close(self) -> None:
+        """End all requests and the thread; for any thread."""
+        with self._lock:
+            self.closed = True
             thread = self._thread
-        self._dispatcher.wake.set()
+        self.dispatcher.verifiers.wake.set()
         if thread is not None:
             thread.join(_CLOSE_S)
 
-    # ---- the dispatch thread ----
+    def admit(self, entries: Sequence[JournalEntry], on_end: OnEnd) -> None:
+        """Admit requests; `on_end` is called with each when it has ended, or once with an error."""
+        names = [entry.request_id for entry in entries]
+        if len(set(names)) < len(names) or not self._on_end.keys().isdisjoint(names):
+            on_end(InputError("two requests that run have the same id"))
+            return
+        self._on_end.update(dict.fromkeys(names, on_end))
+        self.dispatcher.admit(entries)
 
-    def _put(self, command: Callable[[], None]) -> None:
-        """Run a command in the dispatch thread, in the order of these calls."""
-        with self._lock:
-            if self._closed:
-                raise InputError(_ENDED)
-            self._inbox.append(command)
-            self._start()
-        self._dispatcher.wake.set()
+    def abort(self, request_ids: set[str]) -> None:
+        """End requests without their callbacks."""
+        for request_id in request_ids:
+            self._on_end.pop(request_id, None)
+        self.dispatcher.abort(request_ids)
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = self.clock.spawn(self._run, "dispatch")
+    def watch(self, handle: Handle) -> None:
+        """Push committed tokens to the handle from now on."""
+        if handle.key in self._on_end:
+            self._watched[handle.key] = handle
+            self._push(handle)
 
     def _run(self) -> None:
         try:
-            while not self._closed:
+            while not self.closed:
                 self._look()
             self._run_inbox()
-            self._fail_all(InputError(_ENDED))
+            self._fail_all(InputError(CLOSED))
         except Exception as error:
             logger.exception("requests could not be dispatched")
             self._fail_all(error)
         finally:
             with self._lock:
-                self._thread = None
-                if self._inbox and not self._closed:
-                    self._start()
+                more = self._inbox and not self.closed
+                self._thread = self._clock.spawn(self._run, "dispatch") if more else None
 
     def _run_inbox(self) -> None:
         while self._inbox:
@@ -311,75 +350,45 @@ class Engine(Generates):
 
     def _look(self) -> None:
         """Run the queued commands, then take a step, or sleep while there is no work."""
-        dispatcher = self._dispatcher
+        dispatcher = self.dispatcher
         self._run_inbox()
         if dispatcher.is_idle:
             self._resolve()
             if not self._inbox:
-                dispatcher.wake.wait()
-                dispatcher.wake.clear()  # before the inbox is read
+                dispatcher.verifiers.wake.wait()
+                dispatcher.verifiers.wake.clear()  # before the inbox is read
             return
         try:
             ended = dispatcher.step()
         except ActorLostError as error:  # no verifier is available; a later request may find one
             self._fail_requests(error)
             ended = []
-        for request_id, handle in self._watched.items():
-            self._push(request_id, handle)
+        for handle in self._watched.values():
+            self._push(handle)
         for entry in ended:
-            self._end(entry)
+            self._watched.pop(entry.request_id, None)
+            if (on_end := self._on_end.pop(entry.request_id, None)) is not None:
+                on_end(entry)
         self._resolve()
 
     def _resolve(self) -> None:
-        """Resolve the futures of `between_versions` and `settle` whose conditions hold."""
+        """Resolve the futures whose conditions hold."""
         ready: list[Future[None]] = []
-        if self._drained and self._dispatcher.is_drained:
-            ready, self._drained = self._drained, []
-        if self._settled and self._dispatcher.is_idle:
-            ready, self._settled = ready + self._settled, []
+        if self.drained and self.dispatcher.is_drained:
+            ready, self.drained = self.drained, []
+        if self.settled and self.dispatcher.is_idle:
+            ready, self.settled = ready + self.settled, []
         for one in ready:
             one.set_result(None)
 
-    def _admit_one(self, handle: Handle, entry: JournalEntry) -> None:
-        self._admit([entry], partial(self._finish, handle))
-        with self._lock:
-            self._arriving -= 1
-
-    def _admit(self, entries: Sequence[JournalEntry], on_end: Callable[[JournalEntry | BaseException], None]) -> None:
-        names = [entry.request_id for entry in entries]
-        if len(set(names)) < len(names) or not self._on_end.keys().isdisjoint(names):
-            on_end(InputError("two requests that run have the same id"))
-            return
-        self._on_end.update(dict.fromkeys(names, on_end))
-        self._dispatcher.admit(entries)
-
-    def _abort(self, request_ids: set[str]) -> None:
-        for request_id in request_ids:
-            self._on_end.pop(request_id, None)
-        self._dispatcher.abort(request_ids)
-
-    def _watch(self, request_id: str, handle: Handle) -> None:
-        if request_id in self._on_end:
-            self._watched[request_id] = handle
-            self._push(request_id, handle)
-
-    def _push(self, request_id: str, handle: Handle) -> None:
-        if (entry := self._dispatcher.journal.entries.get(request_id)) is not None:
+    def _push(self, handle: Handle) -> None:
+        if (entry := self.dispatcher.journal.entries.get(handle.key)) is not None:
             at = entry.prefix + len(handle.pushed)
             if entry.num_tokens > at:
                 handle.push(entry.tokens_from(at))
 
-    def _end(self, entry: JournalEntry) -> None:
-        self._watched.pop(entry.request_id, None)
-        if (on_end := self._on_end.pop(entry.request_id, None)) is not None:
-            on_end(entry)
-
-    def _finish(self, handle: Handle, ended: JournalEntry | BaseException) -> None:
-        self._forget(handle)
-        handle.end(ended)
-
     def _fail_requests(self, error: BaseException) -> None:
-        self._dispatcher.abandon()
+        self.dispatcher.abandon()
         self._watched.clear()
         on_end, self._on_end = self._on_end, {}
         for end in dict.fromkeys(on_end.values()):
@@ -388,11 +397,6 @@ class Engine(Generates):
     def _fail_all(self, error: BaseException) -> None:
         """Fail all requests and futures, since the thread ends."""
         self._fail_requests(error)
-        waiting, self._drained, self._settled = self._drained + self._settled, [], []
+        waiting, self.drained, self.settled = self.drained + self.settled, [], []
         for one in waiting:
             one.set_exception(error)
-
-    def _forget(self, handle: Handle) -> None:
-        with self._lock:
-            if self._inner.pop(handle, None) is not None:
-                del self._handles[handle.request_id]

@@ -28,8 +28,7 @@ class Token(NamedTuple):
 
 
 class Generates(abc.ABC):
-    """Methods that handles call on their engine, and methods that every engine derives from them; for any thread and
-    event loop."""
+    """An engine: submits requests from any thread and event loop."""
 
     clock: Clock
 
@@ -49,19 +48,16 @@ class Generates(abc.ABC):
 
         Args:
             prompt: Text, chat messages or token ids.
-            sampling: Sampling parameters; without a `place` their seed is used unchanged. Default: the configuration's.
-            request_id: Name of the request, unique among running requests. Default: a new one.
-            session: Name of a conversation. Its turns run on one verifier while that lives.
+            sampling: Default: the configuration's. Without a `place` its seed is used unchanged.
+            request_id: Name, unique among running requests. Default: a new one.
+            session: Name of a conversation, whose turns run on one verifier while that lives.
             priority: Requests with a smaller number begin first.
-            prefix: Existing output tokens, such as those of an aborted request with the same seed. The output holds the
-                tokens after them; `max_tokens` counts them.
-            place: Index of a prompt and number of a sample, from which the seed is derived as `Rollout.generate` does
-                (`sampling.seeds.sample_of`).
+            prefix: Existing output tokens. The output holds the tokens after them; `max_tokens` counts them.
+            place: Index of a prompt and number of a sample, from which `Rollout.generate` would derive the seed.
 
         Raises:
             InputError: The prompt, the sampling or the name cannot be used, or the rollout is closed.
-            OverloadedError: Too many requests wait already. An engine in another process raises these two from the
-                handle.
+            OverloadedError: Too many requests wait already. In another process the handle raises these two.
         """
 
     def submit_samples(
@@ -74,18 +70,8 @@ class Generates(abc.ABC):
         prompt_index: int = 0,
         **options: Any,
     ) -> list[Handle]:
-        """Begin `n` samples of a prompt, with the seeds that `Rollout.generate` uses for the samples of the prompt at
-        this index. All or none begin.
-
-        Args:
-            prompt, sampling, options: As in `submit`, for each sample.
-            n: Number of samples, 1 or more.
-            request_id: The samples are named `{request_id}-0` and so on.
-            prompt_index: Index of the prompt.
-
-        Raises:
-            InputError, OverloadedError: As in `submit`.
-        """
+        """Begin `n` samples of a prompt, named `{request_id}-0` and so on, with the seeds that `Rollout.generate` uses
+        for the prompt at `prompt_index`. All or none begin; other arguments and errors as in `submit`."""
         if not isinstance(n, int) or n < 1:
             raise InputError(f"n is {n!r}; it must be a whole number of 1 or more")
         handles: list[Handle] = []
@@ -102,11 +88,7 @@ class Generates(abc.ABC):
 
     @abc.abstractmethod
     def handle(self, request_id: str) -> Handle:
-        """The request with this name.
-
-        Raises:
-            InputError: No such request runs.
-        """
+        """The request with this name; InputError if none runs."""
 
     @abc.abstractmethod
     def drop(self, handle: Handle) -> None:
@@ -116,16 +98,13 @@ class Generates(abc.ABC):
     def watch(self, handle: Handle) -> None:
         """Push committed tokens to the handle from now on."""
 
-    @abc.abstractmethod
-    def trajectory(self, handle: Handle, ended: Any) -> Trajectory:
+    def trajectory(self, ended: Any) -> Trajectory:
         """Output of a request that has ended; `ended` is the result of its future."""
+        output: Trajectory = ended
+        return output
 
     def abort(self, request_id: str) -> Trajectory:
-        """End a request; returns its committed tokens, with `finish_reason` `abort` if it had not ended.
-
-        Raises:
-            InputError: No such request runs.
-        """
+        """End a request; returns its committed tokens, with `finish_reason` `abort` if it had not ended."""
         return self.handle(request_id).abort()
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Trajectory:
@@ -151,13 +130,12 @@ class Generates(abc.ABC):
 class Handle:
     """One submitted request; for any thread, and with `await` and `async for` for any event loop."""
 
-    def __init__(self, owner: Generates, request_id: str, place: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, owner: Generates, request_id: str, key: Any = None) -> None:
         self.request_id = request_id
-        self.place = place
-        """Index of the prompt, and number of the sample."""
+        self.key = key
+        """Name of the request within its engine."""
         self.future: Future[Any] = Future()
-        """Done when the request has ended. Its result is the argument of `Generates.trajectory`, or the error if there
-        is no output."""
+        """Done when the request has ended, with the argument of `Generates.trajectory`, or the error."""
         self.future.set_running_or_notify_cancel()  # cannot be cancelled by a caller: that would not end the request
         self.pushed: list[Token] = []
         """Committed tokens pushed so far."""
@@ -197,7 +175,9 @@ class Handle:
                     ready.wait()
 
     def __await__(self) -> Generator[Any, None, Trajectory]:
-        return self._result().__await__()
+        # A cancelled caller does not cancel the request.
+        ended = yield from asyncio.shield(asyncio.wrap_future(self.future)).__await__()
+        return self._read(ended)
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         """Yield the committed tokens one by one as they arrive."""
@@ -225,8 +205,6 @@ class Handle:
                 if not fresh:
                     await ready.wait()
 
-    # ---- for engines ----
-
     def listen(self, wake: Callable[[], None]) -> None:
         """Call `wake` after each further `push`."""
         self._wakers.append(wake)
@@ -245,16 +223,10 @@ class Handle:
         else:
             self.future.set_result(ended)
 
-    # ---- inner parts ----
-
-    async def _result(self) -> Trajectory:
-        # A cancelled caller does not cancel the request.
-        return self._read(await asyncio.shield(asyncio.wrap_future(self.future)))
-
     def _read(self, ended: Any) -> Trajectory:
         """The output, decoded once."""
         if self._output is None:
-            self._output = self._owner.trajectory(self, ended)
+            self._output = self._owner.trajectory(ended)
         return self._output
 
     @contextlib.contextmanager

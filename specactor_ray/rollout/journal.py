@@ -39,6 +39,10 @@ class JournalEntry:
     """Requests with a smaller number are handed out first."""
     stream: int = 0
     """Number of the stream of the request; 0: it was submitted alone."""
+    name: str = ""
+    """Name of the request for its caller. Default: `request_id`."""
+    place: tuple[int, int] = (0, 0)
+    """Index of the prompt, and number of the sample."""
     prefix: int = 0
     """Number of output tokens given with the request; they are the first of `records`, without log-probabilities."""
     weight_version: int = 0
@@ -151,6 +155,8 @@ class Journal:
         self.entries: dict[str, JournalEntry] = {}
         self.committed_tokens = 0
         """Number of tokens journaled since the start, over all requests."""
+        self.weight_version = 0
+        """Version of the policy's weights for new requests."""
         self.begun = 0
         """Number of unfinished requests that have been handed to a verifier at least once."""
         self.stopped: dict[str, str] = {}
@@ -167,11 +173,8 @@ class Journal:
         self._stopping += entry.stops is not None
 
     def hand_to(self, request_id: str, verifier_id: str) -> TargetRequest:
-        """Make this verifier the owner, replacing an earlier one; returns the request for it.
-
-        Later messages of an earlier owner are ignored, so tokens that it committed and that are not journaled yet are
-        computed again.
-        """
+        """Make this verifier the owner, replacing an earlier one; returns the request for it. Tokens that an earlier
+        owner committed and that are not journaled yet are computed again."""
         entry = self.entries[request_id]
         self._set_owner(entry, verifier_id)
         self.begun += not entry.attempt
@@ -275,6 +278,12 @@ class Journal:
         self._set_owner(entry, None)
         entry.finished = message
         return entry
+
+    def raise_version(self, version: int) -> None:
+        """Run all requests handed out from now on with this version of the weights; none has a verifier now."""
+        self.weight_version = version
+        for entry in self.entries.values():
+            entry.raise_version(version)
 
     @property
     def owned(self) -> int:

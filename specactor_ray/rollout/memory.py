@@ -59,11 +59,8 @@ def _drafter_item(drafter: DrafterSpec, config: Config) -> MemoryItem:
 
 
 def with_cache(config: Config) -> Config:
-    """A copy with `target.kv_cache_gb` set, if it is not set and the device is known on this machine.
-
-    Raises:
-        ConfigError: The GPU cannot hold the model, or cannot hold it beside the configured cache.
-    """
+    """A copy with `target.kv_cache_gb` set, if it is not set and the device is known on this machine. A ConfigError if
+    the GPU cannot hold the model, or cannot hold it beside the configured cache."""
     target = config.target
     if not target.gpus:
         room = room_on_cpu(available_bytes() if _judged(config) else float("inf"), target)
@@ -94,11 +91,7 @@ def _require_room_on_gpu(config: Config, total: float, hosted: float) -> float:
 
 
 def require_memory(config: Config) -> None:
-    """Refuse a rollout that cannot fit this machine.
-
-    Raises:
-        ConfigError: The memory does not suffice; the message has the numbers.
-    """
+    """Refuse a rollout that cannot fit this machine."""
     if _judged(config):
         check_memory(config, plan_rollout_memory(config), available_bytes(), FIXES)
 
@@ -109,11 +102,8 @@ def _judged(config: Config) -> bool:
 
 
 def check_memory(config: Config, plan: Sequence[MemoryItem], available: float, fix: str) -> None:
-    """Refuse a run on this machine's CPU whose plan needs more than the bytes that are available.
-
-    Raises:
-        ConfigError: The memory does not suffice; the message has the numbers and the fix.
-    """
+    """Refuse a run on this machine's CPU whose plan needs more than the bytes that are available, with a ConfigError
+    that has the numbers and the fix."""
     total = sum(item.num_bytes for item in plan)
     if total > available and _judged(config):
         items = "; ".join(f"{item.owner}, {item.what}: {gib(item.num_bytes)}" for item in plan)

@@ -1,24 +1,23 @@
-"""`plan: auto` and `mode: auto`: derive the configuration to run from the profile and this machine. Contacts no
-cluster."""
+"""`plan: auto` and `mode: auto`: the configuration to run, by the profile and the devices. Contacts no cluster."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from specactor_ray.cluster.cores import cores_needed
-from specactor_ray.cluster.discovery import is_connected
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import MAX_WINDOW, Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.core.errors import ConfigError
+from specactor_ray.plan.apply import apply_plan, requests_of
 from specactor_ray.plan.profile import Profile, load_profile, reject_foreign_profile
 from specactor_ray.plan.search import ALL_MODES, Method, Plan, geometric, search_plan, share_right
 
@@ -30,8 +29,7 @@ DEFAULT_METHOD = "suffix"
 """Draft method of `mode: auto` if none is configured: it needs no model and costs almost nothing."""
 
 
-@dataclass(frozen=True)
-class Devices:
+class Devices(NamedTuple):
     """Total devices of a cluster."""
 
     cores: int
@@ -40,11 +38,7 @@ class Devices:
 
 def resolve(config: Config) -> tuple[Config, list[str]]:
     """Resolve `plan: auto`, then `mode: auto`: returns the configuration to run, which has neither, and lines with the
-    choices. A configuration without them is returned unchanged, without lines.
-
-    Raises:
-        ConfigError, InputError: See `resolve_plan`; or the result of `mode: auto` is not valid.
-    """
+    choices. Errors as in `resolve_plan` and `resolve_mode`."""
     asked = config.target.dtype
     config, lines = resolve_plan(config)
     config, more = resolve_mode(config, existing_devices(config))
@@ -53,14 +47,13 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
 
 
 def settle(config: Config, devices: Devices | None) -> Config:
-    """Resolve `dtype: auto` and the cores of verifiers on GPUs, by the device of each. Without them the configuration
-    is returned unchanged; `devices` as in `resolve_mode`."""
+    """Resolve `dtype: auto` and the cores of verifiers on GPUs; `devices` as in `resolve_mode`."""
     settled = copy.deepcopy(config)
     target = settled.target
     if target.cores is None:
         target.cores = _GPU_CORES + target.tensor_parallel
         if devices is not None:
-            others = _draft_cores(acting_drafters(settled)) + _trainer_cores(settled)
+            others = _draft_cores(acting_drafters(settled)) + trainer_cores(settled)
             target.cores = max(1, min(target.cores, (devices.cores - others) // target.replicas))
     target.dtype = fitting_dtype(target.dtype, target.gpus > 0, target.backend)
     if settled.mode is not ModeName.auto:  # it may still give a draft model a GPU
@@ -75,14 +68,11 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
 
     - Drafters that need draft actors (`hosted: false`, `max_replicas`, GPUs beside a target on CPUs, or all have
       `replicas: 0`, which `specactor scale` may raise): decoupled.
-    - A target on CPUs: coupled. Draft actors would take cores from the verifiers; the verifiers get the cores that are
-      configured for draft actors, as far as they exist and can be divided into whole cores.
+    - A target on CPUs: coupled, and the verifiers get the cores that are configured for draft actors.
     - A target on GPUs: decoupled if there are draft actors, and room for them beside verifiers and trainer, else
-      coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers on theirs: it would be
-      slower than the target on a CPU core.
+      coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers.
 
     Plain is never chosen: both modes decide at every step whether drafting pays (`verify/verify_lengths.py`).
-    If there is no drafter, one of `DEFAULT_METHOD` is added.
 
     Args:
         config: Any valid configuration; not changed.
@@ -110,12 +100,8 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
 
 
 def as_decoupled(config: Config) -> Config:
-    """Replace `mode: auto` where modes are planned or measured side by side: by the layout as written, that of draft
-    actors beside verifiers. A configuration of another mode is returned unchanged.
-
-    Raises:
-        ConfigError: The configuration cannot be decoupled.
-    """
+    """Replace `mode: auto` by `decoupled`, the layout as written, where modes are planned or measured side by side. A
+    ConfigError states why that is not possible."""
     if config.mode is ModeName.auto:
         config = _with_drafters(config)
         config.mode = ModeName.decoupled
@@ -188,11 +174,11 @@ def _have_room(config: Config, devices: Devices) -> bool:
 
 def _with_trainer(config: Config) -> tuple[int, int]:
     """GPUs and cores of verifiers, draft actors and trainer, as configured."""
-    gpus, cores = _devices_of(config)
-    return gpus + config.trainer.ranks * config.trainer.gpus, cores + _trainer_cores(config)
+    gpus, cores = devices_of(config)
+    return gpus + config.trainer.ranks * config.trainer.gpus, cores + trainer_cores(config)
 
 
-def _devices_of(config: Config) -> tuple[int, int]:
+def devices_of(config: Config) -> tuple[int, int]:
     """GPUs and cores of verifiers and draft actors, as configured."""
     target, drafters = config.target, acting_drafters(config)
     gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
@@ -203,7 +189,7 @@ def _draft_cores(drafters: Sequence[DrafterConfig]) -> int:
     return cores_needed(drafter.cores for drafter in drafters for _ in range(drafter.replicas))
 
 
-def _trainer_cores(config: Config) -> int:
+def trainer_cores(config: Config) -> int:
     """Cores used by the trainer alone: without `trainer.cores` it shares those of the verifiers in turns."""
     trainer = config.trainer
     return trainer.ranks * (trainer.cores or min(trainer.gpus, 1))
@@ -212,22 +198,14 @@ def _trainer_cores(config: Config) -> int:
 def _spare_cores(config: Config, devices: Devices) -> int:
     """Cores that each verifier gets from those configured for draft actors; its ranks share them evenly."""
     target = config.target
-    room = (devices.cores - _trainer_cores(config)) // target.replicas - target.cores
+    room = (devices.cores - trainer_cores(config)) // target.replicas - target.cores
     more = max(0, min(_draft_cores(config.drafters) // target.replicas, room))
     return more - more % target.tensor_parallel
 
 
-def requests_of(config: Config) -> int:
-    """B: number of requests that all verifiers together run at once."""
-    return config.target.replicas * config.target.max_batch
-
-
 def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
-    """The configuration to run, in one of these modes, and lines with the choices; unchanged with `plan: fixed`.
-
-    Raises:
-        ConfigError, InputError: The profile cannot be used here, or nothing in it fits.
-    """
+    """The configuration to run, in one of these modes, and lines with the choices; unchanged with `plan: fixed`. A
+    ConfigError or InputError states why the profile cannot be used, or that nothing in it fits."""
     if config.plan is PlanPolicy.fixed:
         return config, []
     config = as_decoupled(config)
@@ -239,55 +217,9 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
     return resolved, [*(f"warning: {warning}" for warning in warnings), *plan.notes, f"plan: {plan.words()}"]
 
 
-def apply_plan(config: Config, plan: Plan) -> Config:
-    """A copy of the configuration with the plan's choice and `plan: fixed`, so that it is not planned again.
-
-    Sets `mode`, `target.replicas`, `target.cores` (on CPUs), `target.max_batch`, `target.max_step_tokens` and, where it
-    is set, `target.kv_cache_gb`; the caches of all verifiers on CPUs together keep their size. Unless plain, it keeps
-    the chosen method alone, with its `replicas`, `max_batch` and (decoupled, on CPUs) `cores`, and moves the window to
-    `speculation.window`. A plain plan leaves `drafters` as they are: the mode uses none of them.
-
-    Raises:
-        ConfigError: The chosen method is not among the configured ones, or a verifier would span several GPUs.
-    """
-    chosen, resolved = plan.chosen, copy.deepcopy(config)
-    target = resolved.target
-    if target.gpus and chosen.verify_devices > 1:
-        problem = f"the plan wants verifiers of {chosen.verify_devices} GPUs, and a model runs on one."
-        raise ConfigError("plan", problem, "profile with --devices 1.")
-    resolved.plan, resolved.mode = PlanPolicy.fixed, chosen.mode
-    if target.kv_cache_gb and not target.gpus:
-        target.kv_cache_gb *= target.replicas / chosen.verifiers
-    target.replicas, target.max_batch = chosen.verifiers, chosen.batch
-    target.max_step_tokens = max(target.max_step_tokens, chosen.batch)
-    if not target.gpus:
-        target.cores = chosen.verify_devices
-    if chosen.method is None:
-        return resolved
-    kept = [drafter for drafter in resolved.drafters if drafter.method == chosen.method]
-    if not kept:
-        problem = f"the plan chose {chosen.method}, which is not configured."
-        raise ConfigError("drafters", problem, f"add it: 'drafters=[{{method: {chosen.method}}}]'.")
-    drafter = kept[0]
-    drafter.replicas, drafter.window = chosen.drafters or chosen.verifiers, None
-    most = -(-plan.batch // drafter.replicas)
-    drafter.max_batch = drafter.max_batch and max(drafter.max_batch, most)
-    if chosen.mode is ModeName.decoupled:
-        drafter.hosted = False if chosen.draft_devices else None
-        if not drafter.gpus:
-            drafter.cores = max(chosen.draft_devices, 1)
-    resolved.drafters = kept
-    resolved.speculation.window = chosen.window
-    return resolved
-
-
 def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
-    """The configured profile, checked against the target and this machine, and warnings.
-
-    Raises:
-        InputError: The file is missing, damaged or of another schema.
-        ConfigError: It was made for another model; or for other hardware or another torch, and `force` is false.
-    """
+    """The configured profile, and warnings. A ConfigError or InputError states why it cannot be used: it is missing,
+    damaged, made for another model; or for other hardware or another torch, and `force` is false."""
     from specactor_ray.models.identity import gpu_name, model_identity
 
     if config.profile is None:
@@ -308,11 +240,7 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
 
 def ladder_priors(config: Config) -> dict[str, float]:
     """Draft method → probability that a draft token is right if all those before it are, from the configured profile;
-    empty without a profile.
-
-    Raises:
-        ConfigError, InputError: The profile cannot be used here.
-    """
+    empty without a profile. Errors as in `usable_profile`."""
     if config.profile is None or config.mode is ModeName.plain:
         return {}
     profile, _ = usable_profile(config, config.plan_force)
@@ -333,7 +261,7 @@ def make_plan(
     acceptance: float | None = None,
     modes: Sequence[ModeName] = ALL_MODES,
 ) -> Plan:
-    """Plan with the draft methods that are both configured and measured.
+    """Plan with the draft methods that are both configured and measured; InputError if none fits.
 
     Args:
         config, profile: Methods to choose from, and their costs and acceptance.
@@ -341,9 +269,6 @@ def make_plan(
         context: Mean tokens of prompt and output. Default: the profile's prompts and half of sampling.max_tokens.
         acceptance: p of every method, replacing the measured ones.
         modes: Modes that may be chosen.
-
-    Raises:
-        InputError: No measured method fits.
     """
     methods, unusable = _methods(config, profile)
     if acceptance is not None:
@@ -362,14 +287,10 @@ def make_plan(
 
 def checked_devices(config: Config, wanted: int | None, key: str) -> int:
     """Number of devices to plan for: `wanted`, else all of a local cluster, or those that the configuration needs on
-    another one.
-
-    Raises:
-        ConfigError: More devices are wanted (by `key`) than a local cluster has.
-    """
+    another one. A ConfigError of `key` if a local cluster has less."""
     there = existing_devices(config)
     if there is None:
-        gpus, cores = _devices_of(config)
+        gpus, cores = devices_of(config)
         return wanted or (gpus if config.target.gpus else cores)
     existing = there.gpus if config.target.gpus else there.cores
     if wanted is not None and wanted > existing:
@@ -380,8 +301,7 @@ def checked_devices(config: Config, wanted: int | None, key: str) -> int:
 
 
 def existing_devices(config: Config) -> Devices | None:
-    """Devices of a cluster that would be started here (GPUs are counted only if some are configured); None for a
-    cluster that runs elsewhere."""
+    """Devices of a cluster that would be started here, with GPUs if some are configured; None for another cluster."""
     cluster = config.cluster
     if cluster.address != "local":
         return None
@@ -394,67 +314,11 @@ def existing_devices(config: Config) -> Devices | None:
 def idle_cores(config: Config) -> tuple[int, int, int]:
     """CPU cores that a run in a cluster of its own uses and has, and how many more each verifier could have. The last
     is 0 for a target on GPUs and in other clusters."""
-    devices, (_, used) = existing_devices(config), _devices_of(config)
+    devices, (_, used) = existing_devices(config), devices_of(config)
     if devices is None or config.target.gpus:
         return used, 0, 0
-    more = max(0, devices.cores - used - _trainer_cores(config)) // config.target.replicas
+    more = max(0, devices.cores - used - trainer_cores(config)) // config.target.replicas
     return used, devices.cores, more - more % config.target.tensor_parallel
-
-
-def require_devices(config: Config, trains: bool = False) -> None:
-    """Refuse a layout that needs more GPUs or CPU cores than the cluster to be started here has; `trains` includes the
-    trainer. `mode: auto` must be resolved before.
-
-    Raises:
-        ConfigError: The devices do not suffice; the message has the needed and existing ones.
-    """
-    require_gpus(config, trains)
-    if config.cluster.address == "local" and not is_connected():
-        _require_cores(config, trains)
-
-
-def require_gpus(config: Config, trains: bool = False) -> None:
-    """`require_devices` for GPUs alone.
-
-    Raises:
-        ConfigError: See `require_devices`.
-    """
-    if config.cluster.address != "local" or is_connected():
-        return
-    target, trainer = config.target, config.trainer
-    wanted = {"target.gpus": target.replicas * target.gpus}
-    acting = acting_drafters(config)
-    wanted |= {f"drafters.{i}.gpus": d.replicas * d.gpus for i, d in enumerate(config.drafters) if d in acting}
-    wanted |= {"trainer.gpus": trainer.ranks * trainer.gpus * trains}
-    needed = sum(wanted.values())
-    if not needed:
-        return
-    there = count_gpus() if config.cluster.num_gpus is None else config.cluster.num_gpus
-    if needed > there:
-        totals = zip(wanted, itertools.accumulate(wanted.values()), strict=True)
-        key = next(key for key, total in totals if total > there)
-        whose = ", ".join(f"{name} {count}" for name, count in wanted.items() if count)
-        problem = f"the run needs {needed} GPU(s) in all ({whose}), and there are {there}."
-        raise ConfigError(key, problem, f"use {key}=0, fewer replicas, or a bigger cluster in cluster.address.")
-
-
-def _require_cores(config: Config, trains: bool) -> None:
-    target, cluster, trainer = config.target, config.cluster, _trainer_cores(config) if trains else 0
-    shares = [drafter.cores for drafter in acting_drafters(config) for _ in range(drafter.replicas)]
-    verifiers, there = target.replicas * target.cores, len(os.sched_getaffinity(0))
-    counted = cluster.num_cpus or there  # cores that Ray counts; cores that actors are bound to must exist, too
-    pinned = verifiers + cores_needed(shares) if cluster.pin_cores else 0
-    needed = verifiers + sum(shares) + trainer
-    if pinned <= there and needed <= counted:
-        return
-    whose = f"{target.replicas} verifier(s) with {target.cores} each"
-    whose += f", {len(shares)} draft actor(s) with {sum(shares):g} in all" if shares else ""
-    whose += f", the trainer with {trainer}" if trainer else ""
-    have = str(there) if counted == there else f"{there}, and cluster.num_cpus={counted}"
-    problem = f"the run needs {max(pinned, needed):g} CPU cores ({whose}), and there are {have}."
-    fix = "fewer cores or replicas (target.*, drafters.N.*), draft actors that share a core (drafters.N.cores=0.25), "
-    key = "drafters" if shares and verifiers <= min(there, counted) else "target.cores"
-    raise ConfigError(key, problem, fix + "mode=coupled, or a bigger cluster in cluster.address.")
 
 
 def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import math
 import os
@@ -12,26 +13,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
 from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, reads_head
 from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.core.environment import count_gpus
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.models.cache_size import BLOCK_TOKENS, GIB, context_of, itemsize_of, key_value_heads, token_bytes
 from specactor_ray.models.checkpoint_files import describes_head, read_config, require_head
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_model
 from specactor_ray.plan.profile import load_profile
-from specactor_ray.rollout.planning import idle_cores, require_devices, resolve
+from specactor_ray.rollout.memory import require_memory, with_cache
+from specactor_ray.rollout.planning import idle_cores, resolve, trainer_cores
 from specactor_ray.target.vllm_version import require_engine_arguments, require_vllm
 
 logger = logging.getLogger(__name__)
 
 
 def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str]]:
-    """Make all checks that need neither Ray nor torch, and resolve `plan: auto` and `mode: auto` (see `resolve`).
-
-    Raises:
-        UserError: A check failed; the message has the key and the fix.
-    """
+    """Make all checks that need neither Ray nor torch, and resolve `plan: auto` and `mode: auto` (see `resolve`). A
+    UserError has the key and the fix."""
     require_named(config)
     if config.profile is not None and config.mode is not ModeName.plain:
         load_profile(config.profile)
@@ -40,15 +41,27 @@ def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str
     return config, lines
 
 
-def require_named(config: Config) -> None:
-    """Refuse missing things that a configuration names: models, proposers, a cluster.
+def prepare(config: Config) -> tuple[Config, Any]:
+    """Make all checks of a rollout. Returns the configuration to run, without `auto`, with the size of the cache and
+    the layers that drafters read; and the target's tokenizer, see `check_drafters_fit_target`."""
+    require_parts(config)
+    check_target(config)
+    config, lines = resolve(config)
+    require_devices(config)
+    for line in lines:
+        logger.info("%s", line)
+    config = export_what_drafters_read(config)
+    tokenizer = check_drafters_fit_target(config)
+    config = with_cache(config)
+    check_target(config)  # the default cache, sized by free memory here, may hold no request
+    require_memory(config)
+    warn_without_drafters(config)
+    return config, tokenizer
 
-    Raises:
-        ConfigError: vLLM is not installed or of an untested version, a proposer cannot be imported, or the target's own
-            context is too short for the configuration.
-        ModelLoadError: A model cannot be found; the message has the key.
-        ClusterError: Nothing listens at `cluster.address`.
-    """
+
+def require_named(config: Config) -> None:
+    """Refuse missing things that a configuration names, by key: models (ModelLoadError), vLLM, proposers, a context
+    that is long enough (ConfigError), a cluster (ClusterError)."""
     require_parts(config)
     folder = require_named_model("target.model", config.target.model)
     for index, drafter in enumerate(config.drafters if config.mode is not ModeName.plain else ()):
@@ -65,11 +78,7 @@ def require_named(config: Config) -> None:
 
 
 def require_parts(config: Config) -> None:
-    """`require_named` without models.
-
-    Raises:
-        ConfigError, ClusterError: See `require_named`.
-    """
+    """`require_named` without models."""
     if config.target.backend == "vllm":
         require_vllm()
         require_engine_arguments(config.target.engine_arguments)
@@ -89,11 +98,8 @@ def _warn_of_another_cluster() -> None:
 
 
 def require_named_model(key: str, name: str, is_head: bool = False) -> Path | None:
-    """Folder of the `config.json` of a model that a key or option names, if it is on this machine.
-
-    Raises:
-        ModelLoadError: The model cannot be found, or is a head, or the head is a model; the message has the key.
-    """
+    """Folder of the `config.json` of a model that a key or option names, if it is on this machine. A ModelLoadError if
+    it cannot be found, or is a head, or the head is a model."""
     try:
         folder = require_head(Path(name).expanduser()) if is_head else require_model(name)
         if folder is not None and not is_head and describes_head(folder):
@@ -104,13 +110,56 @@ def require_named_model(key: str, name: str, is_head: bool = False) -> Path | No
         raise ModelLoadError(f"{key}: {error}") from None
 
 
-def check_target(config: Config) -> None:
-    """Refuse a missing model, or one that the backend cannot hold or split.
+def require_devices(config: Config, trains: bool = False) -> None:
+    """Refuse a layout that needs more GPUs or CPU cores than the cluster to be started here has; `trains` includes the
+    trainer. `mode: auto` must be resolved before. The ConfigError has the needed and the existing ones."""
+    require_gpus(config, trains)
+    if config.cluster.address == "local" and not is_connected():
+        _require_cores(config, trains)
 
-    Raises:
-        ConfigError: The model cannot be used; the message has the key and the fix.
-        ModelLoadError: The model cannot be found; the message has the key.
-    """
+
+def require_gpus(config: Config, trains: bool = False) -> None:
+    """`require_devices` for GPUs alone."""
+    if config.cluster.address != "local" or is_connected():
+        return
+    target, trainer = config.target, config.trainer
+    wanted = {"target.gpus": target.replicas * target.gpus}
+    acting = acting_drafters(config)
+    wanted |= {f"drafters.{i}.gpus": d.replicas * d.gpus for i, d in enumerate(config.drafters) if d in acting}
+    wanted |= {"trainer.gpus": trainer.ranks * trainer.gpus * trains}
+    needed = sum(wanted.values())
+    if not needed:
+        return
+    there = count_gpus() if config.cluster.num_gpus is None else config.cluster.num_gpus
+    if needed > there:
+        totals = zip(wanted, itertools.accumulate(wanted.values()), strict=True)
+        key = next(key for key, total in totals if total > there)
+        whose = ", ".join(f"{name} {count}" for name, count in wanted.items() if count)
+        problem = f"the run needs {needed} GPU(s) in all ({whose}), and there are {there}."
+        raise ConfigError(key, problem, f"use {key}=0, fewer replicas, or a bigger cluster in cluster.address.")
+
+
+def _require_cores(config: Config, trains: bool) -> None:
+    target, cluster, trainer = config.target, config.cluster, trainer_cores(config) if trains else 0
+    shares = [drafter.cores for drafter in acting_drafters(config) for _ in range(drafter.replicas)]
+    verifiers, there = target.replicas * target.cores, len(os.sched_getaffinity(0))
+    counted = cluster.num_cpus or there  # cores that Ray counts; cores that actors are bound to must exist, too
+    pinned = verifiers + cores_needed(shares) if cluster.pin_cores else 0
+    needed = verifiers + sum(shares) + trainer
+    if pinned <= there and needed <= counted:
+        return
+    whose = f"{target.replicas} verifier(s) with {target.cores} each"
+    whose += f", {len(shares)} draft actor(s) with {sum(shares):g} in all" if shares else ""
+    whose += f", the trainer with {trainer}" if trainer else ""
+    have = str(there) if counted == there else f"{there}, and cluster.num_cpus={counted}"
+    problem = f"the run needs {max(pinned, needed):g} CPU cores ({whose}), and there are {have}."
+    fix = "fewer cores or replicas (target.*, drafters.N.*), draft actors that share a core (drafters.N.cores=0.25), "
+    key = "drafters" if shares and verifiers <= min(there, counted) else "target.cores"
+    raise ConfigError(key, problem, fix + "mode=coupled, or a bigger cluster in cluster.address.")
+
+
+def check_target(config: Config) -> None:
+    """Refuse a missing model (ModelLoadError), or one that the backend cannot hold or split (ConfigError)."""
     model = load_target_config(config)
     _reject_encoder_decoder(config, model)
     text = model.get_text_config()
@@ -121,11 +170,7 @@ def check_target(config: Config) -> None:
 
 
 def load_target_config(config: Config) -> Any:
-    """The target's model configuration of transformers.
-
-    Raises:
-        ModelLoadError: The model cannot be found; the message has the key.
-    """
+    """The target's model configuration of transformers; a ModelLoadError has the key."""
     return _load_config("target.model", config.target.model, config.target.trust_remote_code)
 
 
@@ -137,13 +182,8 @@ def _load_config(key: str, name: str, trust_remote_code: bool) -> Any:
 
 
 def max_prompt_tokens(config: Config, text: Any = None) -> int:
-    """Longest prompt that leaves room for a whole output of `sampling.max_tokens`. The target's text configuration is
-    read if it is needed and not given.
-
-    Raises:
-        ConfigError: There is no room for any prompt.
-        ModelLoadError: The model cannot be found; the message has the key.
-    """
+    """Longest prompt that leaves room for a whole output of `sampling.max_tokens`; ConfigError if there is none. The
+    target's text configuration is read if it is needed and not given."""
     wanted, longest = config.sampling.max_tokens, config.target.max_model_len
     context = longest or 1 << 30
     if wanted < context:  # else the model need not be read
@@ -234,7 +274,7 @@ def export_what_drafters_read(config: Config) -> Config:
     """The configuration with `target.hidden_layers` set to the layers that its EAGLE head reads, if there is one.
 
     Raises:
-        ConfigError: `target.hidden_layers` is set to other layers, or not set for a user's own reader of features.
+        ConfigError: The key is set to other layers, or not set for a user's own reader of features.
         ModelLoadError: The head cannot be found, or was made for another target.
     """
     readers = [(i, d) for i, d in enumerate(drafter_specs(config).values()) if d.traits.reads_features]
@@ -287,10 +327,7 @@ def _check_card(head: str, key: str, config: Config) -> None:
 
 
 def warn_without_drafters(config: Config) -> None:
-    """Warn if a mode with drafts starts with none.
-
-    This is not an error: draft actors may be added during the run (`specactor scale`), and a verifier can run without.
-    """
+    """Warn if a mode with drafts starts with none. No error: `specactor scale` may add draft actors during the run."""
     if config.mode is ModeName.plain or any(one.replicas or one.max_replicas for one in config.drafters):
         return
     acting = acting_drafters(config)
@@ -302,15 +339,8 @@ def warn_without_drafters(config: Config) -> None:
 
 
 def check_drafters_fit_target(config: Config) -> Any:
-    """Refuse drafters whose vocabulary differs from the target's.
-
-    Returns:
-        The target's tokenizer, or None if the model directory has none (prompts must be token ids then).
-
-    Raises:
-        ConfigError: A drafter's vocabulary has another size; both sizes are named.
-        ModelLoadError: A model cannot be found.
-    """
+    """Refuse drafters whose vocabulary differs from the target's, with a ConfigError. Returns the target's tokenizer,
+    or None if the model directory has none (prompts must be token ids then)."""
     target = load_target_config(config)
     if config.mode is not ModeName.plain:
         for index, drafter in enumerate(config.drafters):

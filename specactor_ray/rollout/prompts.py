@@ -1,4 +1,4 @@
-"""Reading prompts from files, and turning prompts into token ids."""
+"""Prompts: read from files, turned into token ids, and continued turn by turn."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ Encoded = tuple[tuple[int, ...], str]
 """Token ids of a prompt and an empty text; or no ids, and the reason."""
 _KINDS = ("prompt", "messages", "prompt_token_ids")
 _TABLES = (".csv", ".tsv", ".parquet", ".arrow")
+Message = dict[str, Any]
+"""`{"role": ..., "content": ...}`, as in prompts."""
+_OUTPUT = "0utput"
+"""Placeholder for an output in renderings of the template."""
+_OPENING: Sequence[Message] = ({"role": "user", "content": "Question"}, {"role": "assistant", "content": _OUTPUT})
 _KINDS_IN_WORDS = '"prompt", "messages" or "prompt_token_ids"'
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """Prompts of a `.jsonl` file (per line an object with `prompt`, `messages` or `prompt_token_ids`) or of a text file
-    (one per line).
-
-    Blank lines are skipped.
-
-    Raises:
-        InputError: The file is missing, empty or not UTF-8, or a line is malformed; the message has its number.
-    """
+    (one per line), without blank lines. An InputError has the number of a malformed line."""
     if str(path).startswith(("hf:", "reasoning_gym:")):
         raise InputError(f"data.path: {path} names tasks, which only `specactor train` reads; name a file of prompts")
     path = Path(path)
@@ -46,20 +45,13 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def read_text(path: str | Path) -> list[str]:
-    """Lines of a text file that are not blank.
-
-    Raises:
-        InputError: The file cannot be read, or is not UTF-8.
-    """
+    """Lines of a text file that are not blank; InputError if it cannot be read, or is not UTF-8."""
     return [line for _, line in _lines(Path(path))]
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield `(line number, value)` of every line of a JSONL file that is not blank.
-
-    Raises:
-        InputError: The file cannot be read or is not UTF-8, or a line is not JSON; the message has its number.
-    """
+    """Yield `(line number, value)` of every line of a JSONL file that is not blank. An InputError has the number of a
+    line that is not JSON."""
     for number, line in _lines(Path(path)):
         try:
             yield number, parse_json(line)
@@ -127,11 +119,7 @@ def _unknown_keys(row: Any) -> str:
 
 
 def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages, with the content of each as one text.
-
-    Raises:
-        InputError: A message has no role or no text; the message has its number and keys.
-    """
+    """The messages, with the content of each as one text; InputError if one has no role or no text."""
     plain = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
@@ -156,49 +144,43 @@ def _plain_content(content: Any, number: int) -> str:
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]:
-    """Token ids of a prompt.
+    """Token ids of a prompt; InputError if it is empty or malformed, or there is no tokenizer or chat template for it.
 
     Args:
         tokenizer: A transformers tokenizer, or None when only token ids are used.
         prompt: Text, chat messages or token ids.
         chat: Wrap text as one user message if the tokenizer has a chat template.
-
-    Raises:
-        InputError: The prompt is empty, a message is malformed, or messages are given but there is no chat template.
     """
     if not isinstance(prompt, str | list | tuple):
         raise InputError(f"a prompt is text, a list of chat messages or a list of token ids, not {prompt!r}")
     if is_token_ids(prompt):
         return _not_empty(prompt)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain_messages(prompt)
-    _reject_half_characters(messages)
-    if tokenizer is None:
-        raise InputError("the model has no tokenizer; give prompts as lists of token ids")
-    if isinstance(prompt, str) and not (chat and tokenizer.chat_template):
-        return _not_empty(_tokenize(tokenizer, prompt))
-    if not tokenizer.chat_template:
-        raise InputError("the prompt is a list of chat messages, but the model's tokenizer has no chat template")
-    return _not_empty(_apply_template(tokenizer, messages))
+    if isinstance(prompt, str):
+        messages = _checked_messages([{"role": "user", "content": prompt}])
+        if tokenizer is not None and not (chat and tokenizer.chat_template):
+            return _not_empty(_tokenize(tokenizer, prompt))
+        return encode_chat(tokenizer, messages)
+    return encode_chat(tokenizer, prompt)
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Any], **template: Any) -> tuple[int, ...]:
-    """Token ids of chat messages.
+    """Token ids of chat messages; InputError if one is malformed, or there is no chat template, or it refuses them.
 
     Args:
         tokenizer: A transformers tokenizer.
         messages: As in a `Prompt`; those of role `assistant` may have `tool_calls` in place of content.
         template: More arguments of `apply_chat_template`, such as `tools`.
-
-    Raises:
-        InputError: A message is malformed, there is no chat template, or it refuses the messages.
     """
-    filled = [{**one, "content": ""} if _only_calls(one) else one for one in messages]
-    plain = plain_messages(filled)
+    plain = _checked_messages([{**one, "content": ""} if _only_calls(one) else one for one in messages])
     if not plain:
         raise InputError("there are no messages")
-    _reject_half_characters(plain)
-    if tokenizer is None or not tokenizer.chat_template:
-        raise InputError("the model's tokenizer has no chat template; send a prompt of text or token ids")
+    if tokenizer is None:
+        raise InputError("the model has no tokenizer; give prompts as lists of token ids")
+    if not tokenizer.chat_template:
+        raise InputError(
+            "the prompt is a list of chat messages, but the model's tokenizer has no chat template; send a prompt of "
+            "text or token ids"
+        )
     return _not_empty(_apply_template(tokenizer, plain, **template))
 
 
@@ -218,13 +200,8 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> lis
 
 
 def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
-    """Chat messages as text, formatted by the model's template.
-
-    Raises:
-        InputError: A message is malformed, or the template refuses them.
-    """
-    plain = plain_messages(messages)
-    _reject_half_characters(plain)
+    """Chat messages as text, formatted by the model's template; errors as in `encode_chat`."""
+    plain = _checked_messages(messages)
     text: str = _apply_template(tokenizer, plain, tokenize=False, add_generation_prompt=generation_prompt)
     return text
 
@@ -241,14 +218,16 @@ def _not_empty(token_ids: Sequence[Any]) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
-def _reject_half_characters(messages: Sequence[Mapping[str, Any]]) -> None:
-    for message in messages:
+def _checked_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """`plain_messages`, refused if one has half a character."""
+    plain = plain_messages(messages)
+    for message in plain:
         try:
             message["content"].encode("utf-8")
         except UnicodeEncodeError as error:
-            raise InputError(
-                f"the prompt is not valid Unicode: half a surrogate pair at character {error.start}"
-            ) from None
+            problem = f"the prompt is not valid Unicode: half a surrogate pair at character {error.start}"
+            raise InputError(problem) from None
+    return plain
 
 
 def _tokenize(tokenizer: Any, prompt: str) -> Any:
@@ -265,3 +244,45 @@ def _apply_template(tokenizer: Any, messages: Any, **template: Any) -> Any:
             return tokenizer.apply_chat_template(messages, **template)
     except Exception as error:  # templates are code of the checkpoint and raise any exception
         raise InputError(f"the model's chat template refuses these messages: {error}") from error
+
+
+class ChatTurns:
+    """Tokens between an output and the next one under a model's chat template; InputError if that does not append.
+
+    In a conversation token by token the next prompt is all tokens so far, then these. An output is not tokenized again:
+    its text may have other tokens than the sampled ones, and then neither log-probabilities nor the verifier's cache
+    would fit.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            raise InputError("a conversation needs a chat template, and the model's tokenizer has none")
+        self._before = render_messages(tokenizer, _OPENING, False)
+        self._end = self._before.rfind(_OUTPUT) + len(_OUTPUT)
+        begin = render_messages(tokenizer, _OPENING[:1], True)
+        if self._before[: self._end] != begin + _OUTPUT:
+            raise InputError(
+                "the model's chat template writes an output elsewhere than behind its generation prompt, so that a "
+                "conversation cannot be continued token by token: it ends the prompt with "
+                f"{begin[-40:]!r} and writes {self._before[-80:]!r}. Fix: a template that appends"
+            )
+
+    def between(self, messages: Sequence[Message], output: Sequence[int]) -> tuple[int, ...]:
+        """Token ids from the end of an output to the beginning of the next one, with these messages between them. If
+        the output ends with the template's end-of-turn token, that is not repeated. An InputError if the template
+        refuses the messages, or changes the earlier text when they are appended."""
+        whole = render_messages(self._tokenizer, (*_OPENING, *messages), True)
+        if not whole.startswith(self._before):
+            raise InputError(
+                "the model's chat template changes earlier messages when it appends "
+                f"{' and '.join(sorted({str(message['role']) for message in messages}))} messages, so that a "
+                f"conversation cannot be continued token by token: {self._before[-80:]!r} becomes "
+                f"{whole[: len(self._before)][-80:]!r}. Fix: messages of another role, or a template that appends"
+            )
+        ids = tokenize_text(self._tokenizer, whole[self._end :])
+        if output and output[-1] in ids:
+            at = ids.index(output[-1])
+            if not self._tokenizer.decode(ids[:at]).strip() and output[-1] in self._tokenizer.all_special_ids:
+                ids = ids[at + 1 :]
+        return tuple(ids)

@@ -29,18 +29,10 @@ from specactor_ray.models.policy_weights import WeightLayout, Weights
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.door import ENGINE, Doorman, EngineActor
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.memory import require_memory, with_cache
-from specactor_ray.rollout.planning import ladder_priors, require_devices, resolve
-from specactor_ray.rollout.preflight import (
-    check_drafters_fit_target,
-    check_target,
-    export_what_drafters_read,
-    require_parts,
-    warn_without_drafters,
-)
+from specactor_ray.rollout.planning import ladder_priors
+from specactor_ray.rollout.preflight import prepare
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
-from specactor_ray.rollout.report import drafter_health
-from specactor_ray.rollout.run_client import RunClient
+from specactor_ray.rollout.run_client import RunClient, drafter_health
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
 from specactor_ray.sampling.seeds import sample_of
 from specactor_ray.transport.messages import WeightSet
@@ -70,22 +62,12 @@ class Rollout(RunClient):
     def __init__(self, config: Config) -> None:
         log_by_default()
         begin = SYSTEM.now()
-        require_parts(config)
-        check_target(config)
-        config, lines = resolve(config)
-        require_devices(config)
-        for line in lines:
-            logger.info("%s", line)
-        config = export_what_drafters_read(config)
         self._doorman: Doorman | None = None
         self.progress = (0, 0)
         """Number of ended trajectories of the newest stream, and its total."""
+        config, self._tokenizer = prepare(config)
+        self.config = config
         priors = ladder_priors(config)
-        self._tokenizer = check_drafters_fit_target(config)
-        self.config = config = with_cache(config)
-        check_target(config)  # the default cache, sized by free memory here, may hold no request
-        require_memory(config)
-        warn_without_drafters(config)
         if unused := unused_branches(config):
             logger.warning("%s", unused)
         with Heartbeat(elapsed(logger.info, f"starting Ray and {config.mode.value} actors")):
@@ -132,7 +114,7 @@ class Rollout(RunClient):
         except SpecActorError as error:
             logger.error("the controller did not shut down in order (%s); its actors end with it", error)
         finally:
-            self.closed = True
+            self.engine.close()
             ray.kill(self._controller)
             self._connection.close()
 
@@ -152,44 +134,67 @@ class Rollout(RunClient):
         skip: Collection[tuple[int, int]] = (),
         encoded: Sequence[Encoded] | None = None,
     ) -> Iterator[Trajectory]:
-        """Yield `len(prompts) * n` trajectories in the order they finish.
+        """Yield `len(prompts) * n` trajectories in the order they finish. A prompt that cannot run ends as one with
+        `finish_reason` `error` and its reason; the others continue.
 
         Args:
             prompts: Texts, chat messages or lists of token ids.
-            sampling: Sampling parameters, for all prompts or one for each; the seed is that of the run, from which the
-                seed of each sample is derived. Default: the configuration's.
+            sampling: For all prompts or one for each, default: the configuration's. Each sample's seed is derived from
+                its seed.
             n: Samples per prompt. Default: `data.n`.
             skip: `(prompt index, sample index)` of trajectories to leave out, since they exist already.
             encoded: Result of `encode_prompts`. Default: computed here.
-
-        A prompt that cannot run ends as a trajectory with `finish_reason` `error` and its reason; the others continue.
 
         Raises:
             InputError: No prompts, another number of samplings, n < 1, or the rollout is closed.
             ActorLostError: No verifier was available.
         """
         self.require_open()
-        sampling = self.config.sampling if sampling is None else sampling
         n = self.config.data.n if n is None else n
         if isinstance(prompts, str):
             raise InputError("prompts must be a list; put a single text into one: [prompt]")
         if not prompts:
             raise InputError("there are no prompts to roll out")
-        if isinstance(sampling, SamplingParams | Mapping):
-            sampling = [sampling] * len(prompts)  # the check below reports a mapping
-        each = list(sampling)
+        if n < 1:
+            raise InputError(f"n is {n}; it must be 1 or more")
+        return self._stream(list(prompts), self._samplings(sampling, len(prompts)), n, frozenset(skip), encoded)
+
+    def _samplings(self, sampling: Sampling | None, count: int) -> list[SamplingParams]:
+        """Sampling parameters of each prompt."""
+        sampling = self.config.sampling if sampling is None else sampling
+        each = [sampling] * count if isinstance(sampling, SamplingParams | Mapping) else list(sampling)
         strange = [one for one in each if not isinstance(one, SamplingParams)]
         if strange:
             raise InputError(
                 f"sampling must be SamplingParams, one for all prompts or a list of them; got {strange[0]!r}"
             )
-        if len(each) != len(prompts):
-            raise InputError(
-                f"sampling has {len(each)} entries for {len(prompts)} prompts; give one for each, or one for all"
-            )
-        if n < 1:
-            raise InputError(f"n is {n}; it must be 1 or more")
-        return self._stream(list(prompts), each, n, frozenset(skip), encoded)
+        if len(each) != count:
+            raise InputError(f"sampling has {len(each)} entries for {count} prompts; give one for each, or one for all")
+        return each
+
+    def _stream(
+        self,
+        prompts: list[Prompt],
+        sampling: list[SamplingParams],
+        n: int,
+        skip: frozenset[tuple[int, int]],
+        encoded: Sequence[Encoded] | None,
+    ) -> Iterator[Trajectory]:
+        with self.engine.opening_stream() as number:
+            if encoded is None:
+                with self.engine.encoding:
+                    encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat)
+            entries = []
+            for entry, reason in samples_of(encoded, sampling, n, skip, f"{number}-"):
+                if reason:
+                    entry.weight_version = self.weight_version
+                    yield trajectory_of(entry, self._tokenizer, prompts[entry.place[0]], reason)
+                else:
+                    entries.append(entry)
+            self.progress = (0, len(entries))
+            for done, entry in enumerate(self.run(entries), start=1):
+                self.progress = (done, len(entries))
+                yield trajectory_of(entry, self._tokenizer, prompts[entry.place[0]])
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | None = None, n: int | None = None
@@ -199,26 +204,23 @@ class Rollout(RunClient):
         return sorted(done, key=lambda trajectory: (trajectory.prompt_index, trajectory.sample_index))
 
     def update_weights(self, weights: Weights | WeightSet, policy: WeightPolicy | str | None = None) -> int:
-        """Update the weights of all verifiers, and of the drafters that follow the policy.
+        """Update the weights of all verifiers, and of the drafters that follow the policy. Returns the version, which
+        trajectories carry from now on, when all verifiers have it.
 
-        Tensors are converted to `target.dtype` and go into the object store in buckets of `trainer.weight_bucket_mb`.
-        All are checked before any verifier gets one; an InputError changes nothing. Returns when all verifiers have
-        them. A verifier or draft actor that joins later gets them before it serves. The new version is also valid after
-        a SpecActorError: verifiers take it as soon as they can, and no token of another version is accepted.
+        All tensors are checked before any verifier gets one; an InputError changes nothing. A verifier or draft actor
+        that joins later gets them before it serves. The new version is also valid after a SpecActorError: verifiers
+        take it as soon as they can, and no token of another version is accepted.
 
         Args:
-            weights: A state dict, an iterable of (name, tensor), or the directory of a Hugging Face checkpoint. Or a
-                `WeightSet`: weights with their own version that a trainer actor has put into the object store.
+            weights: A state dict, an iterable of (name, tensor), the directory of a Hugging Face checkpoint, the result
+                of `prepare_weights`, or a `WeightSet` that a trainer actor has put into the object store.
             policy: Policy for running requests: `wait` lets them end, `keep` lets them continue with the new weights
                 after their committed tokens, `abort` ends them. Without a policy single requests end first, and no
                 stream may be open.
 
-        Returns:
-            The version, which trajectories carry from now on: one above the last.
-
         Raises:
-            InputError: A stream is open (its trajectories would mix two versions) and no policy is given, a tensor does
-                not fit the target, or the version of a `WeightSet` is not above all earlier ones.
+            InputError: A stream is open and no policy is given, a tensor does not fit the target, or the version of a
+                `WeightSet` is below an earlier one.
             SpecActorError: The weights were not taken in time.
         """
         if not isinstance(weights, WeightSet):
@@ -228,13 +230,17 @@ class Rollout(RunClient):
         return super().update_weights(weights, policy)
 
     def prepare_weights(self, weights: Weights) -> WeightSet:
-        """Check new weights and put them into the object store, for `update_weights`; requests continue.
-
-        Raises:
-            InputError: A tensor does not fit the target.
-        """
+        """Check new weights and put them into the object store, for `update_weights`; requests continue. An InputError
+        names a tensor that does not fit the target."""
         self.require_open()
         return self.put_weights(self.weight_layout.buckets(weights))
+
+    @functools.cached_property
+    def weight_layout(self) -> WeightLayout:
+        """Layout in which another process packs weights of the target, for `update_weights` with a `WeightSet`."""
+        target = self.config.target
+        shapes, tied = weight_shapes(target.model, trust_remote_code=target.trust_remote_code)
+        return WeightLayout(shapes, tied, target.dtype, self.config.trainer.weight_bucket_mb * 2**20)
 
     def fallbacks(self) -> list[str]:
         """Slower fallbacks that actors use, each once, as far as the actors answer; and settings without effect."""
@@ -279,40 +285,6 @@ class Rollout(RunClient):
         while not self._ends.wait(INTERVAL_S):
             self._calls.transport.export(lambda: self.metric_rows(verifiers=False), self.run_name)
 
-    @functools.cached_property
-    def weight_layout(self) -> WeightLayout:
-        """Layout in which another process packs weights of the target, for `update_weights` with a `WeightSet`."""
-        target = self.config.target
-        shapes, tied = weight_shapes(target.model, trust_remote_code=target.trust_remote_code)
-        return WeightLayout(shapes, tied, target.dtype, self.config.trainer.weight_bucket_mb * 2**20)
-
-    def _stream(
-        self,
-        prompts: list[Prompt],
-        sampling: list[SamplingParams],
-        n: int,
-        skip: frozenset[tuple[int, int]],
-        encoded: Sequence[Encoded] | None,
-    ) -> Iterator[Trajectory]:
-        self.wake_if_asleep()
-        with self.engine.opening_stream() as number:
-            if encoded is None:
-                with self.engine.encoding:
-                    encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat)
-            entries, places = [], {}
-            for place, entry, reason in samples_of(encoded, sampling, n, skip, f"{number}-"):
-                if reason:
-                    entry.weight_version = self.weight_version
-                    yield trajectory_of(entry, self._tokenizer, entry.request_id, place, prompts[place[0]], reason)
-                else:
-                    entries.append(entry)
-                    places[entry.request_id] = place
-            self.progress = (0, len(entries))
-            for done, entry in enumerate(self.run(entries), start=1):
-                self.progress = (done, len(entries))
-                place = places[entry.request_id]
-                yield trajectory_of(entry, self._tokenizer, entry.request_id, place, prompts[place[0]])
-
 
 def samples_of(
     encoded: Sequence[Encoded],
@@ -320,10 +292,10 @@ def samples_of(
     n: int,
     skip: Collection[tuple[int, int]],
     prefix: str = "",
-) -> Iterator[tuple[tuple[int, int], JournalEntry, str]]:
-    """Place (prompt index, sample index), request, and the reason if it cannot run; without the places in `skip`."""
+) -> Iterator[tuple[JournalEntry, str]]:
+    """Each request, and the reason if it cannot run; without the places (prompt index, sample index) in `skip`."""
     for prompt_index, ((token_ids, reason), params) in enumerate(zip(encoded, sampling, strict=True)):
         for place in ((prompt_index, one) for one in range(n)):
             if place not in skip:
                 own = sample_of(params, *place)
-                yield place, JournalEntry(f"{prefix}{place[0]}-{place[1]}", token_ids, own), reason
+                yield JournalEntry(f"{prefix}{place[0]}-{place[1]}", token_ids, own, place=place), reason

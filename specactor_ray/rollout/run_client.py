@@ -1,9 +1,13 @@
-"""The driver's side of one run: requests, weights, and calls to its controller and verifiers. Independent of models."""
+"""Calls to the controller and the verifiers of a run: by its driver, or by `specactor status` and `specactor scale` of
+another process. Independent of models."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.process import put_weights
@@ -11,13 +15,13 @@ from specactor_ray.actors.specs import ClusterView, Phase
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import inline_drafters, traits
 from specactor_ray.config.schema import Config
-from specactor_ray.core.errors import ActorLostError, InputError
+from specactor_ray.core.clock import SYSTEM
+from specactor_ray.core.errors import ActorLostError, CallError, ClusterError, InputError, NoRunError, SpecActorError
 from specactor_ray.core.metrics import DRIVER, Row, row, verifier_rows
-from specactor_ray.rollout.attach import actors_status
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
-from specactor_ray.rollout.engine import Engine
+from specactor_ray.rollout.engine import CLOSED, Engine
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.transport.messages import WeightSet
 
 if TYPE_CHECKING:
@@ -30,6 +34,14 @@ _ASK_S = 60.0
 _COMMAND_S = 300.0
 """Longest wait for verifiers to execute a command."""
 SHUTDOWN_S = 60.0
+_BEGIN_S = 60.0
+"""Longest wait for the start of a run to watch."""
+_ACT_S = 4.0
+"""Longest wait for the controller to act on a new number."""
+_LOOK_S = 1.0
+"""Time between two calls that check whether a run has ended."""
+_PING_S = 2.0
+"""Longest wait for the counters of actors."""
 
 
 class RunClient:
@@ -49,13 +61,17 @@ class RunClient:
         )
         self.engine = Engine(self.dispatcher, calls.clock, self.wake_if_asleep)
         """Engine for single requests, at any time and from any thread."""
-        self.closed = False
         self._asleep = False
         """Whether verifiers received `sleep`."""
         self.weight_version = 0
         """Version of the policy's weights for new requests."""
         self._syncs, self._sync_s = 0, 0.0
         """Number of updates of the policy's weights, and their seconds in total."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further request is accepted."""
+        return self.engine.closed
 
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended; see `Engine.run`."""
@@ -67,8 +83,7 @@ class RunClient:
         return put_weights(self.weight_version + 1, buckets, self._calls)
 
     def update_weights(self, weights: WeightSet, policy: WeightPolicy | str | None = None) -> int:
-        """Send these weights to all verifiers, and to the drafters that follow the policy. Returns their version; see
-        `Rollout.update_weights`."""
+        """See `Rollout.update_weights`."""
         self.require_open()
         if policy is None:
             self.require_no_stream("weights cannot change")
@@ -85,8 +100,8 @@ class RunClient:
         return weights.version
 
     def update_drafter(self, method: str, weights: WeightSet) -> None:
-        """Send a newer version of a draft method's weights, which the trainer trains (`online.where=trainer`), to its
-        drafters. Returns before they arrive: no token depends on the time of arrival."""
+        """Send a newer version of a draft method's weights, which the trainer trains, to its drafters. Returns before
+        they arrive: no token depends on the time of arrival."""
         self.ask("offer_weights", method, weights)
 
     def call_verifiers(self, method: str) -> None:
@@ -111,7 +126,7 @@ class RunClient:
         self.call_verifiers("wake")
 
     def wake_if_asleep(self) -> None:
-        """Called before requests begin."""
+        """Wake the verifiers before requests begin."""
         if self._asleep:
             self._command("wake")
 
@@ -129,7 +144,7 @@ class RunClient:
     def metrics(self) -> RolloutMetrics:
         """Counters over all verifiers since the start or the last `reset_metrics`."""
         # A copy: progress is shown from another thread, while verifiers may join.
-        return RolloutMetrics.merge(self.dispatcher.counters.copy().values())
+        return RolloutMetrics.merge(self.dispatcher.verifiers.counters.copy().values())
 
     def metric_rows(self, verifiers: bool = True) -> Iterator[Row]:
         """Metrics of the driver, and the latest reported ones of the verifiers; for any thread, without a call."""
@@ -142,8 +157,10 @@ class RunClient:
         yield row("specactor_weight_version", self.weight_version, actor=DRIVER)
         yield row("specactor_weight_syncs_total", self._syncs)
         yield row("specactor_weight_sync_seconds_total", self._sync_s)
-        for verifier_id, counters in dispatcher.latest_counters() if verifiers else ():
-            yield from verifier_rows(verifier_id, counters)
+        serving = list(dispatcher.verifiers.links) if verifiers else []
+        for verifier_id in serving:
+            if (counters := dispatcher.verifiers.counters.get(verifier_id)) is not None:
+                yield from verifier_rows(verifier_id, counters)
 
     def view(self) -> ClusterView:
         view: ClusterView = self.ask("view")
@@ -154,26 +171,21 @@ class RunClient:
         return actors_status(self.ask, self._calls)
 
     def scale(self, drafters: Mapping[str, int | None]) -> None:
-        """Set the number of draft actors of each method; takes effect during the rollout. A number ends the automatic
-        scaling of a method (`drafters.N.max_replicas`), None starts it again.
-
-        Raises:
-            ConfigError: A method is not in the configuration, a number is negative, or a method has no `max_replicas`.
-        """
+        """Set the number of draft actors of each method, during the rollout. A number ends the automatic scaling of a
+        method (`drafters.N.max_replicas`), None starts it again. A ConfigError names a wrong method or number."""
         self.ask("scale", dict(drafters))
 
     def shutdown(self) -> None:
-        """End all actors of the run.
-
-        Raises:
-            SpecActorError: The controller did not shut down in order.
-        """
+        """End all actors of the run; raises SpecActorError if the controller did not shut down in order."""
         self.engine.close()
-        self.ask("shutdown", deadline_s=SHUTDOWN_S)
+        self._ask("shutdown", deadline_s=SHUTDOWN_S)
 
     def ask(self, method: str, *arguments: Any, deadline_s: float = _ASK_S) -> Any:
         """Call the controller and wait for the answer."""
         self.require_open()
+        return self._ask(method, *arguments, deadline_s=deadline_s)
+
+    def _ask(self, method: str, *arguments: Any, deadline_s: float) -> Any:
         try:
             return self._calls.ask(self._controller, method, *arguments, deadline_s=deadline_s)
         except ActorLostError as error:
@@ -181,7 +193,7 @@ class RunClient:
 
     def require_open(self) -> None:
         if self.closed:
-            raise InputError("this rollout is closed; start another one")
+            raise InputError(CLOSED)
 
     def require_no_stream(self, what: str) -> None:
         if self.engine.open_streams:
@@ -199,3 +211,109 @@ class RunClient:
                 call.result()
             except ActorLostError as error:
                 logger.warning("%s: %s", method, error)
+
+
+def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Id, `Health.to_dict`, `failures` and `malformed` messages of each drafter in rows of the status, including those
+    inside verifiers."""
+    counters = [(row.get("id"), row.get("counters") or {}) for row in rows]
+    malformed = Counter[str]()
+    for _, mine in counters:
+        malformed.update(mine.get("malformed", {}))
+    drafters = ({actor_id: mine, **mine.get("inline", {})} for actor_id, mine in counters)
+    return [
+        {"id": name, **one["health"], "failures": one.get("failures", 0), "malformed": malformed[name]}
+        for group in drafters
+        for name, one in group.items()
+        if "health" in one
+    ]
+
+
+def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]:
+    """One row per actor: id, kind, phase, placement and counters. Ready actors are called for their counters; for one
+    that does not answer, those of the last health check are used. `ask` calls a method of the controller."""
+    rows: list[dict[str, Any]] = ask("status")
+    view: ClusterView = ask("view")
+    ready = {**view.verifiers, **{one.actor_id: one.handle for one in view.drafters if one.phase is Phase.READY}}
+    pings = {name: calls.start(handle, "ping", deadline_s=_PING_S, retry=False) for name, handle in ready.items()}
+    for actor in rows:
+        if actor["id"] in pings:
+            with contextlib.suppress(SpecActorError):
+                actor["counters"] = pings[actor["id"]].result()
+    return rows
+
+
+# The functions below are for another process of the cluster. `run` is the name of a run; None selects the only one.
+# `address` is `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
+# They return the name of the run, and one row per actor. Errors: ClusterError, InputError: no such cluster or run.
+
+
+def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:
+    """Set the number of draft actors of each method; None selects it automatically, by what pays. Returns when the
+    controller has begun to act.
+
+    Raises:
+        ConfigError: The run has no such method, or a number is negative.
+    """
+    with _attached(run, address) as (name, ask, _):
+        ask("scale", dict(drafters))
+        deadline = SYSTEM.now() + _ACT_S
+        while True:
+            rows = ask("status")
+            if _has_acted(rows, drafters) or SYSTEM.now() > deadline:
+                return name, rows
+            SYSTEM.sleep(0.1)
+
+
+def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | None]) -> bool:
+    """Whether the wanted number of draft actors exists or is starting, and pending ones have a note with the reason."""
+    for method, wanted in drafters.items():
+        mine = [one for one in rows if one["method"] == method and one["phase"] not in ("draining", "dead")]
+        if wanted is not None and len(mine) != wanted:
+            return False
+        if any(one["phase"] == "pending" and not one["note"] for one in mine):
+            return False
+    return True
+
+
+def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, Any]]]:
+    """See `actors_status`."""
+    with _attached(run, address) as (name, ask, calls):
+        return name, actors_status(ask, calls)
+
+
+def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the status every `interval_s` seconds until the run ends. Waits a minute for its start."""
+    with contextlib.ExitStack() as held:
+        name, ask, calls = _attach_soon(held, run, address)
+        until = SYSTEM.now()
+        with contextlib.suppress(CallError):  # the controller ends with its run
+            while rows := actors_status(ask, calls):
+                yield name, rows
+                until += max(interval_s, SYSTEM.now() - until)
+                while (left := until - SYSTEM.now()) > 0.0:
+                    SYSTEM.sleep(min(left, _LOOK_S))
+                    ask("view", None)  # a private cluster ends soon after its run
+
+
+def _attach_soon(held: contextlib.ExitStack, run: str | None, address: str) -> tuple[str, Callable[..., Any], Calls]:
+    """Enter `_attached`; without an address, waits for a run that may be starting."""
+    deadline = SYSTEM.now() + _BEGIN_S
+    while True:
+        try:
+            return held.enter_context(_attached(run, address))
+        except (ClusterError, NoRunError):
+            if address != "auto" or SYSTEM.now() > deadline:
+                raise
+            SYSTEM.sleep(_LOOK_S)
+
+
+@contextlib.contextmanager
+def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any], Calls]]:
+    """Name of the run, function that calls its controller, and calls."""
+    from specactor_ray.cluster.connection import join_run
+
+    connection, name, controller = join_run(run, address)
+    with connection:
+        calls = Calls()
+        yield name, functools.partial(calls.ask, controller, deadline_s=_ASK_S), calls

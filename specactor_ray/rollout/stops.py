@@ -36,13 +36,8 @@ class Stop(NamedTuple):
 
 
 class StopFinder:
-    """Finds the stop texts of a request in its output.
-
-    Args:
-        tokenizer: Decodes the output.
-        sampling: Holds the stop texts.
-        completing: All tokens whose characters may contain the last character of a stop text.
-    """
+    """Finds the stop texts of a request in its output. `completing`: all tokens whose characters may contain the last
+    character of a stop text."""
 
     def __init__(self, tokenizer: Any, sampling: SamplingParams, completing: frozenset[int]) -> None:
         self._tokenizer, self._texts, self._completing = tokenizer, sampling.stop, completing
@@ -50,12 +45,7 @@ class StopFinder:
         self._longest = max(map(len, sampling.stop)) + _MARGIN
 
     def find(self, tokens: np.ndarray, begin: int) -> Stop | None:
-        """The first stop text that one of the tokens from number `begin` on completes.
-
-        Args:
-            tokens: `(n,)` the whole output.
-            begin: Number of leading tokens that complete none.
-        """
+        """The first stop text that one of the tokens from number `begin` on completes; `tokens` is the whole output."""
         fresh = tokens[begin:].tolist()
         if self._completing.isdisjoint(fresh):
             return None
@@ -92,11 +82,7 @@ class StopFinder:
 
 
 class StopTexts:
-    """Makes a `StopFinder` for each request that has stop texts. For one thread at a time.
-
-    Args:
-        tokenizer: Decodes outputs; the texts of its tokens are computed with the first stop text.
-    """
+    """Makes a `StopFinder` for each request that has stop texts. For one thread at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -105,11 +91,7 @@ class StopTexts:
         self._finders: dict[tuple[tuple[str, ...], bool], StopFinder] = {}
 
     def finder(self, sampling: SamplingParams) -> StopFinder | None:
-        """The finder for the stop texts; None if there are none.
-
-        Raises:
-            InputError: There are stop texts, but no tokenizer.
-        """
+        """The finder for the stop texts; None if there are none. InputError if there is no tokenizer for them."""
         if not sampling.stop:
             return None
         if self.tokenizer is None:

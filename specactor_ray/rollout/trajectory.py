@@ -1,15 +1,20 @@
-"""Result of a rollout: one finished sample with all data for training."""
+"""Results of a rollout: finished samples with all data for training, and counters over its verifiers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.stops import decoded
 from specactor_ray.transport.messages import RequestStats
+from specactor_ray.verify.requests import StepMetrics
+
+_NOT_SUMS = ("drafted_by_position", "accepted_by_position")
+"""Counters with their own way of merging."""
+_RATIOS = ("acceptance_rate", "acceptance_length", "supply", "supply_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +110,12 @@ class Trajectory:
         return row
 
 
-def trajectory_of(
-    entry: JournalEntry,
-    tokenizer: Any,
-    request_id: str,
-    place: tuple[int, int] = (0, 0),
-    prompt: Any = None,
-    error: str = "",
-) -> Trajectory:
+def trajectory_of(entry: JournalEntry, tokenizer: Any, prompt: Any = None, error: str = "") -> Trajectory:
     """Output of a request that has ended.
 
     Args:
         entry: The request.
         tokenizer: Decodes the output; there is no text without one.
-        request_id: Name of the request.
-        place: Index of the prompt, and of the sample.
         prompt: The prompt as given.
         error: Reason why the request was never begun.
     """
@@ -134,9 +130,9 @@ def trajectory_of(
         last = entry.token_ids[-1]
         stop = last if last in entry.sampling.stop_token_ids else None
     return Trajectory(
-        request_id=request_id,
-        prompt_index=place[0],
-        sample_index=place[1],
+        request_id=entry.name or entry.request_id,
+        prompt_index=entry.place[0],
+        sample_index=entry.place[1],
         prompt_token_ids=entry.prompt_token_ids,
         token_ids=tuple(token_ids),
         logprobs=tuple(entry.logprobs[prefix:]),
@@ -164,3 +160,49 @@ def drafted_by_method(trajectories: Iterable[Trajectory]) -> dict[str, list[int]
             pair[0] += drafted
             pair[1] += accepted
     return methods
+
+
+@dataclass
+class RolloutMetrics(StepMetrics):
+    """Sums over all verifiers."""
+
+    @classmethod
+    def merge(cls, counters: Iterable[Mapping[str, Any]]) -> RolloutMetrics:
+        """Sum the counters (`StepMetrics.to_dict`) of several verifiers."""
+        total = cls()
+        for one in counters:
+            for counter in fields(StepMetrics):
+                if counter.name not in _NOT_SUMS:
+                    setattr(total, counter.name, getattr(total, counter.name) + one.get(counter.name, 0))
+            total.count_positions(one.get("drafted_by_position", ()), one.get("accepted_by_position", ()))
+        return total
+
+    def since(self, before: RolloutMetrics) -> RolloutMetrics:
+        """Counters since `before`; the positions of drafts are left out."""
+        names = [counter.name for counter in fields(StepMetrics) if counter.name not in _NOT_SUMS]
+        # The counters of a verifier that was lost meanwhile are gone.
+        return RolloutMetrics(**{name: max(getattr(self, name) - getattr(before, name), 0) for name in names})
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens; 0 if nothing was drafted."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens committed per request and step, including the bonus or recovered one; 1 for plain decoding."""
+        return self.committed_tokens / self.row_steps if self.row_steps else 0.0
+
+    @property
+    def supply(self) -> float:
+        """Usable draft tokens per request and step, whether verified or not."""
+        return self.supplied_tokens / self.row_steps if self.row_steps else 0.0
+
+    @property
+    def supply_share(self) -> float:
+        """Share of request steps with at least one usable draft token."""
+        return self.supplied_row_steps / self.row_steps if self.row_steps else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counters and ratios as plain data."""
+        return {**super().to_dict(), **{name: getattr(self, name) for name in _RATIOS}}

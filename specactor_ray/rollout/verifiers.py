@@ -7,15 +7,20 @@ polled again until the controller's view drops it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
+
 from specactor_ray.actors.specs import ClusterView, Departure
 from specactor_ray.cluster.calls import Call, Calls
+from specactor_ray.config.schema import VERIFIERS_PER_GROUP
 from specactor_ray.core.errors import ActorLostError, SpecActorError
+from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.target.base import TargetRequest
-from specactor_ray.transport.messages import ToRollout
+from specactor_ray.transport.messages import FinishedOutput, ToRollout
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +41,9 @@ _NOTICE_TIMEOUT_S = 30.0
 _SUBMIT_TIMEOUT_S = 30.0
 _SUSPECT_INTERVAL_S = 1.0
 """Time between two reports of the same verifier."""
+_MOST_SHARED = 256
+"""Most finished outputs that wait for a verifier; the oldest are dropped beyond."""
+_SHARE_TIMEOUT_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +70,11 @@ class VerifierLink:
         """Requests whose arrival is not confirmed."""
         calls = [call for call in self.submits if not call.poll() or call.error is not None]
         return [request_id for call in calls for request_id, _ in self.submits[call]]
+
+    def request_stalls(self, has_begun: bool, now: float, limit_s: float) -> bool:
+        """Whether a request without progress has stalled by itself: if the verifier does not answer, the controller
+        handles that, and a request that has not begun may wait for others that make progress."""
+        return now - self.answered_at <= limit_s and (has_begun or now - self.progress_at > limit_s)
 
     def is_open(self, now: float) -> bool:
         """Whether it may be given requests: it refused none lately, and answered since it was last suspected."""
@@ -92,32 +105,17 @@ class Verifiers:
         """Start the time limits now."""
         self._controller_seen = self._verifier_seen = self._looked_at = self._clock.now()
 
-    # ---- verifiers that serve ----
-
-    def _ask_view(self) -> None:
-        """Request a view that is newer than all events up to now."""
-        wake = self.wake.set
-        self._view = self._calls.start(self._controller, "view", self._known, deadline_s=_VIEW_TIMEOUT_S, wake=wake)
-        self._view_asked = self._clock.now()
-
     def refresh(self, unfinished: int) -> list[tuple[VerifierLink, Departure | None]]:
-        """Apply an arrived view, and request the next when it is due; never blocks.
-
-        Args:
-            unfinished: Number of requests that are lost if this fails.
-
-        Returns:
-            Verifiers that no longer serve, and the reason, if the controller has one.
-
-        Raises:
-            ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
-        """
+        """Apply an arrived view, and request the next when it is due; never blocks. Returns verifiers that serve no
+        longer, and the reason, if the controller has one. Raises ActorLostError, with the number of unfinished
+        requests, if the controller or all verifiers were gone for longer than allowed."""
         now, gone = self._clock.now(), []
         if now - self._looked_at > _VIEW_TIMEOUT_S:  # this process was delayed, not the others
             self._controller_seen = self._verifier_seen = now
         self._looked_at = now
         if self._view is None and (not self.links or now - self._view_asked >= _VIEW_INTERVAL_S):
-            self._ask_view()
+            self._view_asked, wake = now, self.wake.set
+            self._view = self._calls.start(self._controller, "view", self._known, deadline_s=_VIEW_TIMEOUT_S, wake=wake)
         if self._view is not None and self._view.poll():
             call, self._view = self._view, None
             if call.error is None:
@@ -141,8 +139,6 @@ class Verifiers:
             if name not in self.links:
                 self.links[name] = VerifierLink(name, handle, self._clock.now())
         return [(link, view.departed.get(link.verifier_id)) for link in gone]
-
-    # ---- calls to verifiers ----
 
     def submit(self, link: VerifierLink, requests: Sequence[TargetRequest]) -> None:
         """Hand requests to a verifier; see `failed_submits`."""
@@ -174,8 +170,6 @@ class Verifiers:
             link.suspected_at = now
             logger.warning("verifier %s: %s", link.verifier_id, error)
             self.notify(self._controller, "suspect", link.verifier_id, str(error))
-
-    # ---- answers of verifiers ----
 
     def poll(self) -> None:
         """Keep a poll at every verifier."""
@@ -231,6 +225,38 @@ class Verifiers:
         self.counters.clear()
         for link in self.links.values():
             link.poll = None
+
+
+class OutputSharing:
+    """Sends finished outputs to the lookups that other verifiers host, one batch at a time to each verifier. Lost ones
+    cost drafts only. Each output goes to at most seven others, those of the same eight in the order of the ids."""
+
+    def __init__(self, calls: Calls, links: Mapping[str, VerifierLink], is_on: bool) -> None:
+        self._calls, self._links, self._is_on = calls, links, is_on
+        self._waiting: dict[str, deque[FinishedOutput]] = {}
+        """Verifier id → outputs to send."""
+        self._sent: dict[str, Call] = {}
+
+    def add(self, verifier_id: str, entry: JournalEntry) -> None:
+        """Add an output that was finished at this verifier."""
+        if not self._is_on:
+            return
+        names = sorted({*self._links, verifier_id})
+        begin = names.index(verifier_id) // VERIFIERS_PER_GROUP * VERIFIERS_PER_GROUP
+        others = [name for name in names[begin : begin + VERIFIERS_PER_GROUP] if name != verifier_id]
+        if others and entry.num_tokens:
+            output = FinishedOutput(entry.request_id, entry.prompt_token_ids, np.array(entry.token_ids, np.int32))
+            for name in others:
+                self._waiting.setdefault(name, deque(maxlen=_MOST_SHARED)).append(output)
+
+    def send(self, at_end: bool = False) -> None:
+        """Send waiting outputs without blocking. `at_end`: also to verifiers that have not confirmed the last batch."""
+        self._sent = {name: call for name, call in self._sent.items() if not (at_end or call.poll())}
+        for name in [name for name in self._waiting if name not in self._sent]:
+            outputs = list(self._waiting.pop(name))
+            if link := self._links.get(name):
+                deadline_s = _SHARE_TIMEOUT_S
+                self._sent[name] = self._calls.start(link.handle, "learn", outputs, deadline_s=deadline_s, retry=False)
 
 
 def _give_up(why: str, unfinished: int) -> NoReturn:

@@ -15,8 +15,6 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
-from specactor_ray.config.methods import draft_actors
-from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, ModelLoadError
@@ -28,16 +26,9 @@ from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
-from specactor_ray.rollout.report import drafter_health
-from specactor_ray.runs.output import (
-    SUMMARY_FILE,
-    TRAJECTORIES_FILE,
-    TrajectoryWriter,
-    claim_run_folder,
-    discard_run_folder,
-    save_run_config,
-)
-from specactor_ray.runs.resume import find_unfinished, read_finished
+from specactor_ray.rollout.run_client import drafter_health
+from specactor_ray.runs.folder import SUMMARY_FILE, discard_run_folder, lease_new, save_run_config
+from specactor_ray.runs.trajectories import TRAJECTORIES_FILE, TrajectoryWriter, lease_interrupted, read_finished
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -110,28 +101,31 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
     prompts = read_prompts(config.data.path, config.data.limit)
     _tokenizer_for(config, prompts, require_tokenizer)
-    with sigterm_interrupts():
-        unfinished = find_unfinished(config) if config.resume == "auto" else None
+    with sigterm_interrupts(), contextlib.ExitStack() as held:
+        found = lease_interrupted(config) if config.resume == "auto" else None
+        if found is not None:
+            held.callback(found[1].release)
         config, lines = refuse_early(config)
         if config.data.output is not None:  # the run may be continued from another folder
             config.data.output = str(Path(config.data.output).absolute())
-        folder = unfinished or claim_run_folder(config)
-        shown = functools.partial(say, console)
-        heartbeat = Heartbeat(elapsed(shown, f"run {config.run.name}: checking model, prompts and memory"))
+        folder, lease = found or lease_new(config)
+        held.callback(lease.release)
         try:
+            heartbeat = Heartbeat(
+                elapsed(functools.partial(say, console), f"run {config.run.name}: checking model, prompts and memory")
+            )
             output = config.data.output or folder / TRAJECTORIES_FILE
-            with heartbeat, TrajectoryWriter(output, resume=unfinished is not None) as writer:
-                there: list[dict[str, Any]] = []
-                if unfinished:
-                    there = read_finished(writer, prompts, config)
-                    save_run_config(config, folder)
+            with heartbeat, TrajectoryWriter(output, resume=found is not None) as writer:
+                there = read_finished(writer, prompts, config) if found else []
+                save_run_config(config, folder)
                 check_target(config)
                 encoded = _encode(config, prompts)
                 for line in (*lines, *_cut_outputs(config, encoded), *memory_lines(config)):
                     say(console, line)
                 return _run(config, prompts, encoded, folder, writer, there, console, heartbeat)
         except BaseException as error:
-            if not unfinished and not (folder / SUMMARY_FILE).exists():
+            if found is None and not (folder / SUMMARY_FILE).exists():
+                lease.release()
                 discard_run_folder(folder)
             if isinstance(error, KeyboardInterrupt):
                 say(console, f"{interruption(error)}: ended before it began, nothing was written")
@@ -194,31 +188,30 @@ def _run(
     with signals_deferred():
         from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
-    begin = time.monotonic()
+    begin, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
     say(console, f"run {config.run.name}: starting {config.mode.value} actors; results go to {folder}")
+    total, tally = len(prompts) * config.data.n, Tally(max_tokens=config.sampling.max_tokens)
     if there:
-        total = len(prompts) * config.data.n
         say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")
     for note in start_notes(config):
         say(console, note)
-    status, error, tally = "failed", "", Tally(max_tokens=config.sampling.max_tokens)
     for row in there:
         tally.add(row)
-    started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
     heartbeat.beat = elapsed(functools.partial(say, console), f"run {config.run.name}: starting")
+    summary: dict[str, Any] = {}
     with Rollout(config) as rollout:
         heartbeat.stop()
         writer.keep_empty = True
-        start_seconds = time.monotonic() - begin
-        _announce(rollout, console)
-        begin = time.monotonic()
+        start_seconds, begin = time.monotonic() - begin, time.monotonic()
+        where = f"--run {rollout.run_name} --address {rollout.address}"
+        say(console, f"run {rollout.run_name}: from another terminal, specactor status {where}")
+        status, error = "failed", ""
         try:
             _consume(rollout, prompts, encoded, writer, tally, console, there)
             writer.complete()
             status = "complete"
         except KeyboardInterrupt as interrupt:
-            status = "interrupted"
-            error = interruption(interrupt)
+            status, error = "interrupted", interruption(interrupt)
             saved = f"{writer.count} finished trajectories are saved" if writer.count else "nothing was finished yet"
             say(console, f"{error}: shutting down, {saved}; the same command with resume=auto continues")
             ignore_signals()
@@ -226,7 +219,6 @@ def _run(
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
-            actors = _actors(rollout)
             summary = {
                 "run": rollout.run_name,
                 "status": status,
@@ -234,38 +226,11 @@ def _run(
                 "started": started,
                 "start_seconds": round(start_seconds, 3),
                 "resumed": len(there),
-                **_figures(rollout, tally, len(prompts) * config.data.n, time.monotonic() - begin),
+                **_figures(rollout, tally, total, time.monotonic() - begin),
                 "output": str(writer.where.resolve()),
-                "config": yaml.safe_load(to_yaml(config)),
-                "fallbacks": rollout.fallbacks(),
-                "drafters": drafter_health(actors),
-                "actors": actors,
-                "versions": versions(),
-                "hardware": {**hardware(), "cluster": _cluster_resources()},
             }
             write_json(folder / SUMMARY_FILE, summary)
     return RunOutcome(summary, folder, writer.where)
-
-
-def _announce(rollout: Rollout, console: Console) -> None:
-    say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
-    if rollout.config.mode is not ModeName.plain:
-        command = f"{_hint(rollout)} --run {rollout.run_name}"
-        say(console, f"run {rollout.run_name}: from another terminal, {command} --address {rollout.address}")
-
-
-def _hint(rollout: Rollout) -> str:
-    """Command to add a drafter if there is a core for it, else the one that shows the actors."""
-    import ray
-
-    methods = draft_actors(rollout.config)
-    if not methods:
-        return "specactor status"
-    drafter = next(drafter for drafter in rollout.config.drafters if drafter.method in methods)
-    free = ray.available_resources()
-    if free.get("CPU", 0.0) >= drafter.cores and free.get("GPU", 0.0) >= drafter.gpus:
-        return f"specactor scale {drafter.method}={drafter.replicas + 1}"
-    return "specactor status"
 
 
 def _consume(
@@ -292,7 +257,9 @@ def _consume(
 
 
 def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict[str, Any]:
-    tokens = rollout.committed_tokens
+    tokens, actors = rollout.committed_tokens, list[dict[str, Any]]()
+    with contextlib.suppress(Exception):  # the controller does not answer
+        actors = rollout.status()
     return {
         "seconds": round(seconds, 3),
         "tokens": tokens,
@@ -310,14 +277,13 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
         "moved_requests": rollout.moved_requests,
         "reissued_requests": rollout.reissued_requests,
         "metrics": rollout.metrics().to_dict(),
+        "config": yaml.safe_load(to_yaml(rollout.config)),
+        "fallbacks": rollout.fallbacks(),
+        "drafters": drafter_health(actors),
+        "actors": actors,
+        "versions": versions(),
+        "hardware": {**hardware(), "cluster": _cluster_resources()},
     }
-
-
-def _actors(rollout: Rollout) -> list[dict[str, Any]]:
-    """One row per actor; empty if the controller does not answer."""
-    with contextlib.suppress(Exception):
-        return rollout.status()
-    return []
 
 
 def _cluster_resources() -> dict[str, float]:

@@ -13,7 +13,7 @@ from specactor_ray.config.methods import acting_drafters
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.simulation.cluster import VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node

@@ -20,9 +20,8 @@ from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Generates
-from specactor_ray.rollout.prompts import encode_prompt
+from specactor_ray.rollout.prompts import ChatTurns, Message, encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.rollout.turns import ChatTurns, Message
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.environment import Environment, EnvironmentWorker, Reply, find_environment

@@ -17,7 +17,7 @@ from typing import Any
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
-from specactor_ray.rollout.turns import Message
+from specactor_ray.rollout.prompts import Message
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.rewards import RewardSample, Scorer
 

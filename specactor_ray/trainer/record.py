@@ -19,13 +19,13 @@ from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.rollout.trajectory import drafted_by_method
-from specactor_ray.runs.folder import TrainingRun, read_metrics
+from specactor_ray.runs.training import TrainingRun, read_metrics
 from specactor_ray.trainer.display import PHASES, TrainingDisplay, write_report
 from specactor_ray.trainer.steps import TrainOutcome
 
 if TYPE_CHECKING:
-    from specactor_ray.rollout.metrics import RolloutMetrics
     from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.rollout.trajectory import RolloutMetrics
     from specactor_ray.trainer.experience import Experience
 
 logger = logging.getLogger(__name__)

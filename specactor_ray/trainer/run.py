@@ -30,10 +30,9 @@ from specactor_ray.rollout.memory import (
     plan_rollout_memory,
 )
 from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
-from specactor_ray.rollout.prompts import Prompt, encode_prompt
-from specactor_ray.rollout.turns import ChatTurns
-from specactor_ray.runs.folder import TrainingRun, open_run
-from specactor_ray.runs.output import discard_run_folder
+from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt
+from specactor_ray.runs.folder import discard_run_folder
+from specactor_ray.runs.training import TrainingRun, open_run
 from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.display import TrainingDisplay
 from specactor_ray.trainer.environment import Environment, make_environment

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.core.progress import PhaseProgress
-from specactor_ray.runs.folder import read_metrics
+from specactor_ray.runs.training import read_metrics
 from tests import tiny
 from tests.chaos.faults import Schedule
 from tests.chaos.machine import SharedMemoryWatch, SmallDisk, marked_processes

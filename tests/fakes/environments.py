@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.rollout.turns import Message
+from specactor_ray.rollout.prompts import Message
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.environment import Calculator, Environment, Reply, Turn
 

@@ -18,8 +18,7 @@ from specactor_ray.core.errors import OverloadedError, SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.handle import Generates, Handle
-from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.service import Limits, Service
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_target
@@ -74,9 +73,6 @@ class ScriptedEngine(Generates):
 
     def watch(self, handle: Handle) -> None:
         pass
-
-    def trajectory(self, handle: Handle, ended: Trajectory) -> Trajectory:
-        return ended
 
     async def _run(self, handle: Handle, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
         tokens, at, stop = list(self.script(prompt, sampling))[: sampling.max_tokens], 0, None

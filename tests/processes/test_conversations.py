@@ -77,7 +77,7 @@ class Scripted(Generates):
         )
         return handle
 
-    def trajectory(self, handle: Handle, ended: Any) -> Trajectory:
+    def trajectory(self, ended: Any) -> Trajectory:
         return ended
 
     def handle(self, request_id: str) -> Handle:

@@ -14,7 +14,7 @@ import pytest
 
 from specactor_ray.config import load_config
 from specactor_ray.rollout.preflight import refuse_early
-from specactor_ray.runs.folder import open_run
+from specactor_ray.runs.training import open_run
 from specactor_ray.trainer.run import checked_tasks, prepare
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -18,6 +18,7 @@ import torch
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.actors.process import put_weights
+from specactor_ray.cli.report import alarm_lines
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
@@ -25,10 +26,9 @@ from specactor_ray.config.schema import RaceName
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.models.weight_buckets import pack
-from specactor_ray.rollout.report import alarm_lines
 from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
 from tests.plain_decoding import cut_at_stops
-from tests.tiny import tiny_draft, tiny_eagle, tiny_prompt_ids, tiny_prompts, tiny_target
+from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -155,23 +155,6 @@ def test_misbehaving_drafters_change_nothing(mode: str, plain: Any) -> None:
     drafters = [{"method": f"tests.fakes.misbehaving:{name}"} for name in ("Liar", "Crasher", "Flooder")]
     with running(config(mode, [*drafters, NGRAM], verifiers=1)) as rollout:
         assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
-
-
-def test_a_request_moves_once_to_the_verifier_that_has_none_left() -> None:
-    """The drafter paces the verifiers, so that 40 tokens take seconds on any machine."""
-
-    def generated(rollout: Rollout, *lengths: int) -> list[tuple[int, ...]]:
-        sampling = [SamplingParams(temperature=1.0, max_tokens=length, seed=3, ignore_eos=True) for length in lengths]
-        return [trajectory.token_ids for trajectory in rollout.generate(tiny_prompt_ids(4), sampling)]
-
-    settings = config("coupled", [{"method": "tests.fakes.misbehaving:Sluggard"}])
-    settings.speculation.race = RaceName.always  # else drafting is suspended
-    with running(settings) as rollout:
-        together = generated(rollout, 40, 1, 40, 1)  # handed out in turn, so the long ones meet at one verifier
-        assert rollout.moved_requests == 1
-        alone = generated(rollout, 40, 1, 1, 1)[:2] + generated(rollout, 1, 1, 40, 1)[2:]
-        assert rollout.moved_requests == 1
-    assert [len(tokens) for tokens in together] == [40, 1, 40, 1] and together == alone
 
 
 def pids(rollout: Rollout, kind: str) -> list[int]:

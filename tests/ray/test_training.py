@@ -19,7 +19,7 @@ from specactor_ray import Rollout
 from specactor_ray.config import load_config
 from specactor_ray.core.console import make_console
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.runs.folder import read_metrics
+from specactor_ray.runs.training import read_metrics
 from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.experience import Experience, ExperienceMaker
 from specactor_ray.trainer.record import numbers

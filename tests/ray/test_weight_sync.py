@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 
 from specactor_ray import Rollout, SamplingParams
+from specactor_ray.cli.report import status_table
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.learner.batching import Sample
 from specactor_ray.models.loading import load_model
-from specactor_ray.rollout.report import status_table
 from specactor_ray.trainer.trainer_group import TrainerGroup
 from tests.tiny import tiny_target
 

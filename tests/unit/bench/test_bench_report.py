@@ -17,19 +17,19 @@ from specactor_ray.bench import rollout_modes
 from specactor_ray.bench.comparison import Output, Place, all_identical, differences, figures_of, with_ratios
 from specactor_ray.bench.peers import _peers
 from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
-from specactor_ray.config.load import from_mapping
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName
-from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.report import (
+from specactor_ray.cli.report import (
     alarm_lines,
     difference_lines,
-    drafter_health,
     ladder_table,
     speed_table,
     status_table,
     time_table,
 )
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.rollout.run_client import drafter_health
+from specactor_ray.rollout.trajectory import RolloutMetrics
 
 HEALTH = {
     "method": "eagle",

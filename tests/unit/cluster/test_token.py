@@ -22,7 +22,7 @@ from specactor_ray.cluster.submission import submit
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError
 from specactor_ray.core.leftovers import make_owned_folder
-from specactor_ray.rollout.attach import status_of_run
+from specactor_ray.rollout.run_client import status_of_run
 
 SECRET = "5eedfeed" * 8
 OTHER_USER = 54321

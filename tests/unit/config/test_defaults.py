@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
+from specactor_ray.cli.report import rollout_table
 from specactor_ray.config import Config, load_config, to_yaml
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs, unused_branches
@@ -22,10 +23,9 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
 from specactor_ray.rollout import memory
-from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import Devices, as_decoupled, resolve_mode, settle
-from specactor_ray.rollout.report import rollout_table
 from specactor_ray.rollout.rollout import Rollout
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from tests.tiny import tiny_draft, tiny_target
 
 GPUS = {"L4": 24, "A100": 40, "H100": 80, "H200": 141, "B200": 180}
@@ -223,16 +223,18 @@ def test_a_cache_is_planned_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_resumed_rollout_keeps_its_data_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from specactor_ray.config.load import save_config
-    from specactor_ray.runs.resume import find_unfinished
+    from specactor_ray.runs.trajectories import lease_interrupted
 
     monkeypatch.setattr(environment, "fitting_dtype", lambda *_: pytest.fail("it is not asked"))
     saved = load_config(None, ["target.dtype=bfloat16", "run.name=r", f"run.dir={tmp_path}"])
     save_config(saved, tmp_path / "r" / "config.yaml")
     (tmp_path / "r" / "trajectories.jsonl.partial").touch()
     config = load_config(None, ["run.name=r", f"run.dir={tmp_path}"])
-    assert find_unfinished(config) == tmp_path / "r" and config.target.dtype == "bfloat16"
+    found = lease_interrupted(config)
+    assert found is not None and found[0] == tmp_path / "r" and config.target.dtype == "bfloat16"
+    found[1].release()
     with pytest.raises(ConfigError, match=r"target\.dtype: is 'float32', and the interrupted run r has 'bfloat16'"):
-        find_unfinished(load_config(None, ["run.name=r", f"run.dir={tmp_path}", "target.dtype=float32"]))
+        lease_interrupted(load_config(None, ["run.name=r", f"run.dir={tmp_path}", "target.dtype=float32"]))
 
 
 def test_a_comparison_of_modes_has_one_data_type(bf16: bool) -> None:

@@ -20,10 +20,12 @@ from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.models.identity import method_identity, model_identity
+from specactor_ray.plan.apply import apply_plan, requests_of
 from specactor_ray.plan.costs import CostPoint
 from specactor_ray.plan.profile import KIND, SCHEMA, load_profile
 from specactor_ray.plan.search import ALL_MODES
-from specactor_ray.rollout.planning import _devices_of, apply_plan, as_decoupled, make_plan, requests_of, resolve_plan
+from specactor_ray.rollout import planning
+from specactor_ray.rollout.planning import as_decoupled, make_plan, resolve_plan
 
 WINDOWS, CONTEXTS, BATCHES, CORES = (0, 1, 4), (32, 256), (1, 8), (1, 2)
 
@@ -70,7 +72,7 @@ def profile_data(target: Path, drafters: list[DrafterConfig], survival: list[flo
 
 def devices_of(config: Config) -> int:
     """Cores."""
-    return _devices_of(config)[1]
+    return planning.devices_of(config)[1]
 
 
 @pytest.fixture

@@ -218,5 +218,5 @@ def test_a_run_is_resolved_before_anything_is_written(
     assert [(one.mode, one.target.cores) for one in seen] == [(ModeName.coupled, 2)]
     assert config.mode is ModeName.auto
     if where == "rollout":
-        lines = [line for line in out.getvalue().splitlines() if "checking and starting" not in line]  # a slow machine
+        lines = [line for line in out.getvalue().splitlines() if "checking model" not in line]  # a slow machine
         assert saved == seen and lines[0].startswith("mode: coupled (") and len(lines) == 3

@@ -301,19 +301,6 @@ class TestStreamsAndWeights:
         assert {name[0] for name, count in attempts(cluster).items() if count} == {"r", "s"}
         assert not any(cluster.verifier(name).running for name in cluster.handles)
 
-    def test_what_is_left_of_a_closed_stream_is_cancelled(self) -> None:
-        cluster = FakeCluster()
-
-        def body() -> None:
-            first = cluster.client.run(entries(20, tokens=50))
-            next(first)
-            first.close()
-            cluster.bench.clock.sleep(1.0)
-            assert not any(cluster.verifier(name).running for name in cluster.handles)
-            assert cluster.finish(entries(4, prefix="s"))
-
-        cluster.run(body)
-
     def test_commands_come_after_cancellations_that_were_lost_at_first(self) -> None:
         cluster = FakeCluster()
 

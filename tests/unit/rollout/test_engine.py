@@ -189,9 +189,7 @@ class TestStopTexts:
             entered = entries(40, tokens=60)
             for entry, one in zip(entered, wanted, strict=True):
                 entry.sampling = one
-            ended = {
-                entry.request_id: trajectory_of(entry, engine.tokenizer, "") for entry in cluster.client.run(entered)
-            }
+            ended = {entry.request_id: trajectory_of(entry, engine.tokenizer) for entry in cluster.client.run(entered)}
             reasons = set()
             for seed, (one, handle) in enumerate(zip(wanted, handles, strict=True)):
                 output, expected = handle.result(), stopped_output(one)
@@ -261,7 +259,7 @@ class TestSamples:
         def body(engine: Engine) -> None:
             handles = engine.submit_samples(PROMPT, 3, sampling(5), request_id="g", prompt_index=2, session="s")
             assert [handle.request_id for handle in handles] == ["g-0", "g-1", "g-2"]
-            for number, (handle, (place, entry, _)) in enumerate(
+            for number, (handle, (entry, _)) in enumerate(
                 zip(
                     handles,
                     samples_of([((1,), "")] * 3, [sampling(5)] * 3, 3, {(i, j) for i in (0, 1) for j in range(3)}),
@@ -269,7 +267,7 @@ class TestSamples:
                 )
             ):
                 output = handle.result()
-                assert (output.prompt_index, output.sample_index) == place == (2, number)
+                assert (output.prompt_index, output.sample_index) == entry.place == (2, number)
                 assert output.sampling == entry.sampling
                 assert output.token_ids == true_output(entry.sampling, 0)
 
@@ -366,7 +364,7 @@ class TestFailures:
         def body(engine: Engine) -> None:
             good = [engine.submit(PROMPT, sampling(seed, 60)) for seed in range(6)]
             bad = engine.submit(PROMPT, sampling(9, 60), request_id="bad")
-            cluster.deadly[engine._inner[bad]] = 20
+            cluster.deadly[bad.key] = 20
             failed = bad.result()
             assert failed.finish_reason == "error" and "its verifiers failed again and again" in failed.error
             assert failed.token_ids == true_output(sampling(9, 60), 0)[: len(failed.token_ids)]

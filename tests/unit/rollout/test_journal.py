@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -62,29 +61,6 @@ class TestProgress:
         assert tuple(kept.token_ids) == OUTPUT[:4]
         assert kept.logprobs == [-100.0, -101.0, -102.0, -103.0]
         assert journal.committed_tokens == 4
-
-    @pytest.mark.parametrize("start", [0, 1, 2, 4, 7], ids=["repeat", "overlap", "overlap", "gap of 1", "gap of 4"])
-    def test_anything_but_the_next_position_is_ignored(self, start: int) -> None:
-        journal = owned()
-        journal.progress(progress(0, 3))
-        assert journal.progress(progress(start, 2)) == ["r"]
-        assert tuple(journal.entries["r"].token_ids) == OUTPUT[:3]
-        assert journal.committed_tokens == 3
-
-    @pytest.mark.parametrize("attempt", [0, 2])
-    def test_another_attempt_is_ignored(self, attempt: int) -> None:
-        journal = owned()
-        assert journal.progress(progress(0, 3, attempt=attempt)) == []
-        assert journal.entries["r"].token_ids == [] and journal.entries["r"].logprobs == []
-
-    def test_a_request_nobody_owns_takes_nothing(self) -> None:
-        journal = Journal()
-        journal.add(entry())
-        assert journal.progress(progress(0, 1, attempt=0)) == [] and journal.committed_tokens == 0
-
-    def test_an_unknown_request_is_ignored(self) -> None:
-        journal = owned()
-        assert journal.progress(progress(0, 1, request_id="other")) == [] and journal.committed_tokens == 0
 
     def test_margins_grow_with_the_tokens(self) -> None:
         journal = owned()
@@ -153,17 +129,6 @@ class TestFinish:
         assert ended is not None and ended.finished is not None and ended.finished.finish_reason == "stop"
         assert journal.entries == {} and journal.load("v-1#a") == 0
 
-    def test_only_once(self) -> None:
-        journal = owned()
-        assert journal.finish(finished(0)) is not None
-        assert journal.finish(finished(0)) is None
-
-    @pytest.mark.parametrize("attempt", [0, 2])
-    def test_not_by_another_attempt(self, attempt: int) -> None:
-        journal = owned()
-        assert journal.finish(finished(0, attempt=attempt)) is None
-        assert "r" in journal.entries
-
     def test_an_error_ends_it_with_what_there_is(self) -> None:
         journal = owned()
         journal.progress(progress(0, 2))
@@ -194,43 +159,11 @@ class TestAttempts:
         journal.progress(progress(3, 1, attempt=2))
         assert journal.committed_tokens == 4
 
-    def test_the_same_verifier_again_is_another_attempt(self) -> None:
-        journal = owned("v-1#a")
-        assert journal.hand_to("r", "v-1#a").attempt == 2
-        journal.progress(progress(0, 3))
-        assert journal.committed_tokens == 0
-        journal.progress(progress(0, 3, attempt=2))
-        assert journal.committed_tokens == 3
-
-    def test_after_a_move_the_old_owner_cannot_end_it(self) -> None:
-        journal = owned("v-1#a")
-        journal.progress(progress(0, 3))
-        assert journal.hand_to("r", "v-2#c").committed_token_ids == OUTPUT[:3]
-        assert journal.finish(finished(3)) is None
-        assert journal.finish(finished(3, attempt=2)) is not None
-
-    def test_release_touches_that_request_only(self) -> None:
-        journal = Journal()
-        for name, owner in (("r", "v-1#a"), ("s", "v-2#c")):
-            journal.add(entry(name))
-            journal.hand_to(name, owner)
-        journal.release("r")
-        assert (journal.load("v-1#a"), journal.load("v-2#c")) == (0, 1)
-        assert [one.request_id for one in journal.owned_by("v-2#c")] == ["s"] and not journal.owned_by("v-1#a")
-
     def test_clear_forgets_owners_too(self) -> None:
         journal = owned("v-1#a")
         journal.clear()
         assert journal.load("v-1#a") == 0 and not journal.is_current("r", 1)
         journal.add(entry())  # the same name may be used again
-
-    @given(st.integers(0, 30), st.integers(0, 30))
-    def test_what_is_handed_over_does_not_change_afterwards(self, before: int, after: int) -> None:
-        journal = owned("v-1#a")
-        journal.progress(progress(0, before))
-        request = journal.hand_to("r", "v-2#c")
-        journal.progress(progress(before, after, attempt=2))
-        assert request.committed_token_ids == OUTPUT[:before]
 
 
 @dataclass

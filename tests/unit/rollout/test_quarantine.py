@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.rollout.quarantine import ACQUITTED_AFTER, MAX_DEATHS, MOST_DEATHS, Quarantine
+from specactor_ray.rollout.backlog import ACQUITTED_AFTER, MAX_DEATHS, MOST_DEATHS, Quarantine
 
 
 class Ward:

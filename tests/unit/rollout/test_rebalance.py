@@ -9,27 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.rollout.rebalance import MAX_MOVES, Move, RunningRequest, expected_remaining, gain, plan_moves
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.backlog import MAX_MOVES, Move, expected_remaining, gain, plan_moves
+from specactor_ray.rollout.journal import JournalEntry
 
 VERIFIERS = ("a", "b", "c", "d")
-Placed = dict[str, list[RunningRequest]]
+Placed = dict[str, list[JournalEntry]]
 """Verifier → the requests it has."""
 
 
-def running(request_id: str, context: int = 100, remaining: float = 1000.0, moves: int = 0) -> RunningRequest:
-    return RunningRequest(request_id, context, remaining, moves)
+def running(request_id: str, context: int = 100, remaining: int = 1000, moves: int = 0) -> JournalEntry:
+    sampling = SamplingParams(max_tokens=remaining, ignore_eos=True)
+    return JournalEntry(request_id, (0,) * context, sampling, moves=moves, has_begun=True)
 
 
 @st.composite
 def any_requests(draw: st.DrawFn) -> Placed:
     placed: Placed = {name: [] for name in VERIFIERS}
     for number in range(draw(st.integers(0, 14))):
-        request = RunningRequest(
-            f"r{number}",
-            draw(st.integers(0, 4000)),
-            draw(st.floats(0, 4000)),
-            draw(st.integers(0, MAX_MOVES + 1)),
-        )
+        context, remaining = draw(st.integers(0, 4000)), draw(st.integers(1, 4000))
+        request = running(f"r{number}", context, remaining, draw(st.integers(0, MAX_MOVES + 1)))
         placed[draw(st.sampled_from(VERIFIERS))].append(request)
     return placed
 
@@ -106,15 +105,14 @@ def test_fresh_long_requests_are_levelled_completely(loads: list[int]) -> None:
 
 
 def test_the_one_that_gains_most_moves() -> None:
-    requests = [running("short", remaining=60.0), running("long"), running("old", context=900)]
+    requests = [running("short", remaining=60), running("long"), running("old", context=900)]
     assert plan({"a": requests, "b": []}) == [Move("long", "a", "b")]
 
 
-@pytest.mark.parametrize("change", [{"context": 5000}, {"remaining": 10.0}, {"moves": MAX_MOVES}])
-def test_what_does_not_pay_or_was_moved_enough_stays(change: dict[str, float]) -> None:
-    requests = [running(name) for name in ("x", "y")]
-    assert plan({"a": requests, "b": []})
-    assert plan({"a": [replace(one, **change) for one in requests], "b": []}) == []
+@pytest.mark.parametrize("change", [{"context": 5000}, {"remaining": 10}, {"moves": MAX_MOVES}])
+def test_what_does_not_pay_or_was_moved_enough_stays(change: dict[str, int]) -> None:
+    assert plan({"a": [running("x"), running("y")], "b": []})
+    assert plan({"a": [running("x", **change), running("y", **change)], "b": []}) == []
 
 
 def test_without_verifiers_nothing_moves() -> None:
@@ -133,9 +131,9 @@ def test_expected_remaining(committed: int, limit: int, ignore_eos: bool, expect
 def test_only_verifiers_that_are_too_full_are_asked_for_their_requests(loads: dict[str, int]) -> None:
     asked: list[str] = []
 
-    def running_at(verifier: str) -> list[RunningRequest]:
+    def running_at(verifier: str) -> list[JournalEntry]:
         asked.append(verifier)
-        return [RunningRequest(f"{verifier}{n}", 10**6, 1.0) for n in range(loads[verifier])]  # no move pays
+        return [running(f"{verifier}{n}", 5000, 1) for n in range(loads[verifier])]  # no move pays
 
     assert plan_moves(loads, running_at) == []
     assert sorted(asked) == sorted(name for name, load in loads.items() if load - min(loads.values()) >= 2)

@@ -138,7 +138,7 @@ def journaled(
         if journal.stopped:
             assert journal.stopped == {"r": ""} and journal.committed_tokens == entry.num_tokens - prefix
             break
-    return trajectory_of(entry, tokenizer, "r")
+    return trajectory_of(entry, tokenizer)
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 3])

@@ -15,15 +15,14 @@ import pytest
 import yaml
 from rich.console import Console
 
+from specactor_ray.cli.report import cut_line, failed_prompts_line
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, UserError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.report import cut_line, failed_prompts_line
-from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.runs.output import TrajectoryWriter
+from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.runs.rollout import RunOutcome, run_rollout
+from specactor_ray.runs.trajectories import TrajectoryWriter
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.transport.messages import RequestStats
 from tests.tiny import tiny_draft, tiny_target
@@ -50,15 +49,6 @@ class TestWriter:
         with pytest.raises(InputError, match="interrupted and left its finished trajectories"):
             TrajectoryWriter(path)
         assert writer.where.read_text() == '{"n": 0}\n'
-
-    def test_two_at_once(self, tmp_path: Path) -> None:
-        path = tmp_path / "out.jsonl"
-        with TrajectoryWriter(path), pytest.raises(InputError, match=r"another run writes .*out.jsonl.partial now"):
-            TrajectoryWriter(path)
-        with TrajectoryWriter(path) as writer:
-            writer.write({"n": 0})
-        with TrajectoryWriter(path, resume=True), pytest.raises(InputError, match="another run writes"):
-            TrajectoryWriter(path, resume=True)
 
     def test_half_a_line_is_dropped(self, tmp_path: Path) -> None:
         partial = tmp_path / "out.jsonl.partial"

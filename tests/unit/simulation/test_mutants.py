@@ -14,7 +14,7 @@ from specactor_ray.controller.members import Member
 from specactor_ray.controller.reconcile import Remove
 from specactor_ray.controller.sync import WeightSync
 from specactor_ray.core.errors import SpecActorError
-from specactor_ray.rollout.quarantine import Quarantine
+from specactor_ray.rollout.backlog import Quarantine
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
 from specactor_ray.transport.link import EventQueue
 from specactor_ray.transport.messages import WeightSet

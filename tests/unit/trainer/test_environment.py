@@ -14,7 +14,7 @@ from specactor_ray.config import load_config
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig, RewardFunctionConfig
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.rollout.prompts import read_jsonl
-from specactor_ray.runs.settings import settings_of
+from specactor_ray.runs.training import settings_of
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.environment import (
     BadEnvironmentError,

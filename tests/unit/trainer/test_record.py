@@ -17,10 +17,9 @@ from rich.console import Console
 from specactor_ray.config import Config
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
-from specactor_ray.runs.folder import TrainingRun
+from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.display import TrainingDisplay, write_report
 from specactor_ray.trainer.experience import Experience
 from specactor_ray.trainer.record import MetricsFile, StepRecorder, numbers, staleness_of, totals_of

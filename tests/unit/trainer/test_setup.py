@@ -14,8 +14,7 @@ from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.rollout.memory import check_memory
-from specactor_ray.runs.folder import open_run, read_metrics
-from specactor_ray.runs.settings import compare_settings, settings_of
+from specactor_ray.runs.training import compare_settings, open_run, read_metrics, settings_of
 from specactor_ray.trainer.run import FIXES, checked_tasks, plan_memory, prepare
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
@@ -194,9 +193,7 @@ def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: p
     metrics = live.metrics_file.read_text() + '{"step": 4}\n'
     live.metrics_file.write_text(metrics)
     for resume in ("auto", "never"):
-        with pytest.raises(
-            InputError, match=rf"run.name: process {os.getpid()} on .* is training in .*another run.name"
-        ):
+        with pytest.raises(InputError, match=rf"run.name: process {os.getpid()} on .* uses .*another run.name"):
             open_run(settings(tmp_path, f"resume={resume}", "run.name=r"))
     with caplog.at_level(logging.INFO):
         other = open_run(settings(tmp_path, "resume=auto"))
@@ -214,7 +211,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
         open_run(settings(tmp_path, where, "run.name=other"))
     live = open_run(settings(tmp_path, where, "run.name=r", "resume=auto"))
     assert live.state.step == 3
-    with pytest.raises(InputError, match=r"checkpoint.dir: process .* is training in"):
+    with pytest.raises(InputError, match=r"checkpoint.dir: process .* uses "):
         open_run(settings(tmp_path, where, "run.name=third"))
     assert not (tmp_path / "runs" / "third").exists()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -130,6 +129,8 @@ def config_keys_table(keys: Iterable[KeyDoc]) -> Table:
 
 def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row per actor of a run, in the state of the controller."""
+    from specactor_ray.rollout.run_client import drafter_health  # imports ray
+
     columns = ("actor", "phase", "place", "work", "drafts right", "note")
     table = make_table(columns, text=columns, wrap=True)
     for row in rows:
@@ -137,22 +138,6 @@ def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         cells = (row.get("id"), row.get("phase"), _place(row), _work(row), drafts, row.get("note"))
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
     return table
-
-
-def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Id, `Health.to_dict`, `failures` and `malformed` messages of each drafter in rows of the status, including those
-    inside verifiers."""
-    counters = [(row.get("id"), row.get("counters") or {}) for row in rows]
-    malformed = Counter[str]()
-    for _, mine in counters:
-        malformed.update(mine.get("malformed", {}))
-    drafters = ({actor_id: mine, **mine.get("inline", {})} for actor_id, mine in counters)
-    return [
-        {"id": name, **one["health"], "failures": one.get("failures", 0), "malformed": malformed[name]}
-        for group in drafters
-        for name, one in group.items()
-        if "health" in one
-    ]
 
 
 def alarm_lines(drafters: Iterable[Mapping[str, Any]]) -> list[str]:

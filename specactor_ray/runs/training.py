@@ -1,0 +1,282 @@
+"""A training run: its folder, its checkpoint to continue from, and the settings that must fit that checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.config import Config
+from specactor_ray.config.load import load_config, save_config
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.config.training_schema import AlgorithmName, Schedule, TrainerBackend
+from specactor_ray.core.clock import SYSTEM, Clock
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty, write_text
+from specactor_ray.models.loading import load_model_config
+from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, open_checkpoint
+from specactor_ray.runs.folder import (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    RunLease,
+    lease_new,
+    lease_unfinished,
+    run_dir_errors,
+    save_run_config,
+    status_of,
+)
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS, METRICS_FILE = "checkpoints", "metrics.jsonl"
+_MOST_METRICS_BYTES = 1 << 32
+_TASKS = "number of tasks"
+_POSITION = (
+    "sampling.seed",
+    "data.path",
+    "data.split",
+    "data.options",
+    "data.limit",
+    "data.shuffle",
+    "trainer.prompts_per_step",
+)
+"""Keys for which another value makes the saved position one in other tasks or in another order."""
+_TRAINER = (
+    "trainer.learning_rate",
+    "trainer.beta1",
+    "trainer.beta2",
+    "trainer.weight_decay",
+    "trainer.warmup_steps",
+    "trainer.schedule",
+    "trainer.max_grad_norm",
+    "trainer.mini_batches",
+    "trainer.epochs",
+    "trainer.dtype",
+    "trainer.max_staleness",
+)
+_DATA = ("data.n", "data.chat", "data.system_prompt", "data.prompt_key", "data.answer_key")
+_SECTIONS = ("algorithm", "sampling", "reward", "environment")
+_NO_EFFECT = (
+    "algorithm.max_logprob_gap",
+    "reward.timeout_s",
+    "reward.workers",
+    "environment.timeout_s",
+    "environment.workers",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """A run that is ready to start or continue."""
+
+    folder: Path
+    store: CheckpointStore
+    state: TrainState
+    checkpoint: Path | None
+    """Checkpoint to continue from; None starts from `target.model`."""
+    leases: tuple[RunLease, ...]
+    """Leases of the folders that only this run writes to."""
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / METRICS_FILE
+
+    @property
+    def summary_file(self) -> Path:
+        return self.folder / SUMMARY_FILE
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether its state can be restored: it is a checkpoint of this run, or the very beginning."""
+        return self.state.step == 0 or (self.checkpoint is not None and self.checkpoint.parent == self.store.folder)
+
+    @property
+    def lost(self) -> bool:
+        """Whether another process has taken over the run."""
+        return any(lease.lost for lease in self.leases)
+
+    def check_lease(self) -> None:
+        """Raise SpecActorError if another process has taken over the run: nothing may be written any more."""
+        for lease in self.leases:
+            lease.check()
+
+    def close(self) -> None:
+        """Release the run for other processes. Idempotent."""
+        for lease in self.leases:
+            lease.release()
+
+
+def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM, keep_dtype: bool = False) -> TrainingRun:
+    """Create the run's folder, or find the one to continue in, by `resume`. Sets `run.name`. No other process can open
+    the run until it is closed, or its process ends.
+
+    Args:
+        keep_dtype: `target.dtype` was `auto`: a continued run keeps its own data type, which is set here.
+
+    Raises:
+        ConfigError: The checkpoint is of another model, or its settings do not fit.
+        InputError: The folder holds another run or is in use by one, cannot be written to, or the named checkpoint is
+            missing or damaged.
+    """
+    now, section = TrainState(model=model_facts(config.target), settings=settings_of(config, tasks)), config.checkpoint
+    with run_dir_errors(Path(config.run.dir)), contextlib.ExitStack() as undo:
+        found = lease_unfinished(config, METRICS_FILE, _continues(config), clock) if config.resume == "auto" else None
+        folder, lease = found or lease_new(config, clock)
+        undo.callback(remove_if_empty, folder, folder.parent)
+        undo.callback(lease.release)
+        config.run.name, leases = folder.name, [lease]
+        if found and keep_dtype:
+            with contextlib.suppress(ConfigError):
+                config.target.dtype = load_config(folder / CONFIG_FILE).target.dtype
+        where = Path(section.dir).expanduser() if section.dir else folder / CHECKPOINTS
+        if section.dir:
+            leases.append(RunLease(where, "checkpoint.dir", clock))
+            undo.callback(leases[-1].release)
+        store = CheckpointStore(where, section.keep_last, section.keep_best)
+        state, checkpoint = (_continue if found else _begin)(config, folder, store, now)
+        undo.pop_all()
+    return TrainingRun(folder, store, state, checkpoint, tuple(leases))
+
+
+def _continues(config: Config) -> Any:
+    """Criterion of `lease_unfinished`: a named run continues after its end, too."""
+    if config.run.name is not None:
+        return lambda folder: folder.is_dir() and any(folder.iterdir())
+    return lambda folder: status_of(folder) != "complete"
+
+
+def _begin(config: Config, folder: Path, store: CheckpointStore, now: TrainState) -> tuple[TrainState, Path | None]:
+    """State and checkpoint of a new run."""
+    checkpoint: Path | None = None
+    state = now
+    if config.resume not in ("auto", "never"):
+        checkpoint, saved = open_checkpoint(Path(config.resume).expanduser())
+        state = _continued(checkpoint, saved, now)
+    if config.checkpoint.dir and store.all():
+        raise InputError(
+            f"checkpoint.dir: {store.folder} holds checkpoints of another run, which a new one would take for its own. "
+            "Fix: name another folder, or go on with that run by resume=auto and its run.name"
+        )
+    save_run_config(config, folder)
+    return state, checkpoint
+
+
+def _continue(config: Config, folder: Path, store: CheckpointStore, now: TrainState) -> tuple[TrainState, Path | None]:
+    """State and checkpoint of an existing run; its results after the checkpoint are removed."""
+    newest = store.newest_sound()
+    checkpoint, state = (None, now) if newest is None else (newest[0], _continued(*newest, now))
+    store.remove_after(state.step)
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
+    save_config(config, folder / f"config-from-step-{state.step:06d}.yaml")
+    _keep_metrics_until(folder / METRICS_FILE, state.step)
+    return state, checkpoint
+
+
+def _continued(checkpoint: Path, saved: TrainState, now: TrainState) -> TrainState:
+    """The saved state, for a run with the present settings.
+
+    Raises:
+        ConfigError: It is of another model, or its settings do not fit.
+    """
+    for name, value in now.model.items():
+        if saved.model.get(name) != value:
+            problem = f"{checkpoint} is of another model: its {name} is {saved.model.get(name)}, here it is {value}."
+            raise ConfigError("target.model", problem, "name the model that the run began with, or use resume=never.")
+    compare_settings(checkpoint, saved.settings, now.settings)
+    return replace(saved, settings=now.settings)
+
+
+def model_facts(target: TargetConfig) -> dict[str, Any]:
+    """Identity of a model, independent of its folder."""
+    text = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
+    names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    return {name: getattr(text, name, None) for name in names}
+
+
+def _keep_metrics_until(file: Path, step: int) -> None:
+    """Drop the records of steps that will be repeated, and an incomplete last line."""
+    if not file.exists():
+        return
+    kept = []
+    for line in read_foreign(file, _MOST_METRICS_BYTES).splitlines():
+        try:
+            if parse_json(line)["step"] > step:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        kept.append(line + "\n")
+    write_text(file, "".join(kept), shared=True)
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """All records of a run, in the order of their steps. Raises InputError if one cannot be read."""
+    try:
+        return [parse_json(line) for line in read_foreign(file, _MOST_METRICS_BYTES).splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read as metrics: {error}") from None
+
+
+def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
+    """Settings that determine a run's results, by key; values as in JSON."""
+    settings = {key: attrgetter(key)(config) for key in (*_POSITION, *_TRAINER, *_DATA, "trainer.backend")}
+    for section in _SECTIONS:
+        settings |= {f"{section}.{name}": value for name, value in asdict(getattr(config, section)).items()}
+    if config.trainer.backend is TrainerBackend.deepspeed:
+        settings |= {"trainer.ranks": config.trainer.ranks, "trainer.zero_stage": config.trainer.zero_stage}
+    if config.trainer.schedule is not Schedule.constant:
+        settings["trainer.steps"] = config.trainer.steps
+    if config.data.path is not None and ":" not in config.data.path:
+        settings["data.path"] = os.path.normpath(config.data.path)
+    for section in ("data", "environment"):  # may hold a token, which must not be in a checkpoint
+        options = getattr(config, section).options
+        settings[f"{section}.options"] = zlib.crc32(json.dumps(options, sort_keys=True, default=str).encode())
+    if tasks is not None:
+        settings[_TASKS] = tasks
+    kept = {key: value for key, value in settings.items() if key not in _NO_EFFECT}
+    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    return plain
+
+
+def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to continue if the data's position or the files would not fit; warn by name of all other changes.
+
+    Args:
+        before: Settings of the checkpoint; keys that are missing in it are not compared.
+
+    Raises:
+        ConfigError: A changed setting makes the checkpoint unusable; the message has key, both values and the fix.
+    """
+    changed = {key: (before[key], value) for key, value in now.items() if key in before and before[key] != value}
+    for key in (*_POSITION, _TASKS):
+        if key in changed:
+            _refuse(checkpoint, key, *changed[key], "its position in the data would mean other tasks")
+    for key in ("trainer.backend", "trainer.ranks", "trainer.zero_stage"):
+        if key in changed:
+            _refuse(checkpoint, key, *changed[key], "the optimizer's state does not fit")
+    if AlgorithmName.ppo.value in changed.get("algorithm.name", ()):
+        _refuse(checkpoint, "algorithm.name", *changed["algorithm.name"], "only ppo has a value head")
+    for key, (old, new) in changed.items():
+        logger.warning("%s is %s now; up to %s it was %s", key, _shown(new), checkpoint.name, _shown(old))
+
+
+def _refuse(checkpoint: Path, key: str, old: Any, new: Any, why: str) -> None:
+    begin = f"begin a new run from its weights (resume=never target.model={checkpoint / 'weights'})"
+    if key == _TASKS:
+        problem = f"it has {new} tasks now, and {checkpoint} was made with {old}: {why}."
+        raise ConfigError("data.path", problem, f"restore the data as it was, or {begin}.")
+    if key == "data.options":
+        problem = f"they are others than those that {checkpoint} was made with: {why}."
+        raise ConfigError(key, problem, f"restore them, or {begin}.")
+    problem = f"{_shown(new)} here, and {checkpoint} was made with {_shown(old)}: {why}."
+    raise ConfigError(key, problem, f"use {key}={_shown(old)}, or {begin}.")
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
