@@ -3,7 +3,8 @@
 same layout, and by plain decoding on the same verifiers.
 
 `x plain` is the speed relative to plain decoding, drafters' GPUs not counted; `of clairvoyant` relative to the fastest
-of plain decoding, a policy that has every probability and cost (`simulation/clairvoyant.py`), and that of `--base`.
+of plain decoding, a policy that has every probability and cost (`KnownAcceptance` and `KnownCost` of
+`simulation/cluster.py`), and that of `--base`.
 
     python scripts/bench_policy.py                    # all; three minutes on two cores
     python scripts/bench_policy.py useless drifting   # some
@@ -25,8 +26,7 @@ from specactor_ray.bench.micro import JsonFile, refuse_existing, run_script, sho
 from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.progress import PhaseProgress
-from specactor_ray.simulation.comparison import VariantJob
-from specactor_ray.simulation.jobs import run_jobs
+from specactor_ray.simulation.comparison import VariantJob, run_jobs
 from specactor_ray.simulation.rollouts import Result
 
 SCENARIOS = Path(__file__).parents[1] / "conf" / "simulation"
@@ -67,7 +67,7 @@ def jobs_of(name: str) -> dict[str, VariantJob]:
     layouts, variant = (("coupled", "decoupled"), "decoupled") if path == ONE else (("decoupled",), "apart")
 
     def job(mode: str, clairvoyant: bool = False) -> VariantJob:
-        return VariantJob(path, (*SHORT, *overrides, f"config.mode={mode}"), variant, clairvoyant, f"{name}, {mode}")
+        return VariantJob(path, (*SHORT, *overrides, f"config.mode={mode}"), variant, clairvoyant)
 
     jobs = {"plain": job("plain")}
     for layout in layouts:
@@ -111,13 +111,12 @@ def main(
         raise InputError(f"--base: {base} cannot be read ({error}); name a file that --json wrote") from None
     jobs = {(name, what): job for name in names or SITUATIONS for what, job in jobs_of(name).items()}
     with PhaseProgress(make_console(sys.stderr), "simulating", len(jobs)) as progress:
-        found = run_jobs(
-            list(jobs.values()),
-            on_progress=lambda shares: progress.update(sum(shares.values()), f"{len(shares)} runs"),
-        )
+        found = run_jobs(list(jobs.values()), on_progress=lambda done: progress.update(done, f"{len(jobs)} runs"))
+    if None in found:
+        raise KeyboardInterrupt
     points = []
     for name in names or SITUATIONS:
-        results = {what: found[job.name] for (one, what), job in jobs.items() if one == name}
+        results = {what: result for (one, what), result in zip(jobs, found, strict=True) if one == name and result}
         points += judge(name, results, before)
     show_points("policy, simulated", points, json_file)
     of_limit, of_plain = [one["of clairvoyant"] for one in points], [one["x plain"] for one in points]

@@ -268,10 +268,10 @@ def model_proposer_us(rows: int, branches: int = 0) -> float:
 
 def simulator_row_steps_per_s() -> float:
     """Row-steps per second of CPU time, of a decoupled verifier of 64 rows and its drafter on virtual time."""
-    from specactor_ray.simulation.costs import build_world
+    from specactor_ray.simulation.cluster import silence
     from specactor_ray.simulation.rollouts import SimulatedRollouts
-    from specactor_ray.simulation.run import silence
     from specactor_ray.simulation.scenario import load_scenario
+    from specactor_ray.simulation.world import build_world
 
     silence()
     rates = []

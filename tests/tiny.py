@@ -214,8 +214,7 @@ def _rows(tokenizer: Any, length: int) -> list[list[int]]:
 def _build_eagle(folder: Path) -> None:
     import torch
 
-    from specactor_ray.distill.eagle import expected_counts, make_batch, new_head
-    from specactor_ray.distill.eagle_unroll import unroll_loss
+    from specactor_ray.distill.eagle import expected_counts, make_batch, new_head, unroll_loss
     from specactor_ray.draft.eagle.checkpoint import save_head
     from specactor_ray.models.loading import load_model
 

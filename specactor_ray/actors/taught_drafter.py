@@ -10,7 +10,7 @@ from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.distill.eagle import EagleExample
-from specactor_ray.distill.online import EagleLearner, choose_samples, load_learner
+from specactor_ray.distill.training import EagleLearner, choose_samples, load_learner
 from specactor_ray.draft.eagle.checkpoint import read_head_config
 from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.trainer import Trainer

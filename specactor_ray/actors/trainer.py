@@ -14,7 +14,7 @@ from specactor_ray.actors.taught_drafter import TaughtDrafter
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import taught_by_trainer
 from specactor_ray.learner.batching import Sample
-from specactor_ray.learner.saving import SavedPart, WorkCounter
+from specactor_ray.learner.engine import SavedPart, WorkCounter
 from specactor_ray.learner.trainer import Trainer, TrainerSpec
 from specactor_ray.transport.messages import WeightSet
 

@@ -23,7 +23,7 @@ from specactor_ray.cli.drafter import drafter
 from specactor_ray.cli.live import scale, status
 from specactor_ray.cli.options import ConfigFile, Overrides, load_settings
 from specactor_ray.cli.plan import plan, profile
-from specactor_ray.cli.simulate import simulate
+from specactor_ray.cli.simulate import app as simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.core.console import make_console, say, show_error
 from specactor_ray.core.environment import versions
@@ -112,7 +112,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
 def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     """Train the target on the tasks of data.path with reinforcement learning; writes metrics, checkpoints, a report."""
     settings, progress = load_settings(config_file, overrides)
-    from specactor_ray.trainer.report import REPORT_FILE
+    from specactor_ray.trainer.display import REPORT_FILE
     from specactor_ray.trainer.run import train as run_training
 
     outcome = run_training(settings, progress)
@@ -168,11 +168,12 @@ def submit(
     raise typer.Exit(submit_job(command, context.args, address, runtime_env, follow, make_console(sys.stderr)))
 
 
-for command in (demo, init, doctor, config, rollout, train, serve, status, scale, profile, plan, simulate):
+for command in (demo, init, doctor, config, rollout, train, serve, status, scale, profile, plan):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(submit)
 app.add_typer(bench, name="bench")
 app.add_typer(drafter, name="drafter")
+app.add_typer(simulate, name="simulate")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ corpus is a function of its recipe; existing parts are never made again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections import deque
@@ -16,17 +17,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import flush_entry, read_foreign, replacing, write_json
+from specactor_ray.core.files import read_foreign, replacing, write_json
+from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.card import DrafterRecipe, TargetIdentity
 from specactor_ray.models.weight_buckets import from_wire
+from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
 
 logger = logging.getLogger(__name__)
 
-_SHARD_RECORDS = 16
-"""Number of finished rollouts that are written together; those lost by a kill are made again."""
+TokenIds = tuple[int, ...]
+TRAIN, HELD_OUT, GREEDY = "train", "heldout", "heldout-greedy"
+"""Parts of a corpus: rollouts to train on; held-out ones at the same temperature; held-out ones at temperature 0."""
+_HELD_OUT_SEED = 1
+_MOST_HELD_OUT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +66,18 @@ class CorpusRecord:
 
 
 class RecordStore:
-    """One part of a corpus (`train`, `heldout`): safetensors shards, each complete or absent.
+    """One part of a corpus (`train`, `heldout`): a safetensors file per rollout, complete or absent.
 
-    A shard holds per record the token ids, and the target's hidden states if they were recorded: `(tokens - 1, width)`,
-    row i of position i, including the prompt, up to the one that predicted the last token. States stay on disk until
-    they are read.
+    A file holds the token ids, and the target's hidden states if they were recorded: `(tokens - 1, width)`, row i of
+    position i, including the prompt, up to the one that predicted the last token. States stay on disk until they are
+    read.
 
     Args:
-        folder: Created with the first shard. None keeps records and states in memory.
+        folder: Created with the first record. None keeps records and states in memory.
     """
 
     def __init__(self, folder: Path | None, part: str) -> None:
         self._folder, self._part = folder, part
-        self._pending: list[CorpusRecord] = []
-        self._where: dict[int, Path] = {}
         self._records: dict[int, CorpusRecord] = {}
         for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")) if folder is not None else ():
             self._read(path)
@@ -83,71 +90,55 @@ class RecordStore:
         return [self._records[index] for index in sorted(self._records)]
 
     def add(self, record: CorpusRecord) -> None:
-        """Add a record; it is on disk after the next `flush`, which is automatic every few records."""
-        self._records[record.index] = record if self._folder is None else replace(record, states=None)
-        self._pending.append(record)
-        if len(self._pending) >= _SHARD_RECORDS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write records that are not on disk yet. Raises OSError; nothing is lost then."""
-        if self._folder is None or not self._pending:
+        """Add a record, and write it. Raises OSError."""
+        if self._folder is None:
+            self._records[record.index] = record
             return
         from safetensors.torch import save_file
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        tensors: dict[str, torch.Tensor] = {}
-        for record in self._pending:
-            tensors[f"{record.index}.prompt"] = torch.tensor(record.prompt_token_ids, dtype=torch.int32)
-            tensors[f"{record.index}.output"] = torch.tensor(record.output_token_ids, dtype=torch.int32)
-            if record.states is not None:
-                tensors[f"{record.index}.states"] = _as_stored(record.states)
-        facts = [
-            {"index": record.index, "finish_reason": record.finish_reason, "sampling": asdict(record.sampling)}
-            for record in self._pending
-        ]
-        final = self._folder / f"{self._part}-{self._pending[0].index:06d}.safetensors"
-        with replacing(final, final.with_suffix(".partial")) as partial:
-            save_file(tensors, partial, metadata={"records": json.dumps(facts)})
-        flush_entry(self._folder)
-        self._where |= {record.index: final for record in self._pending}
-        self._pending = []
+        tensors = {
+            "prompt": torch.tensor(record.prompt_token_ids, dtype=torch.int32),
+            "output": torch.tensor(record.output_token_ids, dtype=torch.int32),
+        }
+        if record.states is not None:
+            tensors["states"] = _as_stored(record.states)
+        facts = {"index": record.index, "finish_reason": record.finish_reason, "sampling": asdict(record.sampling)}
+        path = self._path(record.index)
+        with replacing(path, path.with_suffix(".partial")) as partial:
+            save_file(tensors, partial, metadata={"record": json.dumps(facts)})
+        self._records[record.index] = replace(record, states=None)
 
     def states(self, index: int) -> torch.Tensor:
-        """Hidden states of a flushed record. Raises KeyError if none were recorded."""
+        """Hidden states of a record on disk."""
         from safetensors import safe_open
 
-        with safe_open(self._where[index], framework="pt") as shard:
-            name = f"{index}.states"
-            if name not in shard.keys():  # noqa: SIM118 - a shard is not a mapping
-                raise KeyError(name)
-            return shard.get_tensor(name)
+        with safe_open(self._path(index), framework="pt") as file:
+            return file.get_tensor("states")
+
+    def _path(self, index: int) -> Path:
+        assert self._folder is not None  # records in memory hold their states
+        return self._folder / f"{self._part}-{index:06d}.safetensors"
 
     def _read(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(path, framework="pt") as shard:
-                for facts in json.loads((shard.metadata() or {})["records"]):
-                    self._take(path, shard, facts)
+            with safe_open(path, framework="pt") as file:
+                facts = json.loads((file.metadata() or {})["record"])
+                prompt, output = (tuple(file.get_tensor(name).tolist()) for name in ("prompt", "output"))
+            index, sampling = int(facts["index"]), dict(facts["sampling"])
+            sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+            record = CorpusRecord(index, prompt, output, SamplingParams(**sampling), str(facts["finish_reason"]))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s is damaged (%s); its rollouts are made again", path, error)
-            for index in [index for index, where in self._where.items() if where == path]:
-                del self._records[index], self._where[index]
+            logger.warning("%s is damaged (%s); its rollout is made again", path, error)
             path.rename(path.with_suffix(".damaged"))
-
-    def _take(self, path: Path, shard: Any, facts: dict[str, Any]) -> None:
-        index, sampling = int(facts["index"]), dict(facts["sampling"])
-        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-        prompt, output = (tuple(shard.get_tensor(f"{index}.{name}").tolist()) for name in ("prompt", "output"))
-        self._where[index] = path
-        self._records[index] = CorpusRecord(
-            index, prompt, output, SamplingParams(**sampling), str(facts["finish_reason"])
-        )
+        else:
+            self._records[index] = record
 
 
 @dataclass(slots=True)
-class _Open:
+class _Running:
     request: RolloutRequest
     tokens: list[int] = field(default_factory=list)
     states: list[np.ndarray] = field(default_factory=list)
@@ -179,26 +170,23 @@ def collect(
     have = sum(len(known[r.index].output_token_ids) for r in requests if r.index in known)
     waiting = deque(request for request in requests if request.index not in known)
     budget = float("inf") if token_budget is None else token_budget
-    running: dict[int, _Open] = {}
-    try:
-        while True:
-            underway = have + sum(len(entry.tokens) for entry in running.values())
-            while waiting and len(running) < max_open and underway < budget:
-                request = waiting.popleft()
-                row = next(row for row in range(max_open) if row not in running)
-                engine.add(row, TargetRequest(str(request.index), request.prompt_token_ids, request.sampling))
-                running[row] = _Open(request)
-            if not running:
-                break
-            have += _take(engine.step(), running, store)
-            if on_progress is not None:
-                on_progress(have + sum(len(entry.tokens) for entry in running.values()))
-    finally:
-        store.flush()
+    running: dict[int, _Running] = {}
+    while True:
+        underway = have + sum(len(entry.tokens) for entry in running.values())
+        while waiting and len(running) < max_open and underway < budget:
+            request = waiting.popleft()
+            row = next(row for row in range(max_open) if row not in running)
+            engine.add(row, TargetRequest(str(request.index), request.prompt_token_ids, request.sampling))
+            running[row] = _Running(request)
+        if not running:
+            break
+        have += _take(engine.step(), running, store)
+        if on_progress is not None:
+            on_progress(have + sum(len(entry.tokens) for entry in running.values()))
     return shortest_beginning(requests, store, token_budget)
 
 
-def _take(result: StepResult, running: dict[int, _Open], store: RecordStore) -> int:
+def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) -> int:
     """Record the requests that have ended; returns the number of their output tokens."""
     for row, _, states in result.states.split() if result.states is not None else ():
         running[row].states.append(states)
@@ -242,47 +230,169 @@ def shortest_beginning(
     return found
 
 
-def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
-    """Record the facts of a corpus folder, or check that they are the same. Raises InputError, see `claim_folder`."""
-    claim_folder(folder, folder / "corpus.json", facts, "a corpus", "corpus")
+# ---- the rollouts of a recipe ----
 
 
-def claim_folder(folder: Path, note: Path, facts: dict[str, Any], content: str, kind: str, option: str = "") -> None:
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Encoded prompts to train on and to measure on; no prompt is in both."""
+
+    train: tuple[TokenIds, ...]
+    held_out: tuple[TokenIds, ...]
+
+    def digest(self) -> str:
+        """Digest that identifies the set of prompts."""
+        text = json.dumps([self.train, self.held_out]).encode()
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def split_prompts(prompts: Sequence[TokenIds], held_out: Sequence[TokenIds] | None, max_prompt: int) -> Prompts:
+    """Divide prompts; those longer than `max_prompt` tokens and repetitions are left out.
+
+    Args:
+        held_out: Held-out prompts, if the user names them; else every tenth is held out, at most 32.
+        max_prompt: Longest prompt in tokens, so that an output still fits the context.
+
+    Raises:
+        InputError: Nothing is left to train or to measure on.
+    """
+    usable = [prompt for prompt in dict.fromkeys(prompts) if len(prompt) <= max_prompt]
+    if held_out is None:
+        wanted = min(max(len(usable) // 10, 1), _MOST_HELD_OUT)
+        chosen = {usable[(i * len(usable)) // wanted] for i in range(wanted)} if len(usable) > 1 else set()
+        kept = [prompt for prompt in usable if prompt in chosen]
+    else:
+        kept = [prompt for prompt in dict.fromkeys(held_out) if len(prompt) <= max_prompt]
+    train = [prompt for prompt in usable if prompt not in set(kept)]
+    for what, left in (("--data", train), ("--heldout" if held_out is not None else "--data", kept)):
+        if not left:
+            raise InputError(
+                f"{what}: of {len(prompts)} prompts none is left to {'train' if left is train else 'measure'} on: each "
+                f"is longer than {max_prompt} tokens, held out, or the only one. Fix: more or shorter prompts"
+            )
+    return Prompts(tuple(train), tuple(kept))
+
+
+def requests_of(part: str, prompts: Prompts, recipe: DrafterRecipe) -> list[RolloutRequest]:
+    """Rollouts of one part in the order of their making: a sample of every prompt, then the next of each."""
+    chosen, samples = (prompts.train, recipe.samples) if part == TRAIN else (prompts.held_out, 1)
+    temperature = 0.0 if part == GREEDY else recipe.temperature
+    run_seed = recipe.seed if part == TRAIN else derive_seed(recipe.seed, _HELD_OUT_SEED, 0)
+    requests = []
+    for sample in range(samples):
+        for index, prompt in enumerate(chosen):
+            seed = derive_seed(run_seed, index, sample)
+            sampling = SamplingParams(temperature=temperature, max_tokens=recipe.max_tokens, seed=seed)
+            requests.append(RolloutRequest(sample * len(chosen) + index, prompt, sampling))
+    return requests
+
+
+def target_config(recipe: DrafterRecipe, layers: Sequence[int] = ()) -> TargetConfig:
+    """Configuration section of the engine that rolls out."""
+    return TargetConfig(
+        model=recipe.target,
+        dtype="float32",
+        max_batch=recipe.max_batch,
+        max_step_tokens=max(512, recipe.max_batch),
+        kv_cache_gb=recipe.kv_cache_gb,
+        trust_remote_code=recipe.trust_remote_code,
+        hidden_layers=list(layers),
+    )
+
+
+class Corpus:
+    """The parts of one corpus folder, recorded as far as they are needed.
+
+    Args:
+        layers: Layers whose hidden states are recorded.
+
+    Raises:
+        InputError: The folder has other rollouts, or is no corpus.
+    """
+
+    def __init__(
+        self,
+        recipe: DrafterRecipe,
+        target: TargetIdentity,
+        prompts: Prompts,
+        layers: Sequence[int],
+        folder: Path,
+        console: Console,
+    ) -> None:
+        facts = {**recipe.rollout_facts(), "target": target.config_hash, "prompts": prompts.digest()}
+        claim_folder(folder, folder / "corpus.json", {**facts, "hidden_layers": list(layers)}, "corpus")
+        self.recipe, self._prompts, self._layers, self._console = recipe, prompts, layers, console
+        present = {TRAIN: bool(prompts.train), HELD_OUT: True, GREEDY: recipe.temperature > 0.0}
+        self.stores = {part: RecordStore(folder, part) for part, is_there in present.items() if is_there}
+        self.records: dict[str, list[CorpusRecord]] = {}
+        self.speed: dict[str, float] = {}
+        """Part recorded by this object → output tokens per second."""
+
+    def collect(self, tokens: int | None) -> None:
+        """Record missing rollouts; the target is loaded only if there are any. `tokens` limits the training part."""
+        engine: Any = None
+        for part, store in self.stores.items():
+            requests = requests_of(part, self._prompts, self.recipe)
+            budget = tokens if part == TRAIN else None
+            have = sum(len(record.output_token_ids) for record in store.records())
+            missing = any(request.index not in store for request in requests)
+            if missing and (budget is None or have < budget):
+                engine = engine or self._make_engine()
+                most = len(requests) * self.recipe.max_tokens
+                with PhaseProgress(self._console, f"rollouts, {part}", min(budget or most, most)) as progress:
+                    limit = self.recipe.max_batch
+                    collect(engine, requests, store, budget, limit, show_tokens(progress))
+                    self.speed[part] = progress.rate
+            self.records[part] = shortest_beginning(requests, store, budget)
+            if not self.records[part]:
+                raise InputError(f"the target {self.recipe.target} failed on every prompt ({part}); see the log")
+        if engine is not None:
+            engine.close()
+
+    def held_out(self) -> dict[str, Sequence[CorpusRecord]]:
+        return {part: self.records[part] for part in (HELD_OUT, GREEDY) if part in self.records}
+
+    def _make_engine(self) -> Any:
+        from specactor_ray.target.hf import HfEngine
+
+        engine = HfEngine.from_config(target_config(self.recipe, self._layers), self.recipe.device)
+        longest = max(map(len, (*self._prompts.train, *self._prompts.held_out))) + self.recipe.max_tokens
+        if engine.max_model_len < longest:
+            raise InputError(
+                f"kv_cache_gb: the cache holds {engine.max_model_len} tokens, and the longest rollout may take "
+                f"{longest}. Fix: a larger cache, or a lower max_tokens"
+            )
+        return engine
+
+
+def claim_folder(folder: Path, note: Path, facts: dict[str, Any], kind: str) -> None:
     """Create a folder and record the facts that determine its content, or check those of an existing one.
 
     Args:
         note: File for the facts, inside the folder.
-        content, kind: Content and kind of the folder, for messages.
-        option: Beginning of messages.
+        kind: What the folder holds, for messages.
 
     Raises:
         InputError: The folder has other facts (the message has the differences), holds other files, or cannot be
         written to.
     """
     if note.is_file():
-        differing = _differences(json.loads(read_foreign(note)), json.loads(json.dumps(facts)))
+        there, wanted = json.loads(read_foreign(note)), json.loads(json.dumps(facts))
+        differing = [
+            f"{key} {there.get(key)!r} there, {wanted.get(key)!r} wanted"
+            for key in sorted({*there, *wanted})
+            if there.get(key) != wanted.get(key)
+        ]
         if differing:
             raise InputError(
-                f"{option}{folder} holds {content} of another recipe ({differing}). Fix: name another folder, or "
+                f"{folder} holds a {kind} of another recipe ({'; '.join(differing)}). Fix: name another folder, or "
                 "repeat its own options to go on with it"
             )
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{option}{folder} exists and is no {kind}. Fix: name another folder")
+        raise InputError(f"{folder} exists and holds no {kind}. Fix: name another folder")
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         write_json(note, facts, shared=True)
     except OSError as error:
-        raise InputError(f"{option}{folder} cannot be written to ({error.strerror})") from None
-
-
-def _differences(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
-    """Differences of two sets of facts, such as `temperature 0.5 there, 1.0 wanted; ...`."""
-    found = []
-    for key in sorted({*there, *wanted}):
-        left, right = there.get(key), wanted.get(key)
-        if isinstance(left, dict) and isinstance(right, dict):
-            found.append(_differences(left, right, f"{prefix}{key}."))
-        elif left != right:
-            found.append(f"{prefix}{key} {left!r} there, {right!r} wanted")
-    return "; ".join(text for text in found if text)
+        raise InputError(f"{folder} cannot be written to ({error.strerror})") from None

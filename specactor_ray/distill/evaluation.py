@@ -1,4 +1,4 @@
-"""Acceptance of a drafter: recorded rollouts of the target, replayed through a proposer.
+"""Acceptance of a drafter: recorded rollouts of the target, replayed through a proposer, and the table of the figures.
 
 The replay is coupled speculation without the target: from the last commit the proposer drafts its whole window, the
 draft is compared with the recorded output, the agreeing part and one token of the target's own are committed,
@@ -11,14 +11,28 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
 
-from specactor_ray.distill.corpus import CorpusRecord
-from specactor_ray.draft.proposer import Proposer, common_prefix, packed
+from specactor_ray.config.methods import drafter_spec, reads_head, traits
+from specactor_ray.config.rules import validate_drafter
+from specactor_ray.config.schema import DrafterConfig
+from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.progress import PhaseProgress, show_tokens
+from specactor_ray.distill.card import read_card
+from specactor_ray.distill.corpus import Corpus, CorpusRecord, target_config
+from specactor_ray.draft.proposer import Proposer, build_proposer, common_prefix, packed
+from specactor_ray.models.checkpoint_files import describes_head
 from specactor_ray.transport.messages import Features
+
+if TYPE_CHECKING:
+    from specactor_ray.draft.eagle.head import EagleHeadConfig
+
+_REPLAY_BATCH = 16
 
 
 @dataclass(slots=True)
@@ -179,3 +193,76 @@ def replay(
         if on_progress is not None:
             on_progress(counts.committed)
     return counts
+
+
+# ---- a drafter's table ----
+
+
+def drafter_of(folder: Path) -> DrafterConfig:
+    """The drafter in a folder, of the method in its `drafter.json`; without one an EAGLE head or a `draft_model`, by
+    its `config.json`.
+
+    Raises:
+        InputError: The folder does not exist, or its `drafter.json` cannot be read.
+        ModelLoadError: It has neither file, or its `config.json` cannot be read.
+    """
+    if not folder.is_dir():
+        raise InputError(f"--drafter: there is no folder {folder}. Fix: name the folder that `drafter train` wrote")
+    card = read_card(folder)
+    if card is not None:
+        return DrafterConfig(method=card["method"], model=str(folder))
+    return DrafterConfig(method="eagle" if describes_head(folder) else "draft_model", model=str(folder))
+
+
+def method_alone(method: str) -> DrafterConfig:
+    """A method without a trained model. Raises InputError if it is unknown, or needs one."""
+    config = DrafterConfig(method=method)
+    try:
+        validate_drafter(config, "--method")
+    except ConfigError as error:
+        raise InputError(f"--method: {method!r} cannot be measured alone: {error.problem} {error.fix}") from None
+    traits(method, "--method")  # a user's class is imported, or refused
+    return config
+
+
+def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
+    """Configuration of the head, with the states that it reads of the target; None for methods that need no states.
+
+    Raises:
+        ModelLoadError: There is no head, or it was made for another target.
+    """
+    if not reads_head(drafter.method) or drafter.model is None:
+        return None
+    from specactor_ray.draft.eagle.checkpoint import read_head_config
+
+    return read_head_config(drafter.model, target, trust_remote_code=drafter.trust_remote_code)
+
+
+def measure(drafter: DrafterConfig, corpus: Corpus, console: Console) -> list[dict[str, Any]]:
+    """Replay every held-out part through the drafter: with the target's noise, and with its own if that makes a
+    difference.
+
+    Args:
+        corpus: Corpus whose recorded states begin with those that the drafter reads.
+    """
+    recipe, window = corpus.recipe, corpus.recipe.window
+    rows, head = [], head_config(drafter, recipe.target)
+    section = drafter_spec("drafter", replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH), window, _REPLAY_BATCH)
+    for part, records in corpus.held_out().items():
+        temperature = records[0].sampling.temperature
+        noisy = temperature > 0.0 and traits(drafter.method).draws_noise
+
+        def states(record: CorpusRecord, part: str = part) -> Any:
+            assert head is not None  # the proposer reads them
+            return corpus.stores[part].states(record.index)[:, : head.feature_size].float().numpy()
+
+        for shared in (True, False) if noisy else (True,):
+            proposer = build_proposer(replace(section, shared_noise=shared), target_config(recipe), recipe.device)
+            noise = ("shared" if shared else "own") if noisy else "-"
+            total = sum(len(record.output_token_ids) for record in records)
+            title = f"replay, T={temperature:g}" + (f", {noise} noise" if noisy else "")
+            with PhaseProgress(console, title, total) as progress:
+                features = None if head is None else states
+                counts = replay(proposer, records, window, _REPLAY_BATCH, show_tokens(progress), features)
+            rows.append({"part": part, "temperature": temperature, "noise": noise, **counts.facts()})
+    return rows

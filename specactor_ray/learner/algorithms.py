@@ -13,8 +13,18 @@ DeepSeek-V3.2 2025 (arXiv 2512.02556).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
 import torch
 
+from specactor_ray.config.schema import Config
+from specactor_ray.config.training_schema import AlgorithmName, LossAggregation
+
+DAPO_CLIP_HIGH = 0.28
+"""Upper clip range ε_high (DAPO section 4.1)."""
+STALE_IMPORTANCE_CAP = 2.0
+"""Cap of importance weights of tokens from possibly older weights; the truncation of Yao et al. 2025."""
 _EPS = 1e-6
 SAME_REWARD = 1e-6
 """Rewards of a group that differ by no more than this are equal."""
@@ -24,15 +34,8 @@ SAME_REWARD = 1e-6
 
 
 def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
-    """GRPO: `A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9).
-
-    Args:
-        rewards: `(groups, G)`.
-        scale_by_std: Divide by the group's (sample) standard deviation; False leaves it out, as Dr. GRPO does.
-
-    Returns:
-        `(groups, G)`; zeros for a group whose rewards are all equal.
-    """
+    """GRPO: `A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9), `(groups, G)`;
+    zeros for a group whose rewards are all equal. Without `scale_by_std` there is no division, as in Dr. GRPO."""
     centred = _centred(rewards)
     if not scale_by_std or rewards.shape[1] < 2:
         return centred
@@ -40,14 +43,8 @@ def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.
 
 
 def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """RLOO: `A_i = r_i - mean of the other rewards of the group` (arXiv 2402.14740, section 3.3).
-
-    Args:
-        rewards: `(groups, G)` with G at least 2.
-
-    Returns:
-        `(groups, G)`; zeros for a group whose rewards are all equal.
-    """
+    """RLOO: `A_i = r_i - mean of the other rewards of the group` (arXiv 2402.14740, section 3.3), `(groups, G)` with G
+    at least 2; zeros for a group whose rewards are all equal."""
     size = rewards.shape[1]
     return _centred(rewards) * (size / (size - 1))
 
@@ -70,12 +67,9 @@ def generalized_advantages(
     Args:
         rewards: `(B, T)` reward given at each token.
         values: `(B, T)` value before each token.
-        mask: `(B, T)`.
-        gamma: Discount γ.
-        lam: λ of the exponential average.
 
     Returns:
-        Advantages `(B, T)` and returns `(B, T)` (advantage + value), 0 where the mask is 0.
+        Advantages and returns (advantage + value), `(B, T)`, 0 where the mask is 0.
     """
     advantages = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
@@ -90,16 +84,8 @@ def generalized_advantages(
 
 
 def soft_overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> torch.Tensor:
-    """DAPO's soft overlong punishment (eq. 13): 0 up to `max_tokens - buffer`, then linear down to -1 at `max_tokens`.
-
-    Args:
-        lengths: `(B,)` output tokens.
-        max_tokens: Longest output allowed (`L_max`).
-        buffer: Width of the ramp (`L_cache`); 0 turns it off.
-
-    Returns:
-        `(B,)` float32 in [-1, 0].
-    """
+    """DAPO's soft overlong punishment (eq. 13) of `(B,)` output lengths: 0 up to `max_tokens - buffer`, then linear
+    down to -1 at `max_tokens`. A buffer of 0 turns it off."""
     if buffer <= 0:
         return torch.zeros(lengths.shape, dtype=torch.float32)
     return ((max_tokens - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
@@ -117,14 +103,8 @@ def clipped_policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`-min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A)`, `ρ = exp(logprobs - old_logprobs)`.
 
-    PPO eq. 7 with ε_low = ε_high; DAPO eq. 10 (clip-higher) with ε_high > ε_low.
-
-    Args:
-        logprobs: `(B, T)` under the policy being trained.
-        old_logprobs: `(B, T)` under the policy at the start of the update.
-        advantages: `(B, T)`.
-        clip_low: ε_low.
-        clip_high: ε_high.
+    PPO eq. 7 with ε_low = ε_high; DAPO eq. 10 (clip-higher) with ε_high > ε_low. `old_logprobs` are those at the start
+    of the update.
 
     Returns:
         Loss `(B, T)`, and 1.0 where the clipped term was the smaller one `(B, T)`.
@@ -138,17 +118,8 @@ def clipped_policy_loss(
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
 ) -> torch.Tensor:
-    """`½ max((V - R)², (clip(V, V_old ± ε) - R)²)`: the value term of PPO eq. 9, clipped as the policy is.
-
-    Args:
-        values: `(B, T)` of the value head being trained.
-        old_values: `(B, T)` at the start of the update.
-        returns: `(B, T)`.
-        clip: ε; None does not clip.
-
-    Returns:
-        `(B, T)`.
-    """
+    """`½ max((V - R)², (clip(V, V_old ± ε) - R)²)`, `(B, T)`: the value term of PPO eq. 9, clipped as the policy is.
+    `old_values` are those at the start of the update; `clip` None does not clip."""
     loss = (values - returns).square()
     if clip is not None:
         bounded = old_values + (values - old_values).clamp(-clip, clip)
@@ -174,11 +145,6 @@ def kl_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, ref_logprobs: to
     differentiable ρ (DeepSeek-V3.2, arXiv 2512.02556), without the difference of two exponentials that cancel.
     Schulman's estimators as losses of their own do something else: the expected gradient of k1 is zero, that of k3
     is the gradient of the forward divergence KL(reference ‖ policy).
-
-    Args:
-        logprobs: `(B, T)` under the policy being trained.
-        old_logprobs: `(B, T)` under the policy that sampled.
-        ref_logprobs: `(B, T)` under the reference.
     """
     ratio = torch.exp(logprobs - old_logprobs).detach()
     return ratio * 0.5 * (ref_logprobs - logprobs).square()
@@ -209,9 +175,6 @@ def token_weights(mask: torch.Tensor, aggregation: str, max_tokens: int) -> torc
 
     Returns:
         `(B, T)`; sums to 1 for `token` and `sequence`.
-
-    Raises:
-        ValueError: Unknown aggregation.
     """
     if aggregation == "token":
         return mask / mask.sum().clamp_min(1.0)
@@ -220,3 +183,71 @@ def token_weights(mask: torch.Tensor, aggregation: str, max_tokens: int) -> torc
     if aggregation == "constant":
         return mask / float(mask.shape[0] * max_tokens)
     raise ValueError(f"unknown loss aggregation {aggregation!r}; known: token, sequence, constant")
+
+
+# ---- one algorithm with all its values ----
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Values of one algorithm; names as in the `algorithm` section."""
+
+    name: str
+    clip_low: float
+    clip_high: float
+    loss_aggregation: str
+    scale_by_std: bool
+    dynamic_sampling: bool
+    overlong_buffer: int
+    overlong_penalty: float
+    entropy_coef: float
+    kl_coef: float
+    gamma: float
+    gae_lambda: float
+    value_coef: float
+    value_clip: float | None
+    importance_cap: float | None
+
+    @property
+    def uses_values(self) -> bool:
+        return self.name == AlgorithmName.ppo.value
+
+    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        """`(groups, G)` rewards → advantages of whole outputs; zeros for ppo, which estimates them per token."""
+        if self.uses_values:
+            return torch.zeros_like(rewards)
+        if self.name == AlgorithmName.rloo.value:
+            return leave_one_out_advantages(rewards)
+        return group_advantages(rewards, self.scale_by_std)
+
+    def shaped(self, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> torch.Tensor:
+        """`(B,)` rewards with the overlong penalty added."""
+        penalty = soft_overlong_penalty(torch.tensor(lengths), max_tokens, self.overlong_buffer)
+        return torch.tensor(rewards, dtype=torch.float32) + self.overlong_penalty * penalty
+
+
+def make_recipe(config: Config) -> Recipe:
+    """Set the values that the configuration leaves to the algorithm."""
+    section = config.algorithm
+    dapo = section.name is AlgorithmName.dapo
+    aggregation = section.loss_aggregation
+    if aggregation is None:
+        aggregation = LossAggregation.sequence if section.name is AlgorithmName.grpo else LossAggregation.token
+    clip_high = section.clip_high
+    if clip_high is None:
+        clip_high = DAPO_CLIP_HIGH if dapo else section.clip_low
+    buffer = section.overlong_buffer
+    if buffer is None:
+        buffer = config.sampling.max_tokens // 8 if dapo else 0
+    importance_cap = section.importance_cap
+    if importance_cap is None and config.trainer.max_staleness:
+        importance_cap = STALE_IMPORTANCE_CAP
+    filled = {
+        "name": section.name.value,
+        "clip_high": clip_high,
+        "loss_aggregation": aggregation.value,
+        "dynamic_sampling": dapo if section.dynamic_sampling is None else section.dynamic_sampling,
+        "overlong_buffer": buffer,
+        "importance_cap": importance_cap,
+    }
+    return Recipe(**{entry.name: getattr(section, entry.name) for entry in fields(Recipe)} | filled)

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
 
 import numpy as np
 import torch
-
-
-class Sized(Protocol):
-    """A prompt with its output."""
-
-    @property
-    def num_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +60,14 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-def cut_by_tokens(samples: Sequence[Sized], max_tokens: int, longest_first: bool = True) -> list[list[int]]:
+def cut_by_tokens(lengths: Sequence[int], max_tokens: int, longest_first: bool = True) -> list[list[int]]:
     """Indices of the samples in groups whose padded size stays within `max_tokens`, similar lengths together.
 
     A sample that is longer than `max_tokens` is a group by itself. The longest come first by default, so that a lack of
     memory shows at once.
     """
-    lengths = [sample.num_tokens for sample in samples]
     groups: list[list[int]] = []
-    for index in sorted(range(len(samples)), key=lambda i: (-lengths[i] if longest_first else lengths[i], i)):
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i] if longest_first else lengths[i], i)):
         if groups and (len(groups[-1]) + 1) * max(lengths[groups[-1][0]], lengths[index]) <= max_tokens:
             groups[-1].append(index)
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,3 +89,23 @@ class PolicyModel(nn.Module):
             return inputs
         self._states = inputs[0][self._picked]
         return (self._states[None], *inputs[1:])
+
+
+@contextlib.contextmanager
+def layer_outputs(model: nn.Module, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Inside, the outputs of these decoder layers, `(B, L, hidden)`, are kept in the dictionary."""
+    outputs: dict[int, torch.Tensor] = {}
+    modules = model.get_decoder().layers  # type: ignore[operator]
+
+    def keeper(layer: int) -> object:
+        def keep(module: nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            outputs[layer] = (output if isinstance(output, torch.Tensor) else output[0]).detach()
+
+        return keep
+
+    hooks = [modules[layer].register_forward_hook(keeper(layer)) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()

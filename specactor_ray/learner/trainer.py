@@ -11,13 +11,11 @@ import torch
 
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import TrainerBackend
-from specactor_ray.learner.batching import MicroBatch, Sample
-from specactor_ray.learner.engines.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
-from specactor_ray.learner.engines.torch_engine import TorchEngine, autocast
-from specactor_ray.learner.hidden_states import hidden_states
-from specactor_ray.learner.policy import PolicyModel, TokenScores
-from specactor_ray.learner.recipe import make_recipe
-from specactor_ray.learner.saving import PartWriter, SavedPart, WorkCounter
+from specactor_ray.learner.algorithms import make_recipe
+from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens
+from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
+from specactor_ray.learner.engine import PartWriter, SavedPart, TorchEngine, WorkCounter, autocast
+from specactor_ray.learner.policy import PolicyModel, TokenScores, layer_outputs
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_model, load_tokenizer, parse_dtype
@@ -56,7 +54,7 @@ class Trainer:
         if config.trainer.backend is TrainerBackend.deepspeed:
             assert spec.rendezvous is not None  # set whenever there are several ranks
             join(spec.rendezvous, self._device)
-            self._engine: TorchEngine | DeepSpeedEngine = DeepSpeedEngine(
+            self._engine: TorchEngine = DeepSpeedEngine(
                 self._make_policy(), config.trainer, spec.rendezvous, self._device, self.progress
             )
         else:
@@ -80,7 +78,7 @@ class Trainer:
         return self._updater.update(samples, step, seed)
 
     def hidden_states(self, samples: Sequence[Sample], layers: Sequence[int]) -> list[torch.Tensor]:
-        """Hidden states of the present policy; see `hidden_states.hidden_states`. All ranks must call it together."""
+        """Hidden states of the present policy; see the function `hidden_states`. All ranks must call it together."""
         return hidden_states(self._engine, samples, layers, self._config.trainer.micro_batch_tokens)
 
     def buckets(self) -> Iterator[WeightBucket | None]:
@@ -160,3 +158,27 @@ class Trainer:
 def _numel(parameter: torch.nn.Parameter) -> int:
     """Number of elements of a parameter, also if ZeRO-3 holds only a share of it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+@torch.no_grad()
+def hidden_states(
+    engine: TorchEngine, samples: Sequence[Sample], layers: Sequence[int], max_tokens: int
+) -> list[torch.Tensor]:
+    """Outputs of some decoder layers, side by side, at all positions but the last: `(tokens - 1, layers * hidden)`
+    float32 on the CPU, one per sample.
+
+    All ranks must call it with the same samples: ZeRO-3 gathers the weights over all ranks. The forward is the one that
+    scores samples, for the same reason.
+
+    Args:
+        layers: Indices of decoder layers.
+        max_tokens: Most tokens, including padding, in one forward.
+    """
+    states = [torch.empty(0)] * len(samples)
+    for group in cut_by_tokens([sample.num_tokens for sample in samples], max_tokens):
+        with layer_outputs(engine.policy.model, layers) as outputs:
+            engine.score(collate(samples, group).to(engine.device))
+        whole = torch.cat([outputs[layer] for layer in layers], dim=-1).float().cpu()
+        for row, index in enumerate(group):
+            states[index] = whole[row, : samples[index].num_tokens - 1].clone()
+    return states

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.learner.algorithms import (
+    Recipe,
     clipped_policy_loss,
     generalized_advantages,
     kl_estimate,
@@ -21,34 +22,8 @@ from specactor_ray.learner.algorithms import (
     value_loss,
 )
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens, share_out
+from specactor_ray.learner.engine import TorchEngine
 from specactor_ray.learner.policy import TokenScores
-from specactor_ray.learner.recipe import Recipe
-
-
-class TrainEngine(Protocol):
-    """Holder of the policy and its optimizer: one process, or one rank of several."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    def score(self, batch: MicroBatch) -> TokenScores:
-        """Forward pass; with gradients unless inside `torch.no_grad`."""
-
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Accumulate gradients; `last` marks the last call of an optimizer step. Gradients of all ranks are summed."""
-
-    def step(self, learning_rate: float) -> float:
-        """Clip, update, and drop the gradients. Returns the norm before clipping."""
-
-    def skip(self) -> None:
-        """Drop the gradients."""
-
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum, in place."""
-
-    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise maximum, in place."""
 
 
 @dataclass(slots=True)
@@ -74,7 +49,7 @@ class PolicyUpdater:
 
     def __init__(
         self,
-        engine: TrainEngine,
+        engine: TorchEngine,
         recipe: Recipe,
         config: TrainerConfig,
         max_tokens: int,
@@ -127,7 +102,7 @@ class PolicyUpdater:
     def _prepare(self, samples: list[Sample]) -> list[_Prepared]:
         """This rank's micro-batches of one mini-batch."""
         engine = self._engine
-        groups = cut_by_tokens(samples, self._config.micro_batch_tokens)
+        groups = cut_by_tokens([sample.num_tokens for sample in samples], self._config.micro_batch_tokens)
         whole = torch.zeros(len(samples), max(len(sample.output) for sample in samples))
         for row, sample in enumerate(samples):
             whole[row, : len(sample.output)] = torch.tensor(sample.loss_mask, dtype=torch.float32)
@@ -259,7 +234,7 @@ class _Sums:
         self.add("logprob_gap", gap, batch.mask)
         self._gap_max = max(self._gap_max, float(gap.max()))
 
-    def reduced(self, engine: TrainEngine) -> dict[str, float]:
+    def reduced(self, engine: TorchEngine) -> dict[str, float]:
         """The metrics over all ranks."""
         names, losses = sorted(self._means), sorted(self._losses)
         steps = max(len(self.grad_norms) + self.skipped, 1)

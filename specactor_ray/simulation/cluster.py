@@ -1,22 +1,51 @@
-"""Nodes, placement groups and processes of the virtual cluster: the `Backend` of a simulated controller."""
+"""The virtual cluster: machines, the `Backend` of a simulated controller, the `ActorHost` of simulated processes with
+models that take virtual time, and a run of them all in one kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from specactor_ray.actors.draft import DraftActor
+from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
+from specactor_ray.actors.specs import VerifierSpec
+from specactor_ray.actors.verifier import VerifierActor
 from specactor_ray.cluster.backend import Reaper
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.placement import Demand, NodeSupply, Placement
 from specactor_ray.cluster.processes import ProcessFacts
-from specactor_ray.simulation.host import SimulatedHost
-from specactor_ray.simulation.kernel import VirtualClock
+from specactor_ray.config.methods import DrafterSpec, traits
+from specactor_ray.config.schema import Config, TargetConfig
+from specactor_ray.controller.controller import Controller
+from specactor_ray.controller.members import ActorClasses
+from specactor_ray.draft.proposer import Proposer, build_proposer
+from specactor_ray.plan.costs import StepCost
+from specactor_ray.rollout.run_client import RunClient
+from specactor_ray.simulation.engine import SimulatedEngine
+from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
+from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
+from specactor_ray.simulation.text import RecordedText
 from specactor_ray.simulation.world import World
+from specactor_ray.transport.messages import WeightSet
+from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.table import Acceptance, RequestTable
 
 LINGER_S = (0.0, 1.5)
 """Least and most seconds from the request to end a process to its end."""
+_CURVE_POINTS = 33
+"""Number of draft positions at which a step's true cost is computed; the cost is linear in between."""
+
+
+def silence() -> None:
+    """Turn off the log of this process, to which simulated actors write."""
+    logging.disable(logging.CRITICAL)
 
 
 @dataclass(eq=False)
@@ -36,9 +65,7 @@ class Machines:
     groups: list[VirtualGroup] = field(default_factory=list)
 
     def free(self, node: Node) -> tuple[float, float]:
-        """Free CPUs and GPUs of a node."""
-        if not node.alive:
-            return 0.0, 0.0
+        """Free CPUs and GPUs of a live node."""
         here = [group.demand for group in self.groups if group.node is node]
         return node.cpus - sum(demand.cpus for demand in here), node.gpus - sum(demand.gpus for demand in here)
 
@@ -58,16 +85,16 @@ class VirtualReaper:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._dying: dict[ProcessFacts, VirtualActor] = {}
+        self._dying: list[VirtualActor] = []
 
     def reap(self, handle: VirtualActor, facts: ProcessFacts | None) -> None:
         kernel, network = self._network.kernel, self._network
         kernel.at(kernel.now + network.rng.uniform(*LINGER_S), lambda: network.kill(handle, handle.node_lost))
         if facts is not None:
-            self._dying[facts] = handle
+            self._dying.append(handle)
 
     def poll(self) -> int:
-        self._dying = {facts: actor for facts, actor in self._dying.items() if not actor.process.dead}
+        self._dying = [actor for actor in self._dying if not actor.process.dead]
         return len(self._dying)
 
 
@@ -131,3 +158,129 @@ class VirtualBackend:
         if not node.alive:
             network.kill(actor, node_lost=True)
         return actor
+
+
+class SimulatedHost(ActorHost):
+    """Interface of a simulated process to its actor."""
+
+    def __init__(self, network: Network, actor: VirtualActor, world: World) -> None:
+        self._network, self._actor, self._world = network, actor, world
+        self._clock = VirtualClock(network.kernel, actor.process)
+        self.calls = Calls(VirtualTransport(network, actor), self._clock)
+
+    def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
+        pass
+
+    def facts(self) -> dict[str, object]:
+        return {"pid": 0, "cores": []}
+
+    def build_engine(self, spec: VerifierSpec) -> SimulatedEngine:
+        world, target = self._world, spec.target
+        self._clock.work(world.load_s)
+        limits = (target.max_batch, target.max_step_tokens, world.cache_tokens)
+        return SimulatedEngine(self._actor, self._clock, self._network, world, *limits)
+
+    def build_drafting(self, spec: VerifierSpec, engine: Any, *figures: Any) -> Drafting:
+        world = self._world
+        known = (KnownAcceptance(world), KnownCost(world, engine, self._clock)) if world.clairvoyant else ()
+        drafting = super().build_drafting(spec, engine, *known)
+        engine.speculates = lambda: len(drafting) > 0 and not drafting.policy.suspension.is_quiet
+        return drafting
+
+    def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
+        """Build a simulated proposer; lookups in a recorded text are the package's own."""
+        world, clock, name = self._world, self._clock, self._actor.name
+        clock.work(world.load_s)
+        if traits(drafter.method).looks_up and isinstance(world.text, RecordedText):
+            return TimedProposer(build_proposer(drafter, target, device), clock, world, name)
+        limits = (drafter.max_batch, drafter.branches)
+        return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random, *limits)
+
+    def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
+        self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
+        return {}
+
+
+class KnownAcceptance(Acceptance):
+    """Acceptance of the clairvoyant policy, the upper bound of the package's own: the true probability of each guess
+    (not its outcome). Decisions are optimal for each step, not for the whole rollout."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
+        known = np.zeros((len(self.prior), len(rows)))
+        positions = table.committed[rows].tolist()
+        for index, (row, position) in enumerate(zip(rows.tolist(), positions, strict=True)):
+            seed = table.requests[row].sampling.seed
+            for number, method in enumerate(self.methods):
+                known[number, index] = self._world.text.probability(method, seed, position)
+        return known
+
+
+class KnownCost(StepCost):
+    """Step cost of the clairvoyant policy: true seconds of a step, the package's Python included."""
+
+    is_known = True
+
+    def __init__(self, world: World, engine: SimulatedEngine, clock: VirtualClock) -> None:
+        super().__init__()
+        self._world, self._engine, self._clock = world, engine, clock
+
+    def curve(self, num_rows: int, most: int) -> np.ndarray:
+        process, context = self._clock.process, self._engine.cached_tokens
+        at = np.unique(np.linspace(0, most, _CURVE_POINTS).astype(int))
+        forward = [self._world.target.seconds(num_rows, num_rows + int(extra), context) for extra in at]
+        python_s = self._world.python.verify_s(process, num_rows, speculates=True)
+        return np.interp(np.arange(most + 1), at, np.array(forward) * process.slowness + python_s)
+
+
+class VirtualRun:
+    """The parts of one run: a driver, a controller and its actors.
+
+    Args:
+        config, world: The package's configuration, and the ground truth of its models.
+        nodes: The machines; the driver and the controller have a separate machine.
+        seed: Seed of latencies and of the order of simultaneous events.
+        trace: Called with (time, what) for each event.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        nodes: Sequence[Node],
+        seed: int,
+        trace: Callable[[float, str], None] | None = None,
+    ) -> None:
+        self.config, self.world = config, world
+        self.kernel = Kernel(seed, trace)
+        self.network = Network(self.kernel, random.Random(f"network {seed}"))
+        self.machines = Machines(list(nodes))
+        self.head = Node("head", cpus=0.0)
+        offset_s = random.Random(f"driver {seed}").uniform(0.0, 1e5)
+        self.driver = VirtualActor("driver", self.head, Process("driver", offset_s=offset_s))
+        self.clock = VirtualClock(self.kernel, self.driver.process)
+        self.calls = Calls(VirtualTransport(self.network, self.driver), self.clock)
+        self.backend: VirtualBackend | None = None
+        self.clients: list[RunClient] = []
+        self._suffixes = itertools.count()
+
+    def start_run(self) -> None:
+        """Start a controller and its actors, as the driver's task."""
+        self.controller = self.network.start_actor("controller", self.head, self._make_controller, 0.1)
+        self.calls.ask(self.controller, "start", deadline_s=300.0)
+        self.client = RunClient(self.config, self.controller, self.calls)
+        self.clients.append(self.client)
+
+    def end_run(self) -> None:
+        """End all actors, as Ray does after the end of the driver."""
+        for actor in self.network.actors:
+            self.network.kill(actor)
+        self.machines.groups.clear()
+
+    def _make_controller(self, actor: VirtualActor) -> Controller:
+        self.backend = VirtualBackend(self.network, self.machines, actor, self.world, self._suffixes)
+        classes = ActorClasses(VerifierActor, DraftActor)
+        return Controller(self.config, "sim", classes, backend=self.backend)

@@ -1,44 +1,41 @@
-"""Comparison of variants of one scenario, at one or several values of one of its keys."""
+"""Comparison of variants of one scenario, at one or several values of one of its keys, each in its own process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.environment import versions
-from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.simulation.costs import build_world
-from specactor_ray.simulation.jobs import run_jobs
+from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
+from specactor_ray.core.signals import blocked
+from specactor_ray.simulation.cluster import silence
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, load_scenario, variant_of
-from specactor_ray.simulation.workload import Recording, load_recording
-from specactor_ray.simulation.world import World
+from specactor_ray.simulation.text import RecordedRequest, load_recording
+from specactor_ray.simulation.world import World, build_world
 
-ORACLE = "oracle"
-"""Name of the result of the clairvoyant policy."""
+_POLL_S = 0.5
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
 class VariantJob:
-    """Job of one variant of a scenario, with the package's own policy or the clairvoyant one."""
+    """One variant of a scenario to simulate, with the package's own policy or the clairvoyant one."""
 
     path: Path
     overrides: Sequence[str]
+    """`KEY=VALUE` items that hold for all variants."""
     variant: str
     clairvoyant: bool = False
-    value: str = ""
-    """Value of the swept key; empty without a sweep."""
-
-    @property
-    def name(self) -> str:
-        at = f" at {self.value}" if self.value else ""
-        return f"{'clairvoyant ' if self.clairvoyant else ''}{self.variant}{at}"
-
-    def run(self, on_progress: Callable[[float], None]) -> Result:
-        return simulate_variant(self.path, self.overrides, self.variant, on_progress, self.clairvoyant)
 
 
 @dataclass(frozen=True)
@@ -49,79 +46,81 @@ class Sweep:
     values: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Results of the variants at one value of the swept key."""
-
-    value: str
-    """Value of the swept key; empty without a sweep."""
-    results: Sequence[Result]
-    """Finished results in the order of the variants, the clairvoyant one (`oracle`) last."""
-
-
-def compare_along(
-    sweep: Sweep | None,
+def compare(
     path: Path,
     overrides: Sequence[str] = (),
     names: Sequence[str] | None = None,
-    oracle: bool = False,
+    sweep: Sweep | None = None,
     processes: int | None = None,
-    on_progress: Callable[[Mapping[str, float]], None] = lambda shares: None,
-) -> list[Compared]:
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> tuple[dict[str, Any], list[Result]]:
     """Simulate variants of a scenario, at every value of a sweep.
 
     Args:
-        sweep: Values of a key; None: the unchanged scenario.
         path: The scenario's file.
         overrides: `KEY=VALUE` items that hold for all variants.
         names: Variants to simulate; default: all of the scenario.
-        oracle: Add a result `oracle`: the fastest variant with the clairvoyant policy (`clairvoyant.py`).
+        sweep: Values of a key; None: the unchanged scenario.
         processes, on_progress: See `run_jobs`.
 
     Returns:
-        One element per value. After an interruption (KeyboardInterrupt) the finished results.
+        The report as plain data (`points`: one element per value), and the results. After an interruption
+        (KeyboardInterrupt) those that are finished.
 
     Raises:
         UserError: The scenario, a variant or a recorded file is wrong.
         SimulationError: A variant cannot end, or the package raised an error.
     """
-    along = [("", tuple(overrides))]
+    along = {"": [*overrides]}
     if sweep is not None:
-        along = [(value, (*overrides, f"{sweep.key}={value}")) for value in sweep.values]
-    jobs: list[VariantJob] = []
-    for value, items in along:
-        chosen = choose_variants(path, items, names, oracle)
-        jobs += [VariantJob(path, items, name, value=value) for name in chosen]
-        jobs += [VariantJob(path, items, name, True, value) for name in (chosen if oracle else ())]
-    found = run_jobs(jobs, processes, on_progress)
-    compared = []
-    for value, items in along:
-        mine = [job for job in jobs if job.overrides == items]
-        results = [found[job.name] for job in mine if not job.clairvoyant and job.name in found]
-        limits = [found.get(job.name) for job in mine if job.clairvoyant]
-        known = [limit for limit in limits if limit is not None]
-        if known and len(known) == len(limits):
-            best = max(known, key=lambda result: result.tokens_per_s_and_device)
-            results.append(replace(best, variant=ORACLE))
-        compared.append(Compared(value, results))
-    return compared
+        along = {value: [*overrides, f"{sweep.key}={value}"] for value in sweep.values}
+    jobs = {
+        (value, name): VariantJob(path, items, name)
+        for value, items in along.items()
+        for name in choose_variants(path, items, names)
+    }
+    found = dict(zip(jobs, run_jobs(list(jobs.values()), processes, on_progress), strict=True))
+    points = []
+    for value, items in along.items():
+        mine = {name: found[at, name] for at, name in jobs if at == value}
+        finished = [result for result in mine.values() if result is not None]
+        if finished:
+            points.append({"value": value, **_point(path, items, list(mine), finished)})
+    report = {
+        "scenario": str(path),
+        "overrides": list(overrides),
+        "sweep": sweep.key if sweep is not None else "",
+        "status": "interrupted" if None in found.values() else "complete",
+        "points": points,
+        "versions": versions(),
+    }
+    return report, [result for result in found.values() if result is not None]
 
 
-def choose_variants(
-    path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None, oracle: bool = False
-) -> list[str]:
-    """The variants to simulate, checked and without duplicates.
+def _point(path: Path, items: Sequence[str], names: Sequence[str], results: Sequence[Result]) -> dict[str, Any]:
+    """Finished results at one value of the swept key. The first of the requested variants is the baseline."""
+    scenario = load_scenario(path, items)
+    speeds = {result.variant: result.tokens_per_s_and_device for result in results}
+    return {
+        "description": scenario.description,
+        "workload": describe(scenario),
+        "seed": scenario.seed,
+        "part": scenario.part,
+        "variants": list(names),
+        "baseline": names[0],
+        "device": "GPU" if scenario.config.target.gpus else "core",
+        "results": [result.to_json() for result in results],
+        "ratios": {name: speed / speeds[names[0]] for name, speed in speeds.items()} if names[0] in speeds else {},
+    }
 
-    Raises:
-        ConfigError: The scenario or a variant is wrong, or there is no such variant.
-    """
-    available = list(load_scenario(path, overrides).variants)
-    chosen = list(dict.fromkeys(available if names is None else names))
+
+def choose_variants(path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None) -> list[str]:
+    """The variants to simulate, checked and without duplicates. Raises ConfigError if the scenario or a variant is
+    wrong, or there is no such variant."""
+    chosen = list(dict.fromkeys(load_scenario(path, overrides).variants if names is None else names))
     if not chosen:
         fix = "add some, such as variants: {plain: [config.mode=plain]}."
         raise ConfigError("variants", "the scenario has none.", fix)
-    if oracle and ORACLE in chosen:
-        raise ConfigError(f"variants.{ORACLE}", "--oracle adds a result of this name.", "rename the variant.")
     for name in chosen:
         variant_of(path, overrides, name)
     return chosen
@@ -153,49 +152,125 @@ def describe(scenario: ScenarioConfig) -> str:
     return f"{workload.requests:,} requests, {groups}{arrival}; {lengths}"
 
 
-def simulate_variant(
-    path: Path,
-    overrides: Sequence[str],
-    name: str,
-    on_progress: Callable[[float], None] = lambda share: None,
-    clairvoyant: bool = False,
-) -> Result:
-    """Simulate one variant in this process, with the package's policy or the clairvoyant one.
+# ---- jobs ----
+
+
+def run_jobs(
+    jobs: Sequence[VariantJob], processes: int | None = None, on_progress: Callable[[float], None] = lambda done: None
+) -> list[Result | None]:
+    """Run all jobs, which start in this order.
+
+    Args:
+        processes: Most processes to use at once; default: one per core. With 1, or a single job, everything runs in
+            this process.
+        on_progress: Called with the finished part of all jobs, from 0 to their number.
+
+    Returns:
+        One result per job; after an interruption (KeyboardInterrupt) None for those that did not finish.
+
+    Raises:
+        UserError, SimulationError: The error of a job.
+        SpecActorError: A process died.
+    """
+    processes = min(processes or len(os.sched_getaffinity(0)), len(jobs))
+    shares: Any = _SPAWN.Array("d", len(jobs), lock=False)
+    if processes > 1:
+        return _run_in_processes(jobs, processes, shares, on_progress)
+    _begin_process(shares)
+    results: list[Result | None] = [None] * len(jobs)
+    try:
+        for index, job in enumerate(jobs):
+            results[index] = _run(index, job, lambda: on_progress(sum(shares)))
+    except KeyboardInterrupt:
+        return results
+    return results
+
+
+def _run_in_processes(
+    jobs: Sequence[VariantJob], processes: int, shares: Any, on_progress: Callable[[float], None]
+) -> list[Result | None]:
+    interrupted, others = False, set(multiprocessing.active_children())
+    resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
+    with ProcessPoolExecutor(processes, _SPAWN, _begin_process, (shares,)) as pool:
+        with blocked(signal.SIGINT):  # the processes inherit it: the Ctrl-C of their terminal is handled here
+            futures = [pool.submit(_run, index, job) for index, job in enumerate(jobs)]
+        try:
+            while wait(futures, _POLL_S, FIRST_EXCEPTION).not_done and not any(map(_has_failed, futures)):
+                on_progress(sum(shares))
+            on_progress(sum(shares))
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()
+            pool.shutdown(wait=False, cancel_futures=True)
+    for future in filter(_has_failed, futures):
+        future.result()
+    lost = [future.cancelled() or future.exception() is not None for future in futures]
+    if any(lost) and not interrupted:
+        names = ", ".join(job.variant for job, is_lost in zip(jobs, lost, strict=True) if is_lost)
+        raise SpecActorError(f"a process died (killed for memory?); these variants have no result: {names}")
+    return [None if is_lost else future.result() for future, is_lost in zip(futures, lost, strict=True)]
+
+
+def _has_failed(future: Future[Result]) -> bool:
+    """Whether a job raised an error, unlike one whose process was ended."""
+    ended = future.done() and not future.cancelled()
+    return ended and not isinstance(future.exception(), BrokenProcessPool | None)
+
+
+_shares: Any = ()
+"""Finished share of each job, in memory that all processes share."""
+
+
+def _begin_process(shares: Any) -> None:
+    global _shares  # noqa: PLW0603 - the way of an executor's initializer
+    _shares = shares
+    silence()
+
+
+def _run(index: int, job: VariantJob, show: Callable[[], None] = lambda: None) -> Result:
+    def on_progress(share: float) -> None:
+        _shares[index] = share
+        show()
+
+    return simulate_variant(job, on_progress)
+
+
+def simulate_variant(job: VariantJob, on_progress: Callable[[float], None] = lambda share: None) -> Result:
+    """Simulate one variant in this process.
 
     Raises:
         UserError: The scenario, the variant or a recorded file is wrong.
         SimulationError: The run cannot end, or the package raised an error.
     """
-    scenario, recording = variant_of(path, overrides, name), None
+    scenario, recording = variant_of(job.path, job.overrides, job.variant), None
     world, workload = build_world(scenario), scenario.workload
     if workload.trajectories is not None:
         everything = workload.arrival is Arrival.continuous  # more requests wait than are counted
         recording = load_recording(Path(workload.trajectories), None if everything else workload.requests)
     check_requests(scenario, world, recording)
-    world.clairvoyant = clairvoyant
-    rollouts = SimulatedRollouts(name, scenario, world, recording, on_progress)
+    world.clairvoyant = job.clairvoyant
+    rollouts = SimulatedRollouts(job.variant, scenario, world, recording, on_progress)
     try:
         return rollouts.run()
     except SimulationError as error:
-        raise SimulationError(f"variant {name}: {error}") from error
+        raise SimulationError(f"variant {job.variant}: {error}") from error
     finally:
         rollouts.kernel.close()
 
 
-def check_requests(scenario: ScenarioConfig, world: World, recording: Recording | None) -> None:
-    """Reject requests that do not fit the target model.
-
-    Raises:
-        ConfigError: A verifier's cache or the model's context is too short for a request.
-        InputError: Recorded tokens are not in the model's vocabulary.
-    """
+def check_requests(scenario: ScenarioConfig, world: World, recording: Sequence[RecordedRequest] | None) -> None:
+    """Raise ConfigError if a verifier's cache or the model's context is too short for a request, and InputError for
+    recorded tokens beyond the model's vocabulary."""
     workload, key = scenario.workload, "workload.max_tokens"
     longest = workload.prompt_tokens + workload.max_tokens
     if recording is not None:
         key = "workload.trajectories"
-        longest = max(len(request.prompt) + request.max_tokens for request in recording.requests)
-        if world.vocab_size is not None and recording.vocab_size > world.vocab_size:
-            problem = f"{workload.trajectories} holds token {recording.vocab_size - 1:,}, and the vocabulary of"
+        longest = max(len(request.prompt) + request.max_tokens for request in recording)
+        largest = max(max((*request.prompt, *request.output)) for request in recording)
+        if world.vocab_size is not None and largest >= world.vocab_size:
+            problem = f"{workload.trajectories} holds token {largest:,}, and the vocabulary of"
             problem += f" {scenario.config.target.model} has {world.vocab_size:,} tokens"
             raise InputError(f"{key}: {problem}; set config.target.model to the model that was recorded")
     if longest > world.cache_tokens:
@@ -204,63 +279,3 @@ def check_requests(scenario: ScenarioConfig, world: World, recording: Recording 
     if longest > world.max_model_len:
         problem = f"a request can have {longest:,} tokens, and the model's context {world.max_model_len:,}."
         raise ConfigError(key, problem, "use shorter requests.")
-
-
-def build_report(
-    path: Path, overrides: Sequence[str], names: Sequence[str], results: Sequence[Result], oracle: bool
-) -> dict[str, Any]:
-    """The finished results as plain data. `names`: the requested variants; the first is the baseline."""
-    scenario = load_scenario(path, overrides)
-    return {
-        "scenario": str(path),
-        "overrides": list(overrides),
-        "description": scenario.description,
-        "workload": describe(scenario),
-        "seed": scenario.seed,
-        "part": scenario.part,
-        "status": "complete" if len(results) == len(names) + oracle else "interrupted",
-        "variants": list(names),
-        "baseline": names[0],
-        "device": "GPU" if scenario.config.target.gpus else "core",
-        "results": [result.to_json() for result in results],
-        "ratios": _ratios(results, names[0]),
-        "of_oracle": _ratios(results, ORACLE) if oracle else {},
-        "versions": versions(),
-    }
-
-
-def build_sweep_report(
-    sweep: Sweep, path: Path, overrides: Sequence[str], names: Sequence[str], found: Sequence[Compared], oracle: bool
-) -> dict[str, Any]:
-    """A sweep as plain data: `points` has a report (`build_report`) per value."""
-    points = [
-        {"value": one.value, **build_report(path, [*overrides, f"{sweep.key}={one.value}"], names, one.results, oracle)}
-        for one in found
-    ]
-    complete = all(point["status"] == "complete" for point in points)
-    return {
-        "scenario": str(path),
-        "overrides": list(overrides),
-        "sweep": sweep.key,
-        "status": "complete" if complete else "interrupted",
-        "points": points,
-    }
-
-
-def parse_sweep(text: str) -> Sweep:
-    """`KEY=V1,V2,...`.
-
-    Raises:
-        InputError: There is no key, or no value.
-    """
-    key, _, values = text.partition("=")
-    found = [value.strip() for value in values.split(",") if value.strip()]
-    if not key.strip() or not found:
-        raise InputError(f"--sweep: {text!r} is not KEY=V1,V2,..., such as config.target.max_batch=16,64,256")
-    return Sweep(key.strip(), list(dict.fromkeys(found)))
-
-
-def _ratios(results: Sequence[Result], baseline: str) -> dict[str, float]:
-    """Variant → tokens per second and device, relative to the baseline; empty if the baseline did not finish."""
-    speeds = {result.variant: result.tokens_per_s_and_device for result in results}
-    return {name: speed / speeds[baseline] for name, speed in speeds.items()} if baseline in speeds else {}

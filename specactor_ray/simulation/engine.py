@@ -12,7 +12,7 @@ from specactor_ray.core.ragged import enlarged
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor
-from specactor_ray.simulation.world import World
+from specactor_ray.simulation.world import Span, World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 
 
@@ -117,10 +117,10 @@ class SimulatedEngine:
         )
         seconds = world.target.seconds(decoded, positions, self.cached_tokens, prefilled)
         world.busy.add(actor.name)
-        begin = clock.now()
+        begin = clock.kernel.now
         clock.work(seconds + world.python.verify_s(actor.process, decoded, self.speculates()))
         world.busy.discard(actor.name)
-        world.record.span(actor.name, "verify", begin, clock.now(), decoded, positions + prefilled)
+        world.record.add(Span(actor.name, "verify", begin, clock.kernel.now, decoded, positions + prefilled))
         columns = _kernels.verify(rows, self._numbers, self._truth, firsts, drafted, drafts.tokens)
         rows, starts, lengths, tokens, verified, accepted, finish = columns
         self.cached_tokens += len(tokens)
@@ -167,7 +167,7 @@ class SimulatedEngine:
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         if self.has_work():
             raise InputError("requests are running")
-        self._clock.work(self._world.times.sync_s)
+        self._clock.work(self._world.sync_s)
         self.weight_version = version
 
     def reset_prefix_cache(self) -> None:

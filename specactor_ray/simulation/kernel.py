@@ -1,11 +1,9 @@
 """A deterministic kernel: synchronous code runs as coroutines of one thread, on virtual time.
 
 Code that takes a `Clock` runs here unmodified. Each task is a greenlet; a wait passes control to the kernel, which
-takes the next event from one heap ordered by (time, seeded random number, sequence number). So the seed determines the
-order of simultaneous events, and the same seed gives the same run: `digest` is a checksum of the events.
-
-Simulated processes group tasks: they can be frozen, slowed down and killed as a whole, and their clocks have different
-offsets, so that code that compares times of two machines is detected.
+takes the next event from one heap ordered by (time, seeded random number, sequence number): the seed determines the
+order of simultaneous events, and `digest` is a checksum of all of them. Simulated processes group tasks: they can be
+frozen, slowed down and killed as a whole, and their clocks have different offsets.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import thread_time
-from types import TracebackType
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -54,8 +51,9 @@ class Process:
 
 @dataclass(slots=True, eq=False)
 class Fiber:
-    """One coroutine."""
+    """One coroutine: `threading.Thread` on virtual time."""
 
+    kernel: Kernel
     target: Callable[[], None]
     name: str
     process: Process
@@ -66,6 +64,14 @@ class Fiber:
     """Number of its current wait; a wake-up of an earlier wait has no effect."""
     done: bool = False
     waiters: list[tuple[Fiber, int]] = field(default_factory=list)
+
+    def is_alive(self) -> bool:
+        return not self.done
+
+    def join(self, timeout: float | None = None) -> None:
+        if not self.done:
+            self.waiters.append(self.kernel.arm())
+            self.kernel.block(timeout)
 
 
 class Kernel:
@@ -87,7 +93,9 @@ class Kernel:
         self._hub = getcurrent()
         self._trace = trace
         self._running: Fiber | None = None
-        self._measures, self._resumed_at = False, 0.0
+        self.measures = False
+        """Whether to measure the real time of each process's code."""
+        self._resumed_at = 0.0
         self._alive: dict[Fiber, None] = {}
         self._idle: list[greenlet] = []
         """Coroutines whose task has ended."""
@@ -99,13 +107,13 @@ class Kernel:
     def spawn(self, target: Callable[[], None], name: str, process: Process) -> Fiber:
         """Start a task, which runs at the kernel's next opportunity."""
         self._tasks += 1
-        task = Fiber(target, name, process, self._tasks)
+        task = Fiber(self, target, name, process, self._tasks)
         self._alive[task] = None
         self._push(self.now, task, 0)
         return task
 
     def _work(self) -> None:
-        """Body of a coroutine: run the task that the kernel resumes, then serve the next one that begins."""
+        """Body of a coroutine: run the resumed task, then wait for the next one that begins."""
         while True:
             task = self.current()
             try:
@@ -127,16 +135,12 @@ class Kernel:
         return self._running
 
     def block(self, seconds: float | None) -> None:
-        """Suspend the running task until it is woken, at most this long; None: without a limit.
-
-        The caller has registered the wait: see `arm`.
-        """
+        """Suspend the running task until it is woken, at most this long; call `arm` before."""
         task = self.current()
         if self.closed:
             raise SimulationError("the simulation is over")
-        until = float("inf") if seconds is None else self.now + seconds
-        if until != float("inf"):
-            self._push(until, task, task.wake_id)
+        if seconds is not None and seconds != float("inf"):
+            self._push(self.now + seconds, task, task.wake_id)
         self.reads = 0
         self._hub.switch()
 
@@ -157,7 +161,7 @@ class Kernel:
         self._push(time, None, callback)
 
     def kill(self, process: Process) -> None:
-        """End a process: none of its tasks runs any more, `finally` blocks included."""
+        """End a process at once: its `finally` blocks do not run."""
         process.dead = True
         process.held.clear()
         for task in [task for task in self._alive if task.process is process]:
@@ -173,10 +177,6 @@ class Kernel:
         for task, wake_id in held:
             self._push(self.now, task, wake_id)
 
-    def measure(self) -> None:
-        """Measure the real time of each process's code from now on."""
-        self._measures = True
-
     def take_spent(self, process: Process) -> float:
         """Real seconds of the running process's code since the last call."""
         now = thread_time()
@@ -187,11 +187,8 @@ class Kernel:
     # ---- the loop ----
 
     def run(self, until: float = float("inf"), done: Callable[[], bool] = lambda: False) -> None:
-        """Run events until `done` holds, time passes `until`, or no event is left.
-
-        Raises:
-            SimulationError: Code spins at one moment of virtual time.
-        """
+        """Run events until `done` holds, time passes `until`, or no event is left. Raises SimulationError if code spins
+        at one moment of virtual time."""
         heap, pop = self._heap, heapq.heappop
         at_once, moment = 0, self.now
         while heap and not done():
@@ -227,10 +224,6 @@ class Kernel:
         self._dead.clear()
         self._idle.clear()
 
-    def waiting(self) -> list[str]:
-        """Names of the tasks that have not ended."""
-        return [f"{task.process.name}/{task.name}" for task in self._alive]
-
     def _resume(self, task: Fiber, wake_id: int) -> None:
         if wake_id != task.wake_id or task.done or task.process.dead:
             return
@@ -244,7 +237,7 @@ class Kernel:
         if coroutine is None:
             coroutine = self._idle.pop() if self._idle else greenlet(self._work, parent=self._hub)
             task.coroutine = coroutine
-        if self._measures:
+        if self.measures:
             self._resumed_at = thread_time()
             coroutine.switch()
             task.process.spent_s += thread_time() - self._resumed_at
@@ -270,11 +263,7 @@ class VirtualClock:
         self.kernel, self.process = kernel, process
 
     def now(self) -> float:
-        """The time of the process's clock.
-
-        Raises:
-            SimulationError: The running task reads the clock repeatedly without a wait.
-        """
+        """The time of the process's clock."""
         kernel = self.kernel
         kernel.reads += 1
         if kernel.reads > _MAX_READS_AT_ONCE:
@@ -295,8 +284,8 @@ class VirtualClock:
     def condition(self) -> VirtualCondition:
         return VirtualCondition(self.kernel)
 
-    def spawn(self, target: Callable[[], None], name: str) -> VirtualThread:
-        return VirtualThread(self.kernel, self.kernel.spawn(target, name, self.process))
+    def spawn(self, target: Callable[[], None], name: str) -> Fiber:
+        return self.kernel.spawn(target, name, self.process)
 
     def result(self, future: Future[T], timeout_s: float) -> T:
         if not future.done():
@@ -347,9 +336,7 @@ class VirtualCondition:
     def __enter__(self) -> bool:
         return True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         pass
 
     def notify_all(self) -> None:
@@ -364,18 +351,3 @@ class VirtualCondition:
                 return False
             self._changed.wait(end - kernel.now)
         return True
-
-
-class VirtualThread:
-    """`threading.Thread` on virtual time."""
-
-    def __init__(self, kernel: Kernel, task: Fiber) -> None:
-        self._kernel, self._task = kernel, task
-
-    def is_alive(self) -> bool:
-        return not self._task.done
-
-    def join(self, timeout: float | None = None) -> None:
-        if not self._task.done:
-            self._task.waiters.append(self._kernel.arm())
-            self._kernel.block(timeout)

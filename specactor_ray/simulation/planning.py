@@ -1,4 +1,4 @@
-"""Plan search (`plan/search.py`) on a scenario's cost models, workload and skills."""
+"""Plan search (`plan/plan.py`) on a scenario's cost models, workload and skills."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.plan.search import Method, Plan, SliceLoad, search_plan
-from specactor_ray.simulation.costs import build_world
 from specactor_ray.simulation.roofline import ForwardCost
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, SkillConfig
-from specactor_ray.simulation.workload import draw_lengths
-from specactor_ray.simulation.world import DraftTime
+from specactor_ray.simulation.text import draw_lengths
+from specactor_ray.simulation.world import build_world
 
 _BATCHES = tuple(1 << power for power in range(14))
 _WINDOWS = (0, 1, 2, 4, 8, 16)
@@ -73,7 +72,7 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
     for name, drafter in drafter_specs(config).items():
         if not traits(name).looks_up and not drafter.hosted:
             row_s, own = scenario.python.draft_row_us / 1e6, drafter.gpus or max(1, round(drafter.cores))
-            costs = {own: _draft_grid(world.draft_time(name), drafter.window, own, row_s)}
+            costs = {own: _grid(world.draft_time(name).forward, (0,), own, row_s)}
             survival = _survival(skills[name], drafter.window, mean - workload.prompt_tokens)
             methods[name] = Method(costs, survival, branches=drafter.branches, max_batch=limits[name])
     verify = {each: _grid(world.target, _WINDOWS, each, scenario.python.verify_row_us / 1e6)}
@@ -90,25 +89,6 @@ def _grid(cost: ForwardCost, windows: tuple[int, ...], devices: int, row_s: floa
             devices, window, context, batch, cost.seconds(batch, batch * (window + 1), batch * context) + batch * row_s
         )
         for window in windows
-        for context in _CONTEXTS
-        for batch in _BATCHES
-    ]
-    return cost_grids(points)[devices]
-
-
-def _draft_grid(time: DraftTime, window: int, devices: int, row_s: float) -> GridCost:
-    """D: seconds of one token of each row, if a forward drafts a block of tokens, up to the window."""
-    if time.block == 1:
-        return _grid(time.forward, (0,), devices, row_s)
-    tokens = min(time.block, window)
-    points = [
-        CostPoint(
-            devices,
-            0,
-            context,
-            batch,
-            (time.seconds(batch, batch * context, batch * context, 0) + batch * row_s) / tokens,
-        )
         for context in _CONTEXTS
         for batch in _BATCHES
     ]

@@ -15,7 +15,7 @@ from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import guesses
-from specactor_ray.simulation.world import World
+from specactor_ray.simulation.world import Span, World
 from specactor_ray.transport.messages import NO_BRANCHES, Branches, FinishedOutput
 
 _PAGE = 256
@@ -99,7 +99,7 @@ class SimulatedProposer(SlotProposer):
         self.branches.fit(slots, int(self.mirrors.windows.max(initial=1)))
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        self._clock.work(self._world.times.sync_s)
+        self._clock.work(self._world.sync_s)
         self.mirrors.ends[:], self._cached[:] = self.mirrors.known, 0
         self.branches.release(np.flatnonzero(self._placed))
 
@@ -107,7 +107,7 @@ class SimulatedProposer(SlotProposer):
 
     def extend(self) -> np.ndarray:
         self.rows_drafted = 0
-        changed = self._look_up() if self._time.is_lookup else self._draft_block()
+        changed = self._look_up() if self._time.is_lookup else self._draft(self._ready())
         changed |= self._unanswered
         self._unanswered[:] = False
         slots: np.ndarray = np.flatnonzero(changed).astype(np.int32)
@@ -122,19 +122,6 @@ class SimulatedProposer(SlotProposer):
             self._work(self._time.forward.seconds(len(slots), found, 0), len(slots), found)
         return np.zeros(len(self._placed), np.bool_)
 
-    def _draft_block(self) -> np.ndarray:
-        """Run one forward: a token, or a block, for each chain. Returns bool `(slots,)`: slots with changed tails."""
-        mirrors, table, chains = self.mirrors, self.branches, self._ready()
-        changed = self._draft(chains)
-        for _ in range(self._time.block - 1):
-            slots, numbers = chains.slots, chains.numbers
-            ends = mirrors.ends[slots]
-            if table.most:
-                ends = np.where(numbers == MAIN, ends, (table.ats + table.lengths)[slots, numbers])
-            chains = chains.at(ends < mirrors.limits[slots])
-            changed |= self._draft(chains, charges=False)
-        return changed
-
     def _ready(self) -> Chains:
         mirrors, placed = self.mirrors, self._placed
         reads = _kernels.reads(placed, self._cached, mirrors.arrays)
@@ -142,9 +129,8 @@ class SimulatedProposer(SlotProposer):
         budget = 0 if reads else self.budget
         return self.branches.plan(mirrors, mirrors.ends, none[0] > 0, placed, none[1], budget, forward_s=self.forward_s)
 
-    def _draft(self, chains: Chains, charges: bool = True) -> np.ndarray:
-        """Draft a token for each chain; `charges`: with the time of a forward. Returns bool `(slots,)`: slots with
-        changed tails."""
+    def _draft(self, chains: Chains) -> np.ndarray:
+        """Run one forward: a token for each chain. Returns bool `(slots,)`: slots with changed tails."""
         mirrors, table, changed = self.mirrors, self.branches, np.zeros(len(self._placed), np.bool_)
         if not len(chains.slots):
             return changed
@@ -152,8 +138,6 @@ class SimulatedProposer(SlotProposer):
         ends, prefill, tokens, gaps = _kernels.draft(*at, self.vocab_size, 1 + RANKS)
         table.append(mirrors, mirrors.ends, chains, tokens, gaps)
         changed[chains.slots] = True
-        if not charges:
-            return changed
         common = mirrors.known // _PAGE * _PAGE  # of all chains of a request: each branch begins past the known tokens
         shared = int((ends - common[chains.slots]).sum() + common[np.unique(chains.slots)].sum())
         seconds = 0.0
@@ -168,9 +152,9 @@ class SimulatedProposer(SlotProposer):
 
     def _work(self, seconds: float, rows: int, positions: int) -> None:
         clock, world = self._clock, self._world
-        begin = clock.now()
+        begin = clock.kernel.now
         clock.work(seconds + world.python.draft_s(clock.process, rows))
-        world.record.span(self._name, "draft", begin, clock.now(), rows, positions)
+        world.record.add(Span(self._name, "draft", begin, clock.kernel.now, rows, positions))
         world.record.streams(self._name, *_kernels.held(self._placed, self._cached, self.branches.arrays))
         world.python.begin(clock.process)
 
@@ -229,7 +213,7 @@ class TimedProposer(Proposer):
         changed = self._inner.extend()
         if len(changed):
             found = len(self._inner.tails(changed).tokens)
-            begin, own_s = clock.now(), world.python.draft_s(clock.process, len(changed))
+            begin, own_s = clock.kernel.now, world.python.draft_s(clock.process, len(changed))
             clock.work(self._time.forward.seconds(len(changed), found, 0) + own_s)
-            world.record.span(self._name, "draft", begin, clock.now(), len(changed), found)
+            world.record.add(Span(self._name, "draft", begin, clock.kernel.now, len(changed), found))
         return changed

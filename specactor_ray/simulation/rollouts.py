@@ -1,13 +1,12 @@
-"""Speed of rollouts on a virtual cluster: RL steps of generated or recorded requests, in virtual time."""
+"""Speed of rollouts on a virtual cluster: generated or recorded requests, in virtual time."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from specactor_ray.actors.specs import VERIFIER
 from specactor_ray.config.methods import acting_drafters
@@ -15,50 +14,30 @@ from specactor_ray.config.schema import ModeName
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.simulation.cluster import VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
-from specactor_ray.simulation.run import VirtualRun
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig
-from specactor_ray.simulation.text import GeneratedText, RecordedText, Skill
-from specactor_ray.simulation.workload import Recording, draw_arrivals, draw_lengths
-from specactor_ray.simulation.world import MeasuredPython, PythonTime, WorkRecorder, World
-from specactor_ray.transport.messages import WeightSet
+from specactor_ray.simulation.text import (
+    GeneratedText,
+    RecordedRequest,
+    RecordedText,
+    Text,
+    draw_arrivals,
+    draw_lengths,
+)
+from specactor_ray.simulation.world import PythonTime, Span, World
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run counts as endless."""
-_KEPT_SPANS = 20_000
 _DAY_TICK_S = 0.25
-_SEEDS_PER_STEP = 1_000_000
-
-
-class Span(NamedTuple):
-    """One operation of an actor; times in virtual seconds since the begin of the rollout."""
-
-    actor: str
-    what: str
-    """Operation: `verify` or `draft`, which is one forward, or one lookup for many requests."""
-    begin: float
-    end: float
-    rows: int
-    positions: int
-
-
-@dataclass
-class StepTimes:
-    """Times of one RL step in virtual seconds."""
-
-    rollout_s: float
-    update_s: float
-    sync_s: float
-    tokens: int
-    ended_s: list[float] = field(default_factory=list)
-    """End of each request since the begin of the step's rollout."""
-    latency_s: list[float] = field(default_factory=list)
-    """`daily`: seconds from the arrival of each request to its end, in the order of the ends."""
-
-    @property
-    def seconds(self) -> float:
-        return self.rollout_s + self.update_s + self.sync_s
+_FIRST_SEED = 1_000_000
+_FIGURES = (
+    *("variant", "mode", "devices", "draft_devices", "rollout_s", "update_s", "tokens", "tokens_per_s"),
+    *("tokens_per_s_and_device", "ended_s", "latency_s"),
+    *("peak_streams", "peak_stream_tokens", "peak_stream_bytes", "moves", "events"),
+)
+"""Attributes of a `Result` in reports."""
 
 
 @dataclass
@@ -70,16 +49,21 @@ class Result:
     devices: float
     """GPUs (or, without any, CPU cores) of verifiers and draft actors together; `daily`: their mean."""
     draft_devices: float
-    steps: list[StepTimes] = field(default_factory=list)
-    verifier_s: float = 0.0
-    """Seconds of all verifiers in total during rollouts."""
+    verifiers: int = 1
+    rollout_s: float = 0.0
+    """Virtual seconds."""
+    update_s: float = 0.0
+    """Seconds of the update in the same RL step."""
+    tokens: int = 0
+    ended_s: list[float] = field(default_factory=list)
+    """End of each request since the begin of the rollout."""
+    latency_s: list[float] = field(default_factory=list)
+    """`daily`: seconds from the arrival of each request to its end, in the order of the ends."""
     metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
     peak_streams: int = 0
-    """Most requests of drafters at once, summed over drafters."""
     peak_stream_tokens: int = 0
-    """Most tokens in the caches of drafters at once, summed over drafters."""
+    """See `world.Recorder`."""
     peak_stream_bytes: float = 0.0
-    """Bytes of these tokens."""
     drafting_s: float = 0.0
     """`daily`: seconds that draft actors held their devices, summed over devices."""
     draft_actors: list[tuple[float, float]] = field(default_factory=list)
@@ -89,14 +73,6 @@ class Result:
     digest: int = 0
     spans: list[Span] = field(default_factory=list)
     """The first and the last spans."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(step.tokens for step in self.steps)
-
-    @property
-    def rollout_s(self) -> float:
-        return sum(step.rollout_s for step in self.steps)
 
     @property
     def tokens_per_s(self) -> float:
@@ -109,7 +85,7 @@ class Result:
 
     def shares(self) -> dict[str, float]:
         """Shares of the verifiers' time: forwards, waiting for drafts, the package's Python, and without requests."""
-        total, metrics = max(self.verifier_s, 1e-9), self.metrics
+        total, metrics = max(self.rollout_s * self.verifiers, 1e-9), self.metrics
         busy = {
             "forward": (metrics.forward_s + metrics.sampling_s) / total,
             "waiting": metrics.waiting_s / total,
@@ -119,64 +95,22 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Figures as plain data, without spans."""
-        metrics = self.metrics
         return {
-            "variant": self.variant,
-            "mode": self.mode,
-            "devices": self.devices,
-            "draft_devices": self.draft_devices,
-            "rollout_s": self.rollout_s,
-            "step_s": [step.seconds for step in self.steps],
-            "tokens": self.tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_and_device": self.tokens_per_s_and_device,
-            "acceptance_length": metrics.acceptance_length,
-            "supply": metrics.supply,
+            **{name: getattr(self, name) for name in _FIGURES},
+            "acceptance_length": self.metrics.acceptance_length,
+            "supply": self.metrics.supply,
             "shares": self.shares(),
-            "peak_streams": self.peak_streams,
-            "peak_stream_tokens": self.peak_stream_tokens,
-            "peak_stream_bytes": self.peak_stream_bytes,
-            "moves": self.moves,
-            "events": self.events,
             "digest": f"{self.digest:08x}",
-            "steps": [asdict(step) for step in self.steps],
         }
 
 
-class Recorder(WorkRecorder):
-    """Keeps the first and the last spans, and the number of requests that are drafted for at once."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._first: list[Span] = []
-        self._last: deque[Span] = deque(maxlen=_KEPT_SPANS)
-        self._streams: dict[str, tuple[int, int]] = {}
-        self._open = self._tokens = self.peak_streams = self.peak_tokens = 0
-
-    def span(self, actor: str, what: str, begin: float, end: float, rows: int, positions: int) -> None:
-        now = self._now()
-        kept = self._first if len(self._first) < _KEPT_SPANS else self._last
-        kept.append(Span(actor, what, now - (end - begin), now, rows, positions))
-
-    def streams(self, actor: str, count: int, context_tokens: int) -> None:
-        old_count, old_tokens = self._streams.get(actor, (0, 0))
-        self._streams[actor] = (count, context_tokens)
-        self._open += count - old_count
-        self._tokens += context_tokens - old_tokens
-        self.peak_streams, self.peak_tokens = max(self.peak_streams, self._open), max(self.peak_tokens, self._tokens)
-
-    @property
-    def spans(self) -> list[Span]:
-        return [*self._first, *self._last]
-
-
 class SimulatedRollouts(VirtualRun):
-    """The RL steps of one variant.
+    """The rollout of one variant.
 
     Args:
         name, scenario: The variant, and its scenario.
-        world: Cost models; text, Python and record are set here.
-        recording: Recorded requests, if the scenario has any.
+        world: Cost models; text and Python are set here.
+        recording: Recorded requests, in place of drawn ones.
         on_progress: Called with the share of requests that have ended.
     """
 
@@ -185,43 +119,42 @@ class SimulatedRollouts(VirtualRun):
         name: str,
         scenario: ScenarioConfig,
         world: World,
-        recording: Recording | None = None,
+        recording: Sequence[RecordedRequest] | None = None,
         on_progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        machines = scenario.machines
+        machines, network, python = scenario.machines, scenario.network, scenario.python
         nodes = [Node(f"node-{number}", machines.cpus, machines.gpus) for number in range(machines.nodes)]
         super().__init__(scenario.config, world, nodes, scenario.seed)
         self.scenario, self._recording, self._on_progress = scenario, recording, on_progress
-        self.recorder = world.record = Recorder(lambda: self.kernel.now)
-        world.python = self._python()
+        self.kernel.measures = python.measured
+        rows_s = (python.verify_row_us / 1e6, python.plain_row_us / 1e6, python.draft_row_us / 1e6)
+        world.python = PythonTime(*rows_s, kernel=self.kernel if python.measured else None)
         self._lengths: dict[int, int] = {}
         world.text = self._text()
-        network = scenario.network
         self.network.set_links(network.call_ms / 1e3, network.jitter, network.bandwidth_gb_s * 1e9)
         devices, draft_devices = count_devices(scenario)
-        self.result = Result(name, scenario.config.mode.value, devices, draft_devices)
+        self.result = Result(name, scenario.config.mode.value, devices, draft_devices, scenario.config.target.replicas)
         self._done = False
-        self._ended = 0
 
     def run(self) -> Result:
-        """Simulate all steps.
-
-        Raises:
-            SimulationError: The run cannot end, or the package raised an error.
-        """
+        """Simulate the rollout. Raises SimulationError if the run cannot end, or the package raised an error."""
         kernel, result = self.kernel, self.result
         kernel.spawn(self._drive, "main", self.driver.process)
         before = -1
-        while not self._done and not kernel.crashes and before != self._ended:
-            before = self._ended
+        while not self._done and not kernel.crashes and before != len(result.ended_s):
+            before = len(result.ended_s)
             kernel.run(until=kernel.now + _STANDSTILL_S, done=lambda: self._done or bool(kernel.crashes))
         for name, crash in kernel.crashes:
             raise SimulationError(f"{name} raised {type(crash).__name__}: {crash}")
         if not self._done:
             raise SimulationError(f"no request has ended for {_STANDSTILL_S:.0f} virtual seconds")
-        result.events, result.digest, result.spans = kernel.events, kernel.digest, self.recorder.spans
-        result.peak_streams, result.peak_stream_tokens = self.recorder.peak_streams, self.recorder.peak_tokens
-        result.peak_stream_bytes = result.peak_stream_tokens * self.world.stream_bytes_per_token
+        record = self.world.record
+        result.events, result.digest, result.spans = kernel.events, kernel.digest, record.spans
+        result.peak_streams, result.peak_stream_tokens = record.peak_streams, record.peak_tokens
+        if rate := self.scenario.steps.update_tokens_per_s:
+            workload = self.scenario.workload
+            result.update_s = (result.tokens + workload.requests * workload.prompt_tokens) / rate
+        result.peak_stream_bytes = record.peak_tokens * self.world.stream_bytes_per_token
         kernel.close()
         return result
 
@@ -229,57 +162,48 @@ class SimulatedRollouts(VirtualRun):
 
     def _drive(self) -> None:
         self.start_run()
-        for number in range(self.scenario.steps.steps):
-            if number:
-                self._sync(number)
-            if self.scenario.workload.arrival is Arrival.daily:
-                self._day(number)
-            else:
-                self._step(number)
-        self.result.metrics = self.client.metrics()
-        self.result.moves = self.client.dispatcher.moves
+        journal, begin, result = self.client.dispatcher.journal, self.clock.now(), self.result
+        if self.scenario.workload.arrival is Arrival.daily:
+            self._day(begin)
+        else:
+            self._stream(begin)
+        result.rollout_s, result.tokens = self.clock.now() - begin, journal.committed_tokens
+        if result.drafting_s:
+            verifying, drafting = result.devices - result.draft_devices, result.drafting_s / result.rollout_s
+            result.devices, result.draft_devices = verifying + drafting, drafting
+        result.metrics, result.moves = self.client.metrics(), self.client.dispatcher.moves
         self.client.shutdown()
         self._done = True
 
-    def _step(self, number: int) -> None:
-        workload, clock = self.scenario.workload, self.clock
-        entries = self.entries(number)
-        journal = self.client.dispatcher.journal
-        begin, before = clock.now(), journal.committed_tokens
-        times = StepTimes(0.0, 0.0, 0.0, 0)
-        stream = self.client.run(entries)
+    def _stream(self, begin: float) -> None:
+        stream = self.client.run(self.entries())
         for entry in stream:
             assert entry.finished is not None
             if entry.finished.error:
                 raise SimulationError(f"request {entry.request_id} failed: {entry.finished.error}")
-            self._ended += 1
-            times.ended_s.append(clock.now() - begin)
-            self._on_progress(self._ended / (workload.requests * self.scenario.steps.steps))
-            if len(times.ended_s) >= workload.requests:
+            self._end(begin)
+            if len(self.result.ended_s) >= self.scenario.workload.requests:
                 break
-        times.rollout_s, times.tokens = clock.now() - begin, journal.committed_tokens - before
         stream.close()
         if self.client.dispatcher.reissues:
             raise SimulationError(f"verifiers were lost without a fault: {'; '.join(self.client.view().errors)}")
-        self.result.verifier_s += times.rollout_s * self.config.target.replicas
-        self.result.steps.append(times)
-        self._update(times)
 
-    def _day(self, number: int) -> None:
+    def _end(self, begin: float) -> None:
+        """Record the end of a request."""
+        self.result.ended_s.append(self.clock.now() - begin)
+        self._on_progress(len(self.result.ended_s) / self.scenario.workload.requests)
+
+    def _day(self, begin: float) -> None:
         """Send requests at their times through the engine."""
-        clock, entries = self.clock, self.entries(number)
-        arrivals = draw_arrivals(self.scenario.workload, f"arrivals {self.scenario.seed} {number}")
-        begin, before = clock.now(), self.client.dispatcher.journal.committed_tokens
-        times = StepTimes(0.0, 0.0, 0.0, 0)
+        clock, entries, result = self.clock, self.entries(), self.result
+        arrivals = draw_arrivals(self.scenario.workload, f"arrivals {self.scenario.seed} 0")
 
         def submit(entry: JournalEntry) -> None:
             arrived = clock.now()
 
             def end(_future: Future[Any]) -> None:
-                times.ended_s.append(clock.now() - begin)
-                times.latency_s.append(clock.now() - arrived)
-                self._ended += 1
-                self._on_progress(self._ended / (len(entries) * self.scenario.steps.steps))
+                result.latency_s.append(clock.now() - arrived)
+                self._end(begin)
 
             handle = self.client.engine.submit(list(entry.prompt_token_ids), entry.sampling)
             handle.future.add_done_callback(end)
@@ -287,14 +211,8 @@ class SimulatedRollouts(VirtualRun):
         for at, entry in zip(arrivals, entries, strict=True):
             self._count_drafters(begin, begin + at)
             submit(entry)
-        while len(times.ended_s) < len(entries):
+        while len(result.ended_s) < len(entries):
             self._count_drafters(begin, clock.now() + _DAY_TICK_S)
-        times.rollout_s, times.tokens = clock.now() - begin, self.client.dispatcher.journal.committed_tokens - before
-        self.result.verifier_s += times.rollout_s * self.config.target.replicas
-        self.result.steps.append(times)
-        verifying = self.result.devices - self.result.draft_devices
-        self.result.draft_devices = self.result.drafting_s / self.result.rollout_s
-        self.result.devices = verifying + self.result.draft_devices
 
     def _count_drafters(self, begin: float, until: float) -> None:
         """Sleep, and add the devices of draft actors meanwhile."""
@@ -309,66 +227,42 @@ class SimulatedRollouts(VirtualRun):
             if not result.draft_actors or result.draft_actors[-1][1] != held:
                 result.draft_actors.append((now - begin, held))
 
-    def _update(self, times: StepTimes) -> None:
-        steps, workload = self.scenario.steps, self.scenario.workload
-        if steps.update_tokens_per_s:
-            learned = times.tokens + workload.requests * workload.prompt_tokens
-            times.update_s = learned / steps.update_tokens_per_s
-            self.clock.sleep(times.update_s)
-
-    def _sync(self, version: int) -> None:
-        begin = self.clock.now()
-        self.client.update_weights(WeightSet(version, (self.calls.transport.put("weights"),), 1))
-        self.result.steps[-1].sync_s = self.clock.now() - begin
-
     # ---- requests ----
 
-    def entries(self, number: int) -> list[JournalEntry]:
-        """The requests of a step."""
-        entries = list(self._recorded(number) if self._recording is not None else self._drawn(number))
+    def entries(self) -> list[JournalEntry]:
+        entries = list(self._drawn() if self._recording is None else self._recorded(self._recording))
         if self.world.clairvoyant and self.scenario.workload.arrival is Arrival.at_once:  # the longest first
-            entries.sort(key=lambda entry: -len(self.world.text.output(entry.sampling, number)))
+            entries.sort(key=lambda entry: -len(self.world.text.output(entry.sampling, 0)))
         return entries
 
-    def _drawn(self, number: int) -> Iterator[JournalEntry]:
+    def _drawn(self) -> Iterator[JournalEntry]:
         workload, target = self.scenario.workload, self.config.target
         count = workload.requests
         if workload.arrival is Arrival.continuous:  # more than can have begun at the end of the last one that counts
             count += 2 * target.max_batch * target.replicas
-        rng = random.Random(f"prompts {self.scenario.seed} {number}")
-        lengths = draw_lengths(workload, count, f"lengths {self.scenario.seed} {number}")
+        rng = random.Random(f"prompts {self.scenario.seed} 0")
+        lengths = draw_lengths(workload, count, f"lengths {self.scenario.seed} 0")
         prompt: tuple[int, ...] = ()
         for index, length in enumerate(lengths):
             if index % workload.group == 0:
                 prompt = tuple(rng.randrange(GeneratedText.vocab_size) for _ in range(workload.prompt_tokens))
-            seed = (number + 1) * _SEEDS_PER_STEP + index
+            seed = _FIRST_SEED + index
             self._lengths[seed] = length
             sampling = SamplingParams(max_tokens=workload.max_tokens, seed=seed)
-            yield JournalEntry(f"{number}/{index}", prompt, sampling)
+            yield JournalEntry(f"0/{index}", prompt, sampling)
 
-    def _recorded(self, number: int) -> Iterator[JournalEntry]:
-        assert self._recording is not None
-        for seed, request in enumerate(self._recording.requests):
+    def _recorded(self, recording: Sequence[RecordedRequest]) -> Iterator[JournalEntry]:
+        for seed, request in enumerate(recording):
             sampling = SamplingParams(max_tokens=request.max_tokens, seed=seed)
-            yield JournalEntry(f"{number}/{request.request_id}", request.prompt, sampling)
+            yield JournalEntry(f"0/{request.request_id}", request.prompt, sampling)
 
-    def _text(self) -> GeneratedText | RecordedText:
+    def _text(self) -> Text:
         scenario = self.scenario
         if self._recording is not None:
-            return self._recording.text(scenario.skills)
-        skills = {
-            one.method: Skill(**{part.name: getattr(one, part.name) for part in fields(Skill)})
-            for one in scenario.skills
-        }
+            return RecordedText(self._recording, scenario.skills)
         plain = self.config.mode is ModeName.plain
         methods = [] if plain else [drafter.method for drafter in self.config.drafters]
-        return GeneratedText(self._lengths, skills, scenario.correlation, scenario.seed, methods)
-
-    def _python(self) -> PythonTime:
-        python = self.scenario.python
-        if python.measured:
-            return MeasuredPython(self.kernel)
-        return PythonTime(python.verify_row_us / 1e6, python.plain_row_us / 1e6, python.draft_row_us / 1e6)
+        return GeneratedText(self._lengths, scenario.skills, scenario.correlation, scenario.seed, methods)
 
 
 def count_devices(scenario: ScenarioConfig) -> tuple[int, int]:

@@ -17,8 +17,11 @@ queries per key); the flops of attention are counted for prompts only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from specactor_ray.config.fields import at_least, limited, not_empty
 
 ACTIVATION_BYTES = 2
 """Bytes per activation: bf16."""
@@ -45,57 +48,68 @@ class ForwardCost(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
+class Figure:
+    """One number of a data sheet or a measurement."""
+
+    value: float = limited(
+        lambda value: 0.0 < value < math.inf, "correct the figure; YAML reads 1e12 as text, write 1.0e+12.", default=0.0
+    )
+    source: str = not_empty("")
+    """Origin of the number."""
+
+
+@dataclass
 class DeviceSpec:
-    """One GPU, and its links to the other GPUs of its node."""
+    """One GPU, and its links to the other GPUs of its node: section `roofline` of a hardware file."""
 
-    name: str
-    peak_flops: float
-    """Dense bf16 FLOP/s of the data sheet."""
-    memory_bandwidth: float
-    """Bytes/s of the data sheet."""
-    memory_bytes: float
-    compute_share: float
-    """Share of `peak_flops` that linears of hundreds of positions reach."""
-    bandwidth_share: float
-    """Share of `memory_bandwidth` that linears of few positions reach."""
-    step_overhead_s: float
-    """Seconds of a step beside its layers: graph launch, sampling kernels, copies of tokens."""
-    layer_overhead_s: float
-    """Seconds of the gaps between the kernels of a layer in a CUDA graph."""
-    eager_layer_s: float
-    """Seconds of the CPU to launch a layer's kernels without a graph."""
-    link_bandwidth: float
-    """All-reduce bus bandwidth of large messages within a node, bytes/s."""
-    link_latency_s: float
-    """Seconds of an all-reduce of a small message."""
+    peak_tflops: Figure = field(default_factory=Figure)
+    """Dense bf16 TFLOP/s of the data sheet."""
+    memory_bandwidth_tb_s: Figure = field(default_factory=Figure)
+    """TB/s of the data sheet."""
+    memory_gb: Figure = field(default_factory=Figure)
+    compute_share: Figure = field(default_factory=Figure)
+    """Share of `peak_tflops` that linears of hundreds of positions reach."""
+    bandwidth_share: Figure = field(default_factory=Figure)
+    """Share of `memory_bandwidth_tb_s` that linears of few positions reach."""
+    step_overhead_us: Figure = field(default_factory=Figure)
+    """Time of a step beside its layers: graph launch, sampling kernels, copies of tokens."""
+    layer_overhead_us: Figure = field(default_factory=Figure)
+    """Time of the gaps between the kernels of a layer in a CUDA graph."""
+    eager_layer_us: Figure = field(default_factory=Figure)
+    """Time of the CPU to launch a layer's kernels without a graph."""
+    link_bandwidth_gb_s: Figure = field(default_factory=Figure)
+    """All-reduce bus bandwidth of large messages within a node."""
+    link_latency_us: Figure = field(default_factory=Figure)
+    """Time of an all-reduce of a small message."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class ModelSpec:
     """Shape of a decoder-only transformer with gated feed-forward layers, or of an EAGLE-3 head of one layer."""
 
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
+    layers: int = at_least(1, 0)
+    hidden: int = at_least(1, 0)
+    heads: int = at_least(1, 0)
+    kv_heads: int = at_least(1, 0)
+    head_dim: int = at_least(1, 0)
+    ffn: int = at_least(0, -1)
     """Width of the feed-forward layers; 0 if all are experts."""
-    vocabulary: int
+    vocabulary: int = at_least(1, 0)
     """Rows of the language-model head; an EAGLE head's draft vocabulary."""
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_ffn: int = 0
-    shared_expert_ffn: int = 0
+    source: str = not_empty("")
+    """Origin of the shape."""
+    experts: int = at_least(0, 0)
+    experts_per_token: int = at_least(0, 0)
+    expert_ffn: int = at_least(0, 0)
+    shared_expert_ffn: int = at_least(0, 0)
     """Width of the experts that every position uses."""
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    weight_bytes: int = 2
+    weight_bytes: int = at_least(1, 2)
     """Bytes per weight."""
-    features: int = 0
+    features: int = at_least(0, 0)
     """EAGLE-3: number of fused hidden states of the target. The head's layer reads embedding and hidden state side by
     side and shares the target's embedding. 0 for other models."""
 
@@ -157,7 +171,8 @@ class RooflineCost:
     ) -> None:
         self.device, self.model, self.tensor_parallel = device, model, tensor_parallel
         gpus, per_weight = tensor_parallel, model.weight_bytes
-        bandwidth, peak = device.bandwidth_share * device.memory_bandwidth, device.compute_share * device.peak_flops
+        bandwidth = device.bandwidth_share.value * (device.memory_bandwidth_tb_s.value * 1e12)
+        peak = device.compute_share.value * (device.peak_tflops.value * 1e12)
         self._attention = _linear(model.attention_weights, per_weight, gpus, bandwidth, peak)
         self._dense = _linear(model.dense_weights, per_weight, gpus, bandwidth, peak)
         self._head = _linear(model.head_weights, per_weight, gpus, bandwidth, peak)
@@ -175,13 +190,13 @@ class RooflineCost:
         touched = model.layers * (_TOUCHES * model.hidden + widths) * ACTIVATION_BYTES
         self._traffic_s = touched / bandwidth
         self._logits_s = _LOGIT_PASSES * 4 * model.vocabulary / bandwidth
-        self._launch_s = 0.0 if graph else model.layers * device.eager_layer_s
-        self._fixed_s = device.step_overhead_s + host_s
-        self._fixed_s += model.layers * device.layer_overhead_s if graph else 0.0
+        self._launch_s = 0.0 if graph else model.layers * (device.eager_layer_us.value * 1e-6)
+        self._fixed_s = device.step_overhead_us.value * 1e-6 + host_s
+        self._fixed_s += model.layers * (device.layer_overhead_us.value * 1e-6) if graph else 0.0
         if gpus > 1:
             reduced = 2 * (gpus - 1) / gpus * model.hidden * ACTIVATION_BYTES
-            self._fixed_s += 2 * model.layers * device.link_latency_s
-            self._traffic_s += 2 * model.layers * reduced / device.link_bandwidth
+            self._fixed_s += 2 * model.layers * (device.link_latency_us.value * 1e-6)
+            self._traffic_s += 2 * model.layers * reduced / (device.link_bandwidth_gb_s.value * 1e9)
         attended = 4 * model.layers * model.heads * model.head_dim / gpus  # flops per query and key
         self._prompt_s = attended / 2 / peak
 
@@ -220,7 +235,7 @@ class RooflineCost:
             memory_share: Share of the GPU's memory for weights and cache.
             other_weights_bytes: Bytes of other weights on each GPU, such as those of an EAGLE head.
         """
-        free = self.device.memory_bytes * memory_share - self.weight_bytes - other_weights_bytes
+        free = self.device.memory_gb.value * 1e9 * memory_share - self.weight_bytes - other_weights_bytes
         return max(0, int(free / self.kv_bytes_per_token))
 
 

@@ -5,21 +5,42 @@ Files are in `conf/simulation/`; this module has every key with its default and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from specactor_ray.config.fields import limited, reject_values_not_allowed
 from specactor_ray.config.load import load_as
-from specactor_ray.config.methods import BUILT_IN, acting_drafters, traits
+from specactor_ray.config.methods import BUILT_IN, acting_drafters
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName, open_config
 from specactor_ray.core.errors import ConfigError
+from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
 from specactor_ray.rollout.planning import Devices, resolve_mode
-from specactor_ray.simulation.text import FIFTH, FOURTH, SECOND, THIRD
 
-_TINY, _MOST = 1e-9, 1e9
+_MOST = 1e9
+_SECOND, _THIRD, _FOURTH, _FIFTH = RIGHT_BEHIND_WRONG
+_RUN = "the configuration of a run; name a scenario, which holds one as `config`"
+
+
+def _within(least: float, most: float, default: Any) -> Any:
+    """A field of numbers from `least` to `most`."""
+    fix = f"use {least:g} or more, at most {most:g}."
+    return limited(lambda value: least <= value <= most, fix, default)
+
+
+def _count(default: int) -> Any:
+    return _within(1, _MOST, default)
+
+
+def _share(default: float) -> Any:
+    return _within(0, 1, default)
+
+
+def _amount(default: float | None, most: float = _MOST) -> Any:
+    return _within(0, most, default)
 
 
 class Arrival(str, Enum):
@@ -38,23 +59,23 @@ class Arrival(str, Enum):
 class WorkloadConfig:
     """The requests of one rollout."""
 
-    requests: int = 256
+    requests: int = _count(256)
     """Requests of a rollout; each sample of a group counts."""
-    group: int = 8
+    group: int = _count(8)
     """Samples per prompt."""
-    prompt_tokens: int = 256
+    prompt_tokens: int = _count(256)
     """Tokens of each prompt."""
-    median_tokens: int = 1000
+    median_tokens: int = _count(1000)
     """Median of the output lengths, which are log-normal."""
-    sigma: float = 0.8
+    sigma: float = _amount(0.8, most=10)
     """Standard deviation of the logarithm of the lengths; 0 makes all outputs equally long."""
-    max_tokens: int = 8192
+    max_tokens: int = _count(8192)
     """Tokens of the longest output; longer draws are cut."""
     arrival: Arrival = Arrival.at_once
     """Arrival of requests: `at_once`, `continuous` or `daily`."""
-    day_s: float = 240.0
+    day_s: float = _within(1, _MOST, 240.0)
     """`daily`: seconds of a day, from midnight to midnight."""
-    night: float = 0.05
+    night: float = _share(0.05)
     """`daily`: the rate at midnight relative to that at noon; in between it follows a cosine, to the third power, so
     that nights are longer than peaks."""
     trajectories: str | None = None
@@ -64,33 +85,32 @@ class WorkloadConfig:
 
 @dataclass
 class SkillConfig:
-    """Accuracy of a draft method; see `text.Skill`."""
+    """Accuracy of a draft method, given that it was right so far; see `text.GeneratedText`."""
 
     method: str = "draft_model"
     """Draft method, as in `config.drafters`."""
-    mean: float = 0.7
-    """Probability that a draft token is right, given that those before it are."""
-    spread: float = 0.0
-    """Differences between requests."""
-    burst: float = 0.0
-    """Differences between stretches of one output."""
-    decay: float = 0.0
+    mean: float = _share(0.7)
+    """Mean probability over requests and positions that a draft token is right, given that those before it are."""
+    spread: float = _amount(0.0, most=10)
+    """Standard deviation of the threshold over requests; with 0.5 at a mean of 0.7 the middle two thirds of requests
+    are between 0.55 and 0.85."""
+    burst: float = _amount(0.0, most=10)
+    """Standard deviation of the threshold over stretches of 32 tokens of one output."""
+    decay: float = _share(0.0)
     """Share of `mean` that is lost per 1,000 output tokens."""
-    coverage: float = 1.0
-    """Share of stretches with guesses."""
-    second: float = SECOND
-    """Probability that the second candidate is right where the first is wrong."""
-    third: float = THIRD
+    coverage: float = _share(1.0)
+    """Share of stretches with guesses: lookups find matches in some places only."""
+    second: float = _share(_SECOND)
+    """Probability that the second candidate is right where the first is wrong: the mean over ranges of the gap between
+    their scores, 0.3 where the gap is small, 0.5 where it is large."""
+    third: float = _share(_THIRD)
     """Probability that the third candidate is right where the first two are wrong."""
-    fourth: float = FOURTH
+    fourth: float = _share(_FOURTH)
     """Probability that the fourth candidate is right where those before it are wrong."""
-    fifth: float = FIFTH
+    fifth: float = _share(_FIFTH)
     """Probability that the fifth candidate is right where those before it are wrong."""
-    forward_ms: float | None = None
+    forward_ms: float | None = _amount(None)
     """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
-    block: int = 1
-    """Tokens that a forward drafts for each request: more than 1 for drafters of blocks, such as diffusion models; at
-    most 128. Lookups ignore it. For draft actors only; `coupled` verifiers take a forward for one token."""
 
 
 @dataclass
@@ -100,11 +120,11 @@ class PythonConfig:
 
     measured: bool = False
     """Charge the real time on this machine in place of the figures below. Runs then differ slightly."""
-    verify_row_us: float = 1.1
+    verify_row_us: float = _amount(1.1)
     """Microseconds per row of a verify step with drafts."""
-    plain_row_us: float = 0.3
+    plain_row_us: float = _amount(0.3)
     """Microseconds per row of a verify step without drafts."""
-    draft_row_us: float = 0.7
+    draft_row_us: float = _amount(0.7)
     """Microseconds per chain of a draft step: `model_proposer_us_128_rows` of that script."""
 
 
@@ -112,11 +132,11 @@ class PythonConfig:
 class NetworkConfig:
     """Network of calls between actors."""
 
-    call_ms: float = 0.55
+    call_ms: float = _amount(0.55)
     """Milliseconds of a call, one way."""
-    jitter: float = 0.3
+    jitter: float = _share(0.3)
     """Share by which calls take at most longer or shorter."""
-    bandwidth_gb_s: float = 25.0
+    bandwidth_gb_s: float = _within(1e-3, _MOST, 25.0)
     """Bandwidth between two nodes for calls and objects, in 10**9 bytes per second."""
 
 
@@ -124,10 +144,10 @@ class NetworkConfig:
 class MachinesConfig:
     """Nodes of the cluster."""
 
-    nodes: int = 1
-    gpus: float = 8.0
+    nodes: int = _count(1)
+    gpus: float = _amount(8.0)
     """GPUs of each node."""
-    cpus: float = 64.0
+    cpus: float = _within(1, _MOST, 64.0)
     """CPU cores of each node."""
 
 
@@ -135,13 +155,9 @@ class MachinesConfig:
 class StepsConfig:
     """The rest of an RL step."""
 
-    steps: int = 1
-    """Number of simulated RL steps."""
-    update_tokens_per_s: float = 0.0
+    update_tokens_per_s: float = _amount(0.0)
     """Tokens of prompts and outputs per second of the update, over all its devices; 0: no update."""
-    sync_s: float = 0.5
-    """Seconds in which a verifier loads new weights."""
-    load_s: float = 30.0
+    load_s: float = _amount(30.0)
     """Seconds in which an actor loads its model."""
 
 
@@ -154,13 +170,13 @@ class ScenarioConfig:
     hardware: str = "h100"
     """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or a profile that
     `specactor profile` wrote."""
-    part: int = 1
+    part: int = _count(1)
     """Divisor of the cluster: 1/part of it is simulated, and figures are those of that part."""
-    seed: int = 0
+    seed: int = _amount(0)
     """Seed of all draws; the same seed gives the same run."""
-    cache_share: float = 0.85
+    cache_share: float = _within(0.01, 1, 0.85)
     """Share of a verifier's device memory for weights and cache."""
-    correlation: float = 0.0
+    correlation: float = _share(0.0)
     """Share of variance that the guesses of all methods have in common; at 1 they are right at the same positions."""
     machines: MachinesConfig = field(default_factory=MachinesConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
@@ -176,27 +192,9 @@ class ScenarioConfig:
     """Compared variants: name → overrides of the scenario, such as [config.mode=plain, config.target.replicas=2]."""
 
 
-_OTHER_RANGES: Mapping[str, tuple[float, float]] = {
-    **dict.fromkeys(("cpus", "group", "max_tokens", "median_tokens", "nodes"), (1, _MOST)),
-    **dict.fromkeys(("part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
-    **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean", "night"), (0, 1)),
-    **dict.fromkeys(("second", "third", "fourth", "fifth"), (0, 1)),
-    **dict.fromkeys(("burst", "sigma", "spread"), (0, 10)),
-    "bandwidth_gb_s": (1e-3, _MOST),
-    "block": (1, 128),
-    "cache_share": (_TINY, 1),
-    "day_s": (1, _MOST),
-}
-"""Key → least and largest value of a number; 0 and `_MOST` for other keys."""
-_RUN = "the configuration of a run; name a scenario, which holds one as `config`"
-
-
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> ScenarioConfig:
-    """Read a scenario, check it, and resolve `config.mode: auto` by its machines.
-
-    Raises:
-        ConfigError: A file cannot be read, or a key is invalid.
-    """
+    """Read a scenario, check it, and resolve `config.mode: auto` by its machines. Raises ConfigError if a file cannot
+    be read, or a key is invalid."""
     scenario = _load(path, overrides)
     _check(scenario)
     return scenario
@@ -214,16 +212,8 @@ def _load(path: Path, overrides: Sequence[str]) -> ScenarioConfig:
 
 
 def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfig:
-    """One of the scenario's variants, checked.
-
-    Args:
-        path: The scenario's file.
-        overrides: `KEY=VALUE` items for all variants, which take precedence over those of the variant itself.
-        name: Name in `variants`.
-
-    Raises:
-        ConfigError: There is no such variant, or its overrides do not fit.
-    """
+    """One of the scenario's variants, checked. `overrides`: `KEY=VALUE` items for all variants, which take precedence
+    over those of the variant itself. Raises ConfigError if there is no such variant, or its overrides do not fit."""
     variants = _load(path, overrides).variants
     if name not in variants:
         have = ", ".join(variants) or "none"
@@ -235,12 +225,9 @@ def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfi
 
 
 def _check(scenario: ScenarioConfig) -> None:
-    for prefix, section in _sections(scenario):
-        for name, value in vars(section).items():
-            least, most = _OTHER_RANGES.get(name, (0, _MOST))
-            if isinstance(value, int | float) and not least <= value <= most:
-                low = "more than 0" if least == _TINY else f"{least:g} or more"
-                raise ConfigError(f"{prefix}{name}", f"{value} is out of range.", f"use {low}, at most {most:g}.")
+    reject_values_not_allowed(scenario, "", left_out=("config",))
+    for index, skill in enumerate(scenario.skills):
+        reject_values_not_allowed(skill, f"skills.{index}.")
     machines = scenario.machines
     try:
         validate(scenario.config)
@@ -269,23 +256,12 @@ def _check_room(scenario: ScenarioConfig) -> None:
             raise ConfigError(f"machines.{name}", problem, fix)
 
 
-def _sections(scenario: ScenarioConfig) -> Iterator[tuple[str, Any]]:
-    yield "", scenario
-    for name in ("workload", "machines", "python", "network", "steps"):
-        yield f"{name}.", getattr(scenario, name)
-    for index, skill in enumerate(scenario.skills):
-        yield f"skills.{index}.", skill
-
-
 def _check_skills(scenario: ScenarioConfig) -> None:
     used = {drafter.method for drafter in scenario.config.drafters}
     for index, skill in enumerate(scenario.skills):
         if skill.method not in BUILT_IN and skill.method not in used:
             problem = f"{skill.method!r} is no draft method."
             raise ConfigError(f"skills.{index}.method", problem, f"use one of {', '.join(BUILT_IN)}.")
-        if skill.block > 1 and traits(skill.method, f"skills.{index}.method").looks_up:
-            problem = f"{skill.method} looks up, and has no forwards that draft blocks."
-            raise ConfigError(f"skills.{index}.block", problem, "remove it.")
     known = {skill.method for skill in scenario.skills}
     if len(known) < len(scenario.skills):
         raise ConfigError("skills", "a method is named twice.", "keep one element per method.")

@@ -1,4 +1,4 @@
-"""Outputs of a simulated rollout's requests, and the guesses of drafters.
+"""Requests of a simulated rollout, drawn or recorded: their outputs, and the guesses of drafters.
 
 A request is identified by its seed. A token of the target is a function of (seed, weights, position), as with keyed
 sampling; the candidates of a draft method at a position, given that the tokens before it are right, are functions of
@@ -8,19 +8,38 @@ sampling; the candidates of a draft method at a position, given that the tokens 
 from __future__ import annotations
 
 import functools
+import json
 import math
+import random
 import zlib
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.files import parse_json
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.branches import GAPS, ranges_of
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
 from specactor_ray.simulation._kernels import NO_GUESS
+from specactor_ray.simulation.scenario import SkillConfig, WorkloadConfig
+
+STRETCH = 32
+"""Output tokens over which coverage and bursts are constant."""
+_STANDARD = NormalDist()
+_BLUR = 1.5
+"""Noise of the gap, see `_gaps`: fitted to SmolLM2, whose first candidate with a mean of 0.58 is right in 0.35, 0.45,
+0.63 and 0.88 of the quarters of the gap."""
+_SECOND_BY_GAP = np.linspace(0.8, 1.55, GAPS)
+"""`(GAPS,)`: chance of the second candidate by range of the gap, relative to its mean."""
+_RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array(RIGHT_BEHIND_WRONG))
+"""`(4,)`: chance that one of the candidates from the second up to this one is right where the first is wrong."""
+_MOST_TOKEN = 1 << 31
+_FIX = "; name a trajectories.jsonl that a run wrote"
 
 
 class Text(Protocol):
@@ -94,51 +113,6 @@ def _hashed_ranks(key: bytes, count: int, first: float) -> np.ndarray:
     return np.stack([ranks, np.full(count, GAPS // 2)]).astype(np.int8)
 
 
-SECOND, THIRD, FOURTH, FIFTH = RIGHT_BEHIND_WRONG
-_RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array(RIGHT_BEHIND_WRONG))
-"""`(4,)`: chance that one of the candidates from the second up to this one is right where the first is wrong."""
-
-
-@dataclass(frozen=True)
-class Skill:
-    """Accuracy of a draft method, given that it was right so far.
-
-    A guess is right where a standard normal draw of (request, position) is below a threshold (a probit model). The
-    threshold varies over requests and over stretches of an output such that its mean probability stays `mean`.
-    """
-
-    mean: float
-    """Mean probability over requests and positions, in (0, 1)."""
-    spread: float = 0.0
-    """Standard deviation of the threshold over requests; with 0.5 at a mean of 0.7 the middle two thirds of requests
-    are between 0.55 and 0.85."""
-    burst: float = 0.0
-    """Standard deviation of the threshold over stretches of `STRETCH` tokens of one output."""
-    decay: float = 0.0
-    """Share of `mean` that is lost per 1,000 output tokens."""
-    coverage: float = 1.0
-    """Share of stretches with guesses: lookups find matches in some places only."""
-    second: float = SECOND
-    """Chance that the second candidate is right where the first is wrong. It is the mean over ranges of the gap between
-    their scores: 0.3 where the gap is small, 0.5 where it is large."""
-    third: float = THIRD
-    """Chance that the third candidate is right where the first two are wrong."""
-    fourth: float = FOURTH
-    """Chance that the fourth candidate is right where those before it are wrong."""
-    fifth: float = FIFTH
-    """Chance that the fifth candidate is right where those before it are wrong."""
-
-
-STRETCH = 32
-"""Output tokens over which coverage and bursts are constant."""
-_STANDARD = NormalDist()
-_BLUR = 1.5
-"""Noise of the gap, see `_gaps`: fitted to SmolLM2, whose first candidate with a mean of 0.58 is right in 0.35, 0.45,
-0.63 and 0.88 of the quarters of the gap."""
-_SECOND_BY_GAP = np.linspace(0.8, 1.55, GAPS)
-"""`(GAPS,)`: chance of the second candidate by range of the gap, relative to its mean."""
-
-
 class _Request(NamedTuple):
     tokens: np.ndarray
     ranks: Mapping[str, np.ndarray]
@@ -150,9 +124,12 @@ class _Request(NamedTuple):
 class GeneratedText:
     """Outputs of given lengths, with guesses drawn from the skill of each method.
 
+    A guess is right where a standard normal draw of (request, position) is below a threshold (a probit model). The
+    threshold varies over requests and over stretches of an output such that its mean probability stays `mean`.
+
     Args:
         lengths: Seed of a request → number of its output tokens; may grow.
-        skills: Draft method → its accuracy.
+        skills: Accuracy of the draft methods.
         correlation: Share of variance that all methods have in common, in requests, stretches and single positions: at
             1 methods of equal mean are right and wrong at the same positions, and a race of them gains nothing.
         seed: Seed of all draws.
@@ -164,13 +141,13 @@ class GeneratedText:
     def __init__(
         self,
         lengths: Mapping[int, int],
-        skills: Mapping[str, Skill],
+        skills: Sequence[SkillConfig],
         correlation: float = 0.0,
         seed: int = 0,
         methods: Container[str] | None = None,
     ) -> None:
-        numbered = enumerate(sorted(skills.items()))
-        self._skills = [(n, name, one) for n, (name, one) in numbered if methods is None or name in methods]
+        numbered = enumerate(sorted(skills, key=lambda skill: skill.method))
+        self._skills = [(n, skill) for n, skill in numbered if methods is None or skill.method in methods]
         self._lengths, self._seed = lengths, seed
         self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
         self._requests: dict[int, _Request] = {}
@@ -198,7 +175,7 @@ class GeneratedText:
         tokens = rng.integers(0, self.vocab_size, length, dtype=np.uint8)
         ranks, thresholds = {}, {}
         shared = [rng.standard_normal(size) for size in (1, stretches, length)] if self._skills else []
-        for number, method, skill in self._skills:
+        for number, skill in self._skills:
             rng = np.random.default_rng([self._seed, seed, number])
             request, stretch, position = (
                 self._common * common + self._own * rng.standard_normal(len(common)) for common in shared
@@ -213,8 +190,8 @@ class GeneratedText:
             rank = 1 + (second >= skill.second * _SECOND_BY_GAP[gaps]) * (1 + (third >= skill.third))
             fourth, fifth = rng.random((2, length))
             rank += (rank == 3) * (fourth >= skill.fourth) * (1 + (fifth >= skill.fifth))
-            ranks[method] = np.stack([np.where(covered, rank * (margin <= 0.0), NO_GUESS), gaps]).astype(np.int8)
-            thresholds[method] = threshold
+            ranks[skill.method] = np.stack([np.where(covered, rank * (margin <= 0.0), NO_GUESS), gaps]).astype(np.int8)
+            thresholds[skill.method] = threshold
         return _Request(tokens, ranks, thresholds)
 
 
@@ -229,27 +206,113 @@ def _thresholds(mean: float, decay: float, stretches: int) -> np.ndarray:
     return np.array([_STANDARD.inv_cdf(min(max(p, 1e-6), 1.0 - 1e-6)) for p in means])
 
 
+@dataclass(frozen=True)
+class RecordedRequest:
+    """One line of a `trajectories.jsonl`."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    max_tokens: int
+    """`max_tokens` of the recorded request; 0: unknown."""
+    accuracy: Mapping[str, float]
+    """Draft method → share of right draft tokens among those with only right tokens before."""
+
+
 class RecordedText:
     """Recorded outputs. Lookups really search them; other methods are right as often as in the record.
 
     Args:
-        outputs: Seed of a request → its tokens.
-        accuracy: (method, seed) → probability that a draft token is right, given that those before it are.
-        vocab_size: Vocabulary size of the recorded model.
+        requests: The requests; the seed of each is its index.
+        skills: Accuracy of methods in place of the recorded one.
     """
 
-    def __init__(
-        self, outputs: Mapping[int, Sequence[int]], accuracy: Mapping[tuple[str, int], float], vocab_size: int
-    ) -> None:
-        self._outputs, self._accuracy = dict(outputs), dict(accuracy)
-        self.vocab_size = vocab_size
+    def __init__(self, requests: Sequence[RecordedRequest], skills: Sequence[SkillConfig] = ()) -> None:
+        self.requests = requests
+        self.vocab_size = 1 + max(max((*request.prompt, *request.output)) for request in requests)
+        self._skills = {skill.method: skill.mean for skill in skills}
 
     def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
-        return np.array(self._outputs[sampling.seed][_positions(sampling)])
+        return np.array(self.requests[sampling.seed].output[_positions(sampling)])
 
     def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
         count, seed = len(self.output(sampling, version)), sampling.seed
-        return _hashed_ranks(b"%s %d" % (method.encode(), seed), count, self._accuracy.get((method, seed), 0.0))
+        return _hashed_ranks(b"%s %d" % (method.encode(), seed), count, self.probability(method, seed, 0))
 
     def probability(self, method: str, seed: int, position: int) -> float:
-        return self._accuracy.get((method, seed), 0.0)
+        return self._skills.get(method, self.requests[seed].accuracy.get(method, 0.0))
+
+
+def load_recording(path: Path, limit: int | None = None) -> list[RecordedRequest]:
+    """Read the trajectories of a rollout, at most `limit`; failed ones are left out.
+
+    Raises:
+        InputError: The file cannot be read, has no finished trajectory, or a line is invalid; the message has line and
+            fix.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
+        raise InputError(f"workload.trajectories: {path} cannot be read ({reason}){_FIX}") from None
+    requests: dict[str, RecordedRequest] = {}
+    for number, line in enumerate(lines, start=1):
+        if limit is not None and len(requests) >= limit:
+            break
+        where = f"workload.trajectories: {path}, line {number}"
+        try:
+            row = parse_json(line)
+            request = _recorded(row) if row["finish_reason"] != "error" else None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            cut = isinstance(error, json.JSONDecodeError) and 1 < number == len(lines)
+            fix = "; the file was cut there: remove that line" if cut else _FIX
+            raise InputError(f"{where} is no trajectory ({type(error).__name__}: {error}){fix}") from None
+        if request is not None:
+            if request.request_id in requests:
+                raise InputError(f"{where}: request {request.request_id!r} is there already; remove that line")
+            requests[request.request_id] = request
+    if not requests:
+        raise InputError(f"workload.trajectories: {path} holds no finished trajectory; name another file")
+    unlimited = max(len(request.output) for request in requests.values()) + 1
+    return [request if request.max_tokens else replace(request, max_tokens=unlimited) for request in requests.values()]
+
+
+def _recorded(row: Mapping[str, Any]) -> RecordedRequest:
+    stats = row["stats"]
+    accuracy = {}
+    for method, (drafted, accepted) in stats["by_method"].items():
+        if not 0 <= accepted <= drafted:
+            raise ValueError(f"{method} has {accepted} accepted of {drafted} draft tokens")
+        # Tokens after a wrong one were not tested, and a step has one wrong token at most.
+        tested = accepted + min(int(stats["steps"]), drafted - accepted)
+        if tested:
+            accuracy[method] = accepted / tested
+    output = _tokens(row["token_ids"])
+    if not output:
+        raise ValueError("it has no output tokens")
+    limit = len(output) if row["finish_reason"] == "length" else 0
+    return RecordedRequest(str(row["request_id"]), _tokens(row["prompt_token_ids"]), output, limit, accuracy)
+
+
+def _tokens(ids: Sequence[Any]) -> tuple[int, ...]:
+    if any(type(one) is not int or not 0 <= one < _MOST_TOKEN for one in ids):
+        raise ValueError("its token ids are not whole numbers of 0 or more")
+    return tuple(ids)
+
+
+def draw_lengths(workload: WorkloadConfig, count: int, seed: str) -> list[int]:
+    """Output lengths: log-normal with the workload's median and sigma, at least 1, cut at `max_tokens`."""
+    rng = random.Random(seed)
+    mu = math.log(workload.median_tokens)
+    return [min(max(round(rng.lognormvariate(mu, workload.sigma)), 1), workload.max_tokens) for _ in range(count)]
+
+
+def draw_arrivals(workload: WorkloadConfig, seed: str) -> list[float]:
+    """Seconds since midnight at which requests of a day arrive, ascending."""
+    rng, found = random.Random(seed), list[float]()
+    while len(found) < workload.requests:
+        at = rng.random()
+        rate = workload.night + (1.0 - workload.night) * (0.5 - 0.5 * math.cos(2.0 * math.pi * at)) ** 3
+        if rng.random() < rate:
+            found.append(at * workload.day_s)
+    return sorted(found)

@@ -1,4 +1,4 @@
-"""Validation of the simulator (`specactor simulate --validate`): measure this machine, simulate the same requests on
+"""Validation of the simulator (`specactor simulate validate`): measure this machine, simulate the same requests on
 its profile, and compare."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.bench.comparison import Output, Place
 from specactor_ray.bench.profile import parse_axes
-from specactor_ray.bench.profile_process import Axes, ProfileSession, Share
+from specactor_ray.bench.profile_process import ProfileSession, Share
 from specactor_ray.bench.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload, plan_workloads
 from specactor_ray.bench.variants import Variant, draft_cores
 from specactor_ray.config.methods import traits
@@ -22,10 +22,10 @@ from specactor_ray.core.console import say
 from specactor_ray.plan.costs import CostPoint
 from specactor_ray.rollout.preflight import check_target, require_named
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
-from specactor_ray.simulation.costs import profile_world
 from specactor_ray.simulation.rollouts import SimulatedRollouts
 from specactor_ray.simulation.scenario import MachinesConfig, PythonConfig, ScenarioConfig, StepsConfig
-from specactor_ray.simulation.workload import RecordedRequest, Recording
+from specactor_ray.simulation.text import RecordedRequest
+from specactor_ray.simulation.world import profile_world
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,11 +63,9 @@ class Point:
         return self.predicted / self.measured - 1.0
 
 
-def validate_simulator(
-    config: Config, batches: Sequence[int], backends: Sequence[str], console: Console
-) -> Iterator[Point]:
-    """Profile and measure each backend in the same minutes, simulate it, and compare, at each of these values of
-    `target.max_batch`. Prompts, sampling, drafters and cores are those of the decoupled `config`.
+def validate_simulator(config: Config, batches: Sequence[int], console: Console) -> Iterator[Point]:
+    """Profile and measure this machine in the same minutes, simulate the same requests, and compare, at each of these
+    values of `target.max_batch`. Prompts, sampling, drafters and cores are those of the decoupled `config`.
 
     Yields:
         The points, batch by batch. An interruption is raised after the points of the finished rounds.
@@ -75,20 +73,8 @@ def validate_simulator(
     Raises:
         UserError: The configuration or the prompts are wrong.
     """
-    for backend in backends:
-        yield from _validate_backend(config, batches, backend, console)
-
-
-def report_of(points: Sequence[Point]) -> dict[str, Any]:
-    """Points as plain data: `points` (with `error`), `median_error` and `max_error` of the absolute errors."""
-    errors = [abs(point.error) for point in points]
-    rows = [{**asdict(point), "error": point.error} for point in points]
-    return {"points": rows, "median_error": median(errors), "max_error": max(errors)}
-
-
-def _validate_backend(config: Config, batches: Sequence[int], backend: str, console: Console) -> Iterator[Point]:
     config = copy.deepcopy(config)
-    config.target.backend, config.target.record_margins = backend, False
+    config.target.record_margins = False
     require_named(config)
     check_target(config)
     from specactor_ray.cluster.connection import connect
@@ -99,27 +85,33 @@ def _validate_backend(config: Config, batches: Sequence[int], backend: str, cons
     with connect(config.cluster):
         for batch in batches:
             rounds: dict[str, list[Point]] = {}
-            interrupted: KeyboardInterrupt | None = None
             try:
                 for point in _measure_rounds(config, batch, console):
                     rounds.setdefault(point.variant, []).append(point)
-            except KeyboardInterrupt as error:
-                interrupted = error
-            yield from [median_round(points) for points in rounds.values()]
-            if interrupted is not None:
-                raise interrupted
+            except KeyboardInterrupt:
+                yield from map(median_round, rounds.values())
+                raise
+            yield from map(median_round, rounds.values())
+
+
+def report_of(points: Sequence[Point]) -> dict[str, Any]:
+    """Points as plain data: `points` (with `error`), `median_error` and `max_error` of the absolute errors."""
+    errors = [abs(point.error) for point in points]
+    rows = [{**asdict(point), "error": point.error} for point in points]
+    return {"points": rows, "median_error": median(errors), "max_error": max(errors)}
 
 
 def _measure_rounds(config: Config, batch: int, console: Console) -> Iterator[Point]:
     """Run the three modes in turn, and time steps before and after each: a machine's speed changes within minutes."""
     from specactor_ray.rollout.rollout import Rollout
 
-    workload, axes = _workload(config, batch), _axes(batch)
+    workload, variants = _workload(config, batch), list(variants_of(config, batch))
+    axes = parse_axes(sorted({max(1, batch // 2), batch}), WINDOWS, CONTEXTS, REPEATS)
+    prompts = tuple(read_prompts(str(config.data.path), config.data.limit))
+    share = Share(config, config.target.cores, axes, prompts, max_requests=4)
     with ExitStack() as stack:
-        session = stack.enter_context(ProfileSession(_share(config, axes)))
-        running = [
-            (variant, stack.enter_context(Rollout(variant.config))) for variant in list(variants_of(config, batch))
-        ]
+        session = stack.enter_context(ProfileSession(share))
+        running = [(variant, stack.enter_context(Rollout(variant.config))) for variant in variants]
         for _, rollout in running:
             rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
         before = session.verify(axes)
@@ -139,16 +131,6 @@ def _measure_rounds(config: Config, batch: int, console: Console) -> Iterator[Po
 def median_round(points: Sequence[Point]) -> Point:
     """The round with the median error; for an even number the lower of the middle two."""
     return sorted(points, key=lambda point: point.error)[(len(points) - 1) // 2]
-
-
-def _axes(batch: int) -> Axes:
-    return parse_axes(sorted({max(1, batch // 2), batch}), WINDOWS, CONTEXTS, REPEATS)
-
-
-def _share(config: Config, axes: Axes) -> Share:
-    """Profile share of one verifier on its future cores."""
-    prompts = tuple(read_prompts(str(config.data.path), config.data.limit))
-    return Share(config, config.target.cores, axes, prompts, max_requests=4)
 
 
 def _workload(config: Config, batch: int) -> Workload:
@@ -220,7 +202,7 @@ def accuracy_of(config: Config, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _recording(
     config: Config, workload: Workload, outputs: Mapping[Place, Output], accuracy: Mapping[str, float]
-) -> Recording:
+) -> list[RecordedRequest]:
     from specactor_ray.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
@@ -229,4 +211,4 @@ def _recording(
         ids = encode_prompt(tokenizer, workload.prompts[prompt], config.data.chat)
         limit = workload.sampling[prompt].max_tokens
         requests.append(RecordedRequest(f"{prompt}/{sample}", tuple(ids), tuple(output.token_ids), limit, accuracy))
-    return Recording(requests, len(tokenizer))
+    return requests

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Protocol, Self
+from functools import partial
+from typing import Any
 
 from specactor_ray.config.schema import Config
 from specactor_ray.core.clock import SYSTEM
@@ -25,24 +25,15 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.rollout.turns import ChatTurns, Message
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.data import Task
-from specactor_ray.trainer.environment import Environment, Reply
-from specactor_ray.trainer.environment_work import Close, EnvironmentWork, Reset, TurnStep, find_environment
+from specactor_ray.trainer.environment import Environment, EnvironmentWorker, Reply, find_environment
 from specactor_ray.trainer.rewards import RewardSample
-from specactor_ray.trainer.worker_pool import ATTEMPTS, WorkerPool
-from specactor_ray.trainer.worker_process import Outcome
+from specactor_ray.trainer.workers import Work, WorkerPool
 from specactor_ray.transport.messages import RequestStats
 
 logger = logging.getLogger(__name__)
 
 Place = tuple[int, int]
 """Index of the task, and of the sample."""
-
-
-class ServesTurns(Protocol):
-    """The methods of a `Rollout` that are used here."""
-
-    engine: Any
-    progress: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -107,7 +98,7 @@ class Episode:
             text=text,
             finish_reason=self.finish_reason,
             sampling=self.sampling,
-            stats=_added(turn.stats for turn in self.turns),
+            stats=_added([turn.stats for turn in self.turns]),
             error=self.error,
             prompt=self.task.prompt,
             weight_version=versions[-1][0] if versions else 0,
@@ -116,8 +107,8 @@ class Episode:
         )
 
 
-class Conversations:
-    """Rolls out tasks as conversations; a context manager.
+class Conversations(WorkerPool):
+    """Rolls out tasks as conversations.
 
     Args:
         tokenizer: Tokenizer of the target.
@@ -129,25 +120,19 @@ class Conversations:
     """
 
     def __init__(self, config: Config, tokenizer: Any, context: int) -> None:
-        work = EnvironmentWork(config.environment, config.reward)
-        work.open()
-        assert config.environment.name is not None
-        close = getattr(find_environment(config.environment.name), "close", Environment.close)
-        self._closes = close is not Environment.close
-        self._config, self._tokenizer, self._context = config.environment, tokenizer, context
+        section = config.environment
+        open_environment = partial(EnvironmentWorker, section, config.reward)
+        super().__init__(Work("environment", section.timeout_s, open_environment), section.workers)
+        assert section.name is not None
+        self._closes = getattr(find_environment(section.name), "close", None) is not Environment.close
+        self._config, self._tokenizer, self._context = section, tokenizer, context
         self._turns = ChatTurns(tokenizer)
-        self._pool = WorkerPool(work, config.environment.workers)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pool.__exit__(kind, error, trace)
-
-    def run(self, rollout: ServesTurns, tasks: Sequence[Task], sampling: SamplingParams, n: int) -> list[Episode]:
+    def run(self, rollout: Any, tasks: Sequence[Task], sampling: SamplingParams, n: int) -> list[Episode]:
         """`n` episodes of each task, ordered by task and sample. Never raises for failures of an environment.
+
+        Args:
+            rollout: The `Rollout`.
 
         Raises:
             ActorLostError: No verifier was available.
@@ -159,7 +144,7 @@ class Conversations:
         ]
         waiting, live = deque(episodes), dict[Place, Generator[Future[Any], None, None]]()
         ready, is_ready = deque[Place](), SYSTEM.event()
-        self._pool.deaths, rollout.progress = 0, (0, len(episodes))
+        rollout.progress = (0, len(episodes))
 
         def put(place: Place) -> None:
             ready.append(place)
@@ -186,7 +171,7 @@ class Conversations:
                     while ready:
                         resume(ready.popleft())
         except BaseException:  # an interruption does not wait for environments
-            self._pool.kill()
+            self.close()
             raise
         finally:
             for one in live.values():
@@ -200,15 +185,15 @@ class Conversations:
     # ---- one sample ----
 
     def _play(self, engine: Generates, episode: Episode) -> Generator[Future[Any], None, None]:
-        begun = yield from self._ask(episode, Reset(episode.task, episode.sampling.seed))
+        begun = yield from self._ask(episode, "reset", episode.task, episode.sampling.seed)
         if begun is None:
             return
-        state, messages = begun
-        state = yield from self._converse(engine, episode, state, messages)
+        state = yield from self._converse(engine, episode, *begun)
         if self._closes:
-            outcome = yield from self._answer(Close(state))
-            if outcome[1]:
-                logger.warning("an environment was not closed: %s", self._named(outcome[1]))
+            future = self.submit(("close", (state,)))
+            yield future
+            if problem := future.result()[1]:
+                logger.warning("an environment was not closed: %s", self._named(problem))
 
     def _converse(
         self, engine: Generates, episode: Episode, state: bytes, messages: Sequence[Message]
@@ -230,7 +215,8 @@ class Conversations:
                 return state
             episode.add_turn(turn)
             is_last = number + 1 == self._config.max_turns or self._room(episode) < 1
-            answered = yield from self._ask(episode, self._step(episode, state, turn, number, is_last))
+            sample = self._sample(episode, turn)
+            answered = yield from self._ask(episode, "step", state, sample, turn.token_ids, number, is_last)
             if answered is None:
                 return state
             reply: Reply
@@ -269,42 +255,35 @@ class Conversations:
         finally:
             engine.drop(handle)
 
-    def _step(self, episode: Episode, state: bytes, turn: Trajectory, number: int, is_last: bool) -> TurnStep:
+    def _sample(self, episode: Episode, turn: Trajectory) -> RewardSample:
+        """Input of the reward functions, if the environment calls them for this turn."""
         task = episode.task
         own = tuple(token for token, is_own in zip(episode.output, episode.own, strict=True) if is_own)
-        sample = RewardSample(
+        return RewardSample(
             task.prompt, turn.text, task.answer, task.metadata, own, turn.finish_reason, episode.sampling.max_tokens
         )
-        return TurnStep(state, sample, turn.token_ids, number, is_last)
 
-    def _ask(self, episode: Episode, request: Any) -> Generator[Future[Any], None, Any]:
+    def _ask(self, episode: Episode, method: str, *arguments: Any) -> Generator[Future[Any], None, Any]:
         """Answer of the environment; None, with the episode's `failure` set, if it fails."""
         begin = SYSTEM.now()
-        answer, problem = yield from self._answer(request)
+        future = self.submit((method, arguments))
+        yield future
         episode.environment_s += SYSTEM.now() - begin
+        answer, problem = future.result()
         if problem:
             episode.failure = self._named(problem)
         return answer
-
-    def _answer(self, request: Any) -> Generator[Future[Any], None, Outcome]:
-        for _ in range(ATTEMPTS):
-            future = self._pool.submit(request)
-            yield future
-            if (outcome := future.result()) is not None:
-                return outcome
-        return None, f"its process died {ATTEMPTS} times"
 
     def _named(self, problem: str) -> str:
         return f"{self._config.name}: {problem}"
 
 
-def _added(stats: Any) -> RequestStats:
+def _added(stats: Sequence[RequestStats]) -> RequestStats:
     """Sum of the counters of several requests."""
-    steps = drafted = accepted = 0
     methods: dict[str, tuple[int, int]] = {}
     for one in stats:
-        steps, drafted, accepted = steps + one.steps, drafted + one.drafted, accepted + one.accepted
         for method, (tried, right) in one.by_method.items():
             before = methods.get(method, (0, 0))
             methods[method] = (before[0] + tried, before[1] + right)
+    steps, drafted, accepted = (sum(getattr(one, name) for one in stats) for name in ("steps", "drafted", "accepted"))
     return RequestStats(steps, drafted, accepted, methods)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,15 +32,7 @@ class Task:
     """All other keys of the row."""
 
 
-class TaskSource(Protocol):
-    """A fixed sequence of tasks."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Task: ...
-
-
-def open_source(config: DataConfig, seed: int) -> TaskSource:
+def open_source(config: DataConfig, seed: int) -> TableSource | GymSource:
     """Open the source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`.
 
     Raises:
@@ -56,7 +48,7 @@ def open_source(config: DataConfig, seed: int) -> TaskSource:
     if path.startswith(_HUB) or Path(path).suffix == ".parquet":
         return TableSource(_load_table(path, config), path, config)
     if Path(path).suffix in (".jsonl", ".json"):
-        rows = [(number, row) for number, row in read_jsonl(path)]
+        rows = list(read_jsonl(path))
         return TableSource([row for _, row in rows], path, config, [number for number, _ in rows])
     return TableSource([{config.prompt_key: line} for line in read_text(path)], path, config)
 
@@ -159,48 +151,33 @@ def _load_table(path: str, config: DataConfig) -> Any:
         raise InputError(f"data.path: {path} cannot be loaded ({type(error).__name__}: {error})") from error
 
 
-class TaskOrder:
-    """Order of the tasks: every epoch has its own permutation, a function of (seed, epoch).
-
-    Args:
-        shuffle: Whether to permute; otherwise every epoch has the order of the source.
-        position: Number of tasks taken so far; the only state to save.
-    """
-
-    def __init__(self, size: int, seed: int, shuffle: bool = True, position: int = 0) -> None:
-        self.size, self.seed, self.shuffle, self.position = size, seed, shuffle, position
-        self._epoch, self._indices = -1, np.empty(0, dtype=np.int64)
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            epoch, offset = divmod(self.position, self.size)
-            if epoch != self._epoch:
-                rng = np.random.default_rng([self.seed, epoch])
-                self._indices = rng.permutation(self.size) if self.shuffle else np.arange(self.size)
-                self._epoch = epoch
-            self.position += 1
-            yield int(self._indices[offset])
-
-
 class TaskStream:
     """Tasks in order, without those that do not fit the model.
+
+    Every epoch has its own permutation, a function of (seed, epoch).
 
     Args:
         count_tokens: Prompt → number of tokens; raises InputError for one that cannot be encoded.
         max_prompt_tokens: Longest accepted prompt.
+        shuffle: Whether to permute; otherwise every epoch has the order of the source.
     """
 
     def __init__(
         self,
-        source: TaskSource,
-        order: TaskOrder,
+        source: TableSource | GymSource,
+        seed: int,
         count_tokens: Callable[[Prompt], int],
         max_prompt_tokens: int,
+        shuffle: bool = True,
     ) -> None:
-        self.order = order
+        self.size = len(source)
+        self.position = 0
+        """Number of tasks taken so far; with `skipped` the only state to save."""
         self.skipped = 0
         """Number of tasks skipped because their prompt is too long or cannot be encoded."""
-        self._source, self._count_tokens, self._max = source, count_tokens, max_prompt_tokens
+        self._source, self._seed, self._shuffle = source, seed, shuffle
+        self._count_tokens, self._max = count_tokens, max_prompt_tokens
+        self._epoch, self._indices = -1, np.empty(0, dtype=np.int64)
 
     def take(self, count: int) -> list[Task]:
         """The next `count` tasks.
@@ -209,22 +186,28 @@ class TaskStream:
             InputError: No prompt of a whole epoch fits.
         """
         tasks: list[Task] = []
-        passed_over, reason = 0, ""
-        for index in self.order:
-            task = self._source[index]
+        passed_over = 0
+        while len(tasks) < count:
+            task = self._source[self._next_index()]
             reason = self._why_not(task)
-            if reason:
-                passed_over += 1
-                self.skipped += 1
-                if passed_over >= len(self._source):
-                    total = len(self._source)
-                    raise InputError(f"data: none of the {total} prompts can be used; the last one {reason}{_FIX}")
+            if not reason:
+                passed_over = 0
+                tasks.append(task)
                 continue
-            passed_over = 0
-            tasks.append(task)
-            if len(tasks) == count:
-                break
+            passed_over += 1
+            self.skipped += 1
+            if passed_over >= self.size:
+                raise InputError(f"data: none of the {self.size} prompts can be used; the last one {reason}{_FIX}")
         return tasks
+
+    def _next_index(self) -> int:
+        epoch, offset = divmod(self.position, self.size)
+        if epoch != self._epoch:
+            rng = np.random.default_rng([self._seed, epoch])
+            self._indices = rng.permutation(self.size) if self._shuffle else np.arange(self.size)
+            self._epoch = epoch
+        self.position += 1
+        return int(self._indices[offset])
 
     def _why_not(self, task: Task) -> str:
         try:

@@ -1,11 +1,12 @@
-"""Training on the terminal: a live table of the last steps and the present work; or, without a terminal, a line per
-step, and lines at intervals within a long step."""
+"""A training run for its readers: a live table of the last steps on a terminal, or lines at intervals; at the end
+`report.md`."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -16,9 +17,14 @@ from rich.text import Text
 from specactor_ray.core.console import make_table, say
 from specactor_ray.core.progress import Heartbeat
 
+PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
+REPORT_FILE = "report.md"
+_MOST_ROWS = 25
+"""Most rows of the report's table of steps."""
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 """Name of the column, and function from a step's record to its cell."""
 _ROWS = 12
+"""Rows of the live table."""
 ALL_COLUMNS: Sequence[Column] = (
     ("step", lambda r: str(r["step"])),
     ("reward", lambda r: f"{r['train']['reward_mean']:.3f} ±{r['train']['reward_std']:.2f}"),
@@ -38,20 +44,7 @@ ALL_COLUMNS: Sequence[Column] = (
     ("share", lambda r: f"{100 * r['speed']['rollout_share']:.0f}%"),
 )
 
-_LEFT_OUT = (
-    "kl",
-    "turns",
-    "share",
-    "sync",
-    "grad",
-    "entropy",
-    "update",
-    "loss",
-    "rollout",
-    "drafters",
-    "length",
-    "acc. length",
-)
+_LEFT_OUT = ("kl", "turns", "share", "sync", "grad", "entropy", "update", "loss", "rollout", "drafters", "length")
 """Columns to leave out of a live table that is wider than the terminal, in this order."""
 
 
@@ -122,22 +115,58 @@ class TrainingDisplay:
 
     def _table(self) -> Table:
         """Table of the columns that fit the terminal."""
-        rows, columns, unbounded = list(self._rows), self._columns, self._console.options.update(width=1000)
-        table = steps_table(rows, columns)
-        for name in _LEFT_OUT:
+        columns, unbounded = self._columns, self._console.options.update(width=1000)
+        for name in ("", *_LEFT_OUT):
+            columns = [column for column in columns if column[0] != name]
+            cells = ([show(record) for _, show in columns] for record in self._rows)
+            table = make_table((name for name, _ in columns), cells)
             if self._console.measure(table, options=unbounded).maximum <= self._console.width:
                 break
-            columns = [column for column in columns if column[0] != name]
-            table = steps_table(rows, columns)
         return table
-
-
-def steps_table(records: list[Mapping[str, Any]], columns: Sequence[Column]) -> Table:
-    """Table with one row per step."""
-    return make_table((name for name, _ in columns), ([show(record) for _, show in columns] for record in records))
 
 
 def _drafters(by_method: Mapping[str, Any]) -> str:
     """The acceptance rate of each method, such as `ngram 41%`."""
     used = {method: accepted / drafted for method, (drafted, accepted) in by_method.items() if drafted}
     return " ".join(f"{method} {100 * rate:.0f}%" for method, rate in used.items()) or "-"
+
+
+# ---- the report ----
+
+
+def write_report(folder: Path, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+    """Write the report of the steps in `records`."""
+    config, totals = summary["config"], summary["totals"]
+    seconds = totals["seconds"]
+    lines = [
+        f"# Training run {summary['run']} ({summary['status']})",
+        "",
+        f"{config['algorithm']['name']} on `{config['data']['path']}`, model `{config['target']['model']}`, "
+        f"mode {config['mode']}; {summary['steps']} steps.",
+        "",
+    ]
+    if summary["error"]:
+        lines += [f"Ended by an error: {summary['error']}", ""]
+    if summary["fallbacks"]:
+        lines += [f"Fallbacks: {'; '.join(summary['fallbacks'])}", ""]
+    whole = max(seconds["step"], 1e-9)
+    shares = [(phase, f"{seconds[phase]:.1f}", f"{100 * seconds[phase] / whole:.1f}%") for phase in PHASES]
+    lines += _markdown(("phase", "seconds", "share"), [*shares, ("in all", f"{seconds['step']:.1f}", "")])
+    stride = -(-len(records) // _MOST_ROWS) or 1
+    chosen = [record for index, record in enumerate(records) if index % stride == 0 or index == len(records) - 1]
+    lines += _markdown([name for name, _ in ALL_COLUMNS], [[show(one) for _, show in ALL_COLUMNS] for one in chosen])
+    drafts = [(method, drafted, right) for method, (drafted, right) in totals["drafters"].items() if drafted]
+    if drafts:
+        rows = [
+            (method, str(drafted), str(right), f"{100 * right / drafted:.1f}%") for method, drafted, right in drafts
+        ]
+        lines += _markdown(("drafter", "drafted", "accepted", "acceptance"), rows)
+    hardware = ", ".join(f"{name} {value}" for name, value in summary["hardware"].items())
+    packages = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
+    lines += [f"Machine: {hardware}.", "", f"Packages: {packages}.", ""]
+    (folder / REPORT_FILE).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, with an empty one after it."""
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)] + [""]

@@ -1,12 +1,27 @@
-"""Interface of environments: they answer the model between its turns, give rewards and end the conversation."""
+"""Environments: they answer the model between its turns, give rewards and end the conversation."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import inspect
+import json
+import math
+import operator
+import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from specactor_ray.config.methods import import_named
+from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig
+from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 from specactor_ray.rollout.turns import Message
 from specactor_ray.trainer.data import Task
+from specactor_ray.trainer.rewards import RewardSample, Scorer
+
+_KEY = "environment.name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +71,9 @@ class Environment:
             task: The row of the data: `prompt`, `answer`, and all other keys as `metadata`.
             seed: Seed of this sample, for randomness.
         """
-        return prompt_messages(task)
+        if isinstance(task.prompt, str):
+            return [{"role": "user", "content": task.prompt}]
+        return list(task.prompt)  # type: ignore[arg-type]
 
     async def step(self, turn: Turn) -> Reply:
         """Answer a turn of the model."""
@@ -66,8 +83,255 @@ class Environment:
         """Free resources outside of the instance. Called at the end of a sample, but not if the run ends before."""
 
 
-def prompt_messages(task: Task) -> list[Message]:
-    """The prompt of a task as chat messages."""
-    if isinstance(task.prompt, str):
-        return [{"role": "user", "content": task.prompt}]
-    return list(task.prompt)  # type: ignore[arg-type]
+# ---- shipped environments ----
+
+_CALLS = {"calc": r"<calc>(.*?)</calc>", "tool_call": r"<tool_call>\s*(\{.*?\})\s*</tool_call>"}
+"""Format → pattern of a call; its group is the expression, or the JSON object with it."""
+_LONGEST = 200
+"""Longest expression, in characters."""
+_LARGEST = 10.0**30
+_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+class Calculator(Environment):
+    """Evaluates arithmetic expressions in calls of the model. A turn without a call is the answer, which
+    `reward.functions` score.
+
+    Args:
+        call: `calc`, `<calc>2 * (3 + 4)</calc>`; or `tool_call`, the format of many chat templates:
+            `<tool_call>{"name": "calculator", "arguments": {"expression": "2 * 3"}}</tool_call>`.
+        role: Role of the messages with results: `tool` if the chat template has it.
+        max_calls: Most calls in one turn.
+    """
+
+    def __init__(self, call: str = "calc", role: str = "user", max_calls: int = 4) -> None:
+        if call not in _CALLS:
+            raise ValueError(f"call is {call!r}; use one of {', '.join(_CALLS)}")
+        self.call, self.role, self.max_calls = call, role, max_calls
+
+    async def step(self, turn: Turn) -> Reply:
+        calls = re.findall(_CALLS[self.call], turn.text, re.DOTALL)
+        if not calls or turn.is_last:
+            return Reply(reward=turn.score(), done=True)
+        results = [self._result(text) for text in calls[: self.max_calls]]
+        texts = results if self.role == "tool" else ["\n".join(results)]
+        return Reply([{"role": self.role, "content": text} for text in texts])
+
+    def _result(self, text: str) -> str:
+        try:
+            if self.call == "tool_call":
+                request = json.loads(text)
+                if request["name"] != "calculator":
+                    return f"error: there is no tool {request['name']}"
+                text = request["arguments"]["expression"]
+            return evaluate(text)
+        except ZeroDivisionError:
+            return "error: division by zero"
+        except (ValueError, KeyError, TypeError, SyntaxError, OverflowError, RecursionError, MemoryError):
+            return "error: not an arithmetic expression"
+
+
+def evaluate(expression: str) -> str:
+    """The value of an arithmetic expression.
+
+    Raises:
+        ValueError, SyntaxError: It is not an expression, it is too long, or its value is too large.
+        ZeroDivisionError: It divides by zero.
+    """
+    if len(expression) > _LONGEST:
+        raise ValueError("too long")
+    value = _value(ast.parse(expression.strip(), mode="eval").body)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def _value(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and abs(right) > 100:
+            raise ValueError("too large")
+        return _bounded(_OPERATORS[type(node.op)](left, right))
+    raise ValueError("not arithmetic")
+
+
+def _bounded(value: float) -> float:
+    if isinstance(value, complex) or not abs(value) <= _LARGEST:
+        raise ValueError("too large")
+    return value
+
+
+class Retry(Environment):
+    """Scores each turn by `reward.functions`; after a wrong answer its message has the number of tries left.
+
+    Args:
+        tries: Most answers of the model.
+        discount: Factor of the reward for each previous wrong answer.
+        threshold: Least reward of a right answer.
+        message: Message after a wrong answer; `{left}` is the number of tries left.
+    """
+
+    def __init__(
+        self,
+        tries: int = 3,
+        discount: float = 1.0,
+        threshold: float = 1.0,
+        message: str = "That is not right. Tries left: {left}. Give another answer.",
+    ) -> None:
+        if tries < 1:
+            raise ValueError("tries must be 1 or more")
+        message.format(left=1)
+        self.tries, self.discount, self.threshold, self.message = tries, discount, threshold, message
+
+    async def step(self, turn: Turn) -> Reply:
+        reward, left = turn.score(), self.tries - turn.number - 1
+        if reward >= self.threshold or left <= 0 or turn.is_last:
+            return Reply(reward=reward * self.discount**turn.number, done=True)
+        return Reply([{"role": self.role, "content": self.message.format(left=left)}])
+
+
+ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator, "retry": Retry}
+
+
+def find_environment(name: str) -> type[Environment]:
+    """The environment with this name, or the user's own `package.module:Class`.
+
+    Raises:
+        ConfigError: It does not exist, or lacks a method.
+    """
+    if ":" not in name:
+        if name not in ENVIRONMENTS:
+            known = ", ".join(sorted(ENVIRONMENTS))
+            raise ConfigError(_KEY, f"{clipped(name)} is not known.", f"use one of {known}, or package.module:Class.")
+        return ENVIRONMENTS[name]
+    found = import_named(name, _KEY)
+    lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
+    if not isinstance(found, type) or lacking:
+        problem = f"{name} is no environment: it has no {lacking[0]}." if lacking else f"{name} is not a class."
+        raise ConfigError(_KEY, problem, "derive a class from specactor_ray.trainer.environment.Environment.")
+    return found
+
+
+def make_environment(config: EnvironmentConfig) -> Environment:
+    """Create an instance with the options of the configuration.
+
+    Raises:
+        ConfigError: The environment does not exist, or refuses the options.
+    """
+    assert config.name is not None
+    kind = find_environment(config.name)
+    try:
+        return kind(**config.options)
+    except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+        problem = f"{config.name} refuses them ({type(error).__name__}: {clipped_text(str(error))})."
+        names = list(inspect.signature(kind).parameters)
+        fix = f"its options are {', '.join(names)}." if names else "it has no options; leave them out."
+        raise ConfigError("environment.options", problem, fix) from None
+
+
+# ---- in worker processes ----
+
+
+class BadEnvironmentError(Exception):
+    """An environment violates its protocol."""
+
+
+class EnvironmentWorker:
+    """Environments in a worker process: a request is the name of a method and its arguments.
+
+    A request holds the pickled instance, an answer the instance after the step. So any process can execute any step,
+    and a step whose process died is repeated from the same state. Raises ConfigError if the environment or a reward
+    function is not available.
+    """
+
+    def __init__(self, config: EnvironmentConfig, reward: RewardConfig) -> None:
+        make_environment(config)
+        self._config, self._scorer = config, Scorer(reward)
+
+    def __call__(self, request: tuple[str, tuple[Any, ...]]) -> Any:
+        method, arguments = request
+        return asyncio.run(getattr(self, method)(*arguments))
+
+    async def reset(self, task: Task, seed: int) -> tuple[bytes, list[Message]]:
+        """A new instance, and the first messages."""
+        instance = make_environment(self._config)
+        messages = checked_messages(await _called(instance.reset, task, seed), "reset")
+        return _pickled(instance), messages
+
+    async def step(
+        self, state: bytes, sample: RewardSample, token_ids: tuple[int, ...], number: int, is_last: bool
+    ) -> tuple[bytes, Reply]:
+        """The instance after a turn, and its reply. `sample` holds the text of the turn and the data of the task."""
+        instance = pickle.loads(state)
+
+        def score() -> float:
+            return self._scorer(sample)
+
+        turn = Turn(sample.text, token_ids, number, is_last, sample.finish_reason, score)
+        reply = checked_reply(await _called(instance.step, turn))
+        return _pickled(instance), reply
+
+    async def close(self, state: bytes) -> None:
+        """Close the instance, at the end of the sample."""
+        await _called(pickle.loads(state).close)
+
+
+async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
+    result = method(*arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _pickled(instance: Environment) -> bytes:
+    try:
+        return pickle.dumps(instance)
+    except Exception as error:  # noqa: BLE001 - its attributes may raise anything
+        raise BadEnvironmentError(
+            f"an instance cannot be kept between its steps ({error}). Fix: plain data in its attributes, or "
+            "__getstate__ and __setstate__ that leave out and restore the rest"
+        ) from None
+
+
+def checked_messages(messages: Any, method: str) -> list[Message]:
+    """Messages of an environment as plain data. Raises BadEnvironmentError if they have another type."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise BadEnvironmentError(f"{method} returned {clipped(messages)} where a list of chat messages belongs")
+    for message in messages:
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise BadEnvironmentError(
+                f'{method} returned {clipped(message)} where {{"role": text, "content": text}} belongs'
+            )
+        if role == "assistant" and method == "step":
+            raise BadEnvironmentError("step returned a message of the role assistant, which is the model's")
+    try:
+        plain: list[Message] = json.loads(json.dumps(list(messages)))
+    except (TypeError, ValueError) as error:
+        raise BadEnvironmentError(f"{method} returned messages that are no plain data ({error})") from None
+    return plain
+
+
+def checked_reply(reply: Any) -> Reply:
+    """A reply as plain data. Raises BadEnvironmentError if it has another type."""
+    if not isinstance(reply, Reply):
+        raise BadEnvironmentError(f"step returned {clipped(reply)} where a Reply belongs")
+    try:
+        reward = float(reply.reward)
+    except (TypeError, ValueError):
+        raise BadEnvironmentError(f"step returned the reward {clipped(reply.reward)}, which is no number") from None
+    if not math.isfinite(reward):
+        raise BadEnvironmentError(f"step returned the reward {reward}")
+    done = bool(reply.done)
+    return Reply([] if done else checked_messages(reply.messages, "step"), reward, done)

@@ -1,41 +1,37 @@
-"""From tasks to samples: roll out, score, compute advantages; sample again if groups give no gradient."""
+"""From tasks to samples: roll out, score, compute advantages; sample again if groups give no gradient.
+
+The experience of later steps may be made while the trainer updates (`AheadMaker`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from specactor_ray.config.schema import Config
+from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.algorithms import SAME_REWARD
+from specactor_ray.learner.algorithms import SAME_REWARD, Recipe
 from specactor_ray.learner.batching import Sample
-from specactor_ray.learner.recipe import Recipe
-from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.trainer.conversations import Conversations, ServesTurns
+from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.data import Task, TaskStream
-from specactor_ray.trainer.reward_runner import RewardRunner
-from specactor_ray.trainer.rewards import RewardSample
-
-
-class Generator(Protocol):
-    """The methods of a `Rollout` that are used here."""
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Trajectory]: ...
+from specactor_ray.trainer.rewards import RewardRunner, RewardSample
 
 
 @dataclass(slots=True)
 class Group:
     """The samples of one prompt that have a reward."""
 
-    task: Task
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
 
     @property
@@ -53,7 +49,6 @@ class Experience:
     """All trajectories of the step, including those that were sampled and dropped."""
     rewards: list[float]
     """Rewards from functions and environments; samples left out (`reward.failure_value`) have none."""
-    used_groups: int = 0
     dull_groups: int = 0
     """Number of groups whose rewards are all equal."""
     rounds: int = 1
@@ -118,9 +113,8 @@ class ExperienceMaker:
             if len(kept) >= wanted:
                 break
         used = kept or dull
-        experience.used_groups = len(used)
         experience.samples = [sample for group in used for sample in self._samples(group)]
-        experience.position = (self._stream.order.position, self._stream.skipped)
+        experience.position = (self._stream.position, self._stream.skipped)
         return experience
 
     def _roll_out(self, rollout: Any, sampling: SamplingParams, count: int, experience: Experience) -> list[Group]:
@@ -129,7 +123,7 @@ class ExperienceMaker:
             scored = self._single_outputs(rollout, sampling, tasks, experience)
         else:
             scored = self._episodes(rollout, sampling, tasks, experience)
-        groups = [Group(task, []) for task in tasks]
+        groups = [Group() for _ in tasks]
         for trajectory, reward in scored:
             experience.trajectories.append(trajectory)
             if reward is not None:
@@ -140,7 +134,7 @@ class ExperienceMaker:
         return [group for group in groups if len(group.rewards) >= smallest]
 
     def _single_outputs(
-        self, rollout: Generator, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
+        self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
     ) -> Iterable[tuple[Trajectory, float | None]]:
         """Outputs and their rewards; without those of failed requests."""
         with self._timed("rollout"):
@@ -154,7 +148,7 @@ class ExperienceMaker:
         return zip(sound, scores.rewards, strict=True)
 
     def _episodes(
-        self, rollout: ServesTurns, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
+        self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
     ) -> Iterator[tuple[Trajectory, float | None]]:
         """Conversations and their rewards; without those that have no output."""
         assert self._conversations is not None
@@ -198,3 +192,47 @@ class ExperienceMaker:
                 advantage=float(advantage),
                 loss_mask=np.asarray(trajectory.loss_mask or [True] * len(trajectory.token_ids), dtype=np.bool_),
             )
+
+
+class AheadMaker:
+    """Makes the experience of later steps in a separate thread while the trainer updates.
+
+    The experience of step t begins when the weights have version `t - max_staleness` or a newer one: the steps collect
+    the experience of step t at version t.
+
+    Args:
+        maker: Makes the experience of one step after the other.
+        max_staleness: Largest number of versions to run ahead, at least 1.
+        steps: Number of steps of the whole run; no later ones are made.
+    """
+
+    def __init__(self, maker: ExperienceMaker, max_staleness: int, steps: int) -> None:
+        self._maker, self._ahead, self._steps = maker, max_staleness, steps
+        self._thread = ThreadPoolExecutor(1, "rollouts ahead")
+        self._futures: dict[int, Future[Experience]] = {}
+        self._begun = 0
+        """Number of steps whose experience was requested."""
+        self._problem: BaseException | None = None
+
+    def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
+        """The experience of this step; the weights have had as many updates. Re-raises the error of its making."""
+        self._begun = max(self._begun, step)
+        while self._begun < min(step + self._ahead + 1, self._steps):
+            self._futures[self._begun] = self._thread.submit(self._make, rollout, sampling, self._begun)
+            self._begun += 1
+        experience = SYSTEM.result(self._futures[step], math.inf)
+        del self._futures[step]
+        return experience
+
+    def close(self) -> None:
+        """Begin no further step; the one in progress ends with the rollout."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
+        if self._problem is not None:
+            raise self._problem
+        try:
+            return self._maker.collect(rollout, sampling, step)
+        except BaseException as error:
+            self._problem = error
+            raise

@@ -1,30 +1,27 @@
-"""Output files of a training run: a record per step, shown and kept; at the end a summary, a report and plots."""
+"""Output of a training run: a record per step, shown, kept and tracked; at the end a summary, a report and plots."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from statistics import mean, pstdev
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.core.environment import hardware, versions
-from specactor_ray.core.errors import InputError
+from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.runs.folder import TrainingRun, read_metrics
-from specactor_ray.trainer.display import TrainingDisplay
-from specactor_ray.trainer.drafter_watchdog import DrafterWatchdog
-from specactor_ray.trainer.metrics_file import MetricsFile
-from specactor_ray.trainer.report import write_report
+from specactor_ray.trainer.display import PHASES, TrainingDisplay, write_report
 from specactor_ray.trainer.steps import TrainOutcome
-from specactor_ray.trainer.tracking import open_trackers
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.metrics import RolloutMetrics
@@ -33,7 +30,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
+
+class MetricsFile:
+    """Appends records as whole lines of JSON. Records that cannot be written are kept and written with the next one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failures = 0
+        """Number of failed writes."""
+        self.pending: list[dict[str, Any]] = []
+        """Records that are not in the file yet, oldest first."""
+
+    def append(self, *records: dict[str, Any]) -> bool:
+        """Write the pending records and these. Returns whether all are written."""
+        self.pending += records
+        data = "".join(json.dumps(record) + "\n" for record in self.pending).encode()
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                begin = file.tell()
+                if (written := file.write(data)) < len(data):
+                    file.truncate(begin)
+                    raise OSError(f"only {written} of {len(data)} bytes could be written; the disk is full")
+        except OSError as error:
+            self.failures += 1
+            logger.error("%d records wait for room in %s: %s", len(self.pending), self.path, error)
+            return False
+        self.pending.clear()
+        return True
 
 
 class StepRecorder:
@@ -48,23 +71,18 @@ class StepRecorder:
         self._metrics = MetricsFile(run.metrics_file)
         self._display = display
         display.rollout_progress = lambda: rollout.progress
-        self._trackers = open_trackers(config, run.folder, run.state.step)
+        self._parts = contextlib.ExitStack()
+        self._trackers = [*self._tensorboard(), *self._wandb()]
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
         self._counted: RolloutMetrics | None = None
         """Counters of the rollout at the beginning of the step, if they were not reset."""
-        self._watchdog = DrafterWatchdog()
-        for record in read_metrics(run.metrics_file) if run.metrics_file.exists() else ():  # a resumed run
-            self._watchdog.observe(_counts(record))
 
     def __enter__(self) -> StepRecorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+    def __exit__(self, *error: object) -> None:
+        self._parts.close()
 
     def begin(self, step: int) -> None:
         """Begin a step; `step` steps are done."""
@@ -116,15 +134,15 @@ class StepRecorder:
         self._warn(record)
         for tracker in self._trackers:
             try:
-                tracker.write(record)
+                tracker(record)
             except OSError as error:
                 logger.error("step %d was not tracked: %s", step, error)
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
-        """Write summary, report and plots, as far as the disk accepts them; nothing if the run was taken over."""
+        """Write summary and report, as far as the disk accepts them; nothing if the run was taken over."""
         self._display.stop()
-        if not self._run.lost:
-            self._metrics.flush()
+        if not self._run.lost and self._metrics.pending:
+            self._metrics.append()
         records = self._written() + self._metrics.pending
         summary = {
             "run": self._config.run.name,
@@ -135,7 +153,7 @@ class StepRecorder:
             "checkpoint_failures": checkpoint_failures,
             "metrics_failures": self._metrics.failures,
             "metrics_pending": len(self._metrics.pending),
-            "totals": _totals(records),
+            "totals": totals_of(records),
             "fallbacks": self._rollout.fallbacks(),
             "drafters": self._rollout.drafters(),
             "config": yaml.safe_load(to_yaml(self._config)),
@@ -149,6 +167,38 @@ class StepRecorder:
             except OSError as error:
                 logger.error("the summary or the report could not be written: %s", error)
         return TrainOutcome(status, self._run.folder, summary)
+
+    def _tensorboard(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+        if not self._config.tracking.tensorboard:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            logger.info("tensorboard is not installed; metrics go to the terminal and metrics.jsonl only")
+            return
+        first = self._run.state.step + 1  # hides later records of an earlier attempt
+        writer: Any = SummaryWriter(str(self._run.folder / "tensorboard"), purge_step=first)
+        self._parts.callback(writer.close)
+
+        def write(record: Mapping[str, Any]) -> None:
+            for name, value in numbers(record):
+                writer.add_scalar(name, value, record["step"])
+            writer.flush()
+
+        yield write
+
+    def _wandb(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+        project, name = self._config.tracking.wandb_project, self._config.run.name
+        if not project:
+            return
+        try:
+            import wandb  # type: ignore[import-not-found]
+        except ImportError:
+            fix = "pip install wandb, or leave tracking.wandb_project out."
+            raise ConfigError("tracking.wandb_project", "wandb is not installed.", fix) from None
+        run = wandb.init(project=project, name=name, id=name, resume="allow")
+        self._parts.callback(run.finish)
+        yield lambda record: run.log(dict(numbers(record)), step=record["step"])
 
     def _written(self) -> list[dict[str, Any]]:
         try:
@@ -165,7 +215,7 @@ class StepRecorder:
         if experience.turns:
             update = {"turns_mean": experience.turns / max(len(experience.trajectories), 1), **update}
         if config.trainer.max_staleness:
-            update = {**_staleness(experience, step - 1), **update}
+            update = {**staleness_of(experience, step - 1), **update}
         learnt = {name: value for name, value in update.items() if not name.startswith("logprob_gap")}
         return {
             "reward_mean": mean(rewards) if rewards else 0.0,
@@ -208,22 +258,12 @@ class StepRecorder:
                 record["gap"]["mean"],
                 bound,
             )
-        for method, (now, usual) in self._watchdog.observe(_counts(record)).items():
-            logger.warning(
-                "step %d: only %.1f%% of the draft tokens of %s were right, usually %.1f%%: it does not follow the "
-                "policy any more. Tokens are not affected, the speed is. Look at drafters.N.follow_policy and "
-                "drafters.N.online of the method, and at speed.by_method in metrics.jsonl",
-                record["step"],
-                100.0 * now,
-                method,
-                100.0 * usual,
-            )
         for what in ("reward", "environment"):
             for reason, count in record["failures"][what].items():
                 logger.warning("step %d: %d %ss failed: %s", record["step"], count, what, reason)
 
 
-def _staleness(experience: Experience, version: int) -> dict[str, float]:
+def staleness_of(experience: Experience, version: int) -> dict[str, float]:
     """Number of versions between the weights that sampled a token and those trained by it, mean and maximum."""
     tokens = Counter[int]()
     for trajectory in experience.trajectories:
@@ -232,15 +272,26 @@ def _staleness(experience: Experience, version: int) -> dict[str, float]:
     return {"staleness_mean": mean_staleness, "staleness_max": max((age for age in tokens if tokens[age]), default=0)}
 
 
-def _counts(record: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Method → (drafted, accepted) of a step's record."""
-    return {method: (drafted, accepted) for method, (drafted, accepted) in record["speed"]["by_method"].items()}
+def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a record with the names of their sections, such as `("train/reward_mean", 0.5)`."""
+    for section in ("train", "gap", "speed", "seconds"):
+        for name, value in record[section].items():
+            if isinstance(value, int | float):
+                yield f"{section}/{name}", float(value)
+    for method, (drafted, accepted) in record["speed"].get("by_method", {}).items():
+        if drafted:
+            yield f"speed/acceptance_rate/{method}", accepted / drafted
 
 
-def _totals(records: list[dict[str, Any]]) -> dict[str, Any]:
+def totals_of(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Seconds per phase, tokens and rewards over the whole run."""
     phases = (*PHASES, "step")
     seconds = {phase: round(sum(record["seconds"].get(phase, 0.0) for record in records), 3) for phase in phases}
+    drafters: dict[str, list[int]] = {}
+    for record in records:
+        for method, (drafted, accepted) in record["speed"]["by_method"].items():
+            before = drafters.get(method, [0, 0])
+            drafters[method] = [before[0] + drafted, before[1] + accepted]
     return {
         "seconds": seconds,
         "rollout_share": round(seconds["rollout"] / seconds["step"], 4) if seconds["step"] else 0.0,
@@ -249,16 +300,5 @@ def _totals(records: list[dict[str, Any]]) -> dict[str, Any]:
         "last_reward": records[-1]["train"]["reward_mean"] if records else None,
         "skipped_updates": sum(int(record["train"]["skipped"]) for record in records),
         "reward_failures": sum(sum(record["failures"]["reward"].values()) for record in records),
-        "drafters": _drafts_by_method(records),
+        "drafters": drafters,
     }
-
-
-def _drafts_by_method(records: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Method → [drafted, accepted] over all steps."""
-    sums: dict[str, list[int]] = {}
-    for record in records:
-        for method, (drafted, accepted) in _counts(record).items():
-            pair = sums.setdefault(method, [0, 0])
-            pair[0] += drafted
-            pair[1] += accepted
-    return sums

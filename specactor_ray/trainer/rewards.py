@@ -1,17 +1,27 @@
-"""Reward functions: from one output to a number. A registry, and user functions by name."""
+"""Reward functions, from one output to a number, and scoring of outputs in worker processes.
+
+A sample without a score is not scored as wrong; see `reward.failure_value`.
+"""
 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import RewardConfig
+from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ConfigError
+from specactor_ray.trainer.workers import Work, WorkerPool
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +103,17 @@ def find_reward(name: str) -> RewardFunction:
             known = ", ".join(sorted(REWARDS))
             fix = f"use one of {known}, or package.module:function."
             raise ConfigError("reward.functions", f"{name!r} is not known.", fix)
-        _require(name)
+        if name in _NEEDS:
+            try:
+                importlib.import_module(_NEEDS[name])
+            except ImportError:
+                problem = f"{name!r} needs the package {_NEEDS[name]}."
+                raise ConfigError("reward.functions", problem, f"pip install {_NEEDS[name]}.") from None
         return REWARDS[name]
     function = import_named(name, "reward.functions")
     if not callable(function):
         raise ConfigError("reward.functions", f"{name} is not a function.", "name one that takes a RewardSample.")
     return function  # type: ignore[no-any-return]
-
-
-def _require(name: str) -> None:
-    module = _NEEDS.get(name)
-    if module is not None:
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            fix = f"pip install {module}."
-            raise ConfigError("reward.functions", f"{name!r} needs the package {module}.", fix) from None
 
 
 def extract_answer(text: str, pattern: str | None) -> str:
@@ -144,17 +149,43 @@ class Scorer:
         return reward
 
 
-@dataclass(frozen=True)
-class RewardWork:
+@dataclass(slots=True)
+class Scores:
+    """Rewards in the order of the samples, and the failures."""
+
+    rewards: list[float | None]
+    """Reward per sample; None without a score: the sample is left out of training."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Reason → number of samples without a score; their reward is `reward.failure_value`."""
+
+
+def reward_work(config: RewardConfig) -> Work:
     """Work of reward processes: `RewardSample` → reward."""
+    return Work("reward", config.timeout_s, partial(Scorer, config))
 
-    config: RewardConfig
-    name = "reward"
 
-    @property
-    def timeout_s(self) -> float:
-        return self.config.timeout_s
+class RewardRunner(WorkerPool):
+    """Scores samples in `reward.workers` processes at once. Raises ConfigError if a function is not available."""
 
-    def open(self) -> Scorer:
-        """Raises ConfigError if a function is not available."""
-        return Scorer(self.config)
+    def __init__(self, config: RewardConfig) -> None:
+        super().__init__(reward_work(config), config.workers)
+        self._config = config
+
+    def score(self, samples: Sequence[RewardSample]) -> Scores:
+        """Reward of every sample; never raises for errors of a reward function, or for the end of its process."""
+        scores = Scores([self._config.failure_value] * len(samples))
+        futures = [self.submit(sample) for sample in samples]
+        for index, future in enumerate(futures):
+            try:
+                reward, reason = SYSTEM.result(future, math.inf)
+            except BaseException:  # an interruption does not wait for functions
+                self.close()
+                raise
+            if reward is not None:
+                scores.rewards[index] = reward
+                continue
+            scores.failures[reason] += 1
+            if scores.failures[reason] == 1:
+                answer = samples[index].answer
+                logger.warning("a reward failed: %s (sample %d, reference answer %.80r)", reason, index, answer)
+        return scores

@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from specactor_ray.config import Config
 from specactor_ray.config.methods import taught_by_trainer
-from specactor_ray.config.schema import AUTO
+from specactor_ray.config.rules import validate_training
+from specactor_ray.config.schema import AUTO, DrafterConfig, TargetConfig
+from specactor_ray.config.training_schema import RewardFunctionConfig
 from specactor_ray.core.console import say
+from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
-from specactor_ray.rollout.preflight import refuse_early
+from specactor_ray.draft.footprint import empty_head
+from specactor_ray.models.cache_size import available_bytes, count_parameters, itemsize_of
+from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.rollout.memory import (
+    PROCESS_BYTES,
+    MemoryItem,
+    check_memory,
+    gib,
+    memory_lines,
+    plan_rollout_memory,
+)
+from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
+from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.turns import ChatTurns
 from specactor_ray.runs.folder import TrainingRun, open_run
 from specactor_ray.runs.output import discard_run_folder
-from specactor_ray.trainer.ahead import AheadMaker
-from specactor_ray.trainer.data import TaskStream
+from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.display import TrainingDisplay
+from specactor_ray.trainer.environment import Environment, make_environment
 from specactor_ray.trainer.record import StepRecorder
-from specactor_ray.trainer.saver import Saver
-from specactor_ray.trainer.setup import announce, checked_memory, checked_tasks, open_conversations, prepare
-from specactor_ray.trainer.steps import MakerPart, TrainingParts, TrainOutcome, run_steps
+from specactor_ray.trainer.rewards import NEED_ANSWERS, RewardRunner, Scorer
+from specactor_ray.trainer.steps import Saver, TrainingParts, TrainOutcome, run_steps
+
+_FLOAT32 = 4
+FIXES = (
+    "a smaller trainer.micro_batch_tokens, target.kv_cache_gb or target.replicas, "
+    "trainer.gradient_checkpointing=true, or algorithm.kl_coef=0."
+)
 
 
 def train(
@@ -54,10 +76,12 @@ def train(
     for line in lines:
         say(console, line)
     with sigterm_interrupts():
-        run = open_run(config, stream.order.size, keep_dtype=keep_dtype)
+        run = open_run(config, stream.size, keep_dtype=keep_dtype)
         try:
-            stream.order.position, stream.skipped = run.state.position, run.state.skipped_tasks
-            announce(config, run, checked_memory(config), console)
+            stream.position, stream.skipped = run.state.position, run.state.skipped_tasks
+            memory = plan_memory(config)
+            check_memory(config, memory, available_bytes(), FIXES)
+            announce(config, run, memory, console)
             display = display or TrainingDisplay(console, config.trainer.steps)
             return _train(config, run, stream, console, display, enough)
         except BaseException as error:
@@ -81,37 +105,149 @@ def _train(
 ) -> TrainOutcome:
     """Start all parts and run the steps."""
     with signals_deferred():  # takes seconds, so only after the checks
-        from specactor_ray.learner.recipe import make_recipe
+        from specactor_ray.learner.algorithms import make_recipe
         from specactor_ray.rollout.rollout import Rollout
-        from specactor_ray.trainer.experience import ExperienceMaker
-        from specactor_ray.trainer.reward_runner import RewardRunner
+        from specactor_ray.trainer.conversations import Conversations
+        from specactor_ray.trainer.experience import AheadMaker, ExperienceMaker
         from specactor_ray.trainer.trainer_group import TrainerGroup
 
-    pupil = taught_by_trainer(config)
-    with (
-        display,
-        Rollout(config) as rollout,
-        TrainerGroup(config, rollout.run_name, run.checkpoint) as trainer,
-        StepRecorder(config, run, rollout, display) as record,
-        RewardRunner(config.reward) as rewards,
-        open_conversations(config) or contextlib.nullcontext() as conversations,
-        contextlib.ExitStack() as parts,
-    ):
-        maker: MakerPart = ExperienceMaker(config, make_recipe(config), stream, rewards, record.timed, conversations)
+    taught = taught_by_trainer(config)
+    with contextlib.ExitStack() as parts:
+        parts.enter_context(display)
+        rollout = parts.enter_context(Rollout(config))
+        trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
+        record = parts.enter_context(StepRecorder(config, run, rollout, display))
+        rewards = parts.enter_context(RewardRunner(config.reward))
+        conversations = None
+        if config.environment.name is not None:
+            context = max_prompt_tokens(config) + config.sampling.max_tokens
+            conversations = parts.enter_context(Conversations(config, _tokenizer(config), context))
+        maker = ExperienceMaker(config, make_recipe(config), stream, rewards, record.timed, conversations)
+        ahead = None
         if config.trainer.max_staleness:
             ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)
-            maker = parts.enter_context(contextlib.closing(ahead))
+            parts.callback(ahead.close)
         return run_steps(
             TrainingParts(
                 config=config,
                 rollout=rollout,
                 trainer=trainer,
-                maker=maker,
+                maker=ahead or maker,
                 record=record,
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved, run.check_lease),
-                sampling=config.sampling,
-                pupil=None if pupil is None else pupil.method,
+                taught=None if taught is None else taught.method,
                 say=lambda line: say(console, line),
                 enough=enough,
             )
         )
+
+
+def _tokenizer(config: Config) -> Any:
+    return load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
+
+
+# ---- checks that need no cluster ----
+
+
+def prepare(config: Config) -> None:
+    """Set values that depend on other sections, and refuse what cannot work.
+
+    Raises:
+        ConfigError: A value is out of range, or a reward function or the environment is missing or does not fit.
+    """
+    validate_training(config)
+    generated = (config.data.path or "").startswith("reasoning_gym:")
+    if not config.reward.functions:
+        config.reward.functions = [RewardFunctionConfig("reasoning_gym" if generated else "exact_match")]
+    Scorer(config.reward)
+    if config.environment.name is not None:
+        make_environment(config.environment)
+    if not generated and any(term.name == "reasoning_gym" for term in config.reward.functions):
+        problem = f"reasoning_gym scores its own tasks only, and data.path is {config.data.path}."
+        raise ConfigError("reward.functions", problem, "use exact_match, math, or package.module:function.")
+
+
+def checked_tasks(config: Config) -> TaskStream:
+    """The tasks in their order, from the first one on; at least one of them fits the model.
+
+    Raises:
+        ConfigError, InputError: See `open_source`; or there is no room for prompts, no prompt fits, or the chat
+            template does not support the environment.
+    """
+    data = config.data
+    source = open_source(data, config.sampling.seed)  # its errors are reported before the tokenizer is loaded
+    needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]
+    if needs_answer and source[0].answer is None:
+        raise InputError(
+            f"data.path: task 1 of {data.path} has no {data.answer_key!r} (data.answer_key), and the reward "
+            f"{needs_answer[0]} compares with it. Fix: add it, or choose another reward.functions"
+        )
+    tokenizer = _tokenizer(config)
+    limit = max_prompt_tokens(config)
+    if config.environment.name is not None:
+        role = getattr(make_environment(config.environment), "role", Environment.role)
+        ChatTurns(tokenizer).between([{"role": role, "content": "Answer"}], ())
+
+    def count_tokens(prompt: Prompt) -> int:
+        return len(encode_prompt(tokenizer, prompt, data.chat))
+
+    def stream() -> TaskStream:
+        return TaskStream(source, config.sampling.seed, count_tokens, limit, data.shuffle)
+
+    stream().take(1)
+    return stream()
+
+
+def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], console: Console) -> None:
+    """Print the run, the checkpoint it continues from, and its memory need."""
+    for item in memory:
+        say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
+    for line in memory_lines(config, memory):
+        say(console, line)
+    samples = config.trainer.prompts_per_step * config.data.n
+    what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
+    say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")
+    for note in start_notes(config):
+        say(console, note)
+    if run.checkpoint is not None:
+        say(console, f"run {config.run.name}: continues from {run.checkpoint} (step {run.state.step})")
+
+
+def plan_memory(config: Config) -> list[MemoryItem]:
+    """Peak memory of each part of the run: estimates in bytes, on the safe side."""
+    target, trainer = config.target, config.trainer
+    size, text = count_parameters(target.model, target.trust_remote_code)
+    plan = plan_rollout_memory(config)
+    taught = taught_by_trainer(config)
+    if taught is not None:
+        plan.append(MemoryItem("trainer", f"learning of {taught.method}", _held_by_learner(taught, target)))
+    # Weights, gradients and two moments in float32; ZeRO spreads them (stage 3 all, below only the moments).
+    states = 4 * size * _FLOAT32 * 1.0 + trainer.ranks * PROCESS_BYTES
+    if trainer.ranks > 1 and trainer.zero_stage < 3:
+        states += (trainer.ranks - 1) * 2 * size * _FLOAT32
+    plan.append(MemoryItem("trainer", "weights, gradients, moments", states))
+    if config.algorithm.kl_coef:
+        plan.append(MemoryItem("trainer", "reference model", trainer.ranks * size * _FLOAT32))
+    plan.append(MemoryItem("trainer", "activations", trainer.ranks * _activation_bytes(config, text)))
+    # The version in the object store, and the next one while it is sent.
+    plan.append(MemoryItem("object store", "two versions of the weights", 2.0 * size * itemsize_of(target)))
+    return plan
+
+
+def _held_by_learner(drafter: DrafterConfig, target: TargetConfig) -> float:
+    """Bytes of a head, of gradients and moments of all but its embedding, and of its hidden states, in float32."""
+    head = empty_head(drafter, target)
+    size = sum(parameter.numel() for parameter in head.parameters())
+    trained = size - head.embed_tokens.weight.numel()
+    states = drafter.online.buffer_tokens * head.config.feature_size
+    return float(_FLOAT32 * (size + 3 * trained + states))
+
+
+def _activation_bytes(config: Config, text: Any) -> float:
+    """Bytes of one micro-batch: about 34 hidden-sized values per token and layer (Korthikanti et al. 2022, arXiv
+    2205.05198, eq. 1, in float32 twice their bytes), and four copies of the logits of its output tokens."""
+    tokens = config.trainer.micro_batch_tokens
+    layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
+    per_layer = 2 if config.trainer.gradient_checkpointing else 34
+    logits = 4.0 * tokens * int(text.vocab_size) * _FLOAT32
+    return float(per_layer * layers * hidden * tokens * _FLOAT32 / 2 + logits)

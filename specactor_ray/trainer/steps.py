@@ -1,28 +1,27 @@
 """The steps of training, written as the algorithm.
 
-This module starts nothing and imports neither Ray nor torch: the same code runs with the real parts and with mocks.
+This module starts nothing and imports neither Ray nor torch: the same code runs with the real parts and with fakes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, SpecActorError
 from specactor_ray.core.signals import signals_deferred
-from specactor_ray.core.types import SamplingParams
-from specactor_ray.runs.checkpoint import TrainState, mean_reward
-from specactor_ray.trainer.saver import Saver
-from specactor_ray.transport.messages import WeightSet
+from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, mean_reward
 
 if TYPE_CHECKING:
-    from specactor_ray.learner.batching import Sample
-    from specactor_ray.trainer.experience import Experience
+    from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
+    from specactor_ray.trainer.record import StepRecorder
+    from specactor_ray.trainer.trainer_ranks import TrainerRanks
 
 logger = logging.getLogger(__name__)
 
@@ -45,48 +44,62 @@ class TrainOutcome:
         return {"complete": 0, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}[self.status]
 
 
-class RolloutPart(Protocol):
-    """Methods of a `Rollout` that the steps use."""
+class Saver:
+    """Writes checkpoints of the state of the trainer's weights.
 
-    def update_weights(self, weights: WeightSet, policy: str | None = None) -> object: ...
+    Args:
+        write: Fills a checkpoint's folder with the trainer's files.
+        saved: Whether `state` needs no saving.
+        check: Raises if this process must not write any more.
+    """
 
-    def update_drafter(self, method: str, weights: WeightSet) -> None: ...
+    def __init__(
+        self,
+        store: CheckpointStore,
+        write: Callable[[Path], None],
+        state: TrainState,
+        saved: bool,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.state = state
+        """State after the last complete update."""
+        self.failures = 0
+        """Number of checkpoints that could not be written."""
+        self.problem = ""
+        """Reason why the last wanted checkpoint is missing; empty if it exists."""
+        self._store, self._write, self._check = store, write, check
+        self._saved_step = state.step if saved else -1
+        self._updating = False
 
-    def sleep(self) -> None: ...
+    def begin_update(self) -> None:
+        """Begin an update: from now on the weights are between two steps, and cannot be saved."""
+        self._updating = True
 
-    def wake(self) -> None: ...
+    def advance(self, state: TrainState) -> None:
+        """Complete the update: the weights have this state."""
+        self.state, self._updating = state, False
 
+    def save(self) -> bool:
+        """Save the state unless it is saved. Returns whether it is; `problem` has the reason if not.
 
-class TrainerPart(Protocol):
-    """Methods of `TrainerRanks` that the steps use."""
-
-    def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]: ...
-
-    def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None: ...
-
-    def export_weights(self, version: int) -> WeightSet: ...
-
-    def offload(self) -> None: ...
-
-    def reload(self) -> None: ...
-
-
-class MakerPart(Protocol):
-    """Methods of an `ExperienceMaker` that the steps use."""
-
-    def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience: ...
-
-
-class RecordPart(Protocol):
-    """Methods of a `StepRecorder` that the steps use."""
-
-    def begin(self, step: int) -> None: ...
-
-    def timed(self, phase: str) -> AbstractContextManager[None]: ...
-
-    def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None: ...
-
-    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome: ...
+        Raises:
+            SpecActorError: The trainer failed, or another process has taken over the run.
+        """
+        if self.state.step == self._saved_step:
+            return True
+        if self._updating:
+            self.problem = f"the update after step {self.state.step} was broken off, and the weights are between steps"
+            return False
+        self._check()
+        try:
+            self._store.save(self.state, self._write)
+        except OSError as error:
+            self.failures += 1
+            self.problem = str(error)
+            logger.error("the checkpoint of step %d was not written: %s", self.state.step, error)
+            return False
+        self._saved_step, self.problem = self.state.step, ""
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +107,13 @@ class TrainingParts:
     """Parts that the steps use."""
 
     config: Config
-    rollout: RolloutPart
-    trainer: TrainerPart
-    maker: MakerPart
-    record: RecordPart
+    rollout: Rollout
+    trainer: TrainerRanks
+    maker: ExperienceMaker | AheadMaker
+    record: StepRecorder
     saver: Saver
     """Holds the initial state of the training, and later the present one."""
-    sampling: SamplingParams
-    pupil: str | None
+    taught: str | None
     """Method of the drafter that the trainer trains; None if it trains none."""
     say: Callable[[str], None]
     """Shows a line to the user."""
@@ -141,14 +153,15 @@ def run_steps(parts: TrainingParts) -> TrainOutcome:
 def _step(parts: TrainingParts) -> None:
     state, record, saver = parts.saver.state, parts.record, parts.saver
     record.begin(state.step)
-    experience = parts.maker.collect(parts.rollout, parts.sampling, state.step)
+    sampling = parts.config.sampling
+    experience = parts.maker.collect(parts.rollout, sampling, state.step)
     with parts.shielded():
         if parts.config.trainer.offload:
             parts.rollout.sleep()
             parts.trainer.reload()
         saver.begin_update()
         with record.timed("update"):
-            update = parts.trainer.update(experience.samples, state.step, parts.sampling.seed + state.step)
+            update = parts.trainer.update(experience.samples, state.step, sampling.seed + state.step)
         saver.advance(_next(state, update, experience))
         num_bytes = 0
         try:
@@ -164,18 +177,18 @@ def _step(parts: TrainingParts) -> None:
 def _hand_over(parts: TrainingParts, experience: Experience) -> int:
     """Send new weights to the verifiers, and those of a trained drafter to its actors. Returns the former's bytes."""
     rollout, trainer, record, done = parts.rollout, parts.trainer, parts.record, parts.saver.state.step
-    taught = None
-    if parts.pupil is not None:
+    drafter_weights = None
+    if parts.taught is not None:
         with record.timed("update"):
-            taught = trainer.teach_drafter(experience.samples, done - 1)
+            drafter_weights = trainer.teach_drafter(experience.samples, done - 1)
     with record.timed("sync"):
         weights = trainer.export_weights(done)
         if parts.config.trainer.offload:
             trainer.offload()
             rollout.wake()
         rollout.update_weights(weights, KEEP if parts.config.trainer.max_staleness else None)
-        if parts.pupil is not None and taught is not None:
-            rollout.update_drafter(parts.pupil, taught)
+        if parts.taught is not None and drafter_weights is not None:
+            rollout.update_drafter(parts.taught, drafter_weights)
     return weights.num_bytes
 
 

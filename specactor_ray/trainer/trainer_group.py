@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -17,7 +16,7 @@ from specactor_ray.cluster.names import NAMESPACE, actor_name
 from specactor_ray.cluster.placement import Demand, cluster_supply, demand_against_supply
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ClusterError
-from specactor_ray.learner.engines.deepspeed_engine import LOOPBACK, Rendezvous
+from specactor_ray.learner.deepspeed_engine import LOOPBACK, Rendezvous
 from specactor_ray.learner.trainer import TrainerSpec
 from specactor_ray.trainer.trainer_ranks import TrainerRanks
 
@@ -51,9 +50,7 @@ class TrainerGroup(TrainerRanks):
     def __enter__(self) -> TrainerGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from specactor_ray.core.errors import ActorLostError, CallError, SpecActorError
 
 if TYPE_CHECKING:
     from specactor_ray.learner.batching import Sample
-    from specactor_ray.learner.saving import SavedPart
+    from specactor_ray.learner.engine import SavedPart
     from specactor_ray.transport.messages import WeightSet
 
 logger = logging.getLogger(__name__)

@@ -53,7 +53,7 @@ NETWORK = {
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if any(argument.partition("=")[0] in ("--virtual", "--replay") for argument in arguments):
-        from tests.faults.command import main as run_virtual
+        from tests.faults.campaign import main as run_virtual
 
         return run_virtual(arguments)
     options = parse(arguments)

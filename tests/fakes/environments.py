@@ -14,8 +14,7 @@ from typing import Any
 
 from specactor_ray.rollout.turns import Message
 from specactor_ray.trainer.data import Task
-from specactor_ray.trainer.environment import Environment, Reply, Turn
-from specactor_ray.trainer.shipped_environments import Calculator
+from specactor_ray.trainer.environment import Calculator, Environment, Reply, Turn
 
 
 class Echo(Environment):

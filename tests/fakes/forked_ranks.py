@@ -124,7 +124,7 @@ class ForkedRanks(TrainerRanks):
     """The ranks of a configuration, started as `TrainerGroup` starts them."""
 
     def __init__(self, config: Config, checkpoint: Path | None = None) -> None:
-        from specactor_ray.learner.engines.deepspeed_engine import LOOPBACK, Rendezvous
+        from specactor_ray.learner.deepspeed_engine import LOOPBACK, Rendezvous
         from specactor_ray.learner.trainer import TrainerSpec
 
         self.processes = [ForkedRank() for _ in range(config.trainer.ranks)]

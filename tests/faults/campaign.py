@@ -1,15 +1,29 @@
-"""Many simulated runs: until as many faults have struck as were asked for, on all cores; what fails is shrunk."""
+"""`scripts/chaos --virtual N` and `--replay SCENARIO`: runs on virtual time under faults; failing ones are shrunk."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
 import os
+import shlex
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from specactor_ray.simulation.run import silence
+from rich.table import Table
+
+from specactor_ray.core.console import make_console, make_table, say
+from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from specactor_ray.core.files import write_json
+from specactor_ray.core.progress import PhaseProgress
+from specactor_ray.core.signals import sigterm_interrupts
+from specactor_ray.simulation.cluster import silence
+from tests.faults.injector import FaultPlan
 from tests.faults.run import FaultScenario, Report, simulate
 
 FAULTS_PER_RUN = 100
@@ -17,9 +31,63 @@ _SEEDS_PER_CAMPAIGN = 100_000
 _SHRINK_RUNS = 60
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0 sound, 1 a run failed, 2 a wrong option, 130 interrupted."""
+    options = parse(arguments)
+    if options.replay is not None:
+        return replay_faults(options.replay, options.trace)
+    return run_faults(options.virtual, options.seed, options.requests, options.processes, options.json)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__, allow_abbrev=False)
+    job = parser.add_mutually_exclusive_group(required=True)
+    job.add_argument("--virtual", type=at_least(1), metavar="N", help="faults, over as many runs as that takes")
+    job.add_argument("--replay", type=_scenario, metavar="SCENARIO", help="a seed, or the JSON of a failed run")
+    parser.add_argument("--requests", type=at_least(1), default=64, help="of a stream or a training step (default: 64)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of the campaign (default: 0)")
+    parser.add_argument("--processes", type=at_least(1), help="default: one per core")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="report of the campaign; never overwritten")
+    parser.add_argument("--trace", action="store_true", help="--replay: print every event")
+    options = parser.parse_args(arguments)
+    if options.json is not None and options.json.exists():
+        parser.error(f"--json: {options.json} exists; name another file")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.parent}; make it first")
+    return options
+
+
+def at_least(least: int) -> Any:
+    """Parser of whole numbers from `least` on."""
+
+    def parse_number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of {least} or more")
+        return int(text)
+
+    return parse_number
+
+
+def _scenario(text: str) -> FaultScenario:
+    """The scenario of a seed in a campaign, or of the JSON in a `replay_line`."""
+    if text.isdecimal():
+        return FaultScenario.draw(int(text), FAULTS_PER_RUN)
+    try:
+        data = json.loads(text)
+        plan = data.pop("faults")
+        return FaultScenario(**data, faults=FaultPlan(**{**plan, "kinds": tuple(plan["kinds"])}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a seed nor the JSON of a scenario ({error})") from None
+
+
+def replay_line(scenario: FaultScenario) -> str:
+    """The command that repeats exactly this run."""
+    return f"scripts/chaos --replay {shlex.quote(json.dumps(asdict(scenario)))}"
+
+
 @dataclass
 class Campaign:
-    """What many runs came to."""
+    """Totals of many runs."""
 
     seed: int
     runs: int = 0
@@ -28,10 +96,10 @@ class Campaign:
     failed: int = 0
     """Poison requests that ended with their reason."""
     gave_up: int = 0
-    """Runs that ended with an error, as they may: their controller was killed, or their only verifier all the time."""
+    """Runs that ended with a permitted error: their controller was killed, or their only verifier all the time."""
     restarts: int = 0
     failed_starts: int = 0
-    """Starts that enough faults had struck."""
+    """Starts that ended because of enough faults."""
     events: int = 0
     virtual_s: float = 0.0
     violations: list[Report] = field(default_factory=list)
@@ -65,10 +133,10 @@ def run_campaign(
     """Run scenarios until `faults` faults have struck.
 
     Args:
-        faults: Faults in all, those on single calls included.
-        seed: Of the campaign; each run has its own, derived from it.
-        requests: Of each stream.
-        processes: To use; default: one per core.
+        faults: Faults in total, those on single calls included.
+        seed: Seed of the campaign; each run has its own, derived from it.
+        requests: Requests of each stream.
+        processes: Processes to use; default: one per core.
         on_run: Called after every run.
     """
     campaign, seeds = Campaign(seed), iter(range(seed * _SEEDS_PER_CAMPAIGN, (seed + 1) * _SEEDS_PER_CAMPAIGN))
@@ -94,13 +162,8 @@ def run_campaign(
     return campaign
 
 
-def shrink(scenario: FaultScenario, on_run: Callable[[], None] = lambda: None) -> FaultScenario:
-    """A smaller scenario that fails as well: fewer faults, kinds, requests and actors, within a bounded search.
-
-    Args:
-        scenario: One that fails.
-        on_run: Called after every run.
-    """
+def shrink(scenario: FaultScenario) -> FaultScenario:
+    """A smaller scenario that fails as well: fewer faults, kinds, requests and actors, within a bounded search."""
     runs, progress = 0, True
     while progress:
         progress = False
@@ -108,9 +171,7 @@ def shrink(scenario: FaultScenario, on_run: Callable[[], None] = lambda: None) -
             if runs >= _SHRINK_RUNS:
                 return scenario
             runs += 1
-            failed = bool(simulate(smaller).violations)
-            on_run()
-            if failed:
+            if simulate(smaller).violations:
                 scenario, progress = smaller, True
                 break
     return scenario
@@ -132,15 +193,67 @@ def _smaller(scenario: FaultScenario) -> Iterator[FaultScenario]:
         yield replace(scenario, verifiers=1)
 
 
-def replay_line(scenario: FaultScenario) -> str:
-    """The command that runs exactly this scenario."""
-    plan = scenario.faults
-    parts = [
-        f"--replay {scenario.seed}",
-        f"--count {plan.count}",
-        f"--interval {plan.interval_s!r}",
-        f"--kinds '{','.join(plan.kinds)}'",
-        f"--requests {scenario.requests}",
-        f"--layout {scenario.verifiers},{scenario.drafters},{scenario.nodes},{scenario.mode}",
-    ]
-    return " ".join(["scripts/chaos", *parts, *(["--training"] if scenario.training else [])])
+def run_faults(faults: int, seed: int, requests: int, processes: int | None, output: Path | None) -> int:
+    console, campaign, interrupted = make_console(), Campaign(seed), False
+    with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "faults", faults) as progress:
+
+        def show(now: Campaign) -> None:
+            nonlocal campaign
+            campaign = now
+            figures = f"{now.num_faults:,} faults, {now.runs} runs, {len(now.violations)} failed"
+            progress.update(now.num_faults, figures)
+
+        try:
+            run_campaign(faults, seed, requests, processes, show)
+        except KeyboardInterrupt:
+            interrupted = True
+        seconds = progress.seconds
+    silence()  # of what is shrunk, too
+    console.print(faults_table(campaign.faults))
+    ended = f"{campaign.finished:,} requests finished, {campaign.failed} poison ones failed with their reason"
+    say(console, f"{campaign.runs} runs, {campaign.num_faults:,} faults: {ended}")
+    gave_up = f"{campaign.failed_starts} starts failed and {campaign.gave_up} rollouts gave up (permitted)"
+    say(console, f"training resumed {campaign.restarts}x; {gave_up}")
+    say(console, f"{campaign.events:,} events, {campaign.virtual_s:,.0f} virtual seconds in {seconds:.0f} s")
+    lines = []
+    for report in campaign.violations if not interrupted else ():
+        found = "; ".join(report.violations[:3])
+        say(console, f"seed {report.scenario.seed} FAILED: {found}; looking for a smaller run")
+        lines.append(replay_line(shrink(report.scenario)))
+        say(console, f"  repeat it with: {lines[-1]}")
+    if output is not None:
+        summary = {name: value for name, value in vars(campaign).items() if name != "violations"}
+        failures = [{"seed": one.scenario.seed, "violations": one.violations} for one in campaign.violations]
+        report_data = {
+            **summary,
+            "num_faults": campaign.num_faults,
+            "seconds": seconds,
+            "failures": failures,
+            "replay": lines,
+            "status": "interrupted" if interrupted else "complete",
+        }
+        write_json(output, report_data, shared=True, new=True)
+    if interrupted:
+        seeds = ", ".join(str(report.scenario.seed) for report in campaign.violations)
+        say(console, f"interrupted; {f'seeds that failed: {seeds}' if seeds else 'nothing was found'}")
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if campaign.violations else 0
+
+
+def replay_faults(scenario: FaultScenario, trace: bool) -> int:
+    silence()
+    console = make_console()
+    report = simulate(scenario, (lambda time, what: say(console, f"{time:12.6f} {what}")) if trace else None)
+    console.print(faults_table(report.faults))
+    say(console, f"{report.events:,} events, {report.virtual_s:,.1f} virtual seconds, digest {report.digest:08x}")
+    for violation in report.violations:
+        say(console, f"FAILED: {violation}")
+    if not report.violations:
+        say(console, "nothing was found")
+    return EXIT_FAILED if report.violations else 0
+
+
+def faults_table(faults: Mapping[str, int]) -> Table:
+    """Number of strikes of each kind of fault, the most frequent first."""
+    rows = ((kind, f"{times:,}") for kind, times in sorted(faults.items(), key=lambda item: (-item[1], item[0])))
+    return make_table(("kind", "times"), rows, "faults that struck", text=("kind",), title_justify="left")

@@ -14,10 +14,9 @@ from specactor_ray.core.errors import ActorLostError, ConfigError, SpecActorErro
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.simulation.cluster import LINGER_S
+from specactor_ray.simulation.cluster import LINGER_S, VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
-from specactor_ray.simulation.run import VirtualRun
 from specactor_ray.simulation.text import HashedText
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import WeightSet

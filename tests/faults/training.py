@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from specactor_ray.actors.trainer import TrainerActor
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.saving import PartWriter, SavedPart, WorkCounter
+from specactor_ray.learner.engine import PartWriter, SavedPart, WorkCounter
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import VirtualActor, VirtualTransport
-from specactor_ray.trainer.saver import Saver
-from specactor_ray.trainer.steps import TrainingParts, TrainOutcome, run_steps
+from specactor_ray.trainer.steps import Saver, TrainingParts, TrainOutcome, run_steps
 from specactor_ray.trainer.trainer_ranks import TrainerRanks
 from specactor_ray.transport.messages import WeightSet
 from tests.number_text import stopped_output
@@ -202,8 +201,7 @@ class Training:
             record=self._record,
             saver=Saver(store, ranks.save, state, saved=True),
             shielded=contextlib.nullcontext,
-            sampling=SamplingParams(),
-            pupil=None,
+            taught=None,
             say=lambda line: None,
         )
 

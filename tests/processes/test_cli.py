@@ -162,8 +162,8 @@ class TestUserErrors:
     def test_mistakes_of_a_benchmark_and_of_a_scenario_load_neither_ray_nor_torch(self, folder: Path) -> None:
         for arguments, problem in (
             (["bench", "rollout", "data.path=good.jsonl", "--modes", "coupled"], "--modes must contain plain"),
-            (["simulate", "--config", "none.yaml"], "none.yaml"),
-            (["simulate", "--config", "two_cores", "workload.request=3"], "workload.request: unknown key"),
+            (["simulate", "run", "--config", "none.yaml"], "none.yaml"),
+            (["simulate", "run", "--config", "two_cores", "workload.request=3"], "workload.request: unknown key"),
         ):
             done = specactor(folder, *arguments)
             assert problem in error_line(done) and not {"ray", "torch", "transformers"} & set(done.heavy)

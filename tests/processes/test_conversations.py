@@ -17,17 +17,17 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ActorLostError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.recipe import make_recipe
+from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.trainer import worker_pool
+from specactor_ray.trainer import workers
 from specactor_ray.trainer.conversations import Conversations, Episode
-from specactor_ray.trainer.data import Task, TaskOrder, TaskStream
+from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import ExperienceMaker
-from specactor_ray.trainer.reward_runner import RewardRunner
+from specactor_ray.trainer.rewards import RewardRunner
 from specactor_ray.transport.messages import RequestStats
 from tests import tiny
 
@@ -139,7 +139,7 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
             "trainer": {"prompts_per_step": 1},
         }
     )
-    stream = TaskStream(Tasks(), TaskOrder(9, 0, False), lambda prompt: 1, 100)
+    stream = TaskStream(Tasks(), 0, lambda prompt: 1, 100, shuffle=False)
     with Conversations(config, rollout.tokenizer, 512) as conversations, RewardRunner(config.reward) as rewards:
         arguments = (config, make_recipe(config), stream, rewards, lambda _: contextlib.nullcontext(), conversations)
         maker = ExperienceMaker(*arguments)
@@ -265,7 +265,7 @@ FAILURES = {
 
 def test_a_failure_costs_its_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The others of the same processes go on; one whose process died once does so, too."""
-    monkeypatch.setattr(worker_pool, "_GRACE_S", 0.5)
+    monkeypatch.setattr(workers, "_GRACE_S", 0.5)
     words = load_tokenizer(str(tiny.tiny_target()))
     names = [*FAILURES, "fine", "dies once"]
 

@@ -13,8 +13,8 @@ import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import InputError
-from specactor_ray.learner.engines import deepspeed_engine as engines
-from specactor_ray.learner.saving import PartWriter, WorkCounter
+from specactor_ray.learner import deepspeed_engine as engines
+from specactor_ray.learner.engine import PartWriter, WorkCounter
 from tests.fakes.forked_ranks import run_forked
 from tests.ports import free_port
 

@@ -15,9 +15,8 @@ import pytest
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.leftovers import start_ticks
-from specactor_ray.trainer import worker_pool
-from specactor_ray.trainer.reward_runner import RewardRunner, Scores
-from specactor_ray.trainer.rewards import RewardSample
+from specactor_ray.trainer import workers
+from specactor_ray.trainer.rewards import RewardRunner, RewardSample, Scores
 
 PATIENCE_S = 60.0
 
@@ -65,14 +64,14 @@ def test_what_raises_costs_its_own_sample_only(value: float | None) -> None:
 
 
 def test_what_hangs_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "_GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(workers, "_GRACE_S", PATIENCE_S)
     scores = score("hangs", samples(4), timeout_s=0.2)
     assert scores.rewards == [None] * 4
     assert dict(scores.failures) == {"took longer than reward.timeout_s (0.2 s)": 4}
 
 
 def test_what_cannot_be_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "_GRACE_S", 0.5)
+    monkeypatch.setattr(workers, "_GRACE_S", 0.5)
     scores = score("hangs_hard", samples(3), timeout_s=0.2)
     assert scores.rewards == [None] * 3
     assert dict(scores.failures) == {"timed out and had to be killed": 3}
@@ -110,8 +109,8 @@ def test_a_function_has_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_holds_more_memory_than_is_left_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "_LARGE_BYTES", 200 << 20)
-    monkeypatch.setattr(worker_pool, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(workers, "_LARGE_BYTES", 200 << 20)
+    monkeypatch.setattr(workers, "available_bytes", lambda: 100 << 20)
     scores = score("holds_memory", samples(1))
     assert dict(scores.failures) == {"its process died 3 times": 1}
     assert score("length", samples(2)).rewards == [0.5, 1.0]

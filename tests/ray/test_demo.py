@@ -15,7 +15,7 @@ import pytest
 from specactor_ray.config import load_config
 from specactor_ray.rollout.preflight import refuse_early
 from specactor_ray.runs.folder import open_run
-from specactor_ray.trainer.setup import checked_tasks, prepare
+from specactor_ray.trainer.run import checked_tasks, prepare
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,5 +46,5 @@ def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path, monk
     monkeypatch.chdir(tmp_path)
     config, _ = refuse_early(load_config(Path(file), overrides), trains=True)
     prepare(config)
-    with contextlib.closing(open_run(config, checked_tasks(config).order.size)) as run:
+    with contextlib.closing(open_run(config, checked_tasks(config).size)) as run:
         assert run.state.step == 2 and run.checkpoint is not None, "the printed command continues this run"

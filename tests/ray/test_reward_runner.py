@@ -9,8 +9,7 @@ import pytest
 import ray
 
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
-from specactor_ray.trainer.reward_runner import RewardRunner
-from specactor_ray.trainer.rewards import RewardSample
+from specactor_ray.trainer.rewards import RewardRunner, RewardSample
 
 pytestmark = pytest.mark.ray
 

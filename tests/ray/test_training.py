@@ -20,10 +20,10 @@ from specactor_ray.config import load_config
 from specactor_ray.core.console import make_console
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.folder import read_metrics
-from specactor_ray.trainer.conversations import Conversations, Episode
+from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.experience import Experience, ExperienceMaker
+from specactor_ray.trainer.record import numbers
 from specactor_ray.trainer.run import TrainOutcome, train
-from specactor_ray.trainer.tracking import numbers
 from specactor_ray.transport.messages import WeightSet
 from tests import tiny
 
@@ -275,19 +275,19 @@ def test_an_interrupted_conversation_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a rollout, with turns and steps of environments under way."""
-    seen, tasks, begin_step = Seen(monkeypatch), sums(tmp_path), Conversations._step
+    seen, tasks, submit = Seen(monkeypatch), sums(tmp_path), Conversations.submit
     common = ("trainer.steps=3", "mode=coupled", "algorithm.name=ppo", *CONVERSATION, *FEW)
     whole = run(settings(tasks, tmp_path, "whole", *common))
-    taken, steps = seen.taken(), list[Episode]()
+    taken, steps = seen.taken(), list[Any]()
 
-    def interrupt(made: Conversations, episode: Episode, *arguments: Any) -> Any:
-        steps.append(episode)
+    def interrupt(made: Conversations, request: tuple[str, tuple[Any, ...]]) -> Any:
+        steps.extend([request] if request[0] == "step" else [])
         if len(seen.steps) == 1 and len(steps) > 30:
             raise KeyboardInterrupt
-        return begin_step(made, episode, *arguments)
+        return submit(made, request)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Conversations, "_step", interrupt)
+        patched.setattr(Conversations, "submit", interrupt)
         assert run(settings(tasks, tmp_path, "stopped", *common)).status == "interrupted"
     assert seen.taken() == taken[:1]
     resumed = run(settings(tasks, tmp_path, "stopped", *common, "resume=auto"))

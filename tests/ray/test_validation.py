@@ -1,4 +1,4 @@
-"""`specactor simulate --validate` on tiny models: what is measured and what is simulated are the same requests."""
+"""`specactor simulate validate` on tiny models: what is measured and what is simulated are the same requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_same_requests_are_measured_and_simulated(tmp_path: Path, monkeypatc
         "speculation.verify=all",
     ]
     report_file = tmp_path / "report.json"
-    done = CliRunner().invoke(app, ["simulate", "--validate", "--batch", "2", "--json", str(report_file), *settings])
+    done = CliRunner().invoke(app, ["simulate", "validate", "--batch", "2", "--json", str(report_file), *settings])
     assert done.exit_code == 0, done.output
     assert "simulated against measured" in done.stdout and "median" in done.stdout
     report = json.loads(report_file.read_text())

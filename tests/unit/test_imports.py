@@ -60,7 +60,7 @@ MAY_IMPORT = {
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
     "triton": ("sampling/triton.py", "models/_paged_attention_triton.py"),
-    "deepspeed": ("learner/engines/deepspeed_engine.py",),
+    "deepspeed": ("learner/deepspeed_engine.py",),
     "transformers": ("models/", "draft/eagle/head.py", "trainer/", "distill/", "bench/gpu_check/", "runs/"),
     "torch": (
         "sampling/",

@@ -17,28 +17,31 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from specactor_ray.cli import main as cli
-from specactor_ray.cli.train_drafter import TrainPaths, train_drafter
+from specactor_ray.cli.train_drafter import train_drafter
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
-from specactor_ray.distill.measuring import drafter_of
-from specactor_ray.distill.recipe import CorpusRecipe, TrainRecipe
-from specactor_ray.distill.rollouts import EngineLimits, split_prompts
+from specactor_ray.distill.card import DrafterRecipe
+from specactor_ray.distill.corpus import split_prompts
+from specactor_ray.distill.evaluation import drafter_of
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.models.loading import load_tokenizer
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 
-RECIPE = TrainRecipe(
-    CorpusRecipe(str(tiny_target()), max_tokens=32),
+RECIPE = DrafterRecipe(
+    str(tiny_target()),
+    max_tokens=32,
+    samples=1,
     draft_vocab=256,
     depths=2,
     tokens=600,
-    minutes=None,
     epochs=12.0,
+    window=4,
+    max_batch=32,
+    kv_cache_gb=0.05,
 )
-LIMITS = EngineLimits(max_batch=32, kv_cache_gb=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def drafter(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(data: Path, output: Path) -> Any:
-    return train_drafter(RECIPE, TrainPaths(data, output), LIMITS, 4, Console(file=io.StringIO()))
+    return train_drafter(RECIPE, data, output, Console(file=io.StringIO()))
 
 
 def specactor(*arguments: str | Path, code: int = 2) -> None:
@@ -67,10 +70,11 @@ def specactor(*arguments: str | Path, code: int = 2) -> None:
     assert (ended.value.code or 0) == code
 
 
-def train_options(prompts: Path, folder: Path, **changes: str | Path) -> list[str | Path]:
-    options: dict[str, Any] = {"target": tiny_target(), "data": prompts, "output": folder, "epochs": 1}
-    options |= changes
-    return ["drafter", "train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+def train_options(prompts: Path, folder: Path, changes: dict[str, Any] | None = None) -> list[str | Path]:
+    """Arguments; a change whose name has no dash is a setting."""
+    options = {"--target": tiny_target(), "--data": prompts, "--output": folder, "epochs": "1"} | (changes or {})
+    words = ((name, str(value)) if name.startswith("--") else (f"{name}={value}",) for name, value in options.items())
+    return ["drafter", "train", *(word for pair in words for word in pair)]
 
 
 def _few(data: Path, folder: Path) -> Path:
@@ -112,7 +116,7 @@ class TestWhatIsWritten:
     ) -> None:
         data = _few(data, tmp_path)
         options = ["drafter", "eval", "--target", tiny_target(), "--data", data]
-        options += ["--max-tokens", "24", "--window", "3", "--kv-cache-gb", "0.05"]
+        options += ["max_tokens=24", "window=3", "kv_cache_gb=0.05"]
         with_states = ["--corpus", tmp_path / "states"]
         specactor(*options, *with_states, "--drafter", drafter, "--output", tmp_path / "figures.json", code=0)
         figures = json.loads((tmp_path / "figures.json").read_text())
@@ -155,19 +159,23 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("changes", "problem"),
         [
-            ({"depths": "17"}, "--depths: 17 is out of range"),
-            ({"target": "/nowhere/model"}, "There is no directory"),
-            ({"data": "/nowhere/data.jsonl"}, "there is no file"),
-            ({"device": "tpu"}, "'tpu' is not known"),
-            ({"window": "0"}, "--window: 0 is too small"),
-            ({"max-tokens": "512"}, "leaves no room for a prompt"),
-            ({"max-tokens": "511"}, "none is left to train on"),
+            ({"depths": "17"}, "depths: 17 is out of range"),
+            ({"--target": "/nowhere/model"}, "There is no directory"),
+            ({"--data": "/nowhere/data.jsonl"}, "there is no file"),
+            ({"--device": "tpu"}, "'tpu' is not known"),
+            ({"window": "0"}, "window: 0 is out of range"),
+            ({"epochs": "-1"}, "epochs: -1.0 is out of range"),
+            ({"dtype": "int8"}, "dtype: 'int8' is not known"),
+            ({"seed": "-1"}, "seed: -1 is out of range"),
+            ({"minute": "5"}, "minute"),
+            ({"max_tokens": "512"}, "leaves no room for a prompt"),
+            ({"max_tokens": "511"}, "none is left to train on"),
         ],
     )
     def test_options(
         self, data: Path, tmp_path: Path, changes: dict[str, str], problem: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        specactor(*train_options(data, tmp_path / "out", **changes))
+        specactor(*train_options(data, tmp_path / "out", changes))
         error = capsys.readouterr().err
         assert problem in error and error.count("\n") == 1
         assert not (tmp_path / "out").exists()
@@ -177,7 +185,7 @@ class TestMistakes:
         bare.mkdir()
         for name in ("config.json", "model.safetensors"):
             (bare / name).symlink_to(tiny_target() / name)
-        specactor(*train_options(data, tmp_path / "out", target=bare))
+        specactor(*train_options(data, tmp_path / "out", {"--target": bare}))
         assert "has no tokenizer" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
     def test_a_tokenizer_of_another_model(self, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +196,7 @@ class TestMistakes:
         config = json.loads((small / "config.json").read_text()) | {"vocab_size": 100}
         (small / "config.json").unlink()
         (small / "config.json").write_text(json.dumps(config))
-        specactor(*train_options(data, tmp_path / "out", target=small))
+        specactor(*train_options(data, tmp_path / "out", {"--target": small}))
         assert "the model's vocabulary has 100 tokens" in capsys.readouterr().err
 
     def test_output_folders(
@@ -198,7 +206,7 @@ class TestMistakes:
         assert "of another recipe (" in capsys.readouterr().err
         (tmp_path / "precious").write_text("")
         specactor(*train_options(data, tmp_path))
-        assert "is no folder of `drafter train`" in capsys.readouterr().err
+        assert "exists and holds no drafter" in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
     def test_a_job_cannot_write_into_its_own_copy(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

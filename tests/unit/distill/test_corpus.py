@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.distill.corpus import RecordStore, claim_corpus, collect
+from specactor_ray.distill.corpus import RecordStore, claim_folder, collect
 from specactor_ray.models.loading import load_model
 from tests.tiny import tiny_target
 from tests.unit.distill.recorded import make_engine, recorded, requests
@@ -68,24 +69,25 @@ def test_a_part_whose_name_begins_with_anothers_is_another_part(tmp_path: Path) 
         assert [record.sampling for record in again] == [request.sampling for request in requests(3, seed)]
 
 
-def test_a_damaged_shard_is_put_aside_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wanted = requests(20, 3)
+def test_a_damaged_file_is_put_aside_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = requests(4, 3)
     first = collect(make_engine(), wanted, RecordStore(tmp_path, "train"))
-    shards = sorted(tmp_path.glob("train-*.safetensors"))
-    assert len(shards) == 2
-    shards[0].write_bytes(shards[0].read_bytes()[:100])
+    damaged = tmp_path / "train-000002.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:100])
     store = RecordStore(tmp_path, "train")
-    assert "is damaged" in caplog.text and 0 < len(store.records()) < 20
-    assert collect(make_engine(), wanted, store) == first
-    assert len(RecordStore(tmp_path, "train").records()) == 20
+    assert "is damaged" in caplog.text and [record.index for record in store.records()] == [0, 1, 3]
+    assert collect(make_engine(), wanted, store) == first == RecordStore(tmp_path, "train").records()
 
 
 def test_a_folder_of_other_rollouts_is_refused(tmp_path: Path) -> None:
-    claim_corpus(tmp_path / "c", {"temperature": 1.0, "target": {"vocab_size": 5}})
-    claim_corpus(tmp_path / "c", {"temperature": 1.0, "target": {"vocab_size": 5}})
-    with pytest.raises(InputError, match=r"target.vocab_size 5 there, 6 wanted; temperature 1.0 there, 0.5 wanted"):
-        claim_corpus(tmp_path / "c", {"temperature": 0.5, "target": {"vocab_size": 6}})
+    def claim(folder: str, **facts: Any) -> None:
+        claim_folder(tmp_path / folder, tmp_path / folder / "corpus.json", facts, "corpus")
+
+    for _ in range(2):
+        claim("c", temperature=1.0, target="abc")
+    with pytest.raises(InputError, match=r"target 'abc' there, 'xyz' wanted; temperature 1.0 there, 0.5 wanted"):
+        claim("c", temperature=0.5, target="xyz")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "precious").write_text("")
-    with pytest.raises(InputError, match="is no corpus"):
-        claim_corpus(tmp_path / "x", {})
+    with pytest.raises(InputError, match="holds no corpus"):
+        claim("x")

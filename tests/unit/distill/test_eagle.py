@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from specactor_ray.distill.eagle import EagleExample, expected_counts, make_batch, most_frequent_ids
-from specactor_ray.distill.eagle_unroll import EagleBatch, unroll
+from specactor_ray.distill.eagle import EagleBatch, EagleExample, expected_counts, make_batch, most_frequent_ids, unroll
 from tests.tiny import tiny_prompt_ids, tiny_target
 from tests.unit.draft.test_eagle import dense_outputs, head, states_of
 

@@ -15,8 +15,9 @@ from specactor_ray.config.methods import drafter_specs, is_hosted, traits
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, SpeculationConfig, TargetConfig, VerifyPolicy
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.card import DrafterRecipe
 from specactor_ray.distill.corpus import CorpusRecord
-from specactor_ray.distill.measuring import measure
+from specactor_ray.distill.evaluation import measure
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
@@ -163,9 +164,10 @@ def test_a_noisy_model_of_ones_own_is_measured_with_both_noises() -> None:
         CorpusRecord(index, one.prompt_token_ids, tuple(outputs[one.request_id]), one.sampling, "length")
         for index, one in enumerate(batch)
     ]
-    corpus: Any = SimpleNamespace(held_out=lambda: {"heldout": records}, limits=SimpleNamespace(device="cpu"))
+    recipe = DrafterRecipe(config.target.model, window=4)
+    corpus: Any = SimpleNamespace(held_out=lambda: {"heldout": records}, recipe=recipe)
     console = Console(file=io.StringIO())
-    noisy, lookup = (measure(one, config.target, corpus, 4, console) for one in config.drafters)
+    noisy, lookup = (measure(one, corpus, console) for one in config.drafters)
     assert [row["noise"] for row in noisy] == ["shared", "own"]
     assert [row["noise"] for row in lookup] == ["-"]
 

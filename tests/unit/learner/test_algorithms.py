@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from specactor_ray.config.load import from_mapping
 from specactor_ray.learner.algorithms import (
     SAME_REWARD,
     clipped_policy_loss,
@@ -15,6 +16,7 @@ from specactor_ray.learner.algorithms import (
     kl_estimate,
     kl_loss,
     leave_one_out_advantages,
+    make_recipe,
     soft_overlong_penalty,
     token_weights,
     truncated_importance_weights,
@@ -168,3 +170,11 @@ def test_overlong_penalty_equals_trl() -> None:
     lengths = list(range(1, 20))
     expected = theirs(completion_ids=[[0] * length for length in lengths])
     close(soft_overlong_penalty(torch.tensor(lengths), 12, 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "algorithm", "cap"), [(0, {}, None), (1, {}, 2.0), (1, {"importance_cap": 5.0}, 5.0)]
+)
+def test_older_weights_are_corrected_for(staleness: int, algorithm: dict[str, float], cap: float | None) -> None:
+    config = from_mapping({"mode": "plain", "trainer": {"max_staleness": staleness}, "algorithm": algorithm})
+    assert make_recipe(config).importance_cap == cap

@@ -13,12 +13,11 @@ import torch
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import Schedule, TrainerConfig
-from specactor_ray.learner.algorithms import clipped_policy_loss, token_weights
+from specactor_ray.learner.algorithms import clipped_policy_loss, make_recipe, token_weights
 from specactor_ray.learner.batching import MicroBatch, Sample, collate
-from specactor_ray.learner.engines.torch_engine import TorchEngine
-from specactor_ray.learner.hidden_states import hidden_states
+from specactor_ray.learner.engine import TorchEngine
 from specactor_ray.learner.policy import PolicyModel
-from specactor_ray.learner.recipe import make_recipe
+from specactor_ray.learner.trainer import hidden_states
 from specactor_ray.learner.update import PolicyUpdater, learning_rate
 from specactor_ray.models.loading import load_model
 from tests.tiny import tiny_target

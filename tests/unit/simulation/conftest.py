@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specactor_ray.simulation.run import silence
+from specactor_ray.simulation.cluster import silence
 
 
 @pytest.fixture(autouse=True)

@@ -8,19 +8,18 @@ verify step of V seconds and D seconds per draft token takes
                token that the verifier chose, and the verifier waits for it
 
 where p is the probability per token for which w tokens give the accepted length of the source. Nothing is fitted per
-point.
+point; docs/design/cost-models.md has the assumptions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specactor_ray.simulation.hardware import RooflineHardware
-from specactor_ray.simulation.hardware_files import HARDWARE, find_file, read_device, read_file
+from specactor_ray.simulation.hardware import RooflineHardware, load_hardware
 from specactor_ray.simulation.roofline import DeviceSpec, RooflineCost
 
 TOLERANCE = 0.15
-"""A prediction further off than this share is given a reason."""
+"""Largest difference of a prediction."""
 
 _CONTEXT = 1024
 """Assumed tokens of context per request where a source names none."""
@@ -50,8 +49,6 @@ class PublishedPoint:
     published: float
     predicted: float
     source: str
-    note: str = ""
-    """What the source does not say and is assumed, or why the two differ."""
 
     @property
     def difference(self) -> float:
@@ -64,34 +61,31 @@ class PublishedPoint:
 
 
 def published_points() -> list[PublishedPoint]:
-    """All points, computed from the shipped hardware files.
-
-    Raises:
-        ConfigError: A shipped file was edited and is wrong.
-    """
-    h100, gb200 = _hardware("h100"), _hardware("gb200")
+    """All points, computed from the shipped hardware files."""
+    h100, gb200 = roofline("h100"), roofline("gb200")
     return [_plain_step(h100), _more_rows(h100), _memory_bound(h100), *_decoupled(h100), *_inline_heads(gb200)]
 
 
-def _hardware(name: str) -> RooflineHardware:
-    return RooflineHardware(name, read_device(read_file(find_file(name), HARDWARE)))
+def roofline(name: str) -> RooflineHardware:
+    hardware = load_hardware(name)
+    assert isinstance(hardware, RooflineHardware)
+    return hardware
 
 
 def _plain_step(h100: RooflineHardware) -> PublishedPoint:
     predicted = h100.target_cost("llama-3.1-8b").seconds(1, 1, _CONTEXT)
     source = "SGLang documentation, speculative decoding: MT-Bench, 1 H100, 158.34 tokens/s"
-    note = "fixes the shares and overheads of h100.yaml, so no check of them"
-    return PublishedPoint("Llama-3.1-8B: plain step at batch 1, ms", 1e3 / 158.34, 1e3 * predicted, source, note)
+    return PublishedPoint("Llama-3.1-8B: plain step at batch 1, ms", 1e3 / 158.34, 1e3 * predicted, source)
 
 
 def ridge(device: DeviceSpec) -> float:
     """FLOP per byte of the data sheet at which neither bound is the lower."""
-    return device.peak_flops / device.memory_bandwidth
+    return device.peak_tflops.value / device.memory_bandwidth_tb_s.value
 
 
 def crossover(device: DeviceSpec) -> float:
     """Positions from which a bf16 linear takes longer to compute than its weights to read: 2 flops per 2 bytes."""
-    return ridge(device) * device.compute_share / device.bandwidth_share
+    return ridge(device) * device.compute_share.value / device.bandwidth_share.value
 
 
 def draft_seconds(cost: RooflineCost, rows: int, tokens_per_row: int, context_tokens: int) -> float:
@@ -107,17 +101,12 @@ def _more_rows(h100: RooflineHardware) -> PublishedPoint:
     cost = h100.target_cost("qwen2.5-32b", 4)
     base = cost.seconds(128, 128, 128 * _CONTEXT)
     predicted = cost.seconds(256, 256, 256 * _CONTEXT) / base
-    drafts = cost.seconds(128, 256, 128 * _CONTEXT) / base
-    note = f"assumed: 4 H100, one position per request, {_CONTEXT:,} tokens of context each, so that the cache that is "
-    note += f"read doubles as well; 256 positions of 128 requests take {drafts:.2f}x"
-    return PublishedPoint("Qwen2.5-32B: 256 against 128 positions, times", 1.4, predicted, "arXiv 2511.16193", note)
+    return PublishedPoint("Qwen2.5-32B: 256 against 128 positions, times", 1.4, predicted, "arXiv 2511.16193")
 
 
 def _memory_bound(h100: RooflineHardware) -> PublishedPoint:
-    device = h100.device
-    note = f"of the data sheet {ridge(device):.0f}; with the shares that kernels reach {crossover(device):.0f}"
     name = "H100: batch x (k+1) that ends the memory-bound regime"
-    return PublishedPoint(name, 296.0, crossover(device), "peak / bandwidth, NVIDIA H100 data sheet", note)
+    return PublishedPoint(name, 296.0, crossover(h100.device), "peak / bandwidth, NVIDIA H100 data sheet")
 
 
 def _decoupled(h100: RooflineHardware) -> list[PublishedPoint]:
@@ -125,21 +114,14 @@ def _decoupled(h100: RooflineHardware) -> list[PublishedPoint]:
     bare = h100.target_cost("llama-3.3-70b", 8)
     host_s = 1.0 / _SGLANG_PLAIN_TOKENS_PER_S - bare.seconds(1, 1, _CONTEXT)
     target = h100.target_cost("llama-3.3-70b", 8, host_s=host_s)
-    gains = [_decoupled_gain(target, drafter, batch, accepted) for batch, accepted, _ in _SGLANG_GAINS]
-    without = [_decoupled_gain(bare, drafter, batch, accepted) for batch, accepted, _ in _SGLANG_GAINS]
-    off = sorted(gain / published - 1.0 for gain, (_, _, published) in zip(without, _SGLANG_GAINS, strict=True))
-    plain_ms = 1e3 / _SGLANG_PLAIN_TOKENS_PER_S
-    note = (
-        f"assumed: H100 (the source names no GPU), {_CONTEXT:,} tokens of context, and {1e3 * host_s:.1f} ms of host "
-        f"time per target step, by which the source's plain step at batch 1 ({plain_ms:.1f} ms) exceeds the roofline. "
-        f"Without host time the gains are off by {off[0]:+.0%} to {off[-1]:+.0%}"
-    )
     points = [
-        PublishedPoint(f"{name}: gain at batch {batch}", published, gain, _SGLANG_PR, note)
-        for gain, (batch, _, published) in zip(gains, _SGLANG_GAINS, strict=True)
+        PublishedPoint(
+            f"{name}: gain at batch {batch}", published, _decoupled_gain(target, drafter, batch, accepted), _SGLANG_PR
+        )
+        for batch, accepted, published in _SGLANG_GAINS
     ]
     step, published = 1e3 * target.seconds(64, 64, 64 * _CONTEXT), 1e3 / _SGLANG_PLAIN_64_TOKENS_PER_S
-    return [*points, PublishedPoint("Llama-3.3-70B TP8: plain step at batch 64, ms", published, step, _SGLANG_PR, note)]
+    return [*points, PublishedPoint("Llama-3.3-70B TP8: plain step at batch 64, ms", published, step, _SGLANG_PR)]
 
 
 def _decoupled_gain(target: RooflineCost, drafter: RooflineCost, batch: int, accepted: float) -> float:
@@ -157,9 +139,8 @@ def _inline_heads(gb200: RooflineHardware) -> list[PublishedPoint]:
     plain_s = target.seconds(rows, rows, rows * context)
     verify_s = target.seconds(rows, rows * (window + 1), rows * context)
     round_s = verify_s + draft_seconds(head, rows, window, rows * context)
-    note = f"assumed: {window} draft tokens, {rows} requests per GB200, {context:,} tokens of context"
     return [
-        PublishedPoint(f"{what}: gain of rollout", gain, length * plain_s / round_s, _NEMO_RL, note)
+        PublishedPoint(f"{what}: gain of rollout", gain, length * plain_s / round_s, _NEMO_RL)
         for what, length, gain in (
             ("Qwen3-8B, EAGLE-3, acceptance length 2.47", 2.47, 1.8),
             ("Qwen3-8B, EAGLE-3, acceptance length 2.05", 2.05, 1.54),

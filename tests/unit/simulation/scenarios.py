@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.simulation.comparison import compare_along
+from specactor_ray.simulation.comparison import compare
 from specactor_ray.simulation.rollouts import Result
 
 SMALL = """
@@ -16,7 +16,7 @@ machines: {nodes: 1, gpus: 4, cpus: 32}
 workload: {requests: 16, group: 4, prompt_tokens: 32, median_tokens: 40, sigma: 0.5, max_tokens: 120}
 skills:
   - {method: draft_model, mean: 0.8}
-steps: {load_s: 1.0, sync_s: 0.5}
+steps: {load_s: 1.0}
 config:
   target: {model: qwen2.5-7b, gpus: 1, replicas: 2, max_batch: 4}
   drafters: [{method: draft_model, model: qwen2.5-0.5b, gpus: 1}]
@@ -28,13 +28,11 @@ variants:
 
 
 def write_scenario(folder: Path, text: str = SMALL) -> Path:
-    """Write a scenario's file."""
     path = folder / "scenario.yaml"
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def compare(path: Path, *arguments: Any, **keywords: Any) -> list[Result]:
-    """`compare_along` without a sweep: the variants that finished."""
-    (compared,) = compare_along(None, path, *arguments, **keywords)
-    return list(compared.results)
+def results_of(path: Path, *arguments: Any, **keywords: Any) -> list[Result]:
+    """Results of `compare` in this process."""
+    return compare(path, *arguments, **{"processes": 1, **keywords})[1]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
 from tests.batches import news, opening
+from tests.fakes.virtual import Bench
 
 
 class Broken(SimulatedProposer):
@@ -23,35 +21,16 @@ class Broken(SimulatedProposer):
         return np.zeros(0, np.int32)
 
 
-def virtual_loop(proposer: type[SimulatedProposer]) -> tuple[Kernel, VirtualClock, DraftLoop]:
-    kernel = Kernel(0)
-    clock = VirtualClock(kernel, Process("ngram-0"))
-    return kernel, clock, DraftLoop("ngram-0", proposer("ngram-0", "ngram", clock, World(), lambda: 0.0), clock)
-
-
-def play(kernel: Kernel, clock: VirtualClock, loop: DraftLoop, script: Callable[[], None]) -> bool:
-    """Run the loop beside a script. Returns whether the loop had ended by itself when the script did."""
-    thread = clock.spawn(loop.run, "draft")
-    ended: list[bool] = []
-
-    def run() -> None:
-        script()
-        ended.append(not thread.is_alive())
-        loop.stop()
-
-    clock.spawn(run, "script")
-    kernel.run()
-    assert not kernel.crashes
-    return ended[0]
-
-
 def test_a_proposer_that_stays_broken_ends_its_loop() -> None:
-    kernel, clock, loop = virtual_loop(Broken)
+    bench = Bench()
+    loop = DraftLoop("ngram-0", Broken("ngram-0", "ngram", bench.clock, World(), lambda: 0.0), bench.clock)
 
-    def open_again_and_again() -> None:
+    def open_again_and_again() -> bool:
+        thread = bench.clock.spawn(loop.run, "draft")
         for number in range(20):
             loop.deliver(news([opening(number)]))
-            clock.sleep(1.0)
+            bench.clock.sleep(1.0)
+        return thread.is_alive()
 
-    assert play(kernel, clock, loop, open_again_and_again)
+    assert not bench.run(open_again_and_again)
     assert loop.snapshot()["failures"] == 8

@@ -12,8 +12,8 @@ import pytest
 
 from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.controller.reconcile import ReplacementLimits
+from specactor_ray.simulation.cluster import SimulatedHost
 from specactor_ray.simulation.engine import SimulatedEngine
-from specactor_ray.simulation.host import SimulatedHost
 from specactor_ray.simulation.network import VirtualActor
 from tests.chaos.__main__ import main
 from tests.faults.campaign import replay_line, run_campaign, shrink
@@ -182,21 +182,12 @@ def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(
     [
         (["--virtual", "0"], "--virtual: 0 is not a whole number of 1 or more"),
         (["--virtual=two"], "--virtual: two is not a whole number"),
-        (["--replay", "1", "--kinds", "kill everything"], "'kill everything' is not a kind of fault"),
-        (["--replay", "1", "--layout", "2,2"], "--layout: '2,2' is not verifiers,drafters,nodes,mode"),
-        (["--replay", "1", "--layout", "2,2,3,fast"], "--layout: 'fast' is not a mode"),
-        (["--replay", "1", "--training"], "--training: needs --kinds"),
+        (["--replay", "-3"], "--replay: '-3' is neither a seed nor the JSON of a scenario"),
+        (["--replay", '{"seed": 1}'], "is neither a seed nor the JSON of a scenario ('faults')"),
         (["--virtual", "5", "--json", "no/such/folder/x.json"], "--json: there is no folder no/such/folder"),
         (["--virtual", "5", "--json", "pyproject.toml"], "--json: pyproject.toml exists; name another file"),
-        (["--replay", "1", "--interval", "0"], "--interval: 0 is not a time"),
-        (["--replay", "1", "--interval", "soon"], "--interval: soon is not a time"),
-        (["--replay", "-3"], "--replay: -3 is not a whole number of 0 or more"),
         (["--virtual", "5", "--seed", "-4"], "--seed: -4 is not a whole number of 0 or more"),
-        (["--replay", "5", "--json", "x.json"], "--json: does not go with --replay"),
-        (["--replay", "5", "--seed", "0"], "--seed: does not go with --replay"),
         (["--replay", "3", "--virtual", "6"], "not allowed with argument"),
-        (["--virtual", "6", "--kinds", "poison"], "--kinds: does not go with --virtual; it is an option of --replay"),
-        (["--virtual", "6", "--trace"], "--trace: does not go with --virtual"),
         (["--virtual", "6", "--stages", "streams"], "unrecognized arguments: --stages"),
     ],
 )

@@ -21,11 +21,18 @@ from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.network import Network, Node, VirtualActor, payload_bytes
 from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
-from specactor_ray.simulation.scenario import SkillConfig, WorkloadConfig
-from specactor_ray.simulation.text import NO_GUESS, GeneratedText, RecordedText, Skill
-from specactor_ray.simulation.text import guesses as first_candidates
-from specactor_ray.simulation.workload import draw_lengths, load_recording
-from specactor_ray.simulation.world import DraftTime, LinearTime, MeasuredPython, PythonTime, World
+from specactor_ray.simulation.scenario import Arrival, SkillConfig, WorkloadConfig
+from specactor_ray.simulation.text import (
+    NO_GUESS,
+    GeneratedText,
+    RecordedRequest,
+    RecordedText,
+    draw_arrivals,
+    draw_lengths,
+    guesses,
+    load_recording,
+)
+from specactor_ray.simulation.world import DraftTime, LinearTime, PythonTime, World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult, TargetRequest
 from specactor_ray.transport.messages import TailBatch
 from tests.unit.engine_conformance import Driver, EngineConformance
@@ -33,7 +40,11 @@ from tests.unit.engine_conformance import Driver, EngineConformance
 LENGTH, REQUESTS = 640, 200
 
 
-def generated(correlation: float = 0.0, **skills: Skill) -> GeneratedText:
+def skill(mean: float, spread: float = 0.0, burst: float = 0.0, method: str = "m", **others: float) -> SkillConfig:
+    return SkillConfig(method, mean, spread, burst, **others)
+
+
+def generated(*skills: SkillConfig, correlation: float = 0.0) -> GeneratedText:
     return GeneratedText(dict.fromkeys(range(REQUESTS), LENGTH), skills, correlation, seed=1)
 
 
@@ -47,16 +58,16 @@ def ranks(text: GeneratedText, method: str, seed: int) -> np.ndarray:
 
 
 class TestText:
-    @pytest.mark.parametrize("skill", [Skill(0.7), Skill(0.7, spread=0.6), Skill(0.35, spread=0.4, burst=0.8)])
-    def test_the_mean_is_what_was_asked_for(self, skill: Skill) -> None:
-        text = generated(m=skill)
-        assert fmean(fmean(rights(text, "m", seed)) for seed in range(REQUESTS)) == pytest.approx(skill.mean, abs=0.03)
+    @pytest.mark.parametrize("one", [skill(0.7), skill(0.7, spread=0.6), skill(0.35, spread=0.4, burst=0.8)])
+    def test_the_mean_is_as_configured(self, one: SkillConfig) -> None:
+        text = generated(one)
+        assert fmean(fmean(rights(text, "m", seed)) for seed in range(REQUESTS)) == pytest.approx(one.mean, abs=0.03)
 
     def test_spread_makes_requests_differ_and_decay_makes_ends_worse(self) -> None:
-        alike, apart = generated(m=Skill(0.7)), generated(m=Skill(0.7, spread=0.6))
+        alike, apart = generated(skill(0.7)), generated(skill(0.7, spread=0.6))
         means = {text: [fmean(rights(text, "m", seed)) for seed in range(REQUESTS)] for text in (alike, apart)}
         assert max(means[alike]) - min(means[alike]) < 0.15 < max(means[apart]) - min(means[apart])
-        text = generated(m=Skill(0.8, decay=0.6))
+        text = generated(skill(0.8, decay=0.6))
         halves = [
             [rights(text, "m", seed)[part] for seed in range(REQUESTS)] for part in (slice(0, 64), slice(-64, None))
         ]
@@ -67,22 +78,22 @@ class TestText:
             pairs = [zip(rights(text, "a", s), rights(text, "b", s), strict=True) for s in range(40)]
             return fmean(fmean(left == right for left, right in pair) for pair in pairs)
 
-        skills = {"a": Skill(0.7, spread=0.3), "b": Skill(0.7, spread=0.3)}
-        assert agreement(generated(1.0, **skills)) == 1.0
-        assert 0.75 < agreement(generated(0.7, **skills)) < 0.95
-        assert agreement(generated(0.0, **skills)) == pytest.approx(0.7**2 + 0.3**2, abs=0.05)
+        skills = [skill(0.7, spread=0.3, method=method) for method in "ab"]
+        assert agreement(generated(*skills, correlation=1.0)) == 1.0
+        assert 0.75 < agreement(generated(*skills, correlation=0.7)) < 0.95
+        assert agreement(generated(*skills)) == pytest.approx(0.7**2 + 0.3**2, abs=0.05)
 
     def test_a_lookup_has_guesses_in_some_stretches_only(self) -> None:
-        text = generated(m=Skill(0.9, coverage=0.3))
-        guesses = [ranks(text, "m", seed)[0] for seed in range(100)]
-        assert fmean(guess != NO_GUESS for one in guesses for guess in one[::32]) == pytest.approx(0.3, abs=0.04)
-        assert (guesses[3][64:96] == NO_GUESS).tolist() in ([True] * 32, [False] * 32)
+        text = generated(skill(0.9, coverage=0.3))
+        found = [ranks(text, "m", seed)[0] for seed in range(100)]
+        assert fmean(guess != NO_GUESS for one in found for guess in one[::32]) == pytest.approx(0.3, abs=0.04)
+        assert (found[3][64:96] == NO_GUESS).tolist() in ([True] * 32, [False] * 32)
         output = np.array([254, 3, 7], np.uint8)
-        assert first_candidates(np.array([1, 0, NO_GUESS]), output, 255).tolist() == [0, 3, NO_GUESS]
+        assert guesses(np.array([1, 0, NO_GUESS]), output, 255).tolist() == [0, 3, NO_GUESS]
 
     def test_candidates_and_gaps_are_as_measured(self) -> None:
         """SmolLM2-135M at temperature 1, with drafters whose first candidate is right in 0.58-0.61 of positions."""
-        found = np.concatenate([ranks(generated(m=Skill(0.58, 0.3, 0.3)), "m", seed) for seed in range(REQUESTS)], 1)
+        found = np.concatenate([ranks(generated(skill(0.58, 0.3, 0.3)), "m", seed) for seed in range(REQUESTS)], 1)
         order, rank = np.argsort(found[1], kind="stable"), found[0]
         quarters = [rank[part] for part in np.array_split(order, 4)]
         assert [np.mean(q == 0) for q in quarters] == pytest.approx([0.35, 0.45, 0.63, 0.88], abs=0.08)
@@ -91,14 +102,13 @@ class TestText:
         assert np.mean(rank[rank > 0] == 1) == pytest.approx(0.4, abs=0.03)
         for right, share in ((2, 0.18), (3, 0.12), (4, 0.1)):
             assert np.mean(rank[rank >= right] == right) == pytest.approx(share, abs=0.02)
-        short = RecordedText({1: range(5000)}, {("m", 1): 0.6}, 5000).ranks(
-            "m", SamplingParams(max_tokens=5000, seed=1), 0
-        )
+        recorded = RecordedText([RecordedRequest("a", (), tuple(range(5000)), 5000, {"m": 0.6})])
+        short = recorded.ranks("m", SamplingParams(max_tokens=5000, seed=0), 0)
         shares = [0.6, 0.16, 0.0432, 0.0236, 0.0173, 0.1559]
         assert [np.mean(short[0] == n) for n in range(6)] == pytest.approx(shares, abs=0.03)
 
     def test_the_clairvoyant_knows_probabilities_and_not_outcomes(self) -> None:
-        text = generated(m=Skill(0.6, spread=0.5, burst=0.5))
+        text = generated(skill(0.6, spread=0.5, burst=0.5))
         known = [text.probability("m", seed, position) for seed in range(REQUESTS) for position in range(LENGTH)]
         right = [one for seed in range(REQUESTS) for one in rights(text, "m", seed)]
         for low, high in ((0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 0.95)):
@@ -106,7 +116,7 @@ class TestText:
             assert fmean(hit for _, hit in bucket) == pytest.approx(fmean(p for p, _ in bucket), abs=0.03)
 
     def test_equal_seeds_say_the_same(self) -> None:
-        first, second = generated(m=Skill(0.7)), generated(m=Skill(0.7))
+        first, second = generated(skill(0.7)), generated(skill(0.7))
         assert rights(first, "m", 5) == rights(second, "m", 5) != rights(first, "m", 6)
 
 
@@ -119,7 +129,7 @@ class Engine:
         self.clock = VirtualClock(self.kernel, self.process)
         network = Network(self.kernel, random.Random(0))
         actor = VirtualActor("verifier-0", Node("n", 1.0), self.process)
-        world = World(GeneratedText(lengths, {}), LinearTime(1.0, 0.001), python=settings.pop("python", PythonTime()))
+        world = World(GeneratedText(lengths, []), LinearTime(1.0, 0.001), python=settings.pop("python", PythonTime()))
         limits = {"max_batch": 8, "max_step_tokens": 1000, "cache_tokens": float("inf"), **settings}
         self.engine = Driver(SimulatedEngine(actor, self.clock, network, world, **limits))
 
@@ -249,15 +259,14 @@ class TestDrafters:
         assert not clock.kernel.crashes
         return clock.kernel.now, tails
 
-    def test_a_model_drafts_a_token_or_a_block_a_forward_and_a_lookup_all_at_once(self) -> None:
-        text = GeneratedText({1: 100}, dict.fromkeys(("model", "block", "lookup"), Skill(0.999)))
+    def test_a_model_drafts_a_token_a_forward_and_a_lookup_all_at_once(self) -> None:
+        text = GeneratedText({1: 100}, [skill(0.999, method=method) for method in ("lookup", "model")])
         times = {
             "model": DraftTime(LinearTime(0.5)),
-            "block": DraftTime(LinearTime(0.5, 0.125), block=3),
             "lookup": DraftTime(LinearTime(0.25, 0.125), is_lookup=True),
         }
         tokens = tuple(text.output(SamplingParams(max_tokens=100, seed=1), 0))
-        expected = ("model", 2.0, [1, 2, 3, 4]), ("block", 1.875, [3, 4, 4, 4]), ("lookup", 0.75, [4, 4, 4, 4])
+        expected = ("model", 2.0, [1, 2, 3, 4]), ("lookup", 0.75, [4, 4, 4, 4])
         for method, seconds, lengths in expected:
             clock = VirtualClock(Kernel(0), Process("d"))
             proposer = SimulatedProposer("d", method, clock, World(text, drafting=times), lambda: 0.0)
@@ -265,18 +274,6 @@ class TestDrafters:
             took, tails = self.draft(proposer, clock, 4)
             assert (took, [len(tail) for _, tail in tails]) == (seconds, lengths)
             assert tails[-1] == (0, tokens[:4])
-
-    def test_only_chains_of_the_forward_get_a_block(self) -> None:
-        clock, sampling = VirtualClock(Kernel(0), Process("d")), SamplingParams(max_tokens=400, seed=1)
-        world = World(GeneratedText({1: 400}, {"model": Skill(0.5)}))
-        world.drafting = {"model": DraftTime(LinearTime(0.5), block=3)}
-        proposer = SimulatedProposer("d", "model", clock, world, lambda: 0.0, branches=4)
-        proposer.open(0, "1", (1, 2), (), sampling, window=8)
-        assert [len(tail) for _, tail in self.draft(proposer, clock, 1)[1]] == [3]
-        proposer.budget, table = 3, proposer.branches
-        ((_, tail),) = self.draft(proposer, clock, 1)[1]
-        branches = table.lengths[0, table.ats[0] >= 0].tolist()
-        assert (len(tail), branches) == (3, [4, 4, 4])  # a candidate and a block each; the main chain is worth less
 
     def test_chains_read_contexts_of_their_own_and_a_branch_takes_the_place_of_a_chain(self) -> None:
         read, clock = [], VirtualClock(Kernel(0), Process("d"))
@@ -286,7 +283,7 @@ class TestDrafters:
                 read.append(figures)
                 return 0.1
 
-        text = GeneratedText({1: 400}, {"model": Skill(0.5)})
+        text = GeneratedText({1: 400}, [skill(0.5, method="model")])
         truth = text.output(SamplingParams(max_tokens=400, seed=1), 0).astype(np.int32)
         world = World(text, drafting={"model": DraftTime(Time(0.0))})
         proposer = SimulatedProposer("d", "model", clock, world, lambda: 0.0, branches=4)
@@ -325,7 +322,7 @@ class TestDrafters:
                 read.append(figures)
                 return 0.125
 
-        text = GeneratedText({1: 400}, {"eagle": Skill(0.999)})
+        text = GeneratedText({1: 400}, [skill(0.999, method="eagle")])
         truth = text.output(SamplingParams(max_tokens=400, seed=1), 0).astype(np.int32)
         time = DraftTime(Time(0.0), fusion=lambda states: read.append(states) or 0.5 * (states > 0))
         proposer = SimulatedProposer("d", "eagle", clock, World(text, drafting={"eagle": time}), lambda: 0.0)
@@ -355,7 +352,7 @@ class TestDrafters:
                 def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
                     return 1e-3 * context_tokens
 
-            world = World(GeneratedText({1: 400}, {"model": Skill(0.5)}))
+            world = World(GeneratedText({1: 400}, [skill(0.5, method="model")]))
             world.drafting = {"model": DraftTime(Time(0.0), merge_s=merge_s)}
             proposer = SimulatedProposer("d", "model", clock, world, lambda: 0.0, branches=4)
             proposer.open(0, "1", tuple(range(600)), (), slot, window=4)
@@ -365,7 +362,7 @@ class TestDrafters:
     def test_real_lookups_search_recorded_text_and_take_time(self) -> None:
         clock = VirtualClock(Kernel(0), Process("d"))
         times = {"ngram": DraftTime(LinearTime(0.5, 0.125), is_lookup=True)}
-        world = World(RecordedText({1: (7, 8, 9)}, {}, 10), drafting=times)
+        world = World(RecordedText([RecordedRequest("a", (1,), (7, 8, 9), 3, {})]), drafting=times)
         proposer = TimedProposer(NgramProposer(), clock, world, "d")
         proposer.open(0, "1", (1, 2, 3, 4, 1, 2), (), SamplingParams(seed=1), 3)
         took, tails = self.draft(proposer, clock, 1)
@@ -373,7 +370,7 @@ class TestDrafters:
 
     def test_measured_python_is_charged_once(self) -> None:
         kernel = Kernel(0)
-        python, process = MeasuredPython(kernel), Process("p")
+        kernel.measures, python, process = True, PythonTime(kernel=kernel), Process("p")
         charged: list[float] = []
 
         def work() -> None:
@@ -394,6 +391,15 @@ class TestWorkload:
         assert max(lengths) == 2000 and min(lengths) >= 1
         assert set(draw_lengths(WorkloadConfig(median_tokens=64, sigma=0.0), 10, "x")) == {64}
 
+    def test_a_day_has_its_requests_around_noon(self) -> None:
+        def share_at_noon(night: float) -> float:
+            workload = WorkloadConfig(requests=2000, arrival=Arrival.daily, day_s=100.0, night=night)
+            arrivals = draw_arrivals(workload, "a day")
+            assert arrivals == sorted(arrivals) and arrivals[0] >= 0.0 and arrivals[-1] <= 100.0
+            return sum(40.0 <= at < 60.0 for at in arrivals) / len(arrivals)
+
+        assert 0.5 < share_at_noon(0.0) < 0.65 and 0.15 < share_at_noon(1.0) < 0.25
+
     def row(self, **changes: Any) -> str:
         stats = {"steps": 10, "drafted": 40, "accepted": 20, "by_method": {"ngram": [40, 20]}}
         row = {
@@ -410,13 +416,13 @@ class TestWorkload:
         ended = self.row(request_id="b", finish_reason="stop", token_ids=[9])
         path.write_text("\n".join([self.row(), ended, self.row(request_id="c", finish_reason="error")]) + "\n")
         recording = load_recording(path)
-        assert [(one.request_id, one.max_tokens) for one in recording.requests] == [("a", 3), ("b", 4)]
-        assert recording.requests[0].accuracy == {"ngram": 20 / 30}  # ten steps have ten wrong tokens at most
-        assert recording.vocab_size == 10
-        assert recording.text([]).probability("ngram", 0, 0) == 20 / 30
-        by_hand = recording.text([SkillConfig("ngram", 0.25), SkillConfig("draft_model", 0.5)])
+        assert [(one.request_id, one.max_tokens) for one in recording] == [("a", 3), ("b", 4)]
+        assert recording[0].accuracy == {"ngram": 20 / 30}  # ten steps have ten wrong tokens at most
+        text = RecordedText(recording)
+        assert (text.vocab_size, text.probability("ngram", 0, 0)) == (10, 20 / 30)
+        by_hand = RecordedText(recording, [SkillConfig("ngram", 0.25), SkillConfig("draft_model", 0.5)])
         assert (by_hand.probability("ngram", 1, 0), by_hand.probability("draft_model", 0, 0)) == (0.25, 0.5)
-        assert len(load_recording(path, limit=1).requests) == 1
+        assert len(load_recording(path, limit=1)) == 1
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -11,9 +11,8 @@ from specactor_ray.actors.specs import Phase
 from specactor_ray.controller import controller
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.core.errors import ClusterError, ModelLoadError, SpecActorError, UserError
-from specactor_ray.simulation.host import SimulatedHost
+from specactor_ray.simulation.cluster import SimulatedHost, VirtualRun
 from specactor_ray.simulation.network import Node
-from specactor_ray.simulation.run import VirtualRun
 from specactor_ray.simulation.text import HashedText
 from specactor_ray.simulation.world import World
 from tests.faults.run import FaultScenario, make_config

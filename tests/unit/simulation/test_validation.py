@@ -1,4 +1,4 @@
-"""The arithmetic of `specactor simulate --validate`; tests/ray/test_validation.py runs it."""
+"""The arithmetic of `specactor simulate validate`; tests/ray/test_validation.py runs it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_interruption_shows_and_writes_what_was_measured(tmp_path: Path, monk
     monkeypatch.setattr("specactor_ray.simulation.validation.validate_simulator", interrupted)
     monkeypatch.setenv("COLUMNS", "120")
     report_file = tmp_path / "report.json"
-    done = CliRunner().invoke(app, ["simulate", "--validate", "--json", str(report_file), "target.backend=hf"])
+    done = CliRunner().invoke(app, ["simulate", "validate", "--json", str(report_file), "target.backend=hf"])
     assert done.exit_code == 130, done.output
     assert "plain 1x1" in done.stdout and "interrupted" in done.stdout
     report = json.loads(report_file.read_text())

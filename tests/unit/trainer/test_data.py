@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.schema import DataConfig
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.trainer.data import TaskOrder, TaskStream, open_source
+from specactor_ray.trainer.data import Task, TaskStream, open_source
 
 
 def write(path: Path, rows: list) -> str:
@@ -19,24 +19,30 @@ def write(path: Path, rows: list) -> str:
     return str(path)
 
 
+def numbers(size: int, seed: int, shuffle: bool = True, position: int = 0) -> TaskStream:
+    stream = TaskStream([Task(index, "prompt") for index in range(size)], seed, len, 100, shuffle)
+    stream.position = position
+    return stream
+
+
+def taken(stream: TaskStream, count: int) -> list[int]:
+    return [task.index for task in stream.take(count)]
+
+
 @given(st.integers(1, 50), st.integers(0, 2**63), st.integers(0, 200), st.integers(1, 60))
 def test_order_goes_on_where_it_was_saved(size: int, seed: int, first: int, second: int) -> None:
-    whole = iter(TaskOrder(size, seed))
-    expected = [next(whole) for _ in range(first + second)]
-    order = TaskOrder(size, seed)
-    begin = iter(order)
-    for _ in range(first):
-        next(begin)
-    resumed = iter(TaskOrder(size, seed, position=order.position))
-    assert [next(resumed) for _ in range(second)] == expected[first:]
+    begin = numbers(size, seed)
+    begin.take(first)
+    expected = taken(numbers(size, seed), first + second)
+    assert taken(numbers(size, seed, position=begin.position), second) == expected[first:]
 
 
 def test_every_epoch_holds_every_task_in_an_order_of_its_own() -> None:
-    order = iter(TaskOrder(40, 7))
-    epochs = [[next(order) for _ in range(40)] for _ in range(3)]
+    stream = numbers(40, 7)
+    epochs = [taken(stream, 40) for _ in range(3)]
     assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [next(iter(TaskOrder(40, 7, shuffle=False, position=p))) for p in (0, 1, 40)] == [0, 1, 0]
+    assert [taken(numbers(40, 7, False, position), 1) for position in (0, 1, 40)] == [[0], [1], [0]]
 
 
 def test_jsonl_with_answers_and_metadata(tmp_path: Path) -> None:
@@ -114,13 +120,13 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
 
 def stream(tmp_path: Path, prompts: list[str], limit: int) -> TaskStream:
     source = open_source(DataConfig(path=write(tmp_path / "t.jsonl", [{"prompt": p} for p in prompts])), 0)
-    return TaskStream(source, TaskOrder(len(source), 0, shuffle=False), len, limit)
+    return TaskStream(source, 0, len, limit, shuffle=False)
 
 
 def test_prompts_that_are_too_long_are_passed_over(tmp_path: Path) -> None:
     tasks = stream(tmp_path, ["aa", "bbbbbb", "c"], 3)
     assert [task.prompt for task in tasks.take(3)] == ["aa", "c", "aa"]
-    assert tasks.skipped == 1 and tasks.order.position == 4
+    assert tasks.skipped == 1 and tasks.position == 4
 
 
 def test_prompts_that_are_all_too_long(tmp_path: Path) -> None:

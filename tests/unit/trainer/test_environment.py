@@ -16,19 +16,19 @@ from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.rollout.prompts import read_jsonl
 from specactor_ray.runs.settings import settings_of
 from specactor_ray.trainer.data import Task
-from specactor_ray.trainer.environment import Reply, Turn
-from specactor_ray.trainer.environment_work import (
-    Close,
-    EnvironmentWork,
-    Reset,
-    TurnStep,
+from specactor_ray.trainer.environment import (
+    BadEnvironmentError,
+    Calculator,
+    EnvironmentWorker,
+    Reply,
+    Retry,
+    Turn,
+    evaluate,
     find_environment,
     make_environment,
 )
 from specactor_ray.trainer.rewards import RewardSample, Scorer
-from specactor_ray.trainer.setup import checked_tasks, prepare
-from specactor_ray.trainer.shipped_environments import Calculator, Retry, evaluate
-from specactor_ray.trainer.worker_process import answer
+from specactor_ray.trainer.run import checked_tasks, prepare
 from tests.fakes.environments import BAD_REPLIES
 from tests.tiny import tiny_target
 
@@ -74,12 +74,12 @@ def test_a_calculator_answers_calls_and_scores_what_is_none() -> None:
 
 def test_the_shipped_tasks_show_calls_that_the_calculator_answers() -> None:
     config = load_config("train_calculator_cpu")
-    step = make_environment(config.environment).step
+    answer = make_environment(config.environment).step
     for _, row in read_jsonl("conf/prompts/calculator.jsonl"):
         *shown, question = row["messages"]
         assert evaluate(question["content"].removesuffix("=")) == row["answer"]
         for call, result in zip(shown[1::4], shown[2::4], strict=True):
-            assert asyncio.run(step(turn(call["content"]))) == Reply([result])
+            assert asyncio.run(answer(turn(call["content"]))) == Reply([result])
         scorer = Scorer(config.reward)
         assert scorer(RewardSample(row["messages"], f"The answer is {row['answer']}.", row["answer"])) == 1.0
 
@@ -117,56 +117,54 @@ def test_the_environment_of_the_documentation() -> None:
     assert asyncio.run(game.step(turn("ten"))) == Reply(reward=-1.0, done=True)
 
 
-def ask(name: str, *requests: Any, options: dict[str, Any] | None = None) -> tuple[Any, str]:
-    """The last answer of an environment, asked as in its process."""
+def ask(name: str, method: str, *arguments: Any, options: dict[str, Any] | None = None) -> Any:
+    """Answer of an environment, as in its process."""
     reward = RewardConfig([RewardFunctionConfig("exact_match")], answer_pattern=ANSWER)
-    work = EnvironmentWork(EnvironmentConfig(name, options or {}), reward)
-    function = work.open()
-    for request in requests:
-        outcome = answer(function, request, work)
-    return outcome
+    return EnvironmentWorker(EnvironmentConfig(name, options or {}), reward)((method, arguments))
 
 
-def step(state: bytes, text: str, number: int = 0) -> TurnStep:
-    return TurnStep(state, RewardSample("p", text, "7", finish_reason="stop"), (1, 2), number, False)
+def step(name: str, state: bytes, text: str, number: int = 0, answer: str | None = "7") -> Any:
+    sample = RewardSample("p", text, answer, finish_reason="stop")
+    return ask(name, "step", state, sample, (1, 2), number, False)
 
 
 def test_an_instance_is_kept_between_its_steps() -> None:
-    (state, messages), problem = ask(ECHO, Reset(Task(0, "Hi"), 100))
-    assert (messages, problem) == ([{"role": "user", "content": "Hi 3"}], "")
-    (state, reply), _ = ask(ECHO, step(state, "a"))
-    (again, reply), _ = ask(ECHO, step(state, "b", 1))
+    state, messages = ask(ECHO, "reset", Task(0, "Hi"), 100)
+    assert messages == [{"role": "user", "content": "Hi 3"}]
+    state, _ = step(ECHO, state, "a")
+    again, reply = step(ECHO, state, "b", 1)
     assert reply == Reply([{"role": "user", "content": "3: a b"}], 1.0)
-    assert ask(ECHO, step(state, "b", 1))[0] == (again, reply), "a step is repeated from where it began"
+    assert step(ECHO, state, "b", 1) == (again, reply), "a step is repeated from where it began"
     assert pickle.loads(again).heard == ["a", "b"]
 
 
 def test_plain_methods_and_a_close(tmp_path: Path) -> None:
-    (state, _), _ = ask(ECHO, Reset(Task(0, "Hi"), 5), options={"marks": str(tmp_path)})
-    assert ask(ECHO, Close(state)) == (None, "")
+    state, _ = ask(ECHO, "reset", Task(0, "Hi"), 5, options={"marks": str(tmp_path)})
+    ask(ECHO, "close", state)
     assert [mark.name for mark in tmp_path.iterdir()] == ["closed-5-0"]
 
 
 def test_turns_are_scored_by_the_reward_functions() -> None:
-    """By the reward functions and the pattern of the configuration; what they raise is the environment's failure."""
-    (state, _), _ = ask("retry", Reset(Task(0, "3 + 4", "7"), 1))
-    assert ask("retry", step(state, "it is 7"))[0][1] == Reply([], 1.0, True)
-    (state, reply), _ = ask("retry", step(state, "it is 8"))
+    """By the reward functions and the pattern of the configuration; their errors are the environment's failure."""
+    state, _ = ask("retry", "reset", Task(0, "3 + 4", "7"), 1)
+    assert step("retry", state, "it is 7")[1] == Reply([], 1.0, True)
+    state, reply = step("retry", state, "it is 8")
     assert not reply.done
-    nothing = TurnStep(state, RewardSample("p", "8", None), (1,), 1, False)
-    assert "no reference answer" in ask("retry", nothing)[1]
+    with pytest.raises(ValueError, match="no reference answer"):
+        step("retry", state, "8", 1, answer=None)
 
 
 @pytest.mark.parametrize("text", BAD_REPLIES)
 def test_bad_replies_are_named(text: str) -> None:
-    (state, _), _ = ask(ECHO, Reset(Task(0, "Hi"), 1))
-    nothing, problem = ask(ECHO, step(state, text))
-    assert nothing is None and problem.startswith("BadEnvironmentError: step returned "), problem
+    state, _ = ask(ECHO, "reset", Task(0, "Hi"), 1)
+    with pytest.raises(BadEnvironmentError, match=r"^step returned "):
+        step(ECHO, state, text)
 
 
 def test_an_instance_that_cannot_be_kept_is_named() -> None:
-    (state, _), _ = ask(ECHO, Reset(Task(0, "Hi"), 1))
-    assert "cannot be kept between its steps" in ask(ECHO, step(state, "unpicklable"))[1]
+    state, _ = ask(ECHO, "reset", Task(0, "Hi"), 1)
+    with pytest.raises(BadEnvironmentError, match="cannot be kept between its steps"):
+        step(ECHO, state, "unpicklable")
 
 
 @pytest.mark.parametrize(

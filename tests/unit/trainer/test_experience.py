@@ -1,8 +1,10 @@
-"""From outputs to samples: what has no reward is left out, groups shrink, dull groups are replaced."""
+"""From outputs to samples: samples without a reward are left out, dull groups are replaced; rollouts ahead."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,14 +14,14 @@ import pytest
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.recipe import make_recipe
+from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.trainer.data import Task, TaskOrder, TaskStream
-from specactor_ray.trainer.experience import Experience, ExperienceMaker
-from specactor_ray.trainer.reward_runner import Scores
-from specactor_ray.trainer.rewards import RewardSample, RewardWork
-from specactor_ray.trainer.worker_process import answer
+from specactor_ray.trainer.data import Task, TaskStream
+from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
+from specactor_ray.trainer.rewards import RewardSample, Scores, reward_work
+from specactor_ray.trainer.workers import answer
 
+PATIENCE_S = 60.0
 RAISES = "tests.fakes.reward_functions:number_or_raises"
 
 
@@ -49,7 +51,7 @@ class InProcess:
         self._config = config.reward
 
     def score(self, samples: Sequence[RewardSample]) -> Scores:
-        work = RewardWork(self._config)
+        work = reward_work(self._config)
         results = [answer(work.open(), sample, work) for sample in samples]
         rewards = [self._config.failure_value if reward is None else reward for reward, _ in results]
         return Scores(rewards, Counter(problem for reward, problem in results if reward is None))
@@ -83,7 +85,7 @@ def collect(outputs: Sequence[str], **settings: Any) -> Experience:
     def timed(phase: str) -> Iterator[None]:
         yield
 
-    stream = TaskStream(Numbers(), TaskOrder(1000, 0, False), lambda prompt: 1, 100)
+    stream = TaskStream(Numbers(), 0, lambda prompt: 1, 100, shuffle=False)
     maker = ExperienceMaker(config, make_recipe(config), stream, InProcess(config), timed)  # type: ignore[arg-type]
     return maker.collect(Scripted(*outputs), config.sampling, 0)
 
@@ -106,7 +108,7 @@ def test_what_could_not_be_scored_is_left_out_of_its_group() -> None:
     assert advantages(experience) == [0.577, -1.155, 0.577], "as in a group of three"
     assert experience.rewards == [1.0, 0.0, 1.0, 0.0] and len(experience.trajectories) == 8
     assert dict(experience.reward_failures) == {"RuntimeError: no number": 4}
-    assert not experience.unscored and experience.used_groups == 1, "a group of one has no baseline"
+    assert not experience.unscored, "a group of one has no baseline"
 
 
 def test_a_value_for_failures_is_a_choice() -> None:
@@ -136,7 +138,7 @@ def test_ppo_needs_no_second_sample() -> None:
 
 def test_dull_groups_are_replaced_by_further_prompts() -> None:
     experience = collect(["1 1 1 1", "1 0 0 0", "0 0 0 0", "0 0 0 1"], prompts=2, dynamic_sampling=True)
-    assert experience.rounds == 3 and experience.dull_groups == 2 and experience.used_groups == 2
+    assert experience.rounds == 3 and experience.dull_groups == 2
     assert [sample.reward for sample in experience.samples] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
@@ -149,3 +151,78 @@ def test_dull_groups_are_used_where_no_others_are_left() -> None:
 def test_the_answer_is_what_the_pattern_finds() -> None:
     reward = {"functions": [{"name": "exact_match"}], "answer_pattern": r"=(\d)"}
     assert collect(["x=1 x=2 1 y=1"], reward=reward).rewards == [1.0, 0.0, 0.0, 1.0]
+
+
+class Maker:
+    """Makes a step when it is allowed to, and remembers which version of the weights each began with."""
+
+    def __init__(self) -> None:
+        self.version, self.begun = 0, dict[int, int]()
+        self.allowed: dict[int, threading.Event] = {step: threading.Event() for step in range(20)}
+        self.has_begun: dict[int, threading.Event] = {step: threading.Event() for step in range(20)}
+        self.fails: dict[int, BaseException] = {}
+
+    def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
+        self.begun[step] = self.version
+        self.has_begun[step].set()
+        assert self.allowed[step].wait(PATIENCE_S)
+        if step in self.fails:
+            raise self.fails[step]
+        return f"experience {step} of {rollout}"
+
+
+@pytest.mark.parametrize(("staleness", "first"), [(1, 0), (2, 5)])
+def test_rollouts_run_ahead_as_far_as_they_may(staleness: int, first: int) -> None:
+    maker, last = Maker(), first + 6
+    ahead = AheadMaker(maker, staleness, last)
+    maker.version = first
+    for step in range(first, last):
+        maker.allowed[step].set()
+        assert ahead.collect("rollout", SamplingParams(), step) == f"experience {step} of rollout"
+        if step + 1 < last:  # it begins while the trainer updates
+            assert maker.has_begun[step + 1].wait(PATIENCE_S)
+        assert max(maker.begun) <= step + staleness
+        maker.version = step + 1
+    assert sorted(maker.begun) == list(range(first, last)), "and none beyond the last"
+    assert all(step - version <= staleness for step, version in maker.begun.items())
+    assert any(step > version for step, version in maker.begun.items())
+
+
+def test_nothing_begins_after_the_end() -> None:
+    maker = Maker()
+    for event in maker.allowed.values():
+        event.set()
+    ahead = AheadMaker(maker, 1, 10)
+    ahead.collect("rollout", SamplingParams(), 0)
+    ahead.close()
+    ahead.close()
+    assert set(maker.begun) <= {0, 1}
+
+
+def test_what_a_rollout_raises_arrives_at_its_step() -> None:
+    maker = Maker()
+    maker.fails[1] = RuntimeError("lost")
+    ahead = AheadMaker(maker, 2, 10)
+    for event in maker.allowed.values():
+        event.set()
+    assert ahead.collect("rollout", SamplingParams(), 0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lost"):
+            ahead.collect("rollout", SamplingParams(), 1)
+    assert 2 not in maker.begun
+
+
+def test_an_interruption_ends_the_wait_for_a_rollout() -> None:
+    maker = Maker()
+
+    def interrupt() -> None:
+        assert maker.has_begun[0].wait(PATIENCE_S)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # wakes no wait of the main thread
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        AheadMaker(maker, 1, 10).collect("rollout", SamplingParams(), 0)
+    thread.join()
+    for event in maker.allowed.values():
+        event.set()

@@ -10,9 +10,8 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.trainer import worker_process
-from specactor_ray.trainer.rewards import REWARDS, RewardSample, RewardWork, Scorer, extract_answer, find_reward
-from specactor_ray.trainer.worker_process import Outcome
+from specactor_ray.trainer import workers
+from specactor_ray.trainer.rewards import REWARDS, RewardSample, Scorer, extract_answer, find_reward, reward_work
 
 EXPENSIVE = (
     "9^{9^{9}}",
@@ -34,22 +33,18 @@ def sample(text: str, answer: str | None = None, **values: object) -> RewardSamp
     return RewardSample("prompt", text, answer, response=text.strip(), **values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["exact_match"])
-def test_nothing_is_right_without_a_reference_answer(name: str) -> None:
-    with pytest.raises(ValueError, match="no reference answer"):
-        REWARDS[name](sample(""))
-
-
 def test_exact_match_and_length() -> None:
     assert REWARDS["exact_match"](sample(" 42\n", "42 ")) == 1.0
     assert REWARDS["exact_match"](sample("42.", "42")) == 0.0
+    with pytest.raises(ValueError, match="no reference answer"):
+        REWARDS["exact_match"](sample(""))
     assert REWARDS["length"](sample("x", token_ids=(1, 2, 3), max_tokens=12)) == 0.25
 
 
-def scored(config: RewardConfig, one: RewardSample) -> Outcome:
+def scored(config: RewardConfig, one: RewardSample) -> workers.Outcome:
     """As a reward process scores it."""
-    work = RewardWork(config)
-    return worker_process.answer(work.open(), one, work)
+    work = reward_work(config)
+    return workers.answer(work.open(), one, work)
 
 
 def math_answers() -> list[tuple[str, str, str]]:
@@ -97,13 +92,6 @@ def test_extract_answer(pattern: str | None, answer: str) -> None:
     assert extract_answer("  so 3 or <answer>4</answer> ", pattern) == answer
 
 
-def test_the_scorer_finds_the_answer() -> None:
-    terms = [RewardFunctionConfig("exact_match")]
-    assert Scorer(RewardConfig(functions=terms, answer_pattern=r"<answer>(.*?)</answer>"))(
-        RewardSample("prompt", "so 3 or <answer> 4 </answer>", "4")
-    )
-
-
 def test_a_pattern_that_backtracks_without_end_is_interrupted() -> None:
     config = RewardConfig(functions=[RewardFunctionConfig("exact_match")], answer_pattern="(a+)+$", timeout_s=0.2)
     reward, problem = scored(config, RewardSample("prompt", "a" * 60 + "b", "a"))
@@ -122,15 +110,6 @@ def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> Non
     with pytest.raises(ConfigError, match="not a regular expression") as refused:
         validate_training(config)
     assert refused.value.key == "reward.answer_pattern"
-
-
-def test_the_value_of_failures_is_none_or_a_number() -> None:
-    config = from_mapping({"mode": "plain", "data": {"n": 2}})
-    assert config.reward.failure_value is None
-    validate_training(config)
-    config.reward.failure_value = float("nan")
-    with pytest.raises(ConfigError, match=r"reward\.failure_value"):
-        validate_training(config)
 
 
 def test_the_users_own_function() -> None:

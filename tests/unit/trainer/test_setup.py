@@ -16,8 +16,7 @@ from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.rollout.memory import check_memory
 from specactor_ray.runs.folder import open_run, read_metrics
 from specactor_ray.runs.settings import compare_settings, settings_of
-from specactor_ray.trainer.memory import FIXES, plan_memory
-from specactor_ray.trainer.setup import checked_tasks, prepare
+from specactor_ray.trainer.run import FIXES, checked_tasks, plan_memory, prepare
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 
@@ -47,13 +46,15 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
         ("checkpoint.every=0", "checkpoint.every"),
         ("trainer.stall_timeout_s=0", "trainer.stall_timeout_s"),
         ("trainer.warmup_steps=1000", "trainer.warmup_steps"),
+        ("trainer.max_staleness=1; trainer.offload=true", "trainer.offload"),
+        ("reward.failure_value=.nan", "reward.failure_value"),
         ("reward.functions=[{name: reasoning_gym}]", "scores its own tasks only"),
         ("reward.functions=[{name: exactmatch}]", "exact_match, length, math, reasoning_gym"),
     ],
 )
 def test_refused_configurations(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepare(settings(tmp_path, override))
+        prepare(settings(tmp_path, *override.split("; ")))
 
 
 def test_an_unknown_algorithm_lists_the_known_ones(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from specactor_ray.core.errors import ActorLostError, SpecActorError
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
-from specactor_ray.trainer.saver import Saver
-from specactor_ray.trainer.steps import TrainingParts, TrainOutcome, run_steps
+from specactor_ray.trainer.steps import Saver, TrainingParts, TrainOutcome, run_steps
 from specactor_ray.transport.messages import WeightSet
 
 
@@ -126,8 +125,7 @@ class World:
                 maker=self,
                 record=self,
                 saver=saver,
-                sampling=SamplingParams(),
-                pupil="eagle",
+                taught="eagle",
                 say=self.said.append,
                 enough=self.enough,
             )

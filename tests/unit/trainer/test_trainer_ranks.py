@@ -9,7 +9,7 @@ import pytest
 
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, ModelLoadError, RemoteError
-from specactor_ray.learner.saving import PartWriter, SavedPart, WorkCounter, is_disk_error
+from specactor_ray.learner.engine import PartWriter, SavedPart, WorkCounter, is_disk_error
 from specactor_ray.trainer.trainer_ranks import TrainerRanks
 from tests.fakes.ranks import NEVER, FakeRank, FakeTransport, JumpingClock
 

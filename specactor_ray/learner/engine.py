@@ -1,10 +1,12 @@
-"""The policy and its optimizer in one process."""
+"""The policy and its optimizer in one process; a rank's progress, and its part of a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import socket
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +15,92 @@ import torch
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.learner.batching import MicroBatch
 from specactor_ray.learner.policy import PolicyModel, TokenScores
-from specactor_ray.learner.saving import PartWriter, WorkCounter
 
 _STATE_FILE = "optimizer.pt"
 
 
+class WorkCounter:
+    """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files. One thread counts; others may
+    read. If the count does not change during work, the rank hangs."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def tick(self) -> None:
+        """Count one more piece."""
+        self.count += 1
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """One rank's part of a checkpoint."""
+
+    node: str
+    """Host name of the node that the rank runs on."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Size in bytes of each file that the rank wrote, by its name relative to the checkpoint's folder."""
+    problem: str = ""
+    """Error of the disk; empty if everything was written."""
+
+
+class PartWriter:
+    """Records the files that a rank writes into `folder`. A disk error is recorded, not raised: a rank that left a save
+    early would block the others in a collective."""
+
+    def __init__(self, folder: Path, progress: WorkCounter) -> None:
+        self.folder = folder
+        self.problem = ""
+        """The first disk error."""
+        self._progress = progress
+        self._sizes: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def writing(self, *files: Path) -> Iterator[None]:
+        """Inside, these files are written; a folder stands for all files in it. Errors other than those of the disk are
+        raised."""
+        try:
+            yield
+            for file in files:
+                for path in file.rglob("*") if file.is_dir() else [file]:
+                    if path.is_file():
+                        self._sizes[path.relative_to(self.folder).as_posix()] = path.stat().st_size
+        except Exception as error:
+            if not is_disk_error(error):
+                raise
+            self.problem = self.problem or f"{type(error).__name__}: {error}"
+        self._progress.tick()
+
+    def part(self) -> SavedPart:
+        """The written files."""
+        return SavedPart(socket.gethostname(), self._sizes, self.problem)
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether an error while saving is of the disk: torch and safetensors raise their own types for it."""
+    if isinstance(error, OSError):
+        return True
+    text = str(error)
+    if type(error).__name__ == "SafetensorError":
+        return "I/O error" in text
+    # Errors of torch: the writer of its files, and a missing folder.
+    return isinstance(error, RuntimeError) and ("inline_container.cc" in text or text.startswith("Parent directory"))
+
+
 class TorchEngine:
-    """AdamW over a float32 policy.
+    """AdamW over a float32 policy in one process; the interface of every engine.
 
     Args:
         policy: The policy, on its device, with gradients.
-        progress: Counts micro-batches and optimizer steps.
+        progress: Counts micro-batches, optimizer steps and files.
     """
-
-    rank, world_size = 0, 1
 
     def __init__(self, policy: PolicyModel, config: TrainerConfig, progress: WorkCounter | None = None) -> None:
         self.policy, self._config = policy, config
+        self._forward: Any = policy
         self._progress = progress if progress is not None else WorkCounter()
+        self.rank, self.world_size = 0, 1
         self.device = next(policy.parameters()).device
         self._optimizer = torch.optim.AdamW(
             parameter_groups(policy, config.weight_decay),
@@ -40,16 +110,19 @@ class TorchEngine:
         )
 
     def score(self, batch: MicroBatch) -> TokenScores:
+        """Forward pass; with gradients unless inside `torch.no_grad`."""
         with autocast(self.device, self._config.dtype):
-            scores: TokenScores = self.policy(batch)
+            scores: TokenScores = self._forward(batch)
         self._progress.tick()
         return scores
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Accumulate gradients; `last` marks the last call of an optimizer step. Gradients of all ranks are summed."""
         loss.backward()
         self._progress.tick()
 
     def step(self, learning_rate: float) -> float:
+        """Clip, update, and drop the gradients. Returns the norm before clipping."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm))
         if math.isfinite(norm):
             for group in self._optimizer.param_groups:
@@ -60,17 +133,20 @@ class TorchEngine:
         return norm
 
     def skip(self) -> None:
+        """Drop the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over the ranks."""
         return values
 
     def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise maximum over the ranks."""
         return values
 
     @contextlib.contextmanager
     def gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-        """Inside, these parameters are whole in this process."""
+        """Inside, these parameters are whole in every rank; all ranks enter together."""
         yield
 
     def save(self, folder: Path, writer: PartWriter) -> None:
@@ -93,7 +169,7 @@ class TorchEngine:
         self._move_state(self.device)
 
     def close(self) -> None:
-        """No operation for a single process."""
+        """Leave the group of ranks, if there is one."""
 
     def _move_state(self, device: torch.device) -> None:
         for state in self._optimizer.state.values():

@@ -16,10 +16,8 @@ import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.learner.batching import MicroBatch
-from specactor_ray.learner.engines.torch_engine import autocast, parameter_groups
-from specactor_ray.learner.policy import PolicyModel, TokenScores
-from specactor_ray.learner.saving import PartWriter, WorkCounter
+from specactor_ray.learner.engine import PartWriter, TorchEngine, WorkCounter, parameter_groups
+from specactor_ray.learner.policy import PolicyModel
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
@@ -85,7 +83,7 @@ def _store(rendezvous: Rendezvous) -> Any:
     )
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(TorchEngine):
     """ZeRO stage 1, 2 or 3 over a float32 policy.
 
     Args:
@@ -113,12 +111,7 @@ class DeepSpeedEngine:
         self._engine, *_ = deepspeed.initialize(
             model=policy, model_parameters=parameter_groups(policy, config.weight_decay), config=settings
         )
-
-    def score(self, batch: MicroBatch) -> TokenScores:
-        with autocast(self.device, self._config.dtype):
-            scores: TokenScores = self._engine(batch)
-        self._progress.tick()
-        return scores
+        self._forward = self._engine
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -151,7 +144,6 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-        """Inside, these parameters are whole in every rank; all ranks enter together."""
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
@@ -182,7 +174,6 @@ class DeepSpeedEngine:
             raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint of {self.world_size} ranks in it")
 
     def offload(self) -> None:
-        """Move the optimizer's state to host memory until `reload`."""
         if self.device.type != "cpu":
             self._engine.offload_states()
 
@@ -191,7 +182,6 @@ class DeepSpeedEngine:
             self._engine.reload_states()
 
     def close(self) -> None:
-        """Leave the process group."""
         self._engine.destroy()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -1,0 +1,409 @@
+"""Training of an EAGLE head: from a corpus, with checkpoints, and beside the policy, from the samples of each RL step.
+
+Weights after n steps are a function of recipe and examples, also if training was interrupted: between two steps the
+state is complete, and a checkpoint holds all of it.
+
+Beside the policy the head learns the sampled tokens of the target; the target's distributions, which training from a
+corpus uses, would take a hundred times the space of the hidden states, and are not available. A sampled token is an
+unbiased estimate of the distribution, so the gradient of the cross entropy is right on average.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.training_schema import OnlineConfig
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.files import replacing
+from specactor_ray.distill.card import DrafterRecipe
+from specactor_ray.distill.corpus import CorpusRecord, RecordStore
+from specactor_ray.distill.eagle import (
+    FROZEN,
+    EagleExample,
+    example_of,
+    expected_counts,
+    make_batch,
+    new_head,
+    unroll,
+    unroll_loss,
+)
+from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
+from specactor_ray.draft.eagle.head import EagleHead
+from specactor_ray.learner.batching import cut_by_tokens
+from specactor_ray.learner.engine import autocast, parameter_groups
+from specactor_ray.sampling.keyed import sample_rows
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_FILE = "checkpoint.pt"
+_MAX_GRAD_NORM, _WEIGHT_DECAY, _WARMUP_STEPS = 1.0, 0.01, 10
+_BUCKET = 16
+"""Number of batches whose records are sorted by length together: less padding, and still a new mix every epoch."""
+_COUNTED_ROLLOUTS = 128
+"""Number of rollouts whose distributions choose the draft vocabulary."""
+_HELD_OUT_TOKENS = 2048
+"""Most output tokens of the measurements during training."""
+
+
+class HeadTrainer:
+    """A trainable head with its optimizer; embedding and output layer, which are the target's, are not trained.
+
+    Args:
+        head: Float32; owned by the trainer from now on.
+        depths: Tokens ahead that are trained.
+        betas, weight_decay: Parameters of AdamW.
+        dtype: Arithmetic.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        depths: int,
+        learning_rate: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = _WEIGHT_DECAY,
+        dtype: str = "float32",
+    ) -> None:
+        self.head, self.device = head.train(), head.fc.weight.device
+        for name, weight in head.named_parameters():
+            weight.requires_grad_(name not in FROZEN)
+        self.optimizer = torch.optim.AdamW(parameter_groups(head, weight_decay), lr=learning_rate, betas=betas)
+        self.steps = 0
+        """Number of completed optimizer steps."""
+        self.skipped = 0
+        """Number of steps left out because the loss or a gradient was not finite."""
+        self._depths, self._dtype = depths, dtype
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Weights for `EagleRunner.load_weights`; the trainer's own tensors, which the next step changes."""
+        return trained_weights(self.head)
+
+    def step(self, examples: Sequence[EagleExample], learning_rate: float | None = None) -> dict[str, float] | None:
+        """One optimizer step on one batch.
+
+        Returns:
+            `loss` (per position, summed over depths), `overlap` (of the distributions one token ahead) and `tokens`;
+            None, without any change, if none of the tokens is in the draft vocabulary.
+        """
+        batch = make_batch(examples, self.head).to(self.device)
+        with torch.enable_grad(), autocast(self.device, self._dtype):
+            loss, overlaps = unroll_loss(self.head, batch, self._depths)
+        if not loss.requires_grad:
+            return None
+        loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), _MAX_GRAD_NORM))
+        if math.isfinite(norm) and math.isfinite(float(loss.detach())):
+            if learning_rate is not None:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = learning_rate
+            self.optimizer.step()
+            self.steps += 1
+        else:
+            self.skipped += 1
+            logger.warning("a step is left out: its loss or gradient is not finite")
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"loss": float(loss.detach()), "overlap": overlaps[0], "tokens": float(len(batch.teacher))}
+
+    @torch.no_grad()
+    def held_out(self, records: Sequence[CorpusRecord], examples: Sequence[EagleExample]) -> dict[str, float]:
+        """Means over the output tokens: `loss`, `overlap`, and `matches`, the share of tokens that the head samples
+        equal to the target's, with the target's noise after the recorded prefix; and `tokens`, their number."""
+        head, batch = self.head, make_batch(examples, self.head).to(self.device)
+        loss, overlaps = unroll_loss(head, batch, self._depths)
+        outputs, rows = next(unroll(head, batch, 1))
+        logits = torch.full((len(rows), head.config.vocab_size), float("-inf"))
+        logits[:, head.draft_token_ids().cpu()] = head.lm_head(outputs).float().cpu()
+        places = [(record, place) for record in records for place in range(len(record.output_token_ids))]
+        chosen = [places[row] for row in rows.tolist()]
+        samplings, positions = [record.sampling for record, _ in chosen], [place for _, place in chosen]
+        sampled = sample_rows(logits, samplings, positions).token_ids
+        right = [token == record.output_token_ids[i] for token, (record, i) in zip(sampled, chosen, strict=True)]
+        tokens, matches = float(len(chosen)), sum(right) / len(chosen)
+        return {"loss": float(loss), "overlap": overlaps[0], "matches": matches, "tokens": tokens}
+
+
+# ---- from a corpus ----
+
+
+def head_for(model: Any, recipe: DrafterRecipe, records: Sequence[CorpusRecord], store: RecordStore) -> EagleHead:
+    """A new head for the target. Its draft vocabulary follows the target's distributions along the rollouts."""
+    counts = torch.zeros(int(model.config.get_text_config().vocab_size))
+    for record in records[:_COUNTED_ROLLOUTS]:
+        counts += expected_counts(model, example_of(record, store.states(record.index)))
+    for record in records:
+        counts += torch.bincount(torch.tensor(record.output_token_ids), minlength=len(counts))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return new_head(model, recipe.target, counts, recipe.draft_vocab).to(recipe.device)
+
+
+@dataclass(slots=True)
+class LoopState:
+    """State of training between two steps."""
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    """Number of finished batches of this epoch."""
+    seconds: float = 0.0
+    """Seconds of training so far."""
+    tokens: int = 0
+    """Number of output tokens trained on so far, including repetitions."""
+    history: list[dict[str, float]] = field(default_factory=list)
+    """A record per measurement on held-out rollouts: step, seconds, loss, matches, and the training loss since."""
+
+
+class TrainLoop:
+    """Trains a head on recorded rollouts.
+
+    Args:
+        train: Records to train on, with the store that holds their states.
+        held_out: Records to measure on, with their store.
+        clock: Monotonic seconds.
+        shield: Context manager in which signals do not interrupt.
+        checkpoint_s: Seconds between checkpoints.
+        measure_s: Seconds between measurements on held-out rollouts.
+        on_progress: Called after every step with its loss.
+    """
+
+    def __init__(
+        self,
+        trainer: HeadTrainer,
+        recipe: DrafterRecipe,
+        train: tuple[Sequence[CorpusRecord], RecordStore],
+        held_out: tuple[Sequence[CorpusRecord], RecordStore],
+        folder: Path,
+        clock: Callable[[], float],
+        shield: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        checkpoint_s: float = 120.0,
+        measure_s: float = 60.0,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self.trainer, self.state = trainer, LoopState()
+        self._recipe, self._clock, self._shield, self._show = recipe, clock, shield, on_progress
+        self._train, self._store = train
+        self._held_out, self._held_out_store = _first(held_out[0], _HELD_OUT_TOKENS), held_out[1]
+        self._path = folder / CHECKPOINT_FILE
+        self._checkpoint_s, self._measure_s = checkpoint_s, measure_s
+        self._since: list[dict[str, float]] = []
+        self._order: tuple[int, list[list[int]]] = (-1, [])
+
+    def resume(self) -> bool:
+        """Continue from the checkpoint in the folder; False if there is none. Raises InputError if it is unreadable."""
+        if not self._path.is_file():
+            return False
+        try:
+            saved = torch.load(self._path, map_location="cpu", weights_only=True)
+            if saved["head"].keys() != self.trainer.weights().keys():
+                raise ValueError("it holds the weights of another head")
+            self.trainer.head.load_state_dict(saved["head"], strict=False)
+            self.trainer.optimizer.load_state_dict(saved["optimizer"])
+            self.state = LoopState(**saved["state"])
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InputError(
+                f"{self._path} cannot be read ({reason}). Fix: remove it; training then begins anew"
+            ) from None
+        return True
+
+    def run(self) -> LoopState:
+        """Train for `epochs` passes; an interruption saves a checkpoint and is raised again.
+
+        Raises:
+            KeyboardInterrupt: Training was interrupted, at the end of a step.
+            OSError: A checkpoint could not be written.
+        """
+        begin, state = self._clock() - self.state.seconds, self.state
+        saved_at = measured_at = state.seconds
+        try:
+            if not state.history:
+                self._measure()
+            while self.fraction < 1.0:
+                with self._shield():
+                    self._step()
+                    state.seconds = self._clock() - begin
+                if state.seconds - measured_at >= self._measure_s:
+                    self._measure()
+                    measured_at = state.seconds
+                if state.seconds - saved_at >= self._checkpoint_s:
+                    self.save()
+                    saved_at = state.seconds
+            if state.history[-1]["step"] < state.step:
+                self._measure()
+        except KeyboardInterrupt:
+            self.save()
+            raise
+        self.save()
+        return state
+
+    @property
+    def fraction(self) -> float:
+        """Share of the finished batches, 0 to 1."""
+        passes = self.state.epoch + self.state.position / max(len(self._batches()), 1)
+        return min(passes / self._recipe.epochs, 1.0)
+
+    def save(self) -> None:
+        """Write the checkpoint; the previous one stays until the new one is complete."""
+        with self._shield():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            optimizer = self.trainer.optimizer.state_dict()
+            content = {"head": self.trainer.weights(), "optimizer": optimizer, "state": asdict(self.state)}
+            with replacing(self._path, self._path.with_suffix(".partial")) as partial:
+                torch.save(content, partial)
+
+    def _batches(self) -> list[list[int]]:
+        epoch, batches = self._order
+        if epoch != self.state.epoch:
+            epoch, recipe = self.state.epoch, self._recipe
+            batches = batches_of_epoch(self._train, recipe.batch_tokens, recipe.seed, epoch)
+            self._order = (epoch, batches)
+        return batches
+
+    def _step(self) -> None:
+        state, batches = self.state, self._batches()
+        rate = learning_rate(self._recipe.learning_rate, state.step, self.fraction)
+        records = [self._train[index] for index in batches[state.position]]
+        figures = self.trainer.step(_examples(records, self._store), rate)
+        assert figures is not None  # the target's distributions are known for all tokens
+        state.step, state.position = state.step + 1, state.position + 1
+        state.tokens += int(figures["tokens"])
+        if state.position == len(batches):
+            state.epoch, state.position = state.epoch + 1, 0
+        self._since.append(figures)
+        if self._show is not None:
+            self._show(figures["loss"])
+
+    def _measure(self) -> None:
+        groups = cut_by_tokens(_lengths(self._held_out), self._recipe.batch_tokens, longest_first=False)
+        measured = []
+        for group in groups:
+            records = [self._held_out[index] for index in group]
+            measured.append(self.trainer.held_out(records, _examples(records, self._held_out_store)))
+        record = {"step": float(self.state.step), "seconds": self.state.seconds, **_means(measured)}
+        record |= {f"train_{name}": value for name, value in _means(self._since).items()}
+        self._since = []
+        self.state.history.append(record)
+
+
+def learning_rate(peak: float, step: int, fraction: float) -> float:
+    """Learning rate of a step (from 0): a linear warm-up, times half a cosine to 0 at the end."""
+    warm_up = min(1.0, (step + 1) / _WARMUP_STEPS)
+    return peak * warm_up * 0.5 * (1.0 + math.cos(math.pi * min(fraction, 1.0)))
+
+
+def batches_of_epoch(records: Sequence[CorpusRecord], max_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Indices into `records`, each once, in batches of similar lengths; a function of the arguments.
+
+    Args:
+        max_tokens: Most positions of a batch, including padding; a longer record is a batch by itself.
+    """
+    rng = np.random.default_rng([seed, epoch])
+    order = [int(i) for i in rng.permutation(len(records))]
+    mean = sum(record.num_tokens for record in records) / max(len(records), 1)
+    size = max(int(_BUCKET * max_tokens / max(mean, 1.0)), 1)
+    batches: list[list[int]] = []
+    for begin in range(0, len(order), size):
+        bucket = sorted(order[begin : begin + size])
+        groups = cut_by_tokens(_lengths([records[i] for i in bucket]), max_tokens, longest_first=False)
+        batches += [[bucket[place] for place in group] for group in groups]
+    return [batches[int(i)] for i in rng.permutation(len(batches))]
+
+
+def _lengths(records: Sequence[CorpusRecord]) -> list[int]:
+    return [record.num_tokens for record in records]
+
+
+def _examples(records: Sequence[CorpusRecord], store: RecordStore) -> list[EagleExample]:
+    return [example_of(record, store.states(record.index)) for record in records]
+
+
+def _first(records: Sequence[CorpusRecord], max_tokens: int) -> list[CorpusRecord]:
+    """The first records, up to `max_tokens` output tokens, and at least one."""
+    totals = itertools.accumulate(len(record.output_token_ids) for record in records)
+    count = sum(total <= max_tokens for total in totals)
+    return list(records[: max(count, 1)])
+
+
+def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the tokens of several batches, without `tokens` itself."""
+    total = max(sum(one["tokens"] for one in figures), 1.0)
+    names = [name for name in figures[0] if name != "tokens"] if figures else []
+    return {name: sum(one[name] * one["tokens"] for one in figures) / total for name in names}
+
+
+# ---- beside the policy ----
+
+
+class EagleLearner(HeadTrainer):
+    """A head that learns from the samples of RL steps. The result is a function of the initial weights, the examples in
+    their order, and the seed, which orders the batches."""
+
+    def __init__(self, head: EagleHead, config: OnlineConfig, seed: int = 0) -> None:
+        super().__init__(head, config.depths, config.learning_rate, betas=(0.9, 0.999), weight_decay=0.0)
+        self._config, self._random = config, random.Random(seed)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights for drafters: one more after every `steps_per_version` steps."""
+        return self.steps // self._config.steps_per_version
+
+    def batches(self, examples: Iterable[EagleExample]) -> Iterator[list[EagleExample]]:
+        """Batches of these examples for the training steps: all of their output, in parts, `passes` times over, each
+        time in another order; a batch has at most `batch_tokens` positions, including padding."""
+        most = self._config.batch_tokens
+        parts = [part for example in examples for part in _parts(example, most)]
+        groups = cut_by_tokens(list(map(len, parts)), most)
+        for _ in range(self._config.passes):
+            self._random.shuffle(groups)
+            yield from ([parts[index] for index in group] for group in groups)
+
+
+def _parts(example: EagleExample, size: int) -> list[EagleExample]:
+    """The example in parts of at most `size` positions, in their order; parts that are all prompt are left out.
+
+    A part begins without the context before it, like a head whose drafter joins late. So the last part is a whole one,
+    and the first part holds the shorter rest.
+    """
+    output_begin, parts = max(example.num_prompt - 1 - example.first, 0), list[EagleExample]()
+    for end in range(len(example), output_begin, -size):
+        begin = max(end - size, 0)
+        parts.append(replace(example, states=example.states[begin:end], first=example.first + begin))
+    return parts[::-1]
+
+
+def choose_samples(lengths: Sequence[int], max_tokens: int, seed: int) -> list[int]:
+    """Indices of the samples to train on if there are too many: chosen at random, up to `max_tokens` tokens, and at
+    least one. A function of its arguments, ascending."""
+    order = list(range(len(lengths)))
+    random.Random(seed).shuffle(order)
+    chosen, total = list[int](), 0
+    for index in order:
+        if not chosen or total + lengths[index] <= max_tokens:
+            chosen.append(index)
+            total += lengths[index]
+    return sorted(chosen)
+
+
+def load_learner(drafter: DrafterConfig, target: TargetConfig, device: str) -> EagleLearner:
+    """A learner of the configured head.
+
+    Raises:
+        ModelLoadError: The head cannot be loaded.
+    """
+    assert drafter.model is not None  # validated
+    head = load_head(drafter.model, target.model, device=device, trust_remote_code=target.trust_remote_code)
+    return EagleLearner(head, drafter.online)

@@ -1,0 +1,330 @@
+"""Training an EAGLE head, from recorded rollouts and beside the policy, and what becomes of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor_ray.config.methods import DrafterSpec
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.config.training_schema import OnlineConfig
+from specactor_ray.core.errors import InputError
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.distill.card import DrafterRecipe
+from specactor_ray.distill.corpus import CorpusRecord
+from specactor_ray.distill.eagle import (
+    FROZEN,
+    EagleExample,
+    example_of,
+    hidden_layers_of,
+    make_batch,
+    reject_foreign_layers,
+    unroll_loss,
+)
+from specactor_ray.distill.evaluation import head_config, replay
+from specactor_ray.distill.training import (
+    CHECKPOINT_FILE,
+    EagleLearner,
+    HeadTrainer,
+    TrainLoop,
+    batches_of_epoch,
+    choose_samples,
+    head_for,
+    learning_rate,
+    load_learner,
+)
+from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
+from specactor_ray.draft.eagle.head import EagleHead
+from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
+from specactor_ray.draft.proposer import Proposer, build_proposer
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import HEAD_INPUT
+from specactor_ray.models.weight_buckets import to_wire
+from specactor_ray.transport.messages import Features
+from tests.by_name import ByName
+from tests.tiny import tiny_eagle, tiny_target
+from tests.unit.distill.recorded import recorded
+
+SMALL = OnlineConfig(learning_rate=2e-3, batch_tokens=256, passes=3, steps_per_version=4, depths=2)
+
+
+def recipe(**changes: Any) -> DrafterRecipe:
+    return DrafterRecipe(str(tiny_target()), **{"draft_vocab": 256, "depths": 2, "epochs": 5.0, **changes})
+
+
+def new_head(records: int = 80) -> EagleHead:
+    train, store = recorded("train")
+    return head_for(load_model(str(tiny_target())), recipe(), train[:records], store)
+
+
+@functools.cache
+def some_head() -> EagleHead:
+    return load_head(str(tiny_eagle()), str(tiny_target()))
+
+
+def rollouts(part: str, count: int) -> list[EagleExample]:
+    records, store = recorded(part)
+    return [example_of(record, store.states(record.index)) for record in records[:count]]
+
+
+def without_teacher(examples: Sequence[EagleExample]) -> list[EagleExample]:
+    return [EagleExample(e.token_ids, e.num_prompt, e.states) for e in examples]
+
+
+@torch.no_grad()
+def loss_on(head: EagleHead, examples: Sequence[EagleExample]) -> float:
+    return float(unroll_loss(head, make_batch(examples, head), 2)[0])
+
+
+def weights_of(trainer: HeadTrainer) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in trainer.weights().items()}
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("from_corpus", [True, False])
+def test_steps_lower_the_held_out_loss_and_leave_alone_what_is_the_targets(from_corpus: bool) -> None:
+    head, examples = new_head(24), rollouts("train", 36)
+    before, loss = {name: weight.clone() for name, weight in head.named_parameters()}, loss_on(head, examples[24:])
+    if from_corpus:
+        trainer = HeadTrainer(head, 2, 2e-3)
+        batches = [examples[begin : begin + 8] for begin in (0, 8, 16)] * 4
+    else:
+        trainer = learner = EagleLearner(head, SMALL)
+        batches = list(itertools.islice(learner.batches(without_teacher(examples[:24])), 12))
+    for batch in batches:
+        figures = trainer.step(batch)
+        assert figures is not None and figures["tokens"] > 0 and 0 <= figures["overlap"] <= 1
+    assert loss_on(head, examples[24:]) < loss - 0.3
+    changed = {name for name, weight in head.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == before.keys() - set(FROZEN)
+    assert equal(trained_weights(new_head(24)), {name: before[name] for name in changed | {"lm_head.weight"}})
+
+
+def test_matches_are_what_the_proposer_hits_after_the_recorded_prefix() -> None:
+    head, (records, store) = new_head(24), recorded("train")
+    records = records[:4]
+    figures = HeadTrainer(head, 2, 1e-3).held_out(records, rollouts("train", 4))
+    proposer, hits, tried = ByName(EagleProposer(EagleRunner(head.requires_grad_(False), 4 << 20))), 0, 0
+    for record in records:
+        states = store.states(record.index)[:, :-64].float().numpy()
+        for position in range(1, len(record.output_token_ids)):
+            known = len(record.prompt_token_ids) + position - 1
+            proposer.open("r", record.prompt_token_ids, record.output_token_ids[:position], record.sampling, 1)
+            proposer.add_features("r", [Features(0, states[:known])])
+            proposer.extend()
+            hits += proposer.tail("r")[1] == record.output_token_ids[position : position + 1]
+            tried += 1
+    # The first token of an output is predicted from inside the prompt: an anchor that no proposer ever has.
+    assert abs(hits - figures["matches"] * figures["tokens"]) <= len(records)
+    assert tried == figures["tokens"] - len(records)
+
+
+def test_a_trained_head_is_right_ahead_and_shared_noise_helps() -> None:
+    records, store = recorded("heldout")
+    drafter = DrafterSpec(method="eagle", model=str(tiny_eagle()), max_batch=16)
+    head = head_config(drafter, str(tiny_target()))
+    assert head is not None
+    lengths = []
+    for shared in (True, False):
+        drafter.shared_noise = shared
+        proposer = build_proposer(drafter, TargetConfig(model=str(tiny_target())), "cpu")
+        states = lambda record: store.states(record.index)[:, : head.feature_size].float().numpy()  # noqa: E731
+        lengths.append(replay(proposer, records[:12], 3, features=states).acceptance_length)
+    assert lengths[0] > max(lengths[1], 1.1)
+    assert replay(proposer, records[:12], 3).accepted == 0, "without states there are no guesses"
+
+
+def test_a_target_of_another_build_is_refused() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32}
+    with pytest.raises(InputError, match=r"--target.*Llama family"):
+        reject_foreign_layers(GPT2LMHeadModel(GPT2Config(**shape)), "gpt2")
+    model = load_model(str(tiny_target()))
+    reject_foreign_layers(model, "tiny")
+    assert hidden_layers_of(model) == (0, 1, 2, HEAD_INPUT)
+
+
+class Clock:
+    """Each look takes a second."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+
+def make_loop(folder: Path, wanted: DrafterRecipe, **options: Any) -> TrainLoop:
+    trainer = HeadTrainer(new_head(), wanted.depths, wanted.learning_rate)
+    return TrainLoop(trainer, wanted, recorded("train"), recorded("heldout"), folder, Clock(), **options)
+
+
+class TestLoop:
+    def test_training_lowers_the_loss_and_raises_the_match_rate(self, tmp_path: Path) -> None:
+        history = make_loop(tmp_path, recipe()).run().history
+        assert history[-1]["loss"] < 0.8 * history[0]["loss"]
+        assert history[-1]["matches"] > history[0]["matches"] + 0.05
+
+    def test_resumed_training_gives_the_same_weights(self, tmp_path: Path) -> None:
+        whole = make_loop(tmp_path / "whole", recipe(epochs=2.0))
+        whole.run()
+
+        def interrupt(loss: float) -> None:
+            if loop.state.step in (3, whole.state.step // 2 + 2):
+                raise KeyboardInterrupt
+
+        for _ in range(2):
+            loop = make_loop(tmp_path / "parts", recipe(epochs=2.0), on_progress=interrupt, checkpoint_s=10.0)
+            loop.resume()
+            with pytest.raises(KeyboardInterrupt):
+                loop.run()
+        last = make_loop(tmp_path / "parts", recipe(epochs=2.0))
+        assert last.resume() and last.state.step == whole.state.step // 2 + 2
+        assert last.run().step == whole.state.step and last.state.tokens == whole.state.tokens
+        assert equal(weights_of(whole.trainer), weights_of(last.trainer))
+        again = make_loop(tmp_path / "parts", recipe(epochs=2.0))
+        assert again.resume() and again.run().step == whole.state.step, "all passes are done"
+
+    def test_a_damaged_checkpoint_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / CHECKPOINT_FILE).write_bytes(b"PK\x03\x04 nothing of use")
+        with pytest.raises(InputError, match=CHECKPOINT_FILE):
+            make_loop(tmp_path, recipe()).resume()
+
+
+def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
+    assert [learning_rate(1.0, step, 0.0) for step in (0, 9, 50)] == pytest.approx([0.1, 1.0, 1.0])
+    assert [learning_rate(1.0, 50, fraction) for fraction in (0.5, 1.0)] == pytest.approx([0.5, 0.0])
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 200), st.integers(0, 5), st.integers(0, 3))
+def test_every_record_is_in_one_batch_of_an_epoch(lengths: list[int], most: int, seed: int, epoch: int) -> None:
+    records = [CorpusRecord(i, (1,), (2,) * length, SamplingParams(), "stop") for i, length in enumerate(lengths)]
+    batches = batches_of_epoch(records, most, seed, epoch)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(records)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(records[i].num_tokens for i in batch) <= most
+    assert batches == batches_of_epoch(records, most, seed, epoch)
+
+
+def learn(learner: EagleLearner, examples: Sequence[EagleExample]) -> list[dict[str, float] | None]:
+    """The metrics of all steps."""
+    return [learner.step(batch) for batch in learner.batches(examples)]
+
+
+def test_versions_rise_with_the_steps() -> None:
+    learner = EagleLearner(new_head(24), SMALL)
+    assert learn(learner, []) == [] and learner.version == 0, "nothing to learn from yet"
+    versions = []
+    for batch in learner.batches(without_teacher(rollouts("train", 40))):
+        learner.step(batch)
+        versions.append(learner.version)
+    assert versions == [step // 4 for step in range(1, len(versions) + 1)] and versions[-1] > 2
+    assert learner.steps == len(versions)
+
+
+def test_equal_examples_in_equal_order_give_equal_weights() -> None:
+    results = []
+    for seed in (0, 0, 1):
+        learner = EagleLearner(new_head(24), SMALL, seed)
+        for begin in (0, 8):
+            learn(learner, without_teacher(rollouts("train", 16)[begin : begin + 8]))
+        results.append(learner.weights())
+    same = [all(torch.equal(results[0][name], other[name]) for name in results[0]) for other in results[1:]]
+    assert same == [True, False], "the seed orders the examples"
+
+
+def test_what_is_not_finite_is_skipped_and_counted() -> None:
+    head = new_head(24)
+    learner, (good, bad) = EagleLearner(head, SMALL), without_teacher(rollouts("train", 2))
+    before = {name: weight.clone() for name, weight in head.named_parameters()}
+    learn(learner, [EagleExample(bad.token_ids, bad.num_prompt, torch.full_like(bad.states, float("inf")))])
+    assert learner.skipped == SMALL.passes and learner.steps == learner.version == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in head.named_parameters())
+    metrics = learner.step([good])
+    assert metrics is not None and np.isfinite(metrics["loss"]) and learner.steps == 1
+
+
+def test_tokens_that_the_head_cannot_say_teach_nothing() -> None:
+    head = new_head(24)
+    foreign = sorted(set(range(512)) - set(head.draft_token_ids().tolist()))[:8]
+    learner = EagleLearner(head, SMALL)
+    assert learn(learner, [EagleExample((1, *foreign), 1, torch.zeros(8, 192))]) == [None] * SMALL.passes
+    assert learner.steps == learner.skipped == 0
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 90)), max_size=8),
+    batch=st.integers(2, 40),
+    passes=st.integers(1, 3),
+)
+def test_batches_are_bounded_and_go_over_all_of_the_output(
+    lengths: list[tuple[int, int]], batch: int, passes: int
+) -> None:
+    config = OnlineConfig(batch_tokens=batch, passes=passes)
+    number, examples, outputs = 0, list[EagleExample](), list[int]()
+    for prompt, output in lengths:
+        # Every state is its own number, so that what is learned from tells where it comes from.
+        states = torch.arange(number, number + prompt + output - 1.0).unsqueeze(1).expand(-1, 192)
+        number += len(states)
+        examples.append(EagleExample((1,) * (prompt + output), prompt, states))
+        outputs += range(number - output, number)
+    batches = list(EagleLearner(some_head(), config).batches(examples))
+    assert all(one and len(one) * max(map(len, one)) <= batch for one in batches)
+    places = [int(place) for one in batches for part in one for place in part.states[:, 0]]
+    assert sorted(place for place in places if place in outputs) == sorted(outputs * passes)
+
+
+@given(lengths=st.lists(st.integers(1, 50)), room=st.integers(1, 200), seed=st.integers(0, 9))
+def test_samples_are_chosen_up_to_the_room_there_is(lengths: list[int], room: int, seed: int) -> None:
+    chosen = choose_samples(lengths, room, seed)
+    total = sum(lengths[index] for index in chosen)
+    assert chosen == sorted(set(chosen)) == choose_samples(lengths, room, seed)
+    assert total <= room or len(chosen) == 1
+    assert bool(chosen) == bool(lengths)
+    left = [length for index, length in enumerate(lengths) if index not in chosen]
+    assert all(total + length > room for length in left), "whatever fits is taken"
+
+
+def tails_of(proposer: Proposer) -> list[tuple[int, ...]]:
+    """What is drafted behind some rollouts."""
+    tails, proposer = [], ByName(proposer)
+    for one in rollouts("train", 12):
+        proposer.open("r", one.token_ids, (), SamplingParams(temperature=0.0), 4)
+        assert proposer.traits.reads_features
+        proposer.add_features("r", [Features(0, to_wire(one.states.float()))])
+        while proposer.extend():
+            pass
+        tails.append(proposer.tail("r")[1])
+        proposer.close("r", finished=False)
+    return tails
+
+
+def test_what_a_learner_has_learned_fits_the_running_head() -> None:
+    target = TargetConfig(model=str(tiny_target()))
+    drafter = DrafterSpec(method="eagle", model=str(tiny_eagle()), dtype="float32", max_batch=16, online=SMALL)
+    learner = load_learner(drafter, target, "cpu")
+    before = {name: weight.clone() for name, weight in trained_weights(some_head()).items()}
+    assert learner.version == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.weights().items())
+    learn(learner, without_teacher(rollouts("train", 4)))
+    proposer = build_proposer(drafter, target, "cpu")
+    untaught = tails_of(proposer)
+    proposer.load_weights(6, learner.weights())
+    taught = EagleProposer(EagleRunner(copy.deepcopy(learner.head).requires_grad_(False), 10 << 20))
+    assert tails_of(proposer) == tails_of(taught) != untaught
