@@ -100,7 +100,7 @@ class Scaling:
     """Whether a user set the number."""
 
     def tokens_per_s(self, number: int, load: VerifierLoad) -> float:
-        """Predicted tokens per second of a verifier with `number` draft actors, as in the plan (`plan/plan.py`)."""
+        """Predicted tokens per second of a verifier with `number` draft actors, as in the plan (`plan/search.py`)."""
         plain = load.rows / max(self.verify.seconds(load.rows, load.rows, 0.0), 1e-9)
         if not number:
             return plain

@@ -1,4 +1,4 @@
-"""Plan search (`plan/plan.py`) on a scenario's cost models, workload and skills."""
+"""Plan search (`plan/search.py`) on a scenario's cost models, workload and skills."""
 
 from __future__ import annotations
 
