@@ -10,6 +10,7 @@ from rich.text import Text
 
 from specactor_ray.config.fields import KeyDoc
 from specactor_ray.core.console import figures_table, make_table
+from specactor_ray.core.metrics import drafter_health
 
 _MOST_REASONS = 3
 _MOST_DIFFERENCES = 10
@@ -129,7 +130,6 @@ def config_keys_table(keys: Iterable[KeyDoc]) -> Table:
 
 def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row per actor of a run, in the state of the controller."""
-    from specactor_ray.rollout.run_client import drafter_health  # imports ray
 
     columns = ("actor", "phase", "place", "work", "drafts right", "note")
     table = make_table(columns, text=columns, wrap=True)

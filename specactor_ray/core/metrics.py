@@ -5,6 +5,7 @@ Actors and the driver export them through Ray (`cluster/metrics.py`); `RunClient
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -146,3 +147,19 @@ def controller_rows(
 def _seat(actor_id: str) -> str:
     """`verifier-0` for `verifier-0#3f2a`: a replacement continues the series of its seat."""
     return actor_id.partition("#")[0]
+
+
+def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Id, `Health.to_dict`, `failures` and `malformed` messages of each drafter in rows of the status, including those
+    inside verifiers."""
+    counters = [(row.get("id"), row.get("counters") or {}) for row in rows]
+    malformed = Counter[str]()
+    for _, mine in counters:
+        malformed.update(mine.get("malformed", {}))
+    drafters = ({actor_id: mine, **mine.get("inline", {})} for actor_id, mine in counters)
+    return [
+        {"id": name, **one["health"], "failures": one.get("failures", 0), "malformed": malformed[name]}
+        for group in drafters
+        for name, one in group.items()
+        if "health" in one
+    ]

@@ -21,6 +21,7 @@ from specactor_ray.controller.controller import start_controller
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.console import log_by_default
 from specactor_ray.core.errors import InputError, SpecActorError
+from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import Heartbeat, elapsed
 from specactor_ray.core.signals import interruption
 from specactor_ray.core.types import SamplingParams
@@ -32,7 +33,7 @@ from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.planning import ladder_priors
 from specactor_ray.rollout.preflight import prepare
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
-from specactor_ray.rollout.run_client import RunClient, drafter_health
+from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
 from specactor_ray.sampling.seeds import sample_of
 from specactor_ray.transport.messages import WeightSet

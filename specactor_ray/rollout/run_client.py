@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -211,22 +210,6 @@ class RunClient:
                 call.result()
             except ActorLostError as error:
                 logger.warning("%s: %s", method, error)
-
-
-def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Id, `Health.to_dict`, `failures` and `malformed` messages of each drafter in rows of the status, including those
-    inside verifiers."""
-    counters = [(row.get("id"), row.get("counters") or {}) for row in rows]
-    malformed = Counter[str]()
-    for _, mine in counters:
-        malformed.update(mine.get("malformed", {}))
-    drafters = ({actor_id: mine, **mine.get("inline", {})} for actor_id, mine in counters)
-    return [
-        {"id": name, **one["health"], "failures": one.get("failures", 0), "malformed": malformed[name]}
-        for group in drafters
-        for name, one in group.items()
-        if "health" in one
-    ]
 
 
 def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, ModelLoadError
 from specactor_ray.core.files import write_json
+from specactor_ray.core.metrics import drafter_health
 from specactor_ray.core.progress import Heartbeat, ProgressState, elapsed, rollout_progress
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
@@ -26,7 +27,6 @@ from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
-from specactor_ray.rollout.run_client import drafter_health
 from specactor_ray.runs.folder import SUMMARY_FILE, discard_run_folder, lease_new, save_run_config
 from specactor_ray.runs.trajectories import TRAJECTORIES_FILE, TrajectoryWriter, lease_interrupted, read_finished
 

@@ -28,7 +28,7 @@ from specactor_ray.cli.report import (
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.rollout.run_client import drafter_health
+from specactor_ray.core.metrics import drafter_health
 from specactor_ray.rollout.trajectory import RolloutMetrics
 
 HEALTH = {
