@@ -10,7 +10,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.stops import decoded
 from specactor_ray.transport.messages import RequestStats
-from specactor_ray.verify.requests import StepMetrics
+from specactor_ray.verify.metrics import StepMetrics
 
 _NOT_SUMS = ("drafted_by_position", "accepted_by_position")
 """Counters with their own way of merging."""

@@ -19,11 +19,6 @@ _inlined: Any = kernel(inline="always")
 
 FREE = -1
 """Value for no branch, and for no seat."""
-COUNTS = (
-    "row_steps", "committed_tokens", "supplied_tokens", "supplied_row_steps", "drafted_tokens", "accepted_tokens",
-    "refuted_tails", "arrival_rescues", "commit_rescues",
-)  # fmt: skip
-"""Indices of `RequestTable.counts`; `verify/requests.py` documents them."""
 REFUTED, ON_ARRIVAL, AT_COMMIT = range(6, 9)
 
 Planes = namedtuple(

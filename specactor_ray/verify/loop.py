@@ -20,7 +20,8 @@ from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
-from specactor_ray.verify.requests import Requests, StepMetrics
+from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.requests import Requests
 from specactor_ray.verify.verify_lengths import Seconds
 
 logger = logging.getLogger(__name__)

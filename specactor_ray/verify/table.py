@@ -12,6 +12,7 @@ from specactor_ray.config.schema import MAX_METHODS
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.verify import _kernels
 from specactor_ray.verify._kernels import Committed
+from specactor_ray.verify.metrics import COUNTS
 
 if TYPE_CHECKING:
     from specactor_ray.target.base import TargetRequest
@@ -87,7 +88,7 @@ class RequestTable:
       `FREE`: no branch; `branch_length`, and `branch_tail`, `(seats, rows, branches, window)`;
     - by method and row, so that they outlast a change of the drafter: `evidence`, float64 hits and tries of draft
       tokens; `drafts`, numbers of verified and of right draft tokens;
-    - `method` by seat; int64 `counts` (`_kernels.COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
+    - `method` by seat; int64 `counts` (`COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
       tail was verified, and was right, until `StepMetrics` takes them.
 
     `window` and `branches`: most draft tokens of a request, and most branches of a tail, that are kept.
@@ -107,7 +108,7 @@ class RequestTable:
         self.method = np.zeros(seats, np.int32)
         self.evidence = np.zeros((2, MAX_METHODS, rows))
         self.drafts = np.zeros((2, MAX_METHODS, rows), np.int32)
-        self.counts = np.zeros(len(_kernels.COUNTS), np.int64)
+        self.counts = np.zeros(len(COUNTS), np.int64)
         self.reached = np.zeros((2, window), np.int64)
         self._generations = 0
         self._free = list(range(rows))[::-1]

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.verify._kernels import COUNTS, FREE, REFUTED
+from specactor_ray.verify._kernels import FREE, REFUTED
+from specactor_ray.verify.metrics import COUNTS
 from specactor_ray.verify.table import Acceptance, RequestTable
 from tests.unit.verify.tables import EVIDENCE, Claim, batch, commit, request, say
 
