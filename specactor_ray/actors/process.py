@@ -79,16 +79,23 @@ class ActorHost:
         target, hosted = spec.target, 0.0
         if target.gpus and target.kv_cache_gb is None:
             hosted = sum(footprint(one, target, device_bytes()) for one in spec.inline)
-        return build_engine(target, "cuda" if target.gpus else "cpu", spec.max_drafts, hosted)
+        return build_engine(target, "cuda" if target.gpus else "cpu", spec.largest_window, hosted)
 
     def build_drafting(self, spec: VerifierSpec, engine: TargetEngine, *figures: Any) -> Drafting:
         """The drafts' side of a verifier. `figures`: acceptance and step cost, where they are not to be learned."""
         from specactor_ray.verify.drafting import Drafting
         from specactor_ray.verify.table import Acceptance
 
-        coupled, sizes = spec.mode is ModeName.coupled, (spec.target.max_batch, spec.max_drafts, spec.max_branches)
-        learned = figures or (Acceptance(spec.priors),)
-        return Drafting(spec.actor_id, coupled, spec.speculation, engine.vocab_size, *sizes, *learned)
+        return Drafting(
+            spec.actor_id,
+            spec.mode is ModeName.coupled,
+            spec.speculation,
+            engine.vocab_size,
+            spec.target.max_batch,
+            spec.largest_window,
+            spec.max_branches,
+            *(figures or (Acceptance(spec.priors),)),
+        )
 
     @collected_once()
     def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:

@@ -59,8 +59,8 @@ class VerifierSpec(ActorSpec):
     mode: ModeName
     priors: Mapping[str, float] = field(default_factory=dict)
     """Draft method → chance that a draft token is right, from a profile."""
-    max_drafts: int = 0
-    """Most draft tokens of a request in one step."""
+    largest_window: int = 0
+    """Largest draft window of its drafters: width of the table of tails."""
     max_branches: int = 0
     """Most branches per tail."""
     inline: tuple[DrafterSpec, ...] = ()

@@ -80,7 +80,7 @@ def evaluate(
     folder: Annotated[
         Path | None, typer.Option("--drafter", help="Folder of a drafter or of a draft model.", show_default=False)
     ] = None,
-    method: Annotated[str | None, typer.Option(help="ngram, or module:Class.", show_default=False)] = None,
+    method: Annotated[str | None, typer.Option(help="A lookup, or module:Class.", show_default=False)] = None,
     corpus: Corpus = None,
     output: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.", show_default=False)] = None,
     device: Device = "cpu",

@@ -38,7 +38,8 @@ class Traits:
     """Whether it fills whole windows in microseconds: it follows every request for which it has room, and its seconds
     per token are not measured."""
     keeps_history: bool = False
-    """Whether it learns from finished outputs, receives their last tokens, and implements `forget_history`."""
+    """Whether it learns from finished outputs: it receives every output to its end, takes those of other verifiers in
+    `learn`, and implements `forget_history`."""
     reads_features: bool = False
     """Whether it receives the target's hidden states of committed positions and implements `add_features`."""
     draws_noise: bool = False
@@ -58,15 +59,16 @@ class BuiltIn(NamedTuple):
     """`module:Class` in `specactor_ray.draft`."""
     traits: Traits
     keys: tuple[str, ...] = ()
-    """Keys of its section that no other built-in method uses."""
+    """Keys of its section that some other built-in methods do not use."""
 
 
+_MATCHES = ("min_match", "max_match", "history_tokens")
 BUILT_IN = {
-    "ngram": BuiltIn("lookup:NgramProposer", Traits(looks_up=True, keeps_history=True)),
+    "ngram": BuiltIn("lookup:NgramProposer", Traits(looks_up=True, keeps_history=True), _MATCHES),
     "suffix": BuiltIn(
         "lookup:SuffixProposer",
         Traits(looks_up=True, keeps_history=True, draws_noise=True),
-        ("length_factor", "min_probability"),
+        (*_MATCHES, "length_factor", "min_probability"),
     ),
     "draft_model": BuiltIn(
         "model:DraftModelProposer", Traits(draws_noise=True, branches=True, checkpoint=Checkpoint.MODEL)
@@ -94,6 +96,9 @@ def import_named(name: str, key: str) -> Any:
     except (Exception, SystemExit) as error:
         problem = f"{clipped_text(name)} cannot be imported ({type(error).__name__}: {clipped_text(str(error))})."
         raise ConfigError(key, problem, "check the name, and that the module is on PYTHONPATH and imports.") from error
+
+
+ALL_KEYS = tuple(dict.fromkeys(name for method in BUILT_IN.values() for name in method.keys))
 
 
 def traits(method: str, key: str = "drafters.N.method") -> Traits:

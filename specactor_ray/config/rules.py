@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
-from specactor_ray.config.methods import BUILT_IN, is_hosted, is_named, reject_keys_against_traits
+from specactor_ray.config.methods import ALL_KEYS, BUILT_IN, is_hosted, is_named, reject_keys_against_traits
 from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
 from specactor_ray.config.training_schema import AlgorithmName, OnlineWhere, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
@@ -251,12 +251,12 @@ def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:
     if not _SMALLEST_SHARE <= cores < math.inf or (cores > 1 and cores != int(cores)):
         problem = f"{cores:g} is neither a whole number of cores nor a share of one."
         yield f"{key}.cores", problem, f"use 1, 2, ..., or {_SMALLEST_SHARE:g} up to below 1."
-    for method, built_in in BUILT_IN.items():
-        for name in built_in.keys if drafter.method in BUILT_IN and drafter.method != method else ():
-            value = getattr(drafter, name)
-            if value != getattr(default, name):
-                problem = f"method {drafter.method} does not use it, but {value!r} is given."
-                yield f"{key}.{name}", problem, f"leave it out, or set {key}.method={method}."
+    used = BUILT_IN[drafter.method].keys if drafter.method in BUILT_IN else ALL_KEYS
+    for name in (name for name in ALL_KEYS if name not in used):
+        if (value := getattr(drafter, name)) != getattr(default, name):
+            problem = f"method {drafter.method} does not use it, but {value!r} is given."
+            methods = " or ".join(method for method, one in BUILT_IN.items() if name in one.keys)
+            yield f"{key}.{name}", problem, f"leave it out, or set {key}.method={methods}."
     if drafter.gpus > 1:
         problem = f"{drafter.gpus} GPUs, but the model runs on one device."
         yield f"{key}.gpus", problem, f"use 1 and raise {key}.replicas."

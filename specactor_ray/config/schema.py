@@ -203,7 +203,7 @@ class DrafterConfig:
     (`docs/api.md`). If a hosted one hangs, its verifier hangs until `cluster.stall_timeout_s` replaces it."""
     hosted: bool | None = None
     """Whether every verifier runs the method itself, without messages and extra cores; else it has draft actors.
-    Default: lookups (`ngram`, `suffix`) are hosted, models only in mode `coupled`, which hosts all. A model that is
+    Default: lookups are hosted, models only in mode `coupled`, which hosts all. A model that is
     hosted in `decoupled`, such as an EAGLE head, drafts for requests without a better tail of a draft actor, in steps
     where that pays. `mode: auto` with `false` is `decoupled`."""
     replicas: int = at_least(0, default=1)

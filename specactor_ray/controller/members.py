@@ -268,7 +268,7 @@ def build_spec(
         speculation=config.speculation,
         mode=config.mode,
         priors=priors,
-        max_drafts=max((drafter.window for drafter in drafters.values()), default=0),
+        largest_window=max((drafter.window for drafter in drafters.values()), default=0),
         max_branches=max((drafter.branches for drafter in drafters.values()), default=0),
         inline=tuple(drafters[drafter.method] for drafter in inline_drafters(config)),
     )

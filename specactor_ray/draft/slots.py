@@ -17,6 +17,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import _kernels
 from specactor_ray.draft.health import Failures
 from specactor_ray.draft.proposer import Proposer, Tails
+from specactor_ray.transport.messages import FinishedOutput
 
 _MOST = 2**31 - 1
 _CLOSED = {"prompts": 0, "known": -1, "ends": -1, "windows": 0, "lasts": -1}
@@ -153,7 +154,7 @@ class SlotProposer(Proposer):
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
-        """Free what `_enter` took; the mirror is still open."""
+        """Free what `_enter` took; the mirror is still open. Called for requests with a place only."""
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         """Called after `commit` for slots with new tokens; their lines are unchanged up to the token `same`."""
@@ -218,18 +219,36 @@ class SlotProposer(Proposer):
 
 
 class RowProposer(SlotProposer):
-    """Base class of a user's own proposer (`drafters.N.method: package.module:Class`) that implements `guess` for one
-    request. With the trait `looks_up` a commit leads to one call of `guess`, else to calls until the window is full or
-    the guess is empty. With `keeps_history` it reads finished outputs, `mirrors.committed(slot)`, in `_leave` and those
-    of other verifiers in `learn`, and clears them in `forget_history`.
+    """Base class of proposers that guess for one request at a time: a user's own (`drafters.N.method:
+    package.module:Class`) and simple ones of the package.
+
+    It implements `guess`. With the trait `looks_up` a commit leads to one call, else to calls until the window is full
+    or the guess is empty. With `keeps_history` it also implements `finish`, which takes the finished outputs, and
+    `forget_history`, which clears them.
     """
+
+    def finish(self, prompt: np.ndarray, output: np.ndarray) -> None:
+        """Take a finished output and its prompt, int32, with the trait `keeps_history`: those of the requests that this
+        proposer has, also without a place, and where it is hosted those of other verifiers. Some may be lost."""
 
     @abc.abstractmethod
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Sequence[int] | np.ndarray:
         """Guess the next tokens of an output: token ids, of which at most `room` (1 or more) are used.
 
-        `prompt` is int32, and so is `output`: the committed tokens and the present tail of the request.
+        `prompt` is int32, and so is `output`: the committed tokens and the present tail of the request. So `output[-1]`
+        may be a guess; `self.mirrors.committed(slot)` has the committed tokens alone.
         """
+
+    def close(self, slot: int, finished: bool) -> None:
+        try:
+            if finished and self.traits.keeps_history and self.mirrors.is_open(slot):
+                self.finish(self.mirrors.prompt(slot).copy(), self.mirrors.committed(slot).copy())
+        finally:
+            super().close(slot, finished)
+
+    def learn(self, outputs: Sequence[FinishedOutput]) -> None:
+        for one in outputs if self.traits.keeps_history else ():
+            self.finish(np.array(one.prompt_token_ids, np.int32), one.token_ids)
 
     def extend(self) -> np.ndarray:
         mirrors, slots = self.mirrors, np.flatnonzero(self._unanswered)

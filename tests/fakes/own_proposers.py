@@ -20,7 +20,7 @@ class Model(RowProposer):
     step = 1
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
+        super().__init__(config.max_batch or 64)
         self.window = config.window
         self.opened: set[str] = set()
         self.calls = 0
@@ -53,12 +53,10 @@ class Learner(Model):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.learned: dict[str, list[int]] = {}
+        self.learned: list[list[int]] = []
 
-    def close(self, slot: int, finished: bool) -> None:
-        if finished and slot in self.request_ids:
-            self.learned[self.request_ids[slot]] = self.mirrors.committed(slot).tolist()
-        super().close(slot, finished)
+    def finish(self, prompt: np.ndarray, output: np.ndarray) -> None:
+        self.learned.append(output.tolist())
 
     def forget_history(self) -> None:
         self.learned.clear()

@@ -25,11 +25,11 @@ from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer, build_proposer, packed
 from specactor_ray.rollout.preflight import export_what_drafters_read
 from specactor_ray.transport.link import Link, direct_sender
-from specactor_ray.transport.messages import Finished, Progress
+from specactor_ray.transport.messages import Finished, FinishedOutput, Progress
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
 from tests.fakes.loops import engine, truth_of
-from tests.fakes.own_proposers import Lookup
+from tests.fakes.own_proposers import Learner, Lookup
 from tests.tiny import tiny_draft, tiny_target
 from tests.unit.engine_conformance import requests
 
@@ -125,10 +125,20 @@ def test_one_that_keeps_history_is_told_outputs_to_their_ends_and_forgets(mode: 
     bench = Bench(config_of({"method": own("Learner")}, mode=mode))
     bench.run()
     learner = bench.proposers[own("Learner")]
-    assert learner.learned == truth_of(requests(4, 0.0))
+    assert sorted(learner.learned) == sorted(truth_of(requests(4, 0.0)).values())
     forgotten = (bench.apart.get(own("Learner")) or bench.verifier).forget_history()
     bench.step()
     assert forgotten.done() and not learner.learned
+
+
+def test_finished_outputs_come_from_requests_without_a_place_and_from_other_verifiers_too() -> None:
+    learner = Learner(DrafterConfig(method=own("Learner"), max_batch=1))
+    for slot in range(3):
+        learner.open(slot, f"r{slot}", [7], [slot, slot], SamplingParams(), 4)
+    for slot, finished in ((0, True), (1, True), (1, True), (2, False)):
+        learner.close(slot, finished)
+    learner.learn([FinishedOutput("other", (7,), np.array([9], np.int32))])
+    assert learner.learned == [[0, 0], [1, 1], [9]]
 
 
 @both

@@ -117,7 +117,7 @@ def test_what_a_seat_left_open_at_a_drafter_ends_with_the_next_seat() -> None:
 
 
 def test_tails_are_kept_up_to_the_largest_window_and_most_branches_of_a_drafter() -> None:
-    sizes = {"max_drafts": 9, "max_branches": 3}
+    sizes = {"largest_window": 9, "max_branches": 3}
     spec = VerifierSpec(
         actor_id="v", target=TargetConfig(), speculation=SpeculationConfig(window=4), mode=ModeName.coupled, **sizes
     )
