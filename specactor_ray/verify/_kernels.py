@@ -1,7 +1,7 @@
-"""Kernels of `table.py` and `policy.py`, compiled by numba: ragged loops over (drafter, row, position).
+"""Kernels of the table and of the verify lengths, compiled by numba: ragged loops over (drafter, row, position).
 
-All kernels are in one file because numba's on-disk cache detects changes of a function's own file, not of the files
-that it calls. Arrays are those of `table.RequestTable`: by seat of the drafter, row of the request, draft position.
+All kernels and their constants are in one file because numba's on-disk cache detects changes of a function's own file
+only. A kernel that Python calls is called once in `drafting.warm_up`; `tests/unit/actors/test_warm_up.py` checks it. Arrays are those of `table.RequestTable`: by seat of the drafter, row of the request, draft position.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ _PER_NAT = 24.0
 
 
 @_jit
-def choose(probability: Any, supply: Any, room: Any, curve: Any, seats: Any, lengths: Any) -> float:
+def choose_lengths(probability: Any, supply: Any, room: Any, curve: Any, seats: Any, lengths: Any) -> float:
     """Choose the draft tokens to verify per row with the most expected committed tokens per second.
 
     The i-th draft token of a row gains `p^i` tokens, and the cost depends only on the total number of positions: for
@@ -302,7 +302,7 @@ def best_rounds(
     seats, lengths = np.empty(len(room), np.int32), np.empty(len(room), np.int32)
     for number in range(most + 1):
         grown = np.minimum(supply + number, longest)
-        rate = choose(probability, grown, room, curve + number * token_s, seats, lengths)
+        rate = choose_lengths(probability, grown, room, curve + number * token_s, seats, lengths)
         rate *= hurdle if number == 0 else 1.0
         if rate > best_rate:
             best_rate, rounds = rate, number

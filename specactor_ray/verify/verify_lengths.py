@@ -115,7 +115,7 @@ class DraftPolicy:
         supply, room = self._supply(rows), self._room(rows)
         seats, lengths = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
         curve = self.cost.curve(len(rows), len(rows) * self.table.window)
-        _kernels.choose(self._probability(rows), supply, room, curve, seats, lengths)
+        _kernels.choose_lengths(self._probability(rows), supply, room, curve, seats, lengths)
         if self._config.verify is VerifyPolicy.all:
             lengths = np.where(seats >= 0, np.minimum(supply[seats, np.arange(len(rows))], room), 0)
         return seats, lengths

@@ -39,10 +39,10 @@ def gained(p: float, length: int) -> float:
 def chosen(
     p: np.ndarray, supply: np.ndarray, room: np.ndarray, curve: np.ndarray
 ) -> tuple[float, list[int], list[int]]:
-    """What `_kernels.choose` says; one seat where the arrays are flat."""
+    """What `_kernels.choose_lengths` says; one seat where the arrays are flat."""
     p, supply = np.atleast_2d(p), np.atleast_2d(supply).astype(np.int32)
     seats, lengths = np.zeros(len(room), np.int32), np.zeros(len(room), np.int32)
-    rate = _kernels.choose(p, supply, room.astype(np.int32), curve, seats, lengths)
+    rate = _kernels.choose_lengths(p, supply, room.astype(np.int32), curve, seats, lengths)
     return rate, seats.tolist(), lengths.tolist()
 
 
