@@ -200,7 +200,7 @@ class Drafting:
     def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
         """Replace the list of drafters."""
         seats, known = self._seats, {seat.drafter_id: seat.number for seat in self._seats.values()}
-        for number in [known[drafter_id] for drafter_id in known.keys() - links.keys()]:
+        for number in [number for drafter_id, number in known.items() if drafter_id not in links]:
             del seats[number]
             self.table.clear_seat(number, 0)
         for drafter_id in [name for name in links if name not in known]:

@@ -131,7 +131,7 @@ def test_a_perfect_drafter_and_none_at_all() -> None:
             return range(len(output), len(output) + room)
 
     record = CorpusRecord(0, (100, 101), tuple(range(21)), SamplingParams(max_tokens=21), "length")
-    perfect = replay(Oracle(SimpleNamespace(window=4)), [record], 4)
+    perfect = replay(Oracle(SimpleNamespace(window=4, max_batch=None)), [record], 4)
     assert (perfect.steps, perfect.committed, perfect.by_position) == (4, 20, [1.0] * 4)
     nothing = replay(NgramProposer(), [record], 4)
     assert (nothing.steps, nothing.acceptance_length, nothing.by_position) == (20, 1.0, [None] * 4)
