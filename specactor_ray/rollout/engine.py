@@ -177,7 +177,7 @@ class Engine(Generates):
             for entry in entries:
                 entry.stream, entry.stops = stream, self._stops(entry.sampling)
             self._work.put(partial(self._work.admit, entries, put))
-            left = {entry.request_id for entry in entries}
+            left = dict.fromkeys(entry.request_id for entry in entries)  # in order: faults replay exactly
             try:
                 while left:
                     ready.clear()
@@ -188,11 +188,11 @@ class Engine(Generates):
                         if isinstance(one, BaseException):
                             left.clear()
                             raise one
-                        left.discard(one.request_id)
+                        left.pop(one.request_id, None)
                         yield one
             finally:
                 if left and not self.closed:
-                    self._work.put(partial(self._work.abort, left))
+                    self._work.put(partial(self._work.abort, list(left)))
 
     @contextlib.contextmanager
     def opening_stream(self) -> Iterator[int]:
@@ -318,7 +318,7 @@ class DispatchThread:
         self._on_end.update(dict.fromkeys(names, on_end))
         self.dispatcher.admit(entries)
 
-    def abort(self, request_ids: set[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         """End requests without their callbacks."""
         for request_id in request_ids:
             self._on_end.pop(request_id, None)

@@ -170,7 +170,7 @@ RUN = """
 import logging
 logging.disable(logging.CRITICAL)
 from tests.faults.run import FaultScenario, simulate
-report = simulate(FaultScenario.draw(4, 10, requests=8))
+report = simulate(FaultScenario.draw(24, 50, requests=16))
 assert not report.violations
 print(report.digest, report.events, sorted(report.faults.items()))
 """
