@@ -98,6 +98,24 @@ def repeated(files: list[Source]) -> int:
     return len({one for one, other in pairwise(names) if one == other})
 
 
+def circles(files: list[Source], modules: set[str]) -> int:
+    """Pairs of packages that import each other, directly or through others."""
+    edges: dict[str, set[str]] = {}
+    for file in files:
+        edges.setdefault(_package(file.module), set()).update(map(_package, imports(file, modules)))
+    reach = {name: targets - {name} for name, targets in edges.items()}
+    while True:
+        wider = {name: some.union(*(reach.get(one, set()) for one in some)) for name, some in reach.items()}
+        if wider == reach:
+            break
+        reach = wider
+    return sum(a < b and b in reach[a] and a in reach[b] for a in reach for b in reach)
+
+
+def _package(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=0, metavar="N", help="list the N largest of each kind")
@@ -120,6 +138,8 @@ def main() -> int:
         "internal imports a file": f"{statistics.mean(len(imports(file, modules)) for file in files):.1f}",
         "largest class / file / function": f"{max(classes).lines} / {max(lines).lines} / {max(functions).lines}",
         "median function": f"{statistics.median(one.lines for one in functions):g}",
+        "pairs of packages in import circles": str(circles(files, modules)),
+        "modules beside packages": str(sum(path.name != "__init__.py" for path in PACKAGE.glob("*.py"))),
         "class names that exist twice": str(repeated(files)),
         "lines of docstrings and comments": f"{spoken / total:.0%}",
         "lines of scripts": f"{sum(file.text.count(chr(10)) for file in sources(ROOT / 'scripts')):,}",

@@ -98,21 +98,13 @@ def flush_entry(path: Path) -> None:
         os.close(descriptor)
 
 
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed, without waiting. Returns False if another process has locked it. Raises
-    OSError if the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is created if it does not exist; waits until no other process holds it."""
     with path.open("a") as file:
-        if not try_lock(file.fileno()):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             logger.info("waiting for another process that holds %s", path)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file releases the lock

@@ -75,10 +75,6 @@ class DraftLoop(Loop):
         """Clear the proposer's history between two steps."""
         return self.call(self.proposer.forget_history)
 
-    @property
-    def vocab_size(self) -> int | None:
-        return self.proposer.vocab_size
-
     def snapshot(self) -> dict[str, Any]:
         """Counters, open requests, queued messages (`inbox`), seconds per draft token of a model (`token_s`) and of the
         running step (`busy_s`), `Health.to_dict`, and the size of the proposer's history."""

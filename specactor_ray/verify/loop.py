@@ -40,7 +40,6 @@ class VerifyLoop(Loop):
         self, engine: TargetEngine, drafting: Drafting, hosted: Sequence[HostedDrafter] = (), clock: Clock = SYSTEM
     ) -> None:
         super().__init__(clock)
-        self.vocab_size = engine.vocab_size
         self.error: BaseException | None = None
         """Error that ended the loop, if the engine failed."""
         self._engine, self._drafting, self._hosted = engine, drafting, hosted
