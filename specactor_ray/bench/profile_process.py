@@ -27,7 +27,7 @@ from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.core.child import Child, Report
 from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.distill.corpus import CorpusRecord, RecordStore, RolloutRequest, collect
+from specactor_ray.distill.corpus import CorpusRecord, RecordStore, collect
 from specactor_ray.distill.evaluation import AcceptanceCounts, draft_all, replay
 from specactor_ray.draft.proposer import Proposer, common_prefix, packed
 from specactor_ray.plan.costs import CostPoint
@@ -190,12 +190,13 @@ def record_outputs(
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
     base = replace(config.sampling, max_tokens=min(config.sampling.max_tokens, MAX_RECORDED_TOKENS))
     places = itertools.islice(itertools.product(range(len(prompts)), range(config.data.n)), max_requests)
-    requests, problem = list[RolloutRequest](), "the outputs are empty"
+    requests, problem = list[TargetRequest](), "the outputs are empty"
     for index, (prompt, sample) in enumerate(places):
         ids, sampling = encode_prompt(tokenizer, prompts[prompt], config.data.chat), sample_of(base, prompt, sample)
         try:
-            refuse_impossible(TargetRequest(str(index), ids, sampling), engine.vocab_size, engine.max_model_len)
-            requests.append(RolloutRequest(index, ids, sampling))
+            request = TargetRequest(str(index), ids, sampling)
+            refuse_impossible(request, engine.vocab_size, engine.max_model_len)
+            requests.append(request)
         except InputError as error:
             problem = str(error)
     found = collect(engine, requests, RecordStore(None, "profile"), max_open=max_requests)
