@@ -11,7 +11,7 @@ import torch
 
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import TrainerBackend
-from specactor_ray.learner.algorithms import make_recipe
+from specactor_ray.learner.algorithms import make_recipe, uses_values
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens
 from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
 from specactor_ray.learner.engine import PartWriter, SavedPart, TorchEngine, WorkCounter, autocast
@@ -139,7 +139,7 @@ class Trainer:
         algorithm = self._config.algorithm
         self.progress.tick()
         policy = PolicyModel(
-            model, self._config.sampling.temperature, self._recipe.uses_values, bool(algorithm.entropy_coef)
+            model, self._config.sampling.temperature, uses_values(self._recipe), bool(algorithm.entropy_coef)
         )
         return policy.to(self._device)
 

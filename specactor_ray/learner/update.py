@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from specactor_ray.config.training_schema import TrainerConfig
+from specactor_ray.config.training_schema import AlgorithmConfig, TrainerConfig
 from specactor_ray.learner.algorithms import (
-    Recipe,
     clipped_policy_loss,
     generalized_advantages,
     kl_estimate,
     kl_loss,
     token_weights,
     truncated_importance_weights,
+    uses_values,
     value_loss,
 )
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens, share_out
@@ -50,13 +50,15 @@ class PolicyUpdater:
     def __init__(
         self,
         engine: TorchEngine,
-        recipe: Recipe,
+        recipe: AlgorithmConfig,
         config: TrainerConfig,
         max_tokens: int,
         score_reference: Callable[[MicroBatch], torch.Tensor] | None = None,
     ) -> None:
         self._engine, self._recipe, self._config = engine, recipe, config
         self._max_tokens, self._score_reference = max_tokens, score_reference
+        assert recipe.loss_aggregation is not None and recipe.clip_high is not None  # filled by `make_recipe`
+        self._aggregation, self._clip_high = recipe.loss_aggregation, recipe.clip_high
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step.
@@ -90,7 +92,7 @@ class PolicyUpdater:
         """Whether scores from before the update are needed; with a single optimizer step they are the current ones."""
         recipe = self._recipe
         several = self._config.epochs * self._config.mini_batches > 1
-        return several or recipe.uses_values or recipe.importance_cap is not None
+        return several or uses_values(recipe) or recipe.importance_cap is not None
 
     def _cut(self, samples: Sequence[Sample], seed: int) -> list[list[int]]:
         order = np.arange(len(samples))
@@ -106,7 +108,7 @@ class PolicyUpdater:
         whole = torch.zeros(len(samples), max(len(sample.output) for sample in samples))
         for row, sample in enumerate(samples):
             whole[row, : len(sample.output)] = torch.tensor(sample.loss_mask, dtype=torch.float32)
-        weights = token_weights(whole, self._recipe.loss_aggregation, self._max_tokens)
+        weights = token_weights(whole, self._aggregation, self._max_tokens)
         result = []
         for group in share_out(groups, engine.world_size)[engine.rank]:
             batch = collate(samples, group).to(engine.device)
@@ -120,7 +122,7 @@ class PolicyUpdater:
             for item in (item for mini_batch in mini_batches for item in mini_batch):
                 item.old = self._engine.score(item.batch)
                 sums.add_gap(item.batch, item.old)
-            if self._recipe.uses_values:
+            if uses_values(self._recipe):
                 self._estimate_advantages([item for mini_batch in mini_batches for item in mini_batch])
 
     def _estimate_advantages(self, items: Sequence[_Prepared]) -> None:
@@ -168,7 +170,7 @@ class PolicyUpdater:
         recipe, batch, weights = self._recipe, item.batch, item.weights
         old = (item.old.logprobs if item.old is not None else scores.logprobs).detach()
         advantages = batch.advantages if item.advantages is None else item.advantages
-        policy, clipped = clipped_policy_loss(scores.logprobs, old, advantages, recipe.clip_low, recipe.clip_high)
+        policy, clipped = clipped_policy_loss(scores.logprobs, old, advantages, recipe.clip_low, self._clip_high)
         if recipe.importance_cap is not None:
             correction = truncated_importance_weights(old, batch.rollout_logprobs, recipe.importance_cap)
             policy = policy * correction
@@ -182,7 +184,7 @@ class PolicyUpdater:
         if item.reference is not None:
             per_token = per_token + recipe.kl_coef * kl_loss(scores.logprobs, old, item.reference)
             sums.add("kl", kl_estimate(scores.logprobs, item.reference), batch.mask)
-        if recipe.uses_values:
+        if uses_values(recipe):
             assert item.old is not None and item.returns is not None
             value = value_loss(scores.values, item.old.values, item.returns, recipe.value_clip)
             per_token = per_token + recipe.value_coef * value

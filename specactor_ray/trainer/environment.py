@@ -17,7 +17,7 @@ from typing import Any
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
-from specactor_ray.rollout.prompts import Message
+from specactor_ray.rollout.prompts import Message, plain_messages
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.rewards import RewardSample, Scorer
 
@@ -305,21 +305,12 @@ def _pickled(instance: Environment) -> bytes:
 
 
 def checked_messages(messages: Any, method: str) -> list[Message]:
-    """Messages of an environment as plain data. Raises BadEnvironmentError if they have another type."""
+    """Messages of an environment as plain data. Raises BadEnvironmentError or InputError if they have another type."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise BadEnvironmentError(f"{method} returned {clipped(messages)} where a list of chat messages belongs")
-    for message in messages:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise BadEnvironmentError(
-                f'{method} returned {clipped(message)} where {{"role": text, "content": text}} belongs'
-            )
-        if role == "assistant" and method == "step":
-            raise BadEnvironmentError("step returned a message of the role assistant, which is the model's")
-    try:
-        plain: list[Message] = json.loads(json.dumps(list(messages)))
-    except (TypeError, ValueError) as error:
-        raise BadEnvironmentError(f"{method} returned messages that are no plain data ({error})") from None
+    plain: list[Message] = plain_messages(messages)
+    if method == "step" and any(message["role"] == "assistant" for message in plain):
+        raise BadEnvironmentError("step returned a message of the role assistant, which is the model's")
     return plain
 
 

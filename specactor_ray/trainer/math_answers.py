@@ -81,14 +81,16 @@ def equal_answers(reference: str, output: str) -> bool:
     """
     gold = _read(_last_boxed(reference) or reference)
     if gold is None:
-        raise UnusableReferenceError("the reference answer cannot be parsed as mathematics")
+        raise UnusableReferenceError(f"the reference answer {reference:.80} cannot be parsed as mathematics")
     given = _read_answer(output)
     if given is None:
         return False
     if given.text == gold.text or _identical(given.expression, gold.expression):
         return True
     if _is_too_large(gold.expression):
-        raise UnusableReferenceError("the reference answer is too large to evaluate, or left unevaluated")
+        raise UnusableReferenceError(
+            f"the reference answer {reference:.80} is too large to evaluate, or left unevaluated"
+        )
     return not _is_too_large(given.expression) and verify(gold.expression, given.expression, timeout_seconds=None)
 
 

@@ -1,4 +1,4 @@
-"""Output of a training run: a record per step, shown, kept and tracked; at the end a summary, a report and plots."""
+"""Output of a training run: a record per step, shown, kept and tracked; at the end a summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.runs.training import TrainingRun, read_metrics
-from specactor_ray.trainer.display import PHASES, TrainingDisplay, write_report
+from specactor_ray.trainer.display import PHASES, TrainingDisplay
 from specactor_ray.trainer.steps import TrainOutcome
 
 if TYPE_CHECKING:
@@ -123,11 +123,7 @@ class StepRecorder:
             "gap": {"mean": update["logprob_gap"], "max": update["logprob_gap_max"]},
             "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
-            "failures": {
-                "reward": dict(experience.reward_failures),
-                "rollout": dict(experience.rollout_failures),
-                "environment": dict(experience.environment_failures),
-            },
+            "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
         self._metrics.append(record)
         self._display.end(record)
@@ -139,7 +135,7 @@ class StepRecorder:
                 logger.error("step %d was not tracked: %s", step, error)
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
-        """Write summary and report, as far as the disk accepts them; nothing if the run was taken over."""
+        """Write the summary, if the disk accepts it; nothing if the run was taken over."""
         self._display.stop()
         if not self._run.lost and self._metrics.pending:
             self._metrics.append()
@@ -163,9 +159,8 @@ class StepRecorder:
         if not self._run.lost:
             try:
                 write_json(self._run.summary_file, summary)
-                write_report(self._run.folder, summary, records)
             except OSError as error:
-                logger.error("the summary or the report could not be written: %s", error)
+                logger.error("the summary could not be written: %s", error)
         return TrainOutcome(status, self._run.folder, summary)
 
     def _tensorboard(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:

@@ -108,7 +108,7 @@ def _train(
         from specactor_ray.rollout.rollout import Rollout
         from specactor_ray.trainer.conversations import Conversations
         from specactor_ray.trainer.experience import AheadMaker, ExperienceMaker
-        from specactor_ray.trainer.trainer_group import TrainerGroup
+        from specactor_ray.trainer.trainer_ranks import TrainerGroup
 
     taught = taught_by_trainer(config)
     with contextlib.ExitStack() as parts:

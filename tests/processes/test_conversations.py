@@ -150,9 +150,9 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
     own = [int(one.loss_mask.sum()) for one in mixed.samples if one.reward == 1.0]
     words = len(rollout.tokenizer("the red fox bye")["input_ids"])
     assert own[0] >= words and any(not one.loss_mask.all() for one in mixed.samples)
-    assert dict(mixed.environment_failures) == {reason: 1} and mixed.scored == 3 and not mixed.unscored
-    assert mixed.turns == 5 and not mixed.rollout_failures
-    assert dict(failed.rollout_failures) == {"no room": 1} and dict(failed.environment_failures) == {reason: 3}
+    assert dict(mixed.failures["environment"]) == {reason: 1} and mixed.scored == 3 and not mixed.unscored
+    assert mixed.turns == 5 and not mixed.failures["rollout"]
+    assert dict(failed.failures["rollout"]) == {"no room": 1} and dict(failed.failures["environment"]) == {reason: 3}
     assert failed.unscored and len(failed.samples) == (0 if failure_value is None else 3)
 
 
@@ -241,7 +241,7 @@ def test_a_conversation_ends_with_its_budget(settings: dict[str, int], turns: in
     episode = one("the red fox sleeps", **settings)
     assert not episode.failure and episode.finish_reason == "length"
     assert turns is None or len(episode.turns) == turns
-    assert own is None or episode.num_own_tokens == own
+    assert own is None or len(episode.own_token_ids) == own
     assert len(episode.prompt) + len(episode.output) <= settings.get("context", 512)
     assert episode.own[-1], "it ends with a turn of the model"
     assert episode.reward == sum(range(len(episode.turns))), "what was given so far"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.training_schema import LossAggregation
 from specactor_ray.learner.algorithms import (
     SAME_REWARD,
     clipped_policy_loss,
@@ -157,11 +158,9 @@ def test_truncated_importance_weights() -> None:
 
 def test_token_weights() -> None:
     mask = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
-    close(token_weights(mask, "token", 10), [[0.25, 0.25, 0.25, 0.0], [0.25, 0.0, 0.0, 0.0]])
-    close(token_weights(mask, "sequence", 10), [[1 / 6, 1 / 6, 1 / 6, 0.0], [0.5, 0.0, 0.0, 0.0]])
-    close(token_weights(mask, "constant", 10), [[0.05, 0.05, 0.05, 0.0], [0.05, 0.0, 0.0, 0.0]])
-    with pytest.raises(ValueError, match="token, sequence, constant"):
-        token_weights(mask, "mean", 10)
+    close(token_weights(mask, LossAggregation.token, 10), [[0.25, 0.25, 0.25, 0.0], [0.25, 0.0, 0.0, 0.0]])
+    close(token_weights(mask, LossAggregation.sequence, 10), [[1 / 6, 1 / 6, 1 / 6, 0.0], [0.5, 0.0, 0.0, 0.0]])
+    close(token_weights(mask, LossAggregation.constant, 10), [[0.05, 0.05, 0.05, 0.0], [0.05, 0.0, 0.0, 0.0]])
 
 
 def test_overlong_penalty_equals_trl() -> None:

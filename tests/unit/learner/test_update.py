@@ -12,8 +12,8 @@ import torch
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
-from specactor_ray.config.training_schema import Schedule, TrainerConfig
-from specactor_ray.learner.algorithms import clipped_policy_loss, make_recipe, token_weights
+from specactor_ray.config.training_schema import LossAggregation, Schedule, TrainerConfig
+from specactor_ray.learner.algorithms import clipped_policy_loss, make_recipe, token_weights, uses_values
 from specactor_ray.learner.batching import MicroBatch, Sample, collate
 from specactor_ray.learner.engine import TorchEngine
 from specactor_ray.learner.policy import PolicyModel
@@ -38,7 +38,7 @@ def config(**algorithm: object) -> Config:
 def make_policy(settings: Config) -> PolicyModel:
     model = load_model(str(tiny_target())).requires_grad_(True)
     recipe = make_recipe(settings)
-    return PolicyModel(model, settings.sampling.temperature, recipe.uses_values, bool(recipe.entropy_coef))
+    return PolicyModel(model, settings.sampling.temperature, uses_values(recipe), bool(recipe.entropy_coef))
 
 
 def make_samples(count: int = 8, seed: int = 0) -> list[Sample]:
@@ -135,7 +135,7 @@ def gradient(settings: Config, batch: MicroBatch) -> dict[str, torch.Tensor]:
     policy = make_policy(settings)
     scores = policy(batch)
     loss, _ = clipped_policy_loss(scores.logprobs, scores.logprobs.detach(), batch.advantages, 0.2, 0.2)
-    (loss * token_weights(batch.mask, "token", 16)).sum().backward()
+    (loss * token_weights(batch.mask, LossAggregation.token, 16)).sum().backward()
     return {name: value.grad for name, value in policy.named_parameters() if value.grad is not None}
 
 

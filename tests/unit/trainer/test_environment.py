@@ -157,7 +157,9 @@ def test_turns_are_scored_by_the_reward_functions() -> None:
 @pytest.mark.parametrize("text", BAD_REPLIES)
 def test_bad_replies_are_named(text: str) -> None:
     state, _ = ask(ECHO, "reset", Task(0, "Hi"), 1)
-    with pytest.raises(BadEnvironmentError, match=r"^step returned "):
+    with pytest.raises(
+        (BadEnvironmentError, InputError), match=r"^(step returned|message 0|the content of message 0) "
+    ):
         step(ECHO, state, text)
 
 

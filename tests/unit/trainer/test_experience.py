@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
-from specactor_ray.trainer.rewards import RewardSample, Scores, reward_work
-from specactor_ray.trainer.workers import answer
+from specactor_ray.trainer.rewards import RewardSample, reward_work
+from specactor_ray.trainer.workers import Outcome, answer
 
 PATIENCE_S = 60.0
 RAISES = "tests.fakes.reward_functions:number_or_raises"
@@ -50,11 +49,9 @@ class InProcess:
     def __init__(self, config: Config) -> None:
         self._config = config.reward
 
-    def score(self, samples: Sequence[RewardSample]) -> Scores:
+    def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
         work = reward_work(self._config)
-        results = [answer(work.open(), sample, work) for sample in samples]
-        rewards = [self._config.failure_value if reward is None else reward for reward, _ in results]
-        return Scores(rewards, Counter(problem for reward, problem in results if reward is None))
+        return [answer(work.open(), sample, work) for sample in samples]
 
 
 class Numbers:
@@ -107,14 +104,14 @@ def test_what_could_not_be_scored_is_left_out_of_its_group() -> None:
     assert [len(sample.output) for sample in experience.samples] == [1, 3, 4]
     assert advantages(experience) == [0.577, -1.155, 0.577], "as in a group of three"
     assert experience.rewards == [1.0, 0.0, 1.0, 0.0] and len(experience.trajectories) == 8
-    assert dict(experience.reward_failures) == {"RuntimeError: no number": 4}
+    assert dict(experience.failures["reward"]) == {"RuntimeError: no number": 4}
     assert not experience.unscored, "a group of one has no baseline"
 
 
 def test_a_value_for_failures_is_a_choice() -> None:
     experience = collect(["1 x x 1"], reward={"failure_value": 0.0})
     assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and len(experience.samples) == 4
-    assert experience.reward_failures.total() == 2 and not experience.unscored
+    assert experience.failures["reward"].total() == 2 and not experience.unscored
 
 
 @pytest.mark.parametrize("reward", [{}, {"failure_value": 0.0}])
@@ -126,7 +123,7 @@ def test_a_step_without_any_score_says_so(reward: dict[str, float]) -> None:
 
 def test_requests_that_failed_are_left_out() -> None:
     experience = collect(["1 ! 0 !"])
-    assert len(experience.samples) == 2 and dict(experience.rollout_failures) == {"lost": 2}
+    assert len(experience.samples) == 2 and dict(experience.failures["rollout"]) == {"lost": 2}
     nothing = collect(["! ! ! !"])
     assert not nothing.samples and not nothing.unscored, "the rollout failed, not the rewards"
 

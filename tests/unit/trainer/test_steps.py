@@ -95,9 +95,7 @@ class World:
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
         self.happens("collect")
         position = (3 * self.calls["collect"], 0)
-        return SimpleNamespace(
-            samples=["s"], rewards=[1.0], reward_failures=Counter(), unscored=False, position=position
-        )
+        return SimpleNamespace(samples=["s"], rewards=[1.0], unscored=False, position=position)
 
     def begin(self, step: int) -> None:
         self.happens("begin")
