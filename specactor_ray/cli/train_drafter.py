@@ -13,7 +13,6 @@ from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.distill.card import DrafterRecipe, TargetIdentity, check_vocabulary, identify, read_card, write_card
@@ -92,13 +91,11 @@ def eval_drafter(
     data: Path,
     corpus_folder: Path,
     console: Console,
-    output: Path | None = None,
 ) -> DrafterOutcome:
     """Measure a drafter on the target's rollouts of the prompts.
 
     Args:
         corpus_folder: Folder of the recorded rollouts; existing ones are used.
-        output: JSON file for the figures.
 
     Raises:
         UserError: As in `train_drafter`.
@@ -119,17 +116,6 @@ def eval_drafter(
             rows = measure(drafter, corpus, console)
         except KeyboardInterrupt:
             return DrafterOutcome("interrupted", note="interrupted")
-    if output is not None:
-        facts = {
-            "method": drafter.method,
-            "model": drafter.model,
-            "target": asdict(target),
-            "recipe": asdict(recipe),
-            "acceptance": rows,
-            "hardware": hardware(),
-            "versions": versions(),
-        }
-        write_json(output, facts, shared=True)
     return DrafterOutcome("finished", rows)
 
 

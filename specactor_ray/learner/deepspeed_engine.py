@@ -136,11 +136,10 @@ class DeepSpeedEngine(TorchEngine):
         # Place of this rank's share between backward and step under ZeRO.
         getattr(optimizer, "averaged_gradients", {}).clear()
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        return self._reduced(values, torch.distributed.ReduceOp.SUM)
-
-    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        return self._reduced(values, torch.distributed.ReduceOp.MAX)
+    def over_ranks(self, values: torch.Tensor, maximum: bool = False) -> torch.Tensor:
+        operations, on_device = torch.distributed.ReduceOp, values.to(self.device)
+        torch.distributed.all_reduce(on_device, op=operations.MAX if maximum else operations.SUM)
+        return on_device.to(values.device)
 
     @contextlib.contextmanager
     def gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
@@ -204,11 +203,6 @@ class DeepSpeedEngine(TorchEngine):
             yield
         finally:
             files.save = save
-
-    def _reduced(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
-        on_device = values.to(self.device)
-        torch.distributed.all_reduce(on_device, op=operation)
-        return on_device.to(values.device)
 
 
 @contextlib.contextmanager

@@ -136,12 +136,8 @@ class TorchEngine:
         """Drop the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum over the ranks."""
-        return values
-
-    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise maximum over the ranks."""
+    def over_ranks(self, values: torch.Tensor, maximum: bool = False) -> torch.Tensor:
+        """Element-wise sum, or maximum, over the ranks."""
         return values
 
     @contextlib.contextmanager

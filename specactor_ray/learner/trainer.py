@@ -54,24 +54,24 @@ class Trainer:
         if config.trainer.backend is TrainerBackend.deepspeed:
             assert spec.rendezvous is not None  # set whenever there are several ranks
             join(spec.rendezvous, self._device)
-            self._engine: TorchEngine = DeepSpeedEngine(
+            self.engine: TorchEngine = DeepSpeedEngine(
                 self._make_policy(), config.trainer, spec.rendezvous, self._device, self.progress
             )
         else:
-            self._engine = TorchEngine(self._make_policy(), config.trainer, self.progress)
+            self.engine = TorchEngine(self._make_policy(), config.trainer, self.progress)
         self.progress.tick()
         if spec.checkpoint:
-            self._engine.load(Path(spec.checkpoint) / ENGINE)
+            self.engine.load(Path(spec.checkpoint) / ENGINE)
             self.progress.tick()
         self._reference: PolicyModel | None = None
         if config.algorithm.kl_coef:
             self._reference = PolicyModel(self._load(config.target.model), config.sampling.temperature)
         reference = self._score_reference if self._reference is not None else None
-        self._updater = PolicyUpdater(self._engine, self._recipe, config.trainer, config.sampling.max_tokens, reference)
+        self._updater = PolicyUpdater(self.engine, self._recipe, config.trainer, config.sampling.max_tokens, reference)
 
     @property
     def rank(self) -> int:
-        return self._engine.rank
+        return self.engine.rank
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step; see `PolicyUpdater.update`."""
@@ -79,7 +79,7 @@ class Trainer:
 
     def hidden_states(self, samples: Sequence[Sample], layers: Sequence[int]) -> list[torch.Tensor]:
         """Hidden states of the present policy; see the function `hidden_states`. All ranks must call it together."""
-        return hidden_states(self._engine, samples, layers, self._config.trainer.micro_batch_tokens)
+        return hidden_states(self.engine, samples, layers, self._config.trainer.micro_batch_tokens)
 
     def buckets(self) -> Iterator[WeightBucket | None]:
         """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0.
@@ -87,11 +87,11 @@ class Trainer:
         All ranks must iterate over it together.
         """
         dtype = parse_dtype(self._config.target.dtype)
-        named = list(self._engine.policy.model.named_parameters())
+        named = list(self.engine.policy.model.named_parameters())
         sizes = [_numel(parameter) * dtype.itemsize for _, parameter in named]
         for part in plan_buckets(sizes, self._config.trainer.weight_bucket_mb * 2**20):
             chosen = [named[index] for index in part]
-            with self._engine.gathered([parameter for _, parameter in chosen]):
+            with self.engine.gathered([parameter for _, parameter in chosen]):
                 yield pack(chosen, dtype) if self.rank == 0 else None
             self.progress.tick()
 
@@ -103,13 +103,13 @@ class Trainer:
         writer, engine_folder = PartWriter(folder, self.progress), folder / ENGINE
         with writer.writing():
             engine_folder.mkdir(parents=True, exist_ok=True)
-        refused = self._engine.max_over_ranks(torch.tensor([float(bool(writer.problem))]))
+        refused = self.engine.over_ranks(torch.tensor([float(bool(writer.problem))]), maximum=True)
         if float(refused[0]):  # all ranks return together
             return writer.part()
-        self._engine.save(engine_folder, writer)
+        self.engine.save(engine_folder, writer)
         state: dict[str, torch.Tensor] = {}
-        for name, parameter in self._engine.policy.model.named_parameters():
-            with self._engine.gathered([parameter]):
+        for name, parameter in self.engine.policy.model.named_parameters():
+            with self.engine.gathered([parameter]):
                 if self.rank == 0:
                     state[name] = parameter.detach().to("cpu", copy=True)
             self.progress.tick()
@@ -117,19 +117,12 @@ class Trainer:
             target = self._config.target
             tokenizer: Any = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
             with quiet_transformers(), writer.writing(folder / WEIGHTS):
-                self._engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
+                self.engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
                 tokenizer.save_pretrained(folder / WEIGHTS)
         return writer.part()
 
-    def offload(self) -> None:
-        """Free device memory until `reload`."""
-        self._engine.offload()
-
-    def reload(self) -> None:
-        self._engine.reload()
-
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
     def _make_policy(self) -> PolicyModel:
         model = self._load(self._source).requires_grad_(True)

@@ -136,7 +136,7 @@ class PolicyUpdater:
             )
             a, mask = item.advantages.double(), item.batch.mask.double()
             moments += torch.stack([mask.sum(), (a * mask).sum(), (a.square() * mask).sum()]).cpu()
-        moments = self._engine.sum_over_ranks(moments)
+        moments = self._engine.over_ranks(moments)
         mean = float(moments[1] / moments[0])
         deviation = math.sqrt(max(float(moments[2] / moments[0]) - mean * mean, 0.0) + 1e-8)
         for item in items:
@@ -155,7 +155,7 @@ class PolicyUpdater:
             loss = self._loss(item, scores, sums)
             bad += float(not bool(torch.isfinite(loss.detach())))
             self._engine.backward(loss, last=number == len(mini_batch) - 1)
-        if float(self._engine.sum_over_ranks(bad)) > 0:
+        if float(self._engine.over_ranks(bad)) > 0:
             self._engine.skip()
             sums.skipped += 1
             return
@@ -241,10 +241,12 @@ class _Sums:
         names, losses = sorted(self._means), sorted(self._losses)
         steps = max(len(self.grad_norms) + self.skipped, 1)
         flat = [value for name in names for value in self._means[name]] + [self._losses[name] for name in losses]
-        total = engine.sum_over_ranks(torch.tensor(flat, dtype=torch.float64)).tolist()
+        total = engine.over_ranks(torch.tensor(flat, dtype=torch.float64)).tolist()
         metrics: dict[str, Any] = {name: total[2 * i] / max(total[2 * i + 1], 1.0) for i, name in enumerate(names)}
         metrics |= {name: total[2 * len(names) + i] / steps for i, name in enumerate(losses)}
-        metrics["logprob_gap_max"] = float(engine.max_over_ranks(torch.tensor([self._gap_max], dtype=torch.float64)))
+        metrics["logprob_gap_max"] = float(
+            engine.over_ranks(torch.tensor([self._gap_max], dtype=torch.float64), maximum=True)
+        )
         metrics["grad_norm"] = sum(self.grad_norms) / max(len(self.grad_norms), 1)
         metrics["skipped"] = float(self.skipped)
         return metrics

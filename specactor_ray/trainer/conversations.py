@@ -168,10 +168,11 @@ class Conversations(WorkerPool):
                 await self._play(rollout.engine, episode)
             rollout.progress = (rollout.progress[0] + 1, len(episodes))
 
-        playing = asyncio.gather(*map(play, episodes))
-        while not playing.done():
-            await asyncio.wait([playing], timeout=_WAKE_S)
-        playing.result()
+        playing = {asyncio.ensure_future(play(episode)) for episode in episodes}
+        while playing:
+            done, playing = await asyncio.wait(playing, timeout=_WAKE_S, return_when=asyncio.FIRST_EXCEPTION)
+            for one in done:
+                one.result()
 
     # ---- one sample ----
 

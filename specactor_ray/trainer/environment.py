@@ -7,7 +7,6 @@ import asyncio
 import inspect
 import json
 import math
-import operator
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -90,15 +89,8 @@ _CALLS = {"calc": r"<calc>(.*?)</calc>", "tool_call": r"<tool_call>\s*(\{.*?\})\
 _LONGEST = 200
 """Longest expression, in characters."""
 _LARGEST = 10.0**30
-_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
+_OPERATORS = (ast.UAdd, ast.USub, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+_ARITHMETIC = (ast.Expression, ast.Constant, ast.UnaryOp, ast.BinOp, *_OPERATORS)
 
 
 class Calculator(Environment):
@@ -148,30 +140,16 @@ def evaluate(expression: str) -> str:
     """
     if len(expression) > _LONGEST:
         raise ValueError("too long")
-    value = _value(ast.parse(expression.strip(), mode="eval").body)
+    tree = ast.parse(expression.strip(), mode="eval")
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    if not all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)) or {*map(type, constants)} - {int, float}:
+        raise ValueError("not arithmetic")
+    value = eval(compile(tree, "expression", "eval"))  # numbers and operators alone
+    if not abs(value) <= _LARGEST:
+        raise ValueError("too large")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return f"{value:.10g}" if isinstance(value, float) else str(value)
-
-
-def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return _bounded(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = _value(node.operand)
-        return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow) and abs(right) > 100:
-            raise ValueError("too large")
-        return _bounded(_OPERATORS[type(node.op)](left, right))
-    raise ValueError("not arithmetic")
-
-
-def _bounded(value: float) -> float:
-    if isinstance(value, complex) or not abs(value) <= _LARGEST:
-        raise ValueError("too large")
-    return value
 
 
 class Retry(Environment):

@@ -190,16 +190,12 @@ class AheadMaker:
         self._maker, self._ahead, self._steps = maker, max_staleness, steps
         self._thread = ThreadPoolExecutor(1, "rollouts ahead")
         self._futures: dict[int, Future[Experience]] = {}
-        self._begun = 0
-        """Number of steps whose experience was requested."""
-        self._problem: BaseException | None = None
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
         """The experience of this step; the weights have had as many updates. Re-raises the error of its making."""
-        self._begun = max(self._begun, step)
-        while self._begun < min(step + self._ahead + 1, self._steps):
-            self._futures[self._begun] = self._thread.submit(self._make, rollout, sampling, self._begun)
-            self._begun += 1
+        for later in range(step, min(step + self._ahead + 1, self._steps)):
+            if later not in self._futures:
+                self._futures[later] = self._thread.submit(self._make, rollout, sampling, later)
         experience = SYSTEM.result(self._futures[step], math.inf)
         del self._futures[step]
         return experience
@@ -209,10 +205,6 @@ class AheadMaker:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
-        if self._problem is not None:
-            raise self._problem
-        try:
-            return self._maker.collect(rollout, sampling, step)
-        except BaseException as error:
-            self._problem = error
-            raise
+        if (before := self._futures.get(step - 1)) is not None:
+            before.result()  # an error ends the steps after it, too
+        return self._maker.collect(rollout, sampling, step)

@@ -36,13 +36,11 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.failures = 0
-        """Number of failed writes."""
         self.pending: list[dict[str, Any]] = []
         """Records that are not in the file yet, oldest first."""
 
-    def append(self, *records: dict[str, Any]) -> bool:
-        """Write the pending records and these. Returns whether all are written."""
+    def append(self, *records: dict[str, Any]) -> None:
+        """Write the pending records and these."""
         self.pending += records
         data = "".join(json.dumps(record) + "\n" for record in self.pending).encode()
         try:
@@ -52,11 +50,9 @@ class MetricsFile:
                     file.truncate(begin)
                     raise OSError(f"only {written} of {len(data)} bytes could be written; the disk is full")
         except OSError as error:
-            self.failures += 1
             logger.error("%d records wait for room in %s: %s", len(self.pending), self.path, error)
-            return False
-        self.pending.clear()
-        return True
+        else:
+            self.pending.clear()
 
 
 class StepRecorder:
@@ -147,7 +143,6 @@ class StepRecorder:
             "steps": records[-1]["step"] if records else 0,
             "checkpoints": [str(path) for path in self._run.store.all()],
             "checkpoint_failures": checkpoint_failures,
-            "metrics_failures": self._metrics.failures,
             "metrics_pending": len(self._metrics.pending),
             "totals": totals_of(records),
             "fallbacks": self._rollout.fallbacks(),

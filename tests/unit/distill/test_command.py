@@ -117,9 +117,8 @@ class TestWhatIsWritten:
         options = ["drafter", "eval", "--target", tiny_target(), "--data", data]
         options += ["max_tokens=24", "window=3", "kv_cache_gb=0.05"]
         with_states = ["--corpus", tmp_path / "states"]
-        specactor(*options, *with_states, "--drafter", drafter, "--output", tmp_path / "figures.json", code=0)
-        figures = json.loads((tmp_path / "figures.json").read_text())
-        assert [row["noise"] for row in figures["acceptance"]] == ["shared", "own", "-"]
+        specactor(*options, *with_states, "--drafter", drafter, code=0)
+        assert {"shared", "own"} <= set(capsys.readouterr().out.split())
         options += ["--corpus", tmp_path / "corpus"]
         specactor(*options, "--drafter", tiny_draft(), code=0)  # any model of the vocabulary, without a card
         capsys.readouterr()
@@ -216,7 +215,6 @@ class TestMistakes:
 
     def test_eval(self, data: Path, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         options = ["drafter", "eval", "--target", tiny_target(), "--data", data]
-        (tmp_path / "there.json").write_text("precious")
         (tmp_path / "drafter.json").write_text("{}")
         for more, problem in (
             ([], "either --drafter FOLDER or --method"),
@@ -228,7 +226,6 @@ class TestMistakes:
             (["--method", "ngram", "--data", "none.jsonl"], "there is no file none.jsonl; name a file of prompts"),
             (["--drafter", tmp_path / "none"], "there is no folder"),
             (["--drafter", tmp_path], "drafter.json cannot be read"),
-            (["--method", "ngram", "--output", tmp_path / "there.json"], "never overwritten"),
         ):
             specactor(*options, *more)
             assert problem in capsys.readouterr().err

@@ -47,7 +47,6 @@ def turn(text: str, number: int = 0, is_last: bool = False, reward: float = 1.0)
         (" 7/2 ", "3.5"),
         ("6 / 2", "3"),
         ("-7 // 2 + 5 % 3", "-2"),
-        ("2 ** 10", "1024"),
         ("1 / 3", "0.3333333333"),
     ],
 )
@@ -157,9 +156,7 @@ def test_turns_are_scored_by_the_reward_functions() -> None:
 @pytest.mark.parametrize("text", BAD_REPLIES)
 def test_bad_replies_are_named(text: str) -> None:
     state, _ = ask(ECHO, "reset", Task(0, "Hi"), 1)
-    with pytest.raises(
-        (BadEnvironmentError, InputError), match=r"^(step returned|message 0|the content of message 0) "
-    ):
+    with pytest.raises((BadEnvironmentError, InputError), match=r"^(step returned|(the content of )?message \d) "):
         step(ECHO, state, text)
 
 

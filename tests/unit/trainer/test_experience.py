@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
 from specactor_ray.trainer.rewards import RewardSample, reward_work
 from specactor_ray.trainer.workers import Outcome, answer
+from tests.fakes.trajectories import trajectory
 
 PATIENCE_S = 60.0
 RAISES = "tests.fakes.reward_functions:number_or_raises"
@@ -34,12 +35,8 @@ class Scripted:
         found = []
         for index in range(len(prompts)):
             for number, text in enumerate(next(self._outputs).split()):
-                tokens = tuple(range(number + 1))
                 error = "lost" if text == "!" else ""
-                logprobs = (0.0,) * len(tokens)
-                found.append(
-                    Trajectory("r", index, number, (1, 2), tokens, logprobs, text, "stop", sampling, error=error)
-                )
+                found.append(trajectory(range(number + 1), (index, number), text=text, error=error))
         return found
 
 
@@ -52,16 +49,6 @@ class InProcess:
     def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
         work = reward_work(self._config)
         return [answer(work.open(), sample, work) for sample in samples]
-
-
-class Numbers:
-    """An endless source of tasks whose answer is 1."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> Task:
-        return Task(index, "prompt", "1")
 
 
 def collect(outputs: Sequence[str], **settings: Any) -> Experience:
@@ -78,12 +65,10 @@ def collect(outputs: Sequence[str], **settings: Any) -> Experience:
         }
     )
 
-    @contextlib.contextmanager
-    def timed(phase: str) -> Iterator[None]:
-        yield
-
-    stream = TaskStream(Numbers(), 0, lambda prompt: 1, 100, shuffle=False)
-    maker = ExperienceMaker(config, make_recipe(config), stream, InProcess(config), timed)  # type: ignore[arg-type]
+    tasks, scorer = [Task(index, "prompt", "1") for index in range(99)], InProcess(config)
+    stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)  # type: ignore[arg-type]
+    timed = lambda phase: contextlib.nullcontext()  # noqa: E731
+    maker = ExperienceMaker(config, make_recipe(config), stream, scorer, timed)  # type: ignore[arg-type]
     return maker.collect(Scripted(*outputs), config.sampling, 0)
 
 
@@ -183,17 +168,6 @@ def test_rollouts_run_ahead_as_far_as_they_may(staleness: int, first: int) -> No
     assert sorted(maker.begun) == list(range(first, last)), "and none beyond the last"
     assert all(step - version <= staleness for step, version in maker.begun.items())
     assert any(step > version for step, version in maker.begun.items())
-
-
-def test_nothing_begins_after_the_end() -> None:
-    maker = Maker()
-    for event in maker.allowed.values():
-        event.set()
-    ahead = AheadMaker(maker, 1, 10)
-    ahead.collect("rollout", SamplingParams(), 0)
-    ahead.close()
-    ahead.close()
-    assert set(maker.begun) <= {0, 1}
 
 
 def test_what_a_rollout_raises_arrives_at_its_step() -> None:
