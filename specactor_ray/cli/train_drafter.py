@@ -49,12 +49,9 @@ def train_drafter(
 ) -> DrafterOutcome:
     """Record the target's rollouts, train an EAGLE head on them, save it and measure it.
 
-    All checks that are possible are made beforehand. A second call with the same recipe continues where the first one
-    was interrupted, or shows its result.
+    A second call with the same recipe continues where the first one was interrupted, or shows its result.
 
     Args:
-        data: Prompts.
-        output: Folder of the drafter.
         held_out: Prompts to measure on. Default: a tenth of `data`.
         corpus_folder: Folder of the recorded rollouts, to share it between drafters. Default: inside `output`.
 
@@ -92,14 +89,7 @@ def eval_drafter(
     corpus_folder: Path,
     console: Console,
 ) -> DrafterOutcome:
-    """Measure a drafter on the target's rollouts of the prompts.
-
-    Args:
-        corpus_folder: Folder of the recorded rollouts; existing ones are used.
-
-    Raises:
-        UserError: As in `train_drafter`.
-    """
+    """Measure a drafter on the target's rollouts of the prompts, or on those in `corpus_folder`. Raises UserError."""
     target = _checked_target(recipe)
     head = head_config(drafter, recipe.target)
     if drafter.model is not None and head is None:

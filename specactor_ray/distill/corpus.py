@@ -1,8 +1,5 @@
-"""The corpus: the target's own rollouts, recorded on disk so that a killed collection can continue.
-
-A drafter is trained on real outputs of the target. Rollouts come from the engine itself with keyed seeds, so the
-corpus is a function of its recipe; existing parts are never made again.
-"""
+"""The corpus: the target's own rollouts, recorded on disk so that a killed collection can continue. It is a function of
+its recipe, since seeds are keyed; existing parts are never made again."""
 
 from __future__ import annotations
 
@@ -58,14 +55,11 @@ class CorpusRecord:
 
 
 class RecordStore:
-    """One part of a corpus (`train`, `heldout`): a safetensors file per rollout, complete or absent.
+    """One part of a corpus (`train`, `heldout`): a safetensors file per rollout, complete or absent, in a folder that
+    is created with the first one; without a folder, records in memory.
 
     A file holds the token ids, and the target's hidden states if they were recorded: `(tokens - 1, width)`, row i of
-    position i, including the prompt, up to the one that predicted the last token. States stay on disk until they are
-    read.
-
-    Args:
-        folder: Created with the first record. None keeps records and states in memory.
+    position i, including the prompt. States stay on disk until they are read.
     """
 
     def __init__(self, folder: Path | None, part: str) -> None:
@@ -139,19 +133,15 @@ def collect(
     max_open: int = 64,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[CorpusRecord]:
-    """Roll out requests in their order until `token_budget` output tokens are recorded, and return them.
+    """Roll out requests in their order until `token_budget` output tokens are recorded, and return the records.
 
     Existing records of the store are not made again. The result depends on requests and budget only, not on the point
-    of an interruption: it is the shortest beginning of the requests that fills the budget (or all of them).
+    of an interruption: it is the shortest beginning of the requests that fills the budget (None: all of them).
 
     Args:
         engine: Fresh engine; hidden states that it exports are recorded too.
-        token_budget: Number of output tokens to record; None records all requests.
         max_open: Most requests in the engine at once.
         on_progress: Called with the number of output tokens so far.
-
-    Raises:
-        InputError: A prompt cannot be run.
     """
     known = store.known
     have = sum(len(known[index].output_token_ids) for index in range(len(requests)) if index in known)
@@ -234,15 +224,8 @@ class Prompts:
 
 
 def split_prompts(prompts: Sequence[TokenIds], held_out: Sequence[TokenIds] | None, max_prompt: int) -> Prompts:
-    """Divide prompts; those longer than `max_prompt` tokens and repetitions are left out.
-
-    Args:
-        held_out: Held-out prompts, if the user names them; else every tenth is held out, at most 32.
-        max_prompt: Longest prompt in tokens, so that an output still fits the context.
-
-    Raises:
-        InputError: Nothing is left to train or to measure on.
-    """
+    """Divide prompts; those longer than `max_prompt` tokens and repetitions are left out. Without `held_out` every
+    tenth is held out, at most 32. Raises InputError if nothing is left to train or to measure on."""
     usable = [prompt for prompt in dict.fromkeys(prompts) if len(prompt) <= max_prompt]
     if held_out is None:
         wanted = min(max(len(usable) // 10, 1), _MOST_HELD_OUT)
@@ -288,14 +271,8 @@ def target_config(recipe: DrafterRecipe, layers: Sequence[int] = ()) -> TargetCo
 
 
 class Corpus:
-    """The parts of one corpus folder, recorded as far as they are needed.
-
-    Args:
-        layers: Layers whose hidden states are recorded.
-
-    Raises:
-        InputError: The folder has other rollouts, or is no corpus.
-    """
+    """The parts of one corpus folder, with the hidden states of some layers, recorded as far as they are needed. Raises
+    InputError if the folder has other rollouts, or is no corpus."""
 
     def __init__(
         self,
@@ -349,16 +326,8 @@ class Corpus:
 
 
 def claim_folder(folder: Path, note: Path, facts: dict[str, Any], kind: str) -> None:
-    """Create a folder and record the facts that determine its content, or check those of an existing one.
-
-    Args:
-        note: File for the facts, inside the folder.
-        kind: What the folder holds, for messages.
-
-    Raises:
-        InputError: The folder has other facts (the message has the differences), holds other files, or cannot be
-        written to.
-    """
+    """Create a folder and record the facts that determine its content in a file `note` inside, or check those of an
+    existing one. Raises InputError if it has other facts, holds other files, or cannot be written to."""
     if note.is_file():
         there, wanted = json.loads(read_foreign(note)), json.loads(json.dumps(facts))
         differing = [

@@ -55,14 +55,8 @@ _COUNTED_ROLLOUTS = 128
 
 
 class HeadTrainer:
-    """A trainable head with its optimizer; embedding and output layer, which are the target's, are not trained.
-
-    Args:
-        head: Float32; owned by the trainer from now on.
-        depths: Tokens ahead that are trained.
-        betas, weight_decay: Parameters of AdamW.
-        dtype: Arithmetic.
-    """
+    """A trainable head (float32) with its optimizer, trained `depths` tokens ahead; embedding and output layer, which
+    are the target's, are not trained."""
 
     def __init__(
         self,
@@ -144,13 +138,8 @@ class LoopState:
 
 
 class TrainLoop:
-    """Trains a head on recorded rollouts.
-
-    Args:
-        records: Records to train on; `store` holds their states.
-        checkpoint_s: Seconds between checkpoints.
-        on_progress: Called after every step with its loss.
-    """
+    """Trains a head on recorded rollouts, whose states are in `store`, with a checkpoint every `checkpoint_s` seconds.
+    `on_progress` is called after every step with its loss."""
 
     def __init__(
         self,
@@ -186,12 +175,7 @@ class TrainLoop:
         return True
 
     def run(self) -> None:
-        """Train for `epochs` passes; an interruption saves a checkpoint and is raised again.
-
-        Raises:
-            KeyboardInterrupt: Training was interrupted, at the end of a step.
-            OSError: A checkpoint could not be written.
-        """
+        """Train for `epochs` passes; an interruption, which has effect between two steps, saves a checkpoint."""
         state, saved_at = self.state, self.state.seconds
         begin = time.monotonic() - state.seconds
         try:
@@ -251,11 +235,8 @@ def learning_rate(peak: float, step: int, fraction: float) -> float:
 
 
 def batches_of_epoch(records: Sequence[CorpusRecord], max_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices into `records`, each once, in batches of similar lengths; a function of the arguments.
-
-    Args:
-        max_tokens: Most positions of a batch, including padding; a longer record is a batch by itself.
-    """
+    """Indices into `records`, each once, in batches of similar lengths with at most `max_tokens` positions, including
+    padding; a longer record is a batch by itself. A function of the arguments."""
     rng = np.random.default_rng([seed, epoch])
     order = [int(i) for i in rng.permutation(len(records))]
     mean = sum(record.num_tokens for record in records) / max(len(records), 1)
@@ -322,11 +303,7 @@ def choose_samples(lengths: Sequence[int], max_tokens: int, seed: int) -> list[i
 
 
 def load_learner(drafter: DrafterConfig, target: TargetConfig, device: str) -> EagleLearner:
-    """A learner of the configured head.
-
-    Raises:
-        ModelLoadError: The head cannot be loaded.
-    """
+    """A learner of the configured head. Raises ModelLoadError."""
     assert drafter.model is not None  # validated
     head = load_head(drafter.model, target.model, device=device, trust_remote_code=target.trust_remote_code)
     return EagleLearner(head, drafter.online)

@@ -102,14 +102,9 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`-min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A)`, `ρ = exp(logprobs - old_logprobs)`.
-
-    PPO eq. 7 with ε_low = ε_high; DAPO eq. 10 (clip-higher) with ε_high > ε_low. `old_logprobs` are those at the start
-    of the update.
-
-    Returns:
-        Loss `(B, T)`, and 1.0 where the clipped term was the smaller one `(B, T)`.
-    """
+    """`-min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A)`, `ρ = exp(logprobs - old_logprobs)`, `(B, T)`; and 1.0 where the
+    clipped term was the smaller one. PPO eq. 7 with ε_low = ε_high; DAPO eq. 10 (clip-higher) with ε_high > ε_low.
+    `old_logprobs` are those at the start of the update."""
     ratio = torch.exp(logprobs - old_logprobs)
     free = ratio * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
@@ -129,11 +124,9 @@ def value_loss(
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate of KL(policy ‖ reference) from tokens sampled by the policy; `(B, T)`.
-
-    Schulman's k3, `exp(d) - d - 1` with `d = log π_ref - log π`: unbiased and never negative (DeepSeekMath eq. 4). A
-    figure to report: its gradient is not that of the divergence, see `kl_loss`.
-    """
+    """Per-token estimate `(B, T)` of KL(policy ‖ reference) from tokens sampled by the policy: Schulman's k3,
+    `exp(d) - d - 1` with `d = log π_ref - log π`, unbiased and never negative (DeepSeekMath eq. 4). A figure to report:
+    its gradient is not that of the divergence, see `kl_loss`."""
     d = ref_logprobs - logprobs
     return torch.exp(d) - d - 1.0
 
@@ -142,10 +135,8 @@ def kl_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, ref_logprobs: to
     """A loss per token `(B, T)` whose expected gradient is that of KL(policy ‖ reference), exactly.
 
     `ρ ½ d²` with `d = log π_ref - log π` and the ratio `ρ = π / π_old` without gradient; the tokens were sampled by
-    `π_old`. The gradient of a token is `-ρ d ∇log π`. It is the same one, token for token, as that of `ρ k3` with a
-    differentiable ρ (DeepSeek-V3.2, arXiv 2512.02556), without the difference of two exponentials that cancel.
-    Schulman's estimators as losses of their own do something else: the expected gradient of k1 is zero, that of k3
-    is the gradient of the forward divergence KL(reference ‖ policy).
+    `π_old`. Its gradient, `-ρ d ∇log π`, is that of `ρ k3` with a differentiable ρ (DeepSeek-V3.2, arXiv 2512.02556).
+    As losses of their own, k1 has the expected gradient zero, and k3 that of KL(reference ‖ policy).
     """
     ratio = torch.exp(logprobs - old_logprobs).detach()
     return ratio * 0.5 * (ref_logprobs - logprobs).square()
@@ -154,11 +145,9 @@ def kl_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, ref_logprobs: to
 def truncated_importance_weights(
     train_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, cap: float
 ) -> torch.Tensor:
-    """`min(π_train / π_rollout, cap)` per token, without gradient; `(B, T)`.
-
-    Corrects for tokens having been sampled by an engine whose probabilities differ from the trainer's (Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training"; truncation as in Ionides 2008).
-    """
+    """`min(π_train / π_rollout, cap)` per token, without gradient; `(B, T)`: corrects for an engine whose probabilities
+    differ from the trainer's (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training"; truncation as in Ionides 2008)."""
     return torch.exp(train_logprobs - rollout_logprobs).clamp_max(cap).detach()
 
 

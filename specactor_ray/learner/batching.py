@@ -61,11 +61,8 @@ class MicroBatch:
 
 
 def cut_by_tokens(lengths: Sequence[int], max_tokens: int, longest_first: bool = True) -> list[list[int]]:
-    """Indices of the samples in groups whose padded size stays within `max_tokens`, similar lengths together.
-
-    A sample that is longer than `max_tokens` is a group by itself. The longest come first by default, so that a lack of
-    memory shows at once.
-    """
+    """Indices of the samples in groups whose padded size stays within `max_tokens`, similar lengths together; a longer
+    sample is a group by itself. The longest come first by default, so that a lack of memory shows at once."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i] if longest_first else lengths[i], i)):
         if groups and (len(groups[-1]) + 1) * max(lengths[groups[-1][0]], lengths[index]) <= max_tokens:
@@ -76,20 +73,16 @@ def cut_by_tokens(lengths: Sequence[int], max_tokens: int, longest_first: bool =
 
 
 def share_out(groups: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
-    """Rank → its groups. All ranks get the same number, since they step together: missing groups are empty.
-
-    Groups are assigned round robin in their order, longest first, which balances the work of the ranks.
-    """
+    """Rank → its groups, assigned round robin. All ranks get the same number, since they step together: missing groups
+    are empty."""
     rounds = -(-len(groups) // ranks)
     padded = [*groups, *([] for _ in range(rounds * ranks - len(groups)))]
     return [padded[rank::ranks] for rank in range(ranks)]
 
 
 def collate(samples: Sequence[Sample], indices: Sequence[int], pad_token_id: int = 0) -> MicroBatch:
-    """The samples at these indices as right-padded rows.
-
-    No indices give one row of one padding position and an empty mask, which costs almost nothing and has no effect.
-    """
+    """The samples at these indices as right-padded rows; without indices one row of padding with an empty mask, which
+    has no effect."""
     chosen = [samples[i] for i in indices]
     rows = max(len(chosen), 1)
     length = max((sample.num_tokens for sample in chosen), default=2)

@@ -13,14 +13,14 @@ from specactor_ray.learner.batching import MicroBatch
 
 
 class TokenScores(NamedTuple):
-    """Scores of the output tokens of a micro-batch; all `(B, T)` float32, 0 where the mask is 0."""
+    """Scores of the output tokens of a micro-batch; all `(B, T)` float32, 0 where the mask is 0. The distribution is
+    softmax(logits / temperature), before top-k/top-p."""
 
     logprobs: torch.Tensor
-    """Log-probability under softmax(logits / temperature), before top-k/top-p."""
     entropy: torch.Tensor
-    """Entropy of that distribution, in nats."""
+    """In nats."""
     values: torch.Tensor
-    """`(B, T)` values of the value head; zeros without one."""
+    """Of the value head; zeros without one."""
 
 
 class PolicyModel(nn.Module):

@@ -37,12 +37,7 @@ class TrainerSpec:
 
 
 class Trainer:
-    """Holds the policy and trains it.
-
-    Raises:
-        ModelLoadError: The model cannot be loaded.
-        ConfigError: The back end is not installed.
-    """
+    """Holds the policy and trains it. Raises ModelLoadError, and ConfigError if the back end is not installed."""
 
     def __init__(self, spec: TrainerSpec, progress: WorkCounter | None = None) -> None:
         config = spec.config
@@ -82,10 +77,8 @@ class Trainer:
         return hidden_states(self.engine, samples, layers, self._config.trainer.micro_batch_tokens)
 
     def buckets(self) -> Iterator[WeightBucket | None]:
-        """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0.
-
-        All ranks must iterate over it together.
-        """
+        """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0. All ranks iterate
+        over it together."""
         dtype = parse_dtype(self._config.target.dtype)
         named = list(self.engine.policy.model.named_parameters())
         sizes = [_numel(parameter) * dtype.itemsize for _, parameter in named]
@@ -96,10 +89,8 @@ class Trainer:
             self.progress.tick()
 
     def save(self, folder: Path) -> SavedPart:
-        """Write the model (in the format of transformers, rank 0) and the engine's state (every rank).
-
-        Disk errors are in the result; all ranks go through it together in any case.
-        """
+        """Write the model (in the format of transformers, rank 0) and the engine's state (every rank). Disk errors are
+        in the result; all ranks go through it together in any case."""
         writer, engine_folder = PartWriter(folder, self.progress), folder / ENGINE
         with writer.writing():
             engine_folder.mkdir(parents=True, exist_ok=True)

@@ -132,12 +132,8 @@ class Calculator(Environment):
 
 
 def evaluate(expression: str) -> str:
-    """The value of an arithmetic expression.
-
-    Raises:
-        ValueError, SyntaxError: It is not an expression, it is too long, or its value is too large.
-        ZeroDivisionError: It divides by zero.
-    """
+    """The value of an arithmetic expression. Raises ValueError or SyntaxError if it is none, too long or too large, and
+    ZeroDivisionError."""
     if len(expression) > _LONGEST:
         raise ValueError("too long")
     tree = ast.parse(expression.strip(), mode="eval")
@@ -185,11 +181,7 @@ ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator, "retry":
 
 
 def find_environment(name: str) -> type[Environment]:
-    """The environment with this name, or the user's own `package.module:Class`.
-
-    Raises:
-        ConfigError: It does not exist, or lacks a method.
-    """
+    """The environment with this name, or the user's own `package.module:Class`. Raises ConfigError."""
     if ":" not in name:
         if name not in ENVIRONMENTS:
             known = ", ".join(sorted(ENVIRONMENTS))
@@ -204,11 +196,7 @@ def find_environment(name: str) -> type[Environment]:
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
-    """Create an instance with the options of the configuration.
-
-    Raises:
-        ConfigError: The environment does not exist, or refuses the options.
-    """
+    """Create an instance with the options of the configuration. Raises ConfigError."""
     assert config.name is not None
     kind = find_environment(config.name)
     try:
@@ -293,14 +281,13 @@ def checked_messages(messages: Any, method: str) -> list[Message]:
 
 
 def checked_reply(reply: Any) -> Reply:
-    """A reply as plain data. Raises BadEnvironmentError if it has another type."""
+    """A reply as plain data. Raises BadEnvironmentError or InputError if it has another type."""
     if not isinstance(reply, Reply):
         raise BadEnvironmentError(f"step returned {clipped(reply)} where a Reply belongs")
     try:
         reward = float(reply.reward)
     except (TypeError, ValueError):
-        raise BadEnvironmentError(f"step returned the reward {clipped(reply.reward)}, which is no number") from None
+        reward = math.nan
     if not math.isfinite(reward):
-        raise BadEnvironmentError(f"step returned the reward {reward}")
-    done = bool(reply.done)
-    return Reply([] if done else checked_messages(reply.messages, "step"), reward, done)
+        raise BadEnvironmentError(f"step returned the reward {clipped(reply.reward)}, which is no finite number")
+    return Reply([] if reply.done else checked_messages(reply.messages, "step"), reward, bool(reply.done))

@@ -89,11 +89,8 @@ class ExperienceMaker:
         self._rewards, self._timed, self._conversations = rewards, timed, conversations
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
-        """Roll out and score the prompts of one step.
-
-        Under dynamic sampling, dull groups are replaced by further prompts, for at most
-        `algorithm.max_sampling_rounds` rounds; if no group at all is left, the dull ones are used.
-        """
+        """Roll out and score the prompts of one step. Under dynamic sampling, dull groups are replaced by further
+        prompts, for at most `algorithm.max_sampling_rounds` rounds; if no group is left, the dull ones are used."""
         wanted, dynamic = self._config.trainer.prompts_per_step, bool(self._recipe.dynamic_sampling)
         experience, kept, dull = Experience(), list[Group](), list[Group]()
         for number in range(self._recipe.max_sampling_rounds if dynamic else 1):
@@ -175,15 +172,10 @@ class ExperienceMaker:
 
 
 class AheadMaker:
-    """Makes the experience of later steps in a separate thread while the trainer updates.
+    """Makes the experience of later steps, up to the last of `steps`, in a separate thread while the trainer updates.
 
     The experience of step t begins when the weights have version `t - max_staleness` or a newer one: the steps collect
     the experience of step t at version t.
-
-    Args:
-        maker: Makes the experience of one step after the other.
-        max_staleness: Largest number of versions to run ahead, at least 1.
-        steps: Number of steps of the whole run; no later ones are made.
     """
 
     def __init__(self, maker: ExperienceMaker, max_staleness: int, steps: int) -> None:

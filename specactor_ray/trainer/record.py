@@ -101,14 +101,8 @@ class StepRecorder:
             self._seconds[phase] += time.perf_counter() - begin
 
     def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None:
-        """Record a finished step in all outputs.
-
-        A checkpoint is written after its step was recorded, so that no checkpoint is ahead of the records; its time
-        counts for the next step. Records that the disk refuses are kept and written with the next step.
-
-        Raises:
-            SpecActorError: Another process has taken over the run.
-        """
+        """Record a finished step in all outputs. Its checkpoint is written later, so that none is ahead of the records;
+        its time counts for the next step. Raises SpecActorError if another process has taken over the run."""
         self._run.check_lease()
         now = time.perf_counter()
         seconds = {**self._seconds, "step": now - (self._began or now)}

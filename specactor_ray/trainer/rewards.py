@@ -1,7 +1,4 @@
-"""Reward functions, from one output to a number, and scoring of outputs in worker processes.
-
-A sample without a score is not scored as wrong; see `reward.failure_value`.
-"""
+"""Reward functions, from one output to a number, and scoring of outputs in worker processes."""
 
 from __future__ import annotations
 
@@ -61,11 +58,7 @@ def length(sample: RewardSample) -> float:
 
 
 def math_equal(sample: RewardSample) -> float:
-    """1.0 if the answer is mathematically equal to the reference (`math-verify`); see `math_answers`.
-
-    Raises:
-        UnusableReferenceError: The reference answer cannot be parsed, or is too large to evaluate.
-    """
+    """1.0 if the answer is mathematically equal to the reference (`math-verify`); see `math_answers`."""
     from specactor_ray.trainer.math_answers import equal_answers
 
     return float(equal_answers(_reference(sample), sample.response))
@@ -122,17 +115,12 @@ def find_reward(name: str) -> RewardFunction:
 
 
 def extract_answer(text: str, pattern: str | None) -> str:
-    """The last match of `pattern` in `text` (its first group, if it has one); empty without a match.
-
-    Without a pattern: the text, stripped of white space.
-    """
+    """The last match of `pattern` in `text` (its first group, if it has one), empty without a match; without a pattern
+    the text. White space around it is stripped."""
     if pattern is None:
         return text.strip()
-    matches = list(re.finditer(pattern, text))
-    if not matches:
-        return ""
-    found = matches[-1]
-    return found.group(1 if found.re.groups else 0).strip()
+    *_, found = [None, *re.finditer(pattern, text)]
+    return "" if found is None else found.group(1 if found.re.groups else 0).strip()
 
 
 class Scorer:
@@ -166,8 +154,7 @@ class RewardRunner(WorkerPool):
         super().__init__(reward_work(config), config.workers)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
-        """Reward of every sample, or None and the reason. Never raises for errors of a reward function, or for the end
-        of its process."""
+        """Reward of every sample, or None and the reason; errors of functions and the end of processes are reasons."""
         futures = [self.submit(sample) for sample in samples]
         try:
             return [SYSTEM.result(future, math.inf) for future in futures]

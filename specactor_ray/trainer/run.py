@@ -149,11 +149,7 @@ def _tokenizer(config: Config) -> Any:
 
 
 def prepare(config: Config) -> None:
-    """Set values that depend on other sections, and refuse what cannot work.
-
-    Raises:
-        ConfigError: A value is out of range, or a reward function or the environment is missing or does not fit.
-    """
+    """Set values that depend on other sections, and refuse what cannot work. Raises ConfigError."""
     validate_training(config)
     generated = (config.data.path or "").startswith("reasoning_gym:")
     if not config.reward.functions:
@@ -167,12 +163,8 @@ def prepare(config: Config) -> None:
 
 
 def checked_tasks(config: Config) -> TaskStream:
-    """The tasks in their order, from the first one on; at least one of them fits the model.
-
-    Raises:
-        ConfigError, InputError: See `open_source`; or there is no room for prompts, no prompt fits, or the chat
-            template does not support the environment.
-    """
+    """The tasks in their order, from the first one on; at least one of them fits the model, and the chat template
+    supports the environment. Raises ConfigError and InputError."""
     data = config.data
     source = open_source(data, config.sampling.seed)  # its errors are reported before the tokenizer is loaded
     needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]

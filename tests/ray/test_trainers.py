@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
 from specactor_ray.models.loading import load_model
-from specactor_ray.serve.service import Limits
 from specactor_ray.target.base import TargetRequest
 from tests.ray.test_serve import Served, serving
 from tests.tiny import tiny_prompt_ids, tiny_target
@@ -303,19 +302,6 @@ class TestPauses:
         for seed, choice in enumerate(ran[:3]):
             expected = plain(tiny_target(), SamplingParams(seed=seed, **LONG), PROMPTS[:1])[0]
             assert choice["token_ids"] == expected[: len(choice["token_ids"])]
-
-    def test_an_end_of_a_pause_gets_through_when_all_places_are_taken(self, rollout: Rollout) -> None:
-        async def work(client: httpx.AsyncClient) -> list[int]:
-            assert (await client.post("/pause?mode=keep")).is_success
-            body = {"token_ids": PROMPTS[0], "sampling_params": {"max_tokens": 2}}
-            outputs = [asyncio.ensure_future(client.post("/inference/v1/generate", json=body)) for _ in range(3)]
-            await until(client, waiting(3))
-            assert (await client.post("/inference/v1/generate", json=body)).status_code == 429
-            assert (await client.post("/resume")).is_success
-            return [(await one).status_code for one in outputs]
-
-        with serving(rollout, limits=Limits(max_requests=3)) as served:
-            assert background(served, work) == [200] * 3
 
 
 @pytest.fixture(scope="module")

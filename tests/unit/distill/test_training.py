@@ -40,7 +40,6 @@ from specactor_ray.distill.training import (
     batches_of_epoch,
     choose_samples,
     head_for,
-    learning_rate,
     load_learner,
 )
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
@@ -170,11 +169,6 @@ class TestLoop:
         (tmp_path / CHECKPOINT_FILE).write_bytes(b"PK\x03\x04 nothing of use")
         with pytest.raises(InputError, match=CHECKPOINT_FILE):
             make_loop(tmp_path, recipe()).resume()
-
-
-def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
-    assert [learning_rate(1.0, step, 0.0) for step in (0, 9, 50)] == pytest.approx([0.1, 1.0, 1.0])
-    assert [learning_rate(1.0, 50, fraction) for fraction in (0.5, 1.0)] == pytest.approx([0.5, 0.0])
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 200), st.integers(0, 5), st.integers(0, 3))
