@@ -16,8 +16,7 @@ import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.learner.engine import PartWriter, TorchEngine, WorkCounter, parameter_groups
-from specactor_ray.learner.policy import PolicyModel
+from specactor_ray.learner.engine import PartWriter, PolicyModel, TorchEngine, WorkCounter, parameter_groups
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"

@@ -14,8 +14,16 @@ from specactor_ray.config.training_schema import TrainerBackend
 from specactor_ray.learner.algorithms import make_recipe, uses_values
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens
 from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
-from specactor_ray.learner.engine import PartWriter, SavedPart, TorchEngine, WorkCounter, autocast
-from specactor_ray.learner.policy import PolicyModel, TokenScores, layer_outputs
+from specactor_ray.learner.engine import (
+    PartWriter,
+    PolicyModel,
+    SavedPart,
+    TokenScores,
+    TorchEngine,
+    WorkCounter,
+    autocast,
+    layer_outputs,
+)
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_model, load_tokenizer, parse_dtype

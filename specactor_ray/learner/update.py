@@ -22,8 +22,7 @@ from specactor_ray.learner.algorithms import (
     value_loss,
 )
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens, share_out
-from specactor_ray.learner.engine import TorchEngine
-from specactor_ray.learner.policy import TokenScores
+from specactor_ray.learner.engine import TokenScores, TorchEngine
 
 
 @dataclass(slots=True)

@@ -15,8 +15,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import Schedule, TrainerConfig
 from specactor_ray.learner.algorithms import make_recipe, uses_values
 from specactor_ray.learner.batching import Sample, collate
-from specactor_ray.learner.engine import TorchEngine
-from specactor_ray.learner.policy import PolicyModel
+from specactor_ray.learner.engine import PolicyModel, TorchEngine
 from specactor_ray.learner.trainer import hidden_states
 from specactor_ray.learner.update import PolicyUpdater, learning_rate
 from specactor_ray.models.loading import load_model

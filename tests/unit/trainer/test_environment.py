@@ -14,7 +14,6 @@ from specactor_ray.config import load_config
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig, RewardFunctionConfig
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.rollout.prompts import read_jsonl
-from specactor_ray.runs.training import settings_of
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.environment import (
     BadEnvironmentError,
@@ -137,12 +136,6 @@ def test_an_instance_is_kept_between_its_steps() -> None:
     assert pickle.loads(again).heard == ["a", "b"]
 
 
-def test_plain_methods_and_a_close(tmp_path: Path) -> None:
-    state, _ = ask(ECHO, "reset", Task(0, "Hi"), 5, options={"marks": str(tmp_path)})
-    ask(ECHO, "close", state)
-    assert [mark.name for mark in tmp_path.iterdir()] == ["closed-5-0"]
-
-
 def test_turns_are_scored_by_the_reward_functions() -> None:
     """By the reward functions and the pattern of the configuration; their errors are the environment's failure."""
     state, _ = ask("retry", "reset", Task(0, "3 + 4", "7"), 1)
@@ -210,12 +203,3 @@ def test_a_template_without_the_role_of_the_environment_is_refused(tmp_path: Pat
     config.environment.options = {"role": 5}
     with pytest.raises(InputError, match="role"):
         checked_tasks(config)
-
-
-def test_checkpoints_remember_the_environment_without_its_options(tmp_path: Path) -> None:
-    one = settings_of(settings(tmp_path, "environment.options={message: secret}"))
-    assert one["environment.name"] == "retry" and one["environment.max_turns"] == 8
-    assert "secret" not in str(one)
-    assert settings_of(settings(tmp_path, "environment.workers=5", "environment.timeout_s=1")) == settings_of(
-        settings(tmp_path)
-    )
