@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -54,6 +54,12 @@ class TrainerRanks:
         self._calls, self._stall_timeout_s = calls, stall_timeout_s
         self._broken = ""
         self._numbers = itertools.count(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step; returns the metrics of `PolicyUpdater.update`. A step is done once:
@@ -260,12 +266,6 @@ class TrainerGroup(TrainerRanks):
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> TrainerGroup:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the ranks and free their resources. Idempotent."""

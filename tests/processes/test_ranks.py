@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import torch
 
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.config.training_schema import OnlineConfig, OnlineWhere
-from specactor_ray.core.errors import ActorLostError, RemoteError
+from specactor_ray.core.errors import RemoteError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.models.weight_buckets import unpack
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, find_damage
@@ -139,10 +137,8 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_any_rank(stage: int) -> No
         assert_close(after, weights_of(ranks), atol=1e-6)
 
 
-def test_a_step_is_done_once_and_a_rank_that_stands_still_ends_the_wait(tmp_path: Path) -> None:
-    config = settings()
-    config.trainer.stall_timeout_s = 4.0
-    with ForkedRanks(config) as ranks:
+def test_a_step_is_done_once() -> None:
+    with ForkedRanks(settings()) as ranks:
         with pytest.raises(RemoteError, match=r"trainer rank 0, save: .*TypeError"):
             ranks._call("save", None, 1)
         first = ranks.update(make_samples(8), 0, 0)
@@ -150,8 +146,3 @@ def test_a_step_is_done_once_and_a_rank_that_stands_still_ends_the_wait(tmp_path
         assert ranks.update(make_samples(8, seed=1), 0, 0) == first, "as when its answer was lost"
         assert_close(weights, weights_of(ranks), atol=0.0)
         assert ranks.update(make_samples(8, seed=1), 1, 0) != first
-        os.kill(ranks.processes[0].process.pid or 0, signal.SIGSTOP)
-        with pytest.raises(ActorLostError, match=r"trainer rank 0: no progress for 4 s in update; .*stall_timeout_s"):
-            ranks.update(make_samples(8), 2, 0)
-        with pytest.raises(ActorLostError, match=r"cannot be used any more: .*no progress"):
-            ranks.export_weights(1)

@@ -31,7 +31,6 @@ from specactor_ray.distill.eagle import (
     reject_foreign_layers,
     unroll_loss,
 )
-from specactor_ray.distill.evaluation import head_config, replay
 from specactor_ray.distill.training import (
     CHECKPOINT_FILE,
     EagleLearner,
@@ -110,21 +109,6 @@ def test_steps_lower_the_held_out_loss_and_leave_alone_what_is_the_targets(from_
     changed = {name for name, weight in head.named_parameters() if not torch.equal(weight, before[name])}
     assert changed == before.keys() - set(FROZEN)
     assert equal(trained_weights(new_head(24)), {name: before[name] for name in changed | {"lm_head.weight"}})
-
-
-def test_a_trained_head_is_right_ahead_and_shared_noise_helps() -> None:
-    records, store = recorded("heldout")
-    drafter = DrafterSpec(method="eagle", model=str(tiny_eagle()), max_batch=16)
-    head = head_config(drafter, str(tiny_target()))
-    assert head is not None
-    lengths = []
-    for shared in (True, False):
-        drafter.shared_noise = shared
-        proposer = build_proposer(drafter, TargetConfig(model=str(tiny_target())), "cpu")
-        states = lambda record: store.states(record.index)[:, : head.feature_size].float().numpy()  # noqa: E731
-        lengths.append(replay(proposer, records[:12], 3, features=states).acceptance_length)
-    assert lengths[0] > max(lengths[1], 1.1)
-    assert replay(proposer, records[:12], 3).accepted == 0, "without states there are no guesses"
 
 
 def test_a_target_of_another_build_is_refused() -> None:

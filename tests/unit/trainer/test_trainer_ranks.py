@@ -9,7 +9,7 @@ import pytest
 
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, RemoteError
-from specactor_ray.learner.engine import PartWriter, SavedPart, WorkCounter, is_disk_error
+from specactor_ray.learner.engine import SavedPart, is_disk_error
 from specactor_ray.trainer.trainer_ranks import TrainerRanks
 from tests.fakes.ranks import NEVER, FakeRank, FakeTransport, JumpingClock
 
@@ -97,14 +97,6 @@ def test_a_rank_out_of_reach_is_asked_again_with_the_same_step() -> None:
     assert calls == [("update", (["sample"], 7, 3))] * 2 + [("save", ("a", number)) for number in (1, 2)]
 
 
-def test_what_the_disk_refused_a_rank_is_an_os_error(tmp_path: Path) -> None:
-    clock = JumpingClock()
-    full = SavedPart("node-b", {}, "OSError: no space left")
-    ranks = together(FakeRank(clock, save=(1.0, SavedPart("node-a"))), FakeRank(clock, save=(1.0, full)))
-    with pytest.raises(OSError, match=r"trainer rank 1 on node node-b could not write: OSError: no space left"):
-        ranks.save(tmp_path)
-
-
 @pytest.mark.parametrize("here", [None, "half"])
 def test_files_that_only_another_node_sees_are_missed(here: str | None, tmp_path: Path) -> None:
     clock = JumpingClock()
@@ -117,21 +109,6 @@ def test_files_that_only_another_node_sees_are_missed(here: str | None, tmp_path
         ranks.save(tmp_path)
     (tmp_path / "theirs").write_text("12345")
     ranks.save(tmp_path)
-
-
-def test_a_writer_remembers_what_the_disk_refuses_and_raises_all_else(tmp_path: Path) -> None:
-    progress = WorkCounter()
-    writer = PartWriter(tmp_path, progress)
-    with writer.writing(tmp_path / "a"):
-        (tmp_path / "a").write_text("abc")
-    with writer.writing(tmp_path / "b"):
-        raise OSError("no space")
-    with writer.writing(tmp_path / "c"):
-        raise OSError("no space again")
-    assert writer.part().sizes == {"a": 3} and writer.part().problem == "OSError: no space"
-    assert progress.count == 3
-    with pytest.raises(KeyError), writer.writing(tmp_path / "d"):
-        raise KeyError("a bug")
 
 
 def test_disk_errors_of_torch_and_safetensors_are_known(tmp_path: Path) -> None:
