@@ -25,7 +25,6 @@ from specactor_ray.trainer.steps import TrainOutcome
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
-    from specactor_ray.rollout.trajectory import RolloutMetrics
     from specactor_ray.trainer.experience import Experience
 
 logger = logging.getLogger(__name__)
@@ -71,8 +70,8 @@ class StepRecorder:
         self._trackers = [*self._tensorboard(), *self._wandb()]
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
-        self._counted: RolloutMetrics | None = None
-        """Counters of the rollout at the beginning of the step, if they were not reset."""
+        self._counted = rollout.metrics()
+        """Counters of the rollout at the beginning of the step."""
 
     def __enter__(self) -> StepRecorder:
         return self
@@ -84,10 +83,7 @@ class StepRecorder:
         """Begin a step; `step` steps are done."""
         if self._began is None:
             self._began = time.perf_counter()
-        if self._config.trainer.max_staleness:  # outputs of this step are in progress already
-            self._counted = self._rollout.metrics()
-        else:
-            self._rollout.reset_metrics()
+        self._counted = self._rollout.metrics()
         self._display.begin(step + 1)
 
     @contextlib.contextmanager
@@ -215,9 +211,7 @@ class StepRecorder:
         }
 
     def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
-        metrics = self._rollout.metrics()
-        if self._counted is not None:
-            metrics = metrics.since(self._counted)
+        metrics = self._rollout.metrics().since(self._counted)
         during = "step" if self._config.trainer.max_staleness else "rollout"
         tokens = sum(trajectory.num_own_tokens for trajectory in experience.trajectories)
         return {

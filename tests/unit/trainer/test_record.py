@@ -73,7 +73,6 @@ def recorder(folder: Path, lease: Lease) -> tuple[TrainingRun, StepRecorder]:
     config.tracking.tensorboard = False
     run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(), None, (lease,))  # type: ignore[arg-type]
     rollout: Any = SimpleNamespace(
-        reset_metrics=lambda: None,
         metrics=RolloutMetrics,
         fallbacks=list,
         drafters=lambda: [{"alarm": True}, {"alarm": False}],
