@@ -128,9 +128,6 @@ class LoopState:
     """State of training between two steps."""
 
     step: int = 0
-    epoch: int = 0
-    position: int = 0
-    """Number of finished batches of this epoch."""
     seconds: float = 0.0
     """Seconds of training so far."""
     tokens: int = 0
@@ -154,7 +151,11 @@ class TrainLoop:
         self.trainer, self.state = trainer, LoopState()
         self._recipe, self._records, self._store = recipe, records, store
         self._path, self._checkpoint_s, self._show = folder / CHECKPOINT_FILE, checkpoint_s, on_progress
-        self._order: tuple[int, list[list[int]]] = (-1, [])
+        self._plan: list[list[int]] = []
+        """Indices of the records of every step."""
+        for epoch in range(math.ceil(recipe.epochs)):
+            batches = batches_of_epoch(records, recipe.batch_tokens, recipe.seed, epoch)
+            self._plan += batches[: math.ceil((recipe.epochs - epoch) * len(batches))]
 
     def resume(self) -> bool:
         """Continue from the checkpoint in the folder; False if there is none. Raises InputError if it is unreadable."""
@@ -179,9 +180,9 @@ class TrainLoop:
         state, saved_at = self.state, self.state.seconds
         begin = time.monotonic() - state.seconds
         try:
-            while self.fraction < 1.0:
+            for batch in self._plan[state.step :]:
                 with signals_deferred():
-                    self._step()
+                    self._step(batch)
                     state.seconds = time.monotonic() - begin
                 if state.seconds - saved_at >= self._checkpoint_s:
                     self.save()
@@ -193,9 +194,8 @@ class TrainLoop:
 
     @property
     def fraction(self) -> float:
-        """Share of the finished batches, 0 to 1."""
-        passes = self.state.epoch + self.state.position / max(len(self._batches()), 1)
-        return min(passes / self._recipe.epochs, 1.0)
+        """Share of the finished steps, 0 to 1."""
+        return self.state.step / len(self._plan)
 
     def save(self) -> None:
         """Write the checkpoint; the previous one stays until the new one is complete."""
@@ -206,24 +206,13 @@ class TrainLoop:
             with replacing(self._path, self._path.with_suffix(".partial")) as partial:
                 torch.save(content, partial)
 
-    def _batches(self) -> list[list[int]]:
-        epoch, batches = self._order
-        if epoch != self.state.epoch:
-            epoch, recipe = self.state.epoch, self._recipe
-            batches = batches_of_epoch(self._records, recipe.batch_tokens, recipe.seed, epoch)
-            self._order = (epoch, batches)
-        return batches
-
-    def _step(self) -> None:
-        state, batches = self.state, self._batches()
-        rate = learning_rate(self._recipe.learning_rate, state.step, self.fraction)
-        records = [self._records[index] for index in batches[state.position]]
+    def _step(self, batch: Sequence[int]) -> None:
+        rate = learning_rate(self._recipe.learning_rate, self.state.step, self.fraction)
+        records = [self._records[index] for index in batch]
         figures = self.trainer.step([example_of(record, self._store.states(record.index)) for record in records], rate)
         assert figures is not None  # the target's distributions are known for all tokens
-        state.step, state.position = state.step + 1, state.position + 1
-        state.tokens += int(figures["tokens"])
-        if state.position == len(batches):
-            state.epoch, state.position = state.epoch + 1, 0
+        self.state.step += 1
+        self.state.tokens += int(figures["tokens"])
         if self._show is not None:
             self._show(figures["loss"])
 

@@ -34,16 +34,15 @@ class WorkCounter:
         self.count += 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedPart:
     """One rank's part of a checkpoint."""
 
-    node: str
-    """Host name of the node that the rank runs on."""
+    node: str = field(default_factory=socket.gethostname)
     sizes: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file that the rank wrote, by its name relative to the checkpoint's folder."""
     problem: str = ""
-    """Error of the disk; empty if everything was written."""
+    """First error of the disk; empty if everything was written."""
 
 
 class PartWriter:
@@ -51,11 +50,8 @@ class PartWriter:
     early would block the others in a collective."""
 
     def __init__(self, folder: Path, progress: WorkCounter) -> None:
-        self.folder = folder
-        self.problem = ""
-        """The first disk error."""
-        self._progress = progress
-        self._sizes: dict[str, int] = {}
+        self.part = SavedPart()
+        self._folder, self._progress = folder, progress
 
     @contextlib.contextmanager
     def writing(self, *files: Path) -> Iterator[None]:
@@ -66,16 +62,12 @@ class PartWriter:
             for file in files:
                 for path in file.rglob("*") if file.is_dir() else [file]:
                     if path.is_file():
-                        self._sizes[path.relative_to(self.folder).as_posix()] = path.stat().st_size
+                        self.part.sizes[path.relative_to(self._folder).as_posix()] = path.stat().st_size
         except Exception as error:
             if not is_disk_error(error):
                 raise
-            self.problem = self.problem or f"{type(error).__name__}: {error}"
+            self.part.problem = self.part.problem or f"{type(error).__name__}: {error}"
         self._progress.tick()
-
-    def part(self) -> SavedPart:
-        """The written files."""
-        return SavedPart(socket.gethostname(), self._sizes, self.problem)
 
 
 def is_disk_error(error: BaseException) -> bool:

@@ -102,9 +102,9 @@ class Trainer:
         writer, engine_folder = PartWriter(folder, self.progress), folder / ENGINE
         with writer.writing():
             engine_folder.mkdir(parents=True, exist_ok=True)
-        refused = self.engine.over_ranks(torch.tensor([float(bool(writer.problem))]), maximum=True)
+        refused = self.engine.over_ranks(torch.tensor([float(bool(writer.part.problem))]), maximum=True)
         if float(refused[0]):  # all ranks return together
-            return writer.part()
+            return writer.part
         self.engine.save(engine_folder, writer)
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self.engine.policy.model.named_parameters():
@@ -118,7 +118,7 @@ class Trainer:
             with quiet_transformers(), writer.writing(folder / WEIGHTS):
                 self.engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
                 tokenizer.save_pretrained(folder / WEIGHTS)
-        return writer.part()
+        return writer.part
 
     def close(self) -> None:
         self.engine.close()

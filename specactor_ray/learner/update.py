@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -218,17 +217,17 @@ class _Sums:
     def __init__(self) -> None:
         self.skipped = 0
         self.grad_norms: list[float] = []
-        self._means: dict[str, list[float]] = {}
-        self._losses: dict[str, float] = {}
+        self._sums: dict[str, list[float]] = {}
+        """Name → sum, and number of tokens; of a loss 0."""
         self._gap_max = 0.0
 
     def add(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        entry = self._means.setdefault(name, [0.0, 0.0])
-        entry[0] += float((values.detach() * mask).sum())
-        entry[1] += float(mask.sum())
+        self.add_loss(name, values, mask)
+        self._sums[name][1] += float(mask.sum())
 
     def add_loss(self, name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
-        self._losses[name] = self._losses.get(name, 0.0) + float((values.detach() * weights).sum())
+        entry = self._sums.setdefault(name, [0.0, 0.0])
+        entry[0] += float((values.detach() * weights).sum())
 
     def add_gap(self, batch: MicroBatch, scores: TokenScores) -> None:
         gap = (scores.logprobs.detach() - batch.rollout_logprobs).abs() * batch.mask
@@ -237,12 +236,10 @@ class _Sums:
 
     def reduced(self, engine: TorchEngine) -> dict[str, float]:
         """The metrics over all ranks."""
-        names, losses = sorted(self._means), sorted(self._losses)
-        steps = max(len(self.grad_norms) + self.skipped, 1)
-        flat = [value for name in names for value in self._means[name]] + [self._losses[name] for name in losses]
-        total = engine.over_ranks(torch.tensor(flat, dtype=torch.float64)).tolist()
-        metrics: dict[str, Any] = {name: total[2 * i] / max(total[2 * i + 1], 1.0) for i, name in enumerate(names)}
-        metrics |= {name: total[2 * len(names) + i] / steps for i, name in enumerate(losses)}
+        names, steps = sorted(self._sums), max(len(self.grad_norms) + self.skipped, 1)
+        flat = torch.tensor([self._sums[name] for name in names], dtype=torch.float64)
+        totals = engine.over_ranks(flat).tolist()
+        metrics = {name: total / (tokens or steps) for name, (total, tokens) in zip(names, totals, strict=True)}
         metrics["logprob_gap_max"] = float(
             engine.over_ranks(torch.tensor([self._gap_max], dtype=torch.float64), maximum=True)
         )
