@@ -186,8 +186,6 @@ def settings(tmp_path: Path, *overrides: str) -> Any:
         ("environment.name=calcs", "environment.name"),
         ("environment.options={trials: 2}", "its options are tries, discount, threshold, message"),
         ("environment.options={tries: 0}", "tries must be 1 or more"),
-        ("environment.max_turns=0", "environment.max_turns"),
-        ("environment.timeout_s=0", "environment.timeout_s"),
         ("data.chat=false", "data.chat is false"),
     ],
 )
