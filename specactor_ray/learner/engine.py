@@ -87,9 +87,9 @@ class TokenScores(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    """In nats."""
+    """Entropy in nats."""
     values: torch.Tensor
-    """Of the value head; zeros without one."""
+    """Values of the value head; zeros without one."""
 
 
 class PolicyModel(nn.Module):
