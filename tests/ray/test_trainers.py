@@ -464,23 +464,6 @@ class TestSlime:
         assert client.post("/workers", json={"url": url, "worker_type": "regular"}).is_success
         assert [worker["url"] for worker in got(client, "/workers")["workers"]] == [url]
 
-    def test_an_output_that_was_cut_off_continues_with_its_tokens(self, client: httpx.Client) -> None:
-        """`slime.rollout.sglang_rollout.generate` of a partial sample: prompt and response are the new prompt."""
-        params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 40, "stop": None, "sampling_seed": 9}
-        params |= {"stop_token_ids": None, "skip_special_tokens": False, "no_stop_trim": True, "ignore_eos": True}
-        params |= {"spaces_between_special_tokens": False}
-        payload = {"sampling_params": params, "return_logprob": True, "input_ids": PROMPTS[0]}
-
-        def tokens_of(payload: dict[str, Any]) -> list[tuple[float, int]]:
-            meta = sent(client, "/generate", payload)["meta_info"]
-            assert meta["finish_reason"]["type"] == "length" and meta["weight_version"]
-            return [(round(item[0], 3), item[1]) for item in meta["output_token_logprobs"]]
-
-        whole = tokens_of(payload)
-        part = [token for _, token in whole[:15]]
-        rest = {**params, "max_new_tokens": 25}
-        assert tokens_of({**payload, "input_ids": PROMPTS[0] + part, "sampling_params": rest}) == whole[15:]
-
     def test_aborts_until_idle(self, server: Served) -> None:
         """`abort_server_until_idle`, while streams of `generate_streaming` run."""
 
