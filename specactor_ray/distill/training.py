@@ -233,7 +233,7 @@ def batches_of_epoch(records: Sequence[CorpusRecord], max_tokens: int, seed: int
     batches: list[list[int]] = []
     for begin in range(0, len(order), size):
         bucket = sorted(order[begin : begin + size])
-        groups = cut_by_tokens([records[i].num_tokens for i in bucket], max_tokens, longest_first=False)
+        groups = cut_by_tokens([records[i].num_tokens for i in bucket], max_tokens)
         batches += [[bucket[place] for place in group] for group in groups]
     return [batches[int(i)] for i in rng.permutation(len(batches))]
 

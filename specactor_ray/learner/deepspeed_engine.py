@@ -98,11 +98,11 @@ class DeepSpeedEngine(TorchEngine):
         config: TrainerConfig,
         rendezvous: Rendezvous,
         device: torch.device,
-        progress: WorkCounter | None = None,
+        progress: WorkCounter,
     ) -> None:
         import deepspeed
 
-        self._progress = progress if progress is not None else WorkCounter()
+        self._progress = progress
         self.rank, self.world_size, self.device = rendezvous.rank, rendezvous.world_size, device
         self._config, self._stage = config, config.zero_stage
         self.policy = policy

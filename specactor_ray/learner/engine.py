@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,15 +144,6 @@ class PolicyModel(nn.Module):
             *(torch.where(wanted, empty.masked_scatter(some, value), empty) for value in (chosen, entropy, values))
         )
 
-    def heads(self) -> dict[str, torch.Tensor]:
-        """Parameters besides those of the language model."""
-        return {} if self.value_head is None else dict(self.value_head.state_dict())
-
-    def load_heads(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the result of `heads`."""
-        if self.value_head is not None and state:
-            self.value_head.load_state_dict(dict(state))
-
     def _pick(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if self._picked is None:
             return inputs
@@ -219,7 +210,8 @@ class TorchEngine:
 
     def save(self, folder: Path, writer: PartWriter) -> None:
         """Write the training state besides the weights: the optimizer's state, and the value head."""
-        state = {"optimizer": self._optimizer.state_dict(), "heads": self.policy.heads()}
+        head = self.policy.value_head
+        state = {"optimizer": self._optimizer.state_dict(), "heads": {} if head is None else head.state_dict()}
         with writer.writing(folder / _STATE_FILE):
             torch.save(state, folder / _STATE_FILE)
 
@@ -227,7 +219,8 @@ class TorchEngine:
         """Restore the files of `save`; the model's weights were loaded already."""
         state = torch.load(folder / _STATE_FILE, map_location=self.device, weights_only=True)
         self._optimizer.load_state_dict(state["optimizer"])
-        self.policy.load_heads(state["heads"])
+        if self.policy.value_head is not None:
+            self.policy.value_head.load_state_dict(state["heads"])
 
     def offload(self) -> None:
         """Move the optimizer's state to host memory until `reload`."""

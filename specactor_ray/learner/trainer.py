@@ -47,10 +47,10 @@ class TrainerSpec:
 class Trainer:
     """Holds the policy and trains it. Raises ModelLoadError, and ConfigError if the back end is not installed."""
 
-    def __init__(self, spec: TrainerSpec, progress: WorkCounter | None = None) -> None:
+    def __init__(self, spec: TrainerSpec, progress: WorkCounter) -> None:
         config = spec.config
         self._config = config
-        self.progress = progress if progress is not None else WorkCounter()
+        self.progress = progress
         self._device = torch.device("cuda" if config.trainer.gpus else "cpu")
         self._source = str(Path(spec.checkpoint) / WEIGHTS) if spec.checkpoint else config.target.model
         self._recipe = make_recipe(config)

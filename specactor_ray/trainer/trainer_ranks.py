@@ -255,8 +255,8 @@ class TrainerGroup(TrainerRanks):
         ModelLoadError, ConfigError, SpecActorError: As raised by a rank. Nothing is left running.
     """
 
-    def __init__(self, config: Config, run: str, checkpoint: Path | None = None, calls: Calls | None = None) -> None:
-        super().__init__([], calls if calls is not None else Calls(), config.trainer.stall_timeout_s)
+    def __init__(self, config: Config, run: str, checkpoint: Path | None = None) -> None:
+        super().__init__([], Calls(), config.trainer.stall_timeout_s)
         self._config = config
         self._group: PlacementGroup | None = None
         try:
