@@ -186,4 +186,4 @@ GROUPS = {
 
 
 if __name__ == "__main__":
-    run_figures(__file__, GROUPS)
+    run_figures(GROUPS)

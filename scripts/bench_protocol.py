@@ -306,4 +306,4 @@ GROUPS: Mapping[str, Mapping[str, Callable[[], float]]] = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_figures(__file__, GROUPS)
+    run_figures(GROUPS)

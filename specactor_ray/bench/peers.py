@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from specactor_ray.bench.comparison import figures_of
+from specactor_ray.bench.rollout_modes import figures_of
 from specactor_ray.bench.variants import BenchMode, plan_variants
 from specactor_ray.cluster.cores import bind_to_cores
 from specactor_ray.config.methods import WINDOW

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import statistics
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -119,10 +118,9 @@ def _sampler_call(logits: Tensor, form: str) -> Callable[[], object]:
 
 def measure_attention(stage: Stage) -> None:
     """One layer of the attention of the `hf` engine, over a cache with random keys and values. A point per cell: ms of
-    the first call at each of some new lengths (the longest; a kernel that plans by shape pays for each) and of the
-    second (median); of a layer once a step's arrays are made, the host's part included; of its kernels alone, with GB/s
-    of keys and values (on a CPU: of the layer) and their share of a copy's; and how far a row's outputs are from those
-    of the row alone, and of its queries one by one, relative to the largest (0: the same bits)."""
+    a layer once a step's arrays are made, the host's part included; of its kernels alone, with GB/s of keys and values
+    (on a CPU: of the layer) and their share of a copy's; and how far a row's outputs are from those of the row alone,
+    and of its queries one by one, relative to the largest (0: the same bits)."""
     settings, layer = stage.settings, AttentionLayer(stage.settings)
     source = torch.zeros(settings.copy_bytes, dtype=torch.uint8, device=settings.device)
     target = torch.empty_like(source)
@@ -130,20 +128,12 @@ def measure_attention(stage: Stage) -> None:
 
     def measure(rows: int, queries: int, keys: int) -> str:
         copy_s[:] = copy_s or [stage.median_s(lambda: target.copy_(source))]
-        first, again = [], []
-        stage.seconds(functools.partial(layer.step, rows, keys - 1, queries))  # loads kernels
-        for length in range(keys, keys + settings.attention_lengths):
-            call = functools.partial(layer.step, rows, length, queries)
-            first.append(stage.seconds(call))
-            again.append(stage.seconds(call))
         attend = functools.partial(layer.attend, layer.batch(rows, keys, queries), queries)
         layer_s = stage.median_s(attend)
         kernels_s = kernel_seconds(attend, settings.device)
         kernel_s = sum(seconds for name, seconds in kernels_s.items() if name in _ATTENTION_KERNELS)
         rate = 1e-9 * rows * keys * layer.cache.bytes_per_token / (kernel_s or layer_s)
         point = {
-            "new length ms": 1e3 * max(first),
-            "again ms": 1e3 * statistics.median(again),
             "layer ms": 1e3 * layer_s,
             "kernel ms": 1e3 * kernel_s,
             "gb_per_s": rate,
@@ -154,7 +144,7 @@ def measure_attention(stage: Stage) -> None:
             "kernel": max(kernels_s, key=kernels_s.__getitem__) if kernels_s else "own",
         }
         stage.point({"rows": rows, "queries": queries, "keys": keys}, **point)
-        return f"a new length {1e3 * max(first):.3g} ms, layer {1e3 * layer_s:.3g} ms, kernels {1e3 * kernel_s:.3g} ms"
+        return f"layer {1e3 * layer_s:.3g} ms, kernels {1e3 * kernel_s:.3g} ms"
 
     stage.each(settings.attention_cells, measure)
 
@@ -164,16 +154,16 @@ class AttentionLayer:
 
     def __init__(self, settings: Settings) -> None:
         device, dtype, shape = torch.device(settings.device), getattr(torch, settings.dtype), settings.shapes[0]
-        rows, queries = (max(cell[i] for cell in settings.attention_cells) for i in range(2))
-        longest = np.zeros(rows, np.int64)
-        for count, new, keys in settings.attention_cells:
-            longest[:count] = np.maximum(longest[:count], keys + settings.attention_lengths + new)
+        rows, queries, _ = np.max(settings.attention_cells, axis=0).tolist()
+        tokens = [
+            max(new + keys for count, new, keys in settings.attention_cells if count > row) for row in range(rows)
+        ]
         heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
         layer = LayerShape(kv_heads, dim, dim)
-        self.cache = PagedCache([layer], int((longest + 256).sum()) * layer.bytes(dtype), dtype, device)
+        self.cache = PagedCache([layer], (sum(tokens) + 256 * rows) * layer.bytes(dtype), dtype, device)
         for pool in (*self.cache.keys, *self.cache.values):
             pool.normal_()
-        self._rows = np.array([self.cache.open(tokens) for tokens in longest.tolist()])
+        self._rows = np.array([self.cache.open(one) for one in tokens])
         self._new: list[Tensor] = [
             torch.randn(count, rows, queries, dim, device=device, dtype=dtype) for count in (heads, kv_heads, kv_heads)
         ]
@@ -190,13 +180,9 @@ class AttentionLayer:
         module: Any = SimpleNamespace(layer_idx=0)
         return ragged_attention(module, query, key, value, None, ragged_batch=batch)[0][0].unflatten(0, (rows, queries))
 
-    def step(self, rows: int, length: int, queries: int) -> Tensor:
-        """Make the arrays of a step, and run one layer."""
-        return self.attend(self.batch(rows, length, queries), queries)
-
     def difference(self, rows: int, queries: int, keys: int, parts: list[int]) -> float:
         """Difference of the first row's outputs in a batch from those of the row alone, its queries in these parts."""
-        together, alone, begin = self.step(rows, keys, queries)[0].clone(), [], 0
+        together, alone, begin = self.attend(self.batch(rows, keys, queries), queries)[0].clone(), [], 0
         for count in parts:
             alone.append(self.attend(self.batch(1, keys + begin, count), count, begin)[0].clone())
             begin += count
