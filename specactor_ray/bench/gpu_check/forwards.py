@@ -80,10 +80,11 @@ def measure_forwards(stage: Stage) -> None:
             made.cache.release()
         static = StaticForward(models[shape], rows, context + max(settings.forward_positions))
         for positions in settings.forward_positions:
-            calls: dict[str, Callable[[], object]] = {"eager": static.forward(torch.randint(shape.vocab_size, (rows, positions)), context)}
+            eager = static.forward(torch.randint(shape.vocab_size, (rows, positions)), context)
+            calls: dict[str, Callable[[], object]] = {"eager": eager}
             if not entry["not_captured"]:
                 try:
-                    calls["graph"] = CudaCapturer().capture(calls["eager"])
+                    calls["graph"] = CudaCapturer().capture(eager)
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:
