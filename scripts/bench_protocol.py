@@ -7,7 +7,6 @@ over steps after a warm-up, in one process on one thread.
 
     python scripts/bench_protocol.py                      # all
     python scripts/bench_protocol.py verifier             # some groups
-    python scripts/bench_protocol.py --base REVISION      # in turns with another revision's copy of this script
     python scripts/bench_protocol.py --json FILE
 """
 

@@ -29,6 +29,7 @@ from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.signals import interruption, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.trainer.rewards import RewardSample
 
 SEED = 7
@@ -37,8 +38,8 @@ _MOST_CORES = 8
 """Most cores of the demo; the built-in model gains nothing from more."""
 _SPEED_SHARE = 0.35
 """Share of the time for the first half."""
-_PROMPTS_PER_ROUND = 3
-"""One prompt of each kind of `edit_prompts`, so that rounds are alike."""
+_PROMPTS, _PROMPTS_PER_ROUND = "conf/prompts/repetition.jsonl", 3
+"""Edits of code, tables and texts: most of an output repeats its prompt, so drafts pay."""
 _LEAST_ROUNDS, _MOST_ROUNDS, _LEAST_STEPS, _MOST_STEPS = 2, 5, 2, 12
 _END_S = 12.0
 """Seconds reserved for the checkpoint and the end of the cluster."""
@@ -126,8 +127,8 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
     auto.cluster.num_cpus = 2 * demo.cores  # one of them runs at a time
     plain = copy.deepcopy(auto)
     plain.mode = ModeName.plain
-    demo.say(f"edits of code, tables and settings, T=0, one request at a time, on {demo.cores} cores by turns")
-    bench, prompts = Bench([], demo.console), edit_prompts(SEED)
+    demo.say(f"edits of code, tables and texts, T=0, one request at a time, on {demo.cores} cores by turns")
+    bench, prompts = Bench([], demo.console), read_prompts(_PROMPTS)[: _MOST_ROUNDS * _PROMPTS_PER_ROUND]
     with connect(auto.cluster), ExitStack() as stack:
         running = [
             (Variant(name, 1, config), stack.enter_context(Rollout(config)))
@@ -138,7 +139,7 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
         for number in range(1, _MOST_ROUNDS + 1):
             if number > _LEAST_ROUNDS and demo.seconds > seconds:
                 break
-            some = tuple(itertools.islice(prompts, _PROMPTS_PER_ROUND))
+            some = tuple(prompts[number - 1 :: _MOST_ROUNDS])  # of all kinds, so that rounds are alike
             workload = Workload(f"round {number}", some, SamplingParams(temperature=0.0, max_tokens=96, seed=SEED))
             for variant, rollout in running if number % 2 else reversed(running):
                 bench.measure_running(rollout, variant, workload, 0.0, f"round {number}: {variant.label}")
@@ -244,7 +245,6 @@ def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
 # ---- tasks ----
 
 _NAMES = ("count", "total", "index", "value", "score", "width", "limit", "price", "speed", "level")
-_GOODS = ("coffee", "tea", "sugar", "milk", "flour", "rice", "salt", "butter", "honey", "olive oil")
 _LINES = (
     "{name} = {number}",
     "return {name} * {number}",
@@ -253,15 +253,6 @@ _LINES = (
     "x = {name} + {number}",
     "assert {name} < {number}",
 )
-
-
-def edit_prompts(seed: int) -> Iterator[str]:
-    """Edits of code, of a table and of settings by turns. Most of an output repeats its prompt, so drafts pay."""
-    rng = random.Random(seed)
-    while True:
-        yield _function(rng)
-        yield _table(rng)
-        yield _settings(rng)
 
 
 def rename_tasks(seed: int) -> Iterator[dict[str, str]]:
@@ -278,31 +269,3 @@ def similarity(sample: RewardSample) -> float:
     """Similarity of the first line of an output to the answer, by characters: 1.0 where they are equal."""
     line = sample.text.strip().partition("\n")[0]
     return difflib.SequenceMatcher(None, line, sample.answer or "", autojunk=False).ratio()
-
-
-def _function(rng: random.Random) -> str:
-    old, new, other = rng.sample(_NAMES, 3)
-    return (
-        f"Return the same function with `{old}` renamed to `{new}`. Change nothing else.\n\n"
-        f"```python\ndef sum_of_{other}(lines):\n    {old} = {rng.randint(0, 9)}\n    for line in lines:\n"
-        f"        words = line.split()\n        {old} = {old} + len(words)\n    if {old} == {rng.randint(10, 99)}:\n"
-        f"        return None\n    return {old}\n```"
-    )
-
-
-def _table(rng: random.Random) -> str:
-    goods = rng.sample(_GOODS, 5)
-    rows = "".join(f"| {one} | {rng.randint(1, 9)}.{rng.randint(10, 99)} | {rng.randint(10, 99)} |\n" for one in goods)
-    return (
-        f"Return this table again with the price of {goods[2]} changed to {rng.randint(1, 9)}.50. Keep everything else."
-        f"\n\n| item | price | stock |\n|---|---|---|\n{rows}"
-    )
-
-
-def _settings(rng: random.Random) -> str:
-    names = rng.sample(_NAMES, 6)
-    rows = "".join(f"    '{name}': {rng.randint(10, 999)},\n" for name in names)
-    return (
-        f"Return this dictionary with the key `{names[3]}` set to {rng.randint(1000, 9999)}. Keep the other lines.\n\n"
-        f"```python\nsettings = {{\n{rows}}}\n```"
-    )

@@ -37,32 +37,22 @@ def measure_hardware(stage: Stage) -> None:
     """Machine and software; GB/s of a copy on the device (bytes read plus bytes written), TFLOP/s of a dense matrix
     product, and microseconds of one small kernel from launch to completion and of a small copy to the host."""
     settings, figures = stage.settings, stage.entry["figures"]
-    device, dtype, size = settings.device, getattr(torch, settings.dtype), settings.matmul_size
+    device, size = settings.device, settings.matmul_size
     figures |= {"host": hardware(), "versions": versions() | {"cuda": torch.version.cuda or "none"}}
     source = torch.empty(settings.copy_bytes, dtype=torch.uint8, device=device).random_()
     target, small = torch.empty_like(source), torch.zeros(64, device=device)
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    measured: dict[str, tuple[float, Callable[[], object]]] = {
-        "copy_gb_per_s": (2e-9 * settings.copy_bytes, lambda: target.copy_(source)),
-        "matmul_tflop_per_s": (2e-12 * size**3, lambda: left @ right),
-        "launch_us": (0.0, lambda: small.add_(1.0)),
-        "to_host_us": (0.0, small.tolist),
-    }
-
-    def measure(name: str) -> str:
-        amount, call = measured[name]
-        seconds = stage.median_s(call)
-        figures[name] = amount / seconds if amount else 1e6 * seconds
-        return f"{figures[name]:.4g}"
-
-    stage.each([(name,) for name in measured], measure)
+    left, right = torch.randn(2, size, size, device=device).to(getattr(torch, settings.dtype))
+    figures["copy_gb_per_s"] = 2e-9 * settings.copy_bytes / stage.median_s(lambda: target.copy_(source))
+    figures["matmul_tflop_per_s"] = 2e-12 * size**3 / stage.median_s(lambda: left @ right)
+    figures["launch_us"] = 1e6 * stage.median_s(lambda: small.add_(1.0))
+    figures["to_host_us"] = 1e6 * stage.median_s(small.tolist)
 
 
 def measure_triton(stage: Stage) -> None:
     """Fill `different`: per vocabulary, dtype and results how 64 rows of all temperatures and filters differ from
     numba's, empty if they do not. Then a point per number of rows: ms of the kernels alone by rule, and with candidates
-    at T=1, and GB/s of logits that they read; of the package's call at T=1, with tokens to the host; of the host form;
-    and peak GB above the logits. Raises RuntimeError where a token or a margin differs."""
+    at T=1, and GB/s of logits that they read; of the package's call at T=1, with tokens to the host; and of the host
+    form. Raises RuntimeError where a token or a margin differs."""
     settings, different, reason = stage.settings, dict[str, str](), _why_no_kernels(stage.settings.device)
     warm_up()
 
@@ -76,12 +66,12 @@ def measure_triton(stage: Stage) -> None:
 
     def measure(rows: int, form: str) -> str:
         logits = 3.0 * torch.randn(rows, settings.sampler_vocabs[-1], device=settings.device)
-        call = _sampler_call(logits := logits.to(getattr(torch, settings.dtype)), form)
-        seconds = stage.median_s(call)
-        columns = {f"{form} ms": 1e3 * seconds, f"{form} GB": stage.peak_gb(call)}
+        logits = logits.to(getattr(torch, settings.dtype))
+        seconds = stage.median_s(_sampler_call(logits, form))
+        columns = {f"{form} ms": 1e3 * seconds}
         if form == "T=1":
             columns["gb_per_s"] = 1e-9 * logits.nbytes / seconds
-        stage.point({"rows": rows}, **{name: one for name, one in columns.items() if one is not None})
+        stage.point({"rows": rows}, **columns)
         return f"{1e3 * seconds:.3g} ms"
 
     if reason:
@@ -138,7 +128,6 @@ def measure_attention(stage: Stage) -> None:
             "kernel ms": 1e3 * kernel_s,
             "gb_per_s": rate,
             "of a copy %": 100 * rate * copy_s[0] / (2e-9 * settings.copy_bytes),
-            "GB": stage.peak_gb(attend),
             "row alone": layer.difference(rows, queries, keys, [queries]),
             "one by one": layer.difference(rows, queries, keys, [1] * queries),
             "kernel": max(kernels_s, key=kernels_s.__getitem__) if kernels_s else "own",

@@ -105,11 +105,12 @@ class Stage:
         begin, error = self.now(), ""
         try:
             measure(self)
-            status = "partial" if self.entry["not_measured"] else "complete"
+        except OutOfTime:
+            self.entry["not_measured"].append("the rest: no time was left")
         except Exception as failure:  # noqa: BLE001 - the other stages are measured after any failure
-            lines = f"{type(failure).__name__}: {failure}".strip().splitlines()
-            status, error = "failed", " ... ".join(dict.fromkeys((lines[0], lines[-1])))
+            error = f"{type(failure).__name__}: {failure}".partition("\n")[0]
             self.entry["traceback"] = traceback.format_exc()
+        status = "failed" if error else "partial" if self.entry["not_measured"] else "complete"
         self.entry |= {"status": status, "error": error, "seconds": self.now() - begin}
         self.changed(f"{self.name}: {status} after {self.entry['seconds']:.1f} s {error}".rstrip())
         gc.collect()  # frees the models before the next stage makes its own
@@ -150,15 +151,6 @@ class Stage:
         while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < _ENOUGH_S):
             times.append(self.seconds(call))
         return statistics.median(times)
-
-    def peak_gb(self, call: Callable[[], object]) -> float | None:
-        """Peak GPU memory in GB that a call allocates in addition; None on a CPU."""
-        if self.settings.device != "cuda":
-            return None
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.seconds(call)
-        return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def synchronize(device: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from specactor_ray.bench import demo
-from specactor_ray.bench.demo import Round, edit_prompts, rename_tasks, similarity, speed_figures, training_figures
+from specactor_ray.bench.demo import Round, rename_tasks, similarity, speed_figures, training_figures
 from specactor_ray.bench.rollout_modes import ratio_with_error
 from specactor_ray.cli.demo import demo_table, verdict
 from specactor_ray.core.errors import SpecActorError
@@ -81,11 +81,6 @@ def test_what_was_measured_before_an_end_is_reported(
     report = demo.run_demo(demo.Demo("m", 1.0, tmp_path / "out", Console(file=io.StringIO())), training=True)
     assert report["status"] == status and report["speed"]["identical"] == 3 and report["training"] is None
     assert json.loads((tmp_path / "out" / demo.REPORT_FILE).read_text())["status"] == status
-
-
-def test_no_prompt_comes_twice() -> None:
-    prompts = list(itertools.islice(edit_prompts(0), 60))
-    assert len(set(prompts)) == 60 and prompts == list(itertools.islice(edit_prompts(0), 60))
 
 
 def test_the_answer_of_a_task_is_worth_most() -> None:

@@ -143,11 +143,8 @@ def test_failures_are_recorded_with_what_was_measured() -> None:
 
     stage = stage_of()
     stage.run(fails)
-    assert (stage.entry["status"], stage.entry["error"]) == (
-        "failed",
-        "RuntimeError: no kernel image ... at line 3",
-    )
-    assert stage.entry["figures"] == {"half": 1} and "no kernel image" in stage.entry["traceback"]
+    assert (stage.entry["status"], stage.entry["error"]) == ("failed", "RuntimeError: no kernel image")
+    assert stage.entry["figures"] == {"half": 1} and "at line 3" in stage.entry["traceback"]
 
 
 def test_missing_memory_and_time_are_recorded_and_the_rest_is_measured() -> None:
