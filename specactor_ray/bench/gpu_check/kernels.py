@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,12 +51,13 @@ def measure_triton(stage: Stage) -> None:
     numba's, empty if they do not. Then a point per number of rows: ms of the kernels alone by rule, and with candidates
     at T=1, and GB/s of logits that they read; of the package's call at T=1, with tokens to the host; and of the host
     form. Raises RuntimeError where a token or a margin differs."""
-    settings, different, reason = stage.settings, dict[str, str](), _why_no_kernels(stage.settings.device)
+    from specactor_ray.sampling.fused import difference
+
+    settings, different = stage.settings, dict[str, str]()
+    stage.entry["figures"]["different"] = different
     warm_up()
 
     def compare(vocab: int, dtype: str, results: str) -> str:
-        from specactor_ray.sampling.fused import difference
-
         asked, found = (torch.device(settings.device), getattr(torch, dtype), _RANKS[results], vocab), list[str]()
         stage.seconds(lambda: found.append(difference(*asked)))
         different[f"{vocab} {dtype} {results}"] = found[0]
@@ -74,23 +73,10 @@ def measure_triton(stage: Stage) -> None:
         stage.point({"rows": rows}, **columns)
         return f"{1e3 * seconds:.3g} ms"
 
-    if reason:
-        stage.entry["not_measured"].append(f"the kernels: {reason}")
-    else:
-        stage.entry["figures"]["different"] = different
-        stage.each(itertools.product(settings.sampler_vocabs, _DTYPES, _RANKS), compare)
-    forms = [*([] if reason else (*_RULES, "candidates")), "product", "host"]
-    stage.each(itertools.product(settings.sampler_rows, forms), measure)
+    stage.each(itertools.product(settings.sampler_vocabs, _DTYPES, _RANKS), compare)
+    stage.each(itertools.product(settings.sampler_rows, (*_RULES, "candidates", "product", "host")), measure)
     if wrong := [f"{name}: {found}" for name, found in different.items() if found]:
         raise RuntimeError("; ".join(wrong))
-
-
-def _why_no_kernels(device: str) -> str:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "they need a GPU, or TRITON_INTERPRET=1"
-    return ""
 
 
 def _sampler_call(logits: Tensor, form: str) -> Callable[[], object]:

@@ -63,7 +63,7 @@ def config(replicas: int = 1, cores: int = 1, drafters: int = 1, **target: Any) 
 
 def layouts(variants: list[Variant], mode: ModeName) -> list[tuple[int, int, int]]:
     """(verifiers, cores of each, rows of each)."""
-    targets = [variant.config.target for variant in variants if variant.mode is mode]
+    targets = [variant.config.target for variant in variants if variant.config.mode is mode]
     return [(target.replicas, target.cores, target.max_batch) for target in targets]
 
 
@@ -85,7 +85,7 @@ class TestVariants:
         variants = plan_variants(config(), [BenchMode.decoupled, BenchMode.plain], [1, 8])
         plain, decoupled = ModeName.plain, ModeName.decoupled
         expected = [(1, plain)] * 2 + [(1, decoupled)] + [(8, plain)] * 3 + [(8, decoupled)]
-        assert [(variant.batch, variant.mode) for variant in variants] == expected
+        assert [(variant.batch, variant.config.mode) for variant in variants] == expected
         assert layouts(variants[:2], ModeName.plain) == [(1, 2, 1), (1, 1, 1)]
 
     def test_margins_are_recorded_and_names_are_not_shared(self) -> None:
@@ -109,7 +109,7 @@ class TestVariants:
         total = replicas * cores + drafters
         assert variants[-1].total_cores == total and variants[0].total_cores == total
         assert all(variant.total_cores <= total for variant in variants)
-        assert {variant.total_cores for variant in variants if variant.mode is not ModeName.plain} == {total}
+        assert {variant.total_cores for variant in variants if variant.config.mode is not ModeName.plain} == {total}
         rooms = [variant.config.target.replicas * variant.config.target.max_batch for variant in variants]
         assert set(rooms) == {batch * replicas}
 
