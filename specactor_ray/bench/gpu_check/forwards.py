@@ -66,32 +66,25 @@ def measure_forwards(stage: Stage) -> None:
     """V of the cost model; with one position a row also D, the cost of a drafter's token. A forward is that of the `hf`
     engine without the arrays that the host makes for it, and ends with the logits of all its positions. Fill a point
     per shape, context (tokens of each row in the cache before) and rows, in ms by new positions of a row; and per shape
-    `[rows, positions, context, seconds]` of `eager` and `graph`, and why there is no graph."""
-    settings, on_gpu = stage.settings, stage.settings.device == "cuda"
-    models = dict[ModelShape, RaggedModel]()
+    `[rows, positions, context, seconds]` of `eager` and, on a GPU, `graph`."""
+    settings, models = stage.settings, dict[ModelShape, RaggedModel]()
 
     def measure(context: int, shape: ModelShape, rows: int) -> str:
         if shape not in models:
             models[shape] = ragged_model(shape, settings.dtype, settings.device, 256)
-            reason = "" if on_gpu else "CUDA graphs need a CUDA device"
-            stage.entry["figures"].setdefault(shape.name, {"graph": [], "eager": [], "not_captured": reason})
-        entry, key = stage.entry["figures"][shape.name], {"shape": shape.name, "context": context, "rows": rows}
+        figures = stage.entry["figures"].setdefault(shape.name, {"graph": [], "eager": []})
         for made in models.values():  # frees its memory before the next cache is allocated
             made.cache.release()
         static = StaticForward(models[shape], rows, context + max(settings.forward_positions))
         for positions in settings.forward_positions:
             eager = static.forward(torch.randint(shape.vocab_size, (rows, positions)), context)
             calls: dict[str, Callable[[], object]] = {"eager": eager}
-            if not entry["not_captured"]:
-                try:
-                    calls["graph"] = CudaCapturer().capture(eager)
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError as error:
-                    entry["not_captured"] = str(error).partition("\n")[0]
+            if settings.device == "cuda":
+                calls["graph"] = CudaCapturer().capture(eager)
             for kind, call in calls.items():
                 seconds = stage.median_s(call)
-                entry[kind].append([rows, positions, context, seconds])
+                figures[kind].append([rows, positions, context, seconds])
+            key = {"shape": shape.name, "context": context, "rows": rows}
             stage.point(key, **{f"{positions} new": 1e3 * seconds})
         return f"{positions} new {1e3 * seconds:.2f} ms"
 
