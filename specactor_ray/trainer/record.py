@@ -7,20 +7,24 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from specactor_ray.config import Config, to_yaml
+from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
+from specactor_ray.core.progress import Heartbeat
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.runs.training import TrainingRun, read_metrics
-from specactor_ray.trainer.display import PHASES, TrainingDisplay
 from specactor_ray.trainer.steps import TrainOutcome
 
 if TYPE_CHECKING:
@@ -28,6 +32,73 @@ if TYPE_CHECKING:
     from specactor_ray.trainer.experience import Experience
 
 logger = logging.getLogger(__name__)
+
+PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
+_LINE_INTERVAL_S = 10.0
+_FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
+    ("reward", lambda r: f"{r['train']['reward_mean']:.3f} ±{r['train']['reward_std']:.2f}"),
+    ("pass", lambda r: f"{100 * r['train']['pass_rate']:.0f}%"),
+    ("length", lambda r: f"{r['train']['length_mean']:.1f}"),
+    ("turns", lambda r: f"{r['train']['turns_mean']:.1f}" if "turns_mean" in r["train"] else "-"),
+    ("kl", lambda r: f"{r['train']['kl']:.4f}" if "kl" in r["train"] else "-"),
+    ("entropy", lambda r: f"{r['train']['entropy']:.3f}"),
+    ("loss", lambda r: f"{r['train']['loss']:.4f}"),
+    ("grad", lambda r: f"{r['train']['grad_norm']:.3f}"),
+    ("tok/s", lambda r: f"{r['speed']['tokens_per_s']:.0f}"),
+    ("acc. length", lambda r: f"{r['speed']['acceptance_length']:.2f}"),
+    ("drafters", lambda r: _drafters(r["speed"]["by_method"])),
+    ("rollout", lambda r: f"{r['seconds']['rollout']:.1f}s"),
+    ("update", lambda r: f"{r['seconds']['update']:.1f}s"),
+    ("sync", lambda r: f"{r['seconds']['sync']:.2f}s"),
+    ("share", lambda r: f"{100 * r['speed']['rollout_share']:.0f}%"),
+)
+"""Name of a figure in a step's line, and function from the step's record to its text."""
+
+
+class TrainingDisplay:
+    """Shows a line for each step. In between it shows the present work: on a terminal all the time, elsewhere at
+    intervals."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Number of ended trajectories of the present step, and its total."""
+        self._console, self._steps = console, steps
+        self._step, self._phase, self._since = 0, "starting Ray, verifiers and trainer", time.monotonic()
+        self._live: Live | Heartbeat
+        if console.is_terminal:
+            self._live = Live(get_renderable=lambda: Text(self.doing()), console=console, transient=True)
+        else:
+            self._live = Heartbeat(lambda _: say(console, self.doing()), _LINE_INTERVAL_S)
+
+    def __enter__(self) -> TrainingDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the display. Idempotent."""
+        self._live.stop()
+
+    def begin(self, step: int) -> None:
+        self._step = step
+
+    def phase(self, phase: str) -> None:
+        """Begin a phase of the step."""
+        self._phase, self._since = phase, time.monotonic()
+
+    def end(self, record: Mapping[str, Any]) -> None:
+        """Show a finished step."""
+        cells = ", ".join(f"{name} {show(record)}" for name, show in _FIGURES)
+        say(self._console, f"step {record['step']}/{self._steps}: {cells}")
+
+    def doing(self) -> str:
+        """The present work, such as `step 2/30: rollout 12/32, 8 s`."""
+        done, total = self.rollout_progress()
+        count = f" {done}/{total}" if self._phase == "rollout" and total else ""
+        step = f"step {self._step}/{self._steps}: " if self._step else ""
+        return f"{step}{self._phase}{count}, {time.monotonic() - self._since:.0f} s"
 
 
 class MetricsFile:
@@ -239,6 +310,12 @@ class StepRecorder:
         for what in ("reward", "environment"):
             for reason, count in record["failures"][what].items():
                 logger.warning("step %d: %d %ss failed: %s", record["step"], count, what, reason)
+
+
+def _drafters(by_method: Mapping[str, Any]) -> str:
+    """The acceptance rate of each method, such as `ngram 41%`."""
+    used = {method: accepted / drafted for method, (drafted, accepted) in by_method.items() if drafted}
+    return " ".join(f"{method} {100 * rate:.0f}%" for method, rate in used.items()) or "-"
 
 
 def staleness_of(experience: Experience, version: int) -> dict[str, float]:

@@ -18,9 +18,8 @@ from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
-from specactor_ray.trainer.display import TrainingDisplay
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import StepRecorder, numbers, staleness_of, totals_of
+from specactor_ray.trainer.record import StepRecorder, TrainingDisplay, numbers, staleness_of, totals_of
 from tests.fakes.trajectories import trajectory
 
 
@@ -42,6 +41,20 @@ RECORDS = [
     record(1, {"eagle": [10, 2], "ngram": [4, 4]}),
     record(2, {"eagle": [40, 18], "ngram": [0, 0], "suffix": [0, 0]}),
 ]
+
+
+def test_lines_within_a_step_and_after_it() -> None:
+    text = io.StringIO()
+    display = TrainingDisplay(Console(file=text, width=200), 4)
+    assert display.doing().startswith("starting Ray")
+    display.rollout_progress = lambda: (5, 24)
+    display.begin(1)
+    display.phase("rollout")
+    assert display.doing().startswith("step 1/4: rollout 5/24, ")
+    display.phase("update")
+    assert display.doing().startswith("step 1/4: update, ")
+    display.end(RECORDS[0])
+    assert text.getvalue().startswith("step 1/4: reward 0.500 ±0.50, pass 50%")
 
 
 def test_acceptance_is_tracked_for_each_method_that_drafted() -> None:
