@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from specactor_ray.simulation.text import (
     draw_arrivals,
     draw_lengths,
 )
-from specactor_ray.simulation.world import PythonTime, Span, World
+from specactor_ray.simulation.world import Span, World
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run counts as endless."""
@@ -109,9 +109,8 @@ class SimulatedRollouts(VirtualRun):
 
     Args:
         name, scenario: The variant, and its scenario.
-        world: Cost models; text and Python are set here.
+        world: Cost models; the text is set here.
         recording: Recorded requests, in place of drawn ones.
-        on_progress: Called with the share of requests that have ended.
     """
 
     def __init__(
@@ -120,15 +119,11 @@ class SimulatedRollouts(VirtualRun):
         scenario: ScenarioConfig,
         world: World,
         recording: Sequence[RecordedRequest] | None = None,
-        on_progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        machines, network, python = scenario.machines, scenario.network, scenario.python
+        machines, network = scenario.machines, scenario.network
         nodes = [Node(f"node-{number}", machines.cpus, machines.gpus) for number in range(machines.nodes)]
         super().__init__(scenario.config, world, nodes, scenario.seed)
-        self.scenario, self._recording, self._on_progress = scenario, recording, on_progress
-        self.kernel.measures = python.measured
-        rows_s = (python.verify_row_us / 1e6, python.plain_row_us / 1e6, python.draft_row_us / 1e6)
-        world.python = PythonTime(*rows_s, kernel=self.kernel if python.measured else None)
+        self.scenario, self._recording = scenario, recording
         self._lengths: dict[int, int] = {}
         world.text = self._text()
         self.network.set_links(network.call_ms / 1e3, network.jitter, network.bandwidth_gb_s * 1e9)
@@ -181,17 +176,12 @@ class SimulatedRollouts(VirtualRun):
             assert entry.finished is not None
             if entry.finished.error:
                 raise SimulationError(f"request {entry.request_id} failed: {entry.finished.error}")
-            self._end(begin)
+            self.result.ended_s.append(self.clock.now() - begin)
             if len(self.result.ended_s) >= self.scenario.workload.requests:
                 break
         stream.close()
         if self.client.dispatcher.reissues:
             raise SimulationError(f"verifiers were lost without a fault: {'; '.join(self.client.view().errors)}")
-
-    def _end(self, begin: float) -> None:
-        """Record the end of a request."""
-        self.result.ended_s.append(self.clock.now() - begin)
-        self._on_progress(len(self.result.ended_s) / self.scenario.workload.requests)
 
     def _day(self, begin: float) -> None:
         """Send requests at their times through the engine."""
@@ -203,7 +193,7 @@ class SimulatedRollouts(VirtualRun):
 
             def end(_future: Future[Any]) -> None:
                 result.latency_s.append(clock.now() - arrived)
-                self._end(begin)
+                result.ended_s.append(clock.now() - begin)
 
             handle = self.client.engine.submit(list(entry.prompt_token_ids), entry.sampling)
             handle.future.add_done_callback(end)

@@ -118,8 +118,6 @@ class PythonConfig:
     """Time of the package's Python; the defaults were measured by `scripts/bench_protocol.py` at 128 rows on two
     cores."""
 
-    measured: bool = False
-    """Charge the real time on this machine in place of the figures below. Runs then differ slightly."""
     verify_row_us: float = _amount(1.1)
     """Microseconds per row of a verify step with drafts."""
     plain_row_us: float = _amount(0.3)

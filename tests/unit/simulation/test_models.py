@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -368,21 +367,6 @@ class TestDrafters:
         took, tails = self.draft(proposer, clock, 1)
         assert tails == [(0, (3, 4, 1))] and took == 0.5 + 3 * 0.125
 
-    def test_measured_python_is_charged_once(self) -> None:
-        kernel = Kernel(0)
-        kernel.measures, python, process = True, PythonTime(kernel=kernel), Process("p")
-        charged: list[float] = []
-
-        def work() -> None:
-            python.begin(process)
-            sum(range(300_000))
-            charged.append(python.verify_s(process, 1, True))
-            charged.append(python.draft_s(process, 1))
-
-        VirtualClock(kernel, process).spawn(work, "work")
-        kernel.run()
-        assert charged[0] > 1e-4 and charged[1] < charged[0] / 5
-
 
 class TestWorkload:
     def test_lengths_are_log_normal_and_cut(self) -> None:
@@ -431,24 +415,15 @@ class TestWorkload:
             ("{", r"line 1 is no trajectory \(JSONDecodeError"),
             ("[]", r"line 1 is no trajectory \(TypeError"),
             ('{"finish_reason": "stop"}', r"line 1 is no trajectory \(KeyError: 'stats'"),
-            ("ROW\n{", r"line 2 is no trajectory .*; the file was cut there: remove that line"),
-            ("ROW\nROW", r"line 2: request 'a' is there already; remove that line"),
-            ("EMPTY", "line 1 is no trajectory .*it has no output tokens"),
-            ("NEGATIVE", "its token ids are not whole numbers of 0 or more"),
-            ("BROKEN", "its token ids are not whole numbers of 0 or more"),
-            ("BEYOND", "has 99 accepted of 1 draft tokens"),
+            ("EMPTY", "line 1 is no trajectory .*it has no output"),
+            ("NEGATIVE", "its token ids are negative"),
+            ("BROKEN", r"line 1 is no trajectory \(TypeError"),
         ],
     )
     def test_what_is_no_recording_is_refused(self, tmp_path: Path, text: str, message: str) -> None:
-        rows = {
-            "ROW": self.row(),
-            "EMPTY": self.row(token_ids=[]),
-            "NEGATIVE": self.row(token_ids=[3, -1]),
-            "BROKEN": self.row(token_ids=[1.7]),
-            "BEYOND": self.row(stats={"steps": 3, "by_method": {"ngram": [1, 99]}}),
-        }
+        ids = {"EMPTY": [], "NEGATIVE": [3, -1], "BROKEN": [1.7]}
         path = tmp_path / "x.jsonl"
-        path.write_text(re.sub("|".join(rows), lambda found: rows[found[0]], text))
+        path.write_text(self.row(token_ids=ids[text]) if text in ids else text)
         with pytest.raises(InputError, match=message):
             load_recording(path)
 
