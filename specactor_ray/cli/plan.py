@@ -14,7 +14,6 @@ from rich.table import Table
 
 from specactor_ray.cli.options import ConfigFile, Overrides, load_settings, parse_numbers, require_positive
 from specactor_ray.core.console import make_console, make_table, say
-from specactor_ray.core.errors import InputError
 
 if TYPE_CHECKING:
     from specactor_ray.plan.search import Plan
@@ -50,7 +49,9 @@ def profile(
     data = run_profile(settings, axes, device_counts or default_devices(settings), output, progress, requests)
     console = make_console()
     console.print(cost_table(data))
-    console.print(acceptance_table(data))
+    for method, entry in data["methods"].items():
+        rate, steps = entry["acceptance"]["acceptance_rate"], entry["acceptance"]["steps"]
+        say(console, f"{method}: {rate:.1%} of its draft tokens were right, in {steps} steps")
     for problem in disturbed(data):
         say(console, f"warning: {problem}; measure again on a quiet machine")
     say(console, f"profile: {output.resolve()} ({data['seconds']:.0f} s)")
@@ -69,31 +70,19 @@ def plan(
         str | None,
         typer.Option(help="Requests at once in all, as in 1,4,16. Default: max_batch x replicas.", show_default=False),
     ] = None,
-    acceptance: Annotated[
-        float | None, typer.Option(help="p of every method, in place of the measured.", show_default=False)
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Mean tokens of prompt and output. Default: by the prompts.", show_default=False)
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Choose mode, layout, draft method and window by a profile, and list the rejected ones with the reasons."""
-    from specactor_ray.plan.apply import requests_of
-    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, usable_profile
+    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, requests_of, usable_profile
 
     settings = as_decoupled(load_settings(config_file, overrides)[0])
     if profile_file is not None:
         settings.profile = str(profile_file)
-    if acceptance is not None and not 0.0 <= acceptance <= 1.0:
-        raise InputError(f"--acceptance: {acceptance} is no probability; use 0 to 1")
     require_positive("--devices", devices)
-    require_positive("--context", context)
     batches = [requests_of(settings)] if batch is None else parse_numbers("--batch", batch)
     measured, warnings = usable_profile(settings, settings.plan_force)
     count = checked_devices(settings, devices if devices is not None else settings.plan_devices, "--devices")
-    plans = [
-        make_plan(settings, measured, count, requests, context=context, acceptance=acceptance) for requests in batches
-    ]
+    plans = [make_plan(settings, measured, count, requests) for requests in batches]
     if as_json:
         predicted = [{**asdict(plan), "chosen": asdict(plan.chosen)} for plan in plans]
         report = {"profile": settings.profile, "warnings": warnings, "plans": predicted}
@@ -135,58 +124,23 @@ def cost_table(profile: Mapping[str, Any]) -> Table:
     return table
 
 
-def acceptance_table(profile: Mapping[str, Any]) -> Table:
-    """Share of steps at which the first i draft tokens were right, per method."""
-    depth = max((len(entry["acceptance"]["survival"]) for entry in profile["methods"].values()), default=0)
-    depths = [i for i in range(1, depth + 1) if i in (1, 2, 3, 4, 6, 8) or i == depth]
-    columns = ("method", "steps", "supply", "acc. rate", *(f"first {i}" for i in depths))
-    caption = "first i: share of steps at which i draft tokens or more were there and right"
-    table = make_table(columns, title="acceptance", text=("method",), caption=caption)
-    for method, entry in profile["methods"].items():
-        found, survival = entry["acceptance"], entry["acceptance"]["survival"]
-        cells = [f"{survival[i - 1]:.1%}" if i <= len(survival) else "-" for i in depths]
-        figures = (str(found["steps"]), f"{found['supply']:.2f}", f"{found['acceptance_rate']:.1%}")
-        table.add_row(method, *figures, *cells)
-    return table
-
-
 def prediction_table(plan: Plan, shrinks: bool = False) -> Table:
     """The best window of every layout, fastest first. `shrinks`: speeds are those of a rollout whose requests end."""
     title = f"batch {plan.batch} on {plan.devices} device(s), context {plan.context:.0f}"
-    columns = (
-        "mode",
-        "method",
-        "n_v",
-        "g_v",
-        "n_d",
-        "g_d",
-        "b",
-        "w",
-        "p",
-        "D ms",
-        "V ms",
-        "tau",
-        "TGS",
-        "tokens/s",
-    )
-    table = make_table(columns, title=title, text=("mode", "method"), collapse_padding=True, caption_justify="left")
+    columns = ("mode", "method", "verifiers", "drafters", "requests", "window", "tokens/s")
+    table = make_table(columns, title=title, text=("mode", "method"), caption_justify="left")
     for row in plan.predictions:
         table.add_row(
             row.mode.value,
             row.method or "-",
-            *(str(count) for count in (row.verifiers, row.verify_devices, row.drafters, row.draft_devices)),
-            *(str(count) for count in (row.batch, row.window)),
-            f"{row.probability:.2f}",
-            f"{1e3 * row.draft_s:.2f}",
-            f"{1e3 * row.verify_s:.1f}",
-            f"{row.tokens_per_iteration:.2f}",
-            f"{row.tgs:.2f}",
+            f"{row.verifiers} x {row.verify_devices}",
+            f"{row.drafters} x {row.draft_devices}" if row.drafters else "-",
+            str(row.batch),
+            str(row.window),
             f"{row.tokens_per_s:.1f}" + ("*" if row is plan.chosen else ""),
         )
     table.caption = (
-        "* chosen. n_v, g_v: verifiers, and cores or GPUs of each; n_d, g_d: drafters with devices of their own; b: "
-        "requests of a verifier; w: window; p: chance that a draft token is right; D: of one draft token; "
-        "V: of one verify step; tau: tokens of a step and request; TGS: tokens/s of one request; "
-        "tokens/s: of all requests" + ("; both: over the whole rollout, in which requests end" if shrinks else "")
+        "* chosen. verifiers, drafters: number x cores or GPUs of each; requests: of a verifier; tokens/s: of all "
+        "requests" + (", over the whole rollout, in which requests end" if shrinks else "")
     )
     return table

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.cli.options import finish, require_positive
+from specactor_ray.cli.options import finish, require_positive, split_items
 from specactor_ray.core.console import draw, make_console, make_table, say, show_error
 from specactor_ray.core.errors import EXIT_FAILED, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, write_json
@@ -117,7 +117,7 @@ def parse_names(text: str | None) -> list[str] | None:
     """`plain,coupled` → the names; None, for all variants, from None. Raises InputError if there is no name."""
     if text is None:
         return None
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = list(filter(None, split_items(text)))
     if not names:
         raise InputError(f"--compare: {text!r} names no variant; give some, such as plain,decoupled")
     return names
@@ -128,7 +128,7 @@ def parse_sweep(text: str) -> Sweep:
     from specactor_ray.simulation.comparison import Sweep
 
     key, _, values = text.partition("=")
-    found = [value.strip() for value in values.split(",") if value.strip()]
+    found = list(filter(None, split_items(values)))
     if not key.strip() or not found:
         raise InputError(f"--sweep: {text!r} is not KEY=V1,V2,..., such as config.target.max_batch=16,64,256")
     return Sweep(key.strip(), list(dict.fromkeys(found)))

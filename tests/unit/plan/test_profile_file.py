@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -20,12 +21,11 @@ from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.models.identity import method_identity, model_identity
-from specactor_ray.plan.apply import apply_plan, requests_of
 from specactor_ray.plan.costs import CostPoint
 from specactor_ray.plan.profile import KIND, SCHEMA, load_profile
-from specactor_ray.plan.search import ALL_MODES
+from specactor_ray.plan.search import ALL_MODES, geometric
 from specactor_ray.rollout import planning
-from specactor_ray.rollout.planning import as_decoupled, make_plan, resolve_plan
+from specactor_ray.rollout.planning import apply_plan, as_decoupled, make_plan, requests_of, resolve_plan
 
 WINDOWS, CONTEXTS, BATCHES, CORES = (0, 1, 4), (32, 256), (1, 8), (1, 2)
 
@@ -268,7 +268,8 @@ class TestResolve:
             config.target.max_batch = batch
             modes = ALL_MODES if mode is None else [mode]
             assume(mode is not ModeName.decoupled or devices > 1)
-            plan = make_plan(config, profile, devices, batch, acceptance=p, modes=modes)
+            method = replace(profile.methods["ngram"], survival=geometric(np.array([p]), 4)[0])
+            plan = make_plan(config, replace(profile, methods={"ngram": method}), devices, batch, modes)
             resolved = apply_plan(config, plan)
             validate(resolved)
             assert devices_of(resolved) <= devices
@@ -308,8 +309,8 @@ class TestCommand:
             found = {(row["mode"], row["method"]) for row in plan["predictions"]}
             assert found == {("plain", None), ("coupled", "ngram"), ("decoupled", "ngram")}
             assert plan["chosen"]["tokens_per_s"] == max(row["tokens_per_s"] for row in plan["predictions"])
-        code, out, _ = self.run(capsys, *known, "cluster.num_cpus=2", "--acceptance", "0")
-        assert code == 0 and "batch 16: plain, " in out
+        code, out, _ = self.run(capsys, *known, "cluster.num_cpus=2")
+        assert code == 0 and "batch 16: coupled ngram, " in out
         assert "rejected: decoupled ngram, 1 x 2 + 1 x 1: needs 3 devices, and there are 2" in out
 
     @pytest.mark.parametrize(
@@ -318,7 +319,6 @@ class TestCommand:
             (["--devices", "64"], "--devices: the plan may use 64 core(s), and there are 2"),
             (["--devices", "0"], "--devices: 0 is too small"),
             (["--batch", "4,none"], "--batch: 'none' is no whole number"),
-            (["--acceptance", "1.5"], "--acceptance: 1.5 is no probability"),
             (["--profile", "none.json"], "profile: there is no file none.json"),
             (["mode=coupled", "drafters=[]"], "needs at least one drafter"),
             (["drafters=[{method: ngram},{method: ngram}]"], "'ngram' is already element 0"),
