@@ -273,23 +273,17 @@ def timeline(variant: str, spans: Sequence[Span]) -> dict[str, Any]:
     verifiers = {span.actor for span in spans if span.what == "verify"}
     events: list[dict[str, Any]] = []
     places: dict[str, dict[str, int]] = {}
-    for number, actor in enumerate(sorted({span.actor for span in spans}, key=_natural), start=1):
+    for number, actor in enumerate(sorted({span.actor for span in spans}), start=1):
         place = places[actor] = {"pid": 1 if actor in verifiers else 2, "tid": number}
         group = "verifiers" if actor in verifiers else "drafters"
         events.append({"ph": "M", "name": "process_name", **place, "args": {"name": group}})
         events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": actor}})
-        events.append({"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": number}})
     for span in sorted(spans, key=lambda span: span.begin):
         # Whole nanoseconds: spans that touch do not overlap in the file.
         begin, end = round(1e9 * span.begin), round(1e9 * span.end)
         event = {"ph": "X", "name": span.what, **places[span.actor], "ts": begin / 1e3, "dur": (end - begin) / 1e3}
         events.append({**event, "args": {"rows": span.rows, "positions": span.positions}})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"variant": variant}}
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Key that sorts `verifier-2` before `verifier-10`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _table(title: str, columns: Sequence[str], text: Sequence[str]) -> Table:

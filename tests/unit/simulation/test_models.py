@@ -114,10 +114,6 @@ class TestText:
             bucket = [(p, hit) for p, hit in zip(known, right, strict=True) if low <= p < high]
             assert fmean(hit for _, hit in bucket) == pytest.approx(fmean(p for p, _ in bucket), abs=0.03)
 
-    def test_equal_seeds_say_the_same(self) -> None:
-        first, second = generated(skill(0.7)), generated(skill(0.7))
-        assert rights(first, "m", 5) == rights(second, "m", 5) != rights(first, "m", 6)
-
 
 class Engine:
     """An engine on a kernel of its own."""
@@ -184,25 +180,6 @@ class TestEngine:
         assert [r.forward_s for r in results] == pytest.approx([2.02, 2.006])
         assert [output.num_accepted for output in found[1].outputs] == [2]
 
-    def test_outputs_are_the_texts_whatever_was_drafted(self) -> None:
-        one = Engine({1: 40})
-        one.add(1)
-        got: list[int] = []
-
-        def script() -> None:
-            reason = None
-            while reason is None:
-                right = list(one.tokens(1)[len(got) : len(got) + 3])
-                tail = [right, [*right[:1], 9999], [], [*right, 9999]][len(got) % 4]
-                (output,) = one.engine.step({"1": tail}).outputs
-                assert output.start == len(got) and output.num_accepted <= len(tail)
-                got.extend(output.token_ids)
-                reason = output.finish_reason
-            assert reason == "stop" and not one.engine.has_work()
-
-        one.run(script)
-        assert got == list(one.tokens(1)) and len(got) == 40
-
     def test_prompts_are_prefilled_in_chunks_beside_decoding(self) -> None:
         one = Engine({1: 50, 2: 50}, max_step_tokens=16)
         one.add(1, prompt=10)
@@ -236,11 +213,6 @@ class TestEngine:
         assert rows[0] == (0, 60) and (2, 0) in rows
         again = [prefilled for _, prefilled in rows[1:] if prefilled]
         assert len(again) == 1 and 30 < again[0] <= 90  # prompt and what it had said
-
-    def test_what_can_never_fit_is_refused(self) -> None:
-        one = Engine({1: 60}, cache_tokens=100)
-        with pytest.raises(InputError):
-            one.add(1, prompt=50, most=60)
 
 
 class TestDrafters:
