@@ -33,7 +33,6 @@ ScenarioOverrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Overrides for all variants, as in seed=1.", show_default=False),
 ]
-_SHARES = ("forward", "waiting", "protocol", "idle")
 
 
 @app.command()
@@ -172,9 +171,9 @@ def _write(folder: Path, report: Mapping[str, Any], results: Sequence[Result], c
 def speed_table(point: Mapping[str, Any]) -> Table:
     """Speed of each variant, and its ratio to the baseline."""
     results, device = point["results"], point["device"]
-    has_steps, has_latency = (any(result[key] for result in results) for key in ("update_s", "latency_s"))
+    has_latency = any(result["latency_s"] for result in results)
     columns = ["variant", "mode", f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x"]
-    columns += [*(["latency s", "95%"] if has_latency else []), *(["RL step s"] if has_steps else [])]
+    columns += ["latency s", "95%"] if has_latency else []
     table = _table("speed", columns, text=("variant", "mode"))
     for result in results:
         name, ratio = result["variant"], _times(point["ratios"].get(result["variant"]))
@@ -189,33 +188,29 @@ def speed_table(point: Mapping[str, Any]) -> Table:
         if has_latency:
             latency = sorted(result["latency_s"])
             cells += [f"{fmean(latency):.2f}", f"{latency[int(0.95 * len(latency))]:.2f}"] if latency else ["-", "-"]
-        if has_steps:
-            cells.append(f"{result['rollout_s'] + result['update_s']:,.2f}")
         table.add_row(name, result["mode"], *cells)
     captions = [f"* baseline of x: tokens/s per {device}, drafting ones included."]
     captions += ["latency s: mean of the requests, and what 95% of them stay below."] if has_latency else []
-    captions += ["RL step s: rollout and update."] if has_steps else []
     table.caption = "\n".join(captions)
     return table
 
 
 def work_table(point: Mapping[str, Any]) -> Table:
-    """Benefit of drafting, parts of the verifiers' time, and memory of drafters."""
-    columns = ("variant", "acc. length", "supply", *_SHARES, "draft streams", "cache GB")
-    table = _table("drafting, and time of the verifiers", columns, text=("variant",))
+    """Benefit of drafting, and memory of drafters."""
+    columns = ("variant", "acc. length", "supply", "draft streams", "cache GB")
+    table = _table("drafting", columns, text=("variant",))
     for result in point["results"]:
         table.add_row(
             result["variant"],
             f"{result['acceptance_length']:.2f}",
             f"{result['supply']:.2f}",
-            *(f"{result['shares'][name]:.1%}" for name in _SHARES),
             f"{result['peak_streams']:,}",
             f"{result['peak_stream_bytes'] / 1e9:.2f}",
         )
     table.caption = (
         "acc. length: tokens per request and verify step. supply: usable draft tokens per request and step.\n"
-        "waiting: for drafts. protocol: Python between forwards. draft streams: most requests that drafters\n"
-        "follow at once. cache GB: most that these take in the caches of the drafters."
+        "draft streams: most requests that drafters follow at once. cache GB: most that these take in the caches of\n"
+        "the drafters."
     )
     return table
 

@@ -268,10 +268,8 @@ def requests_of(config: Config) -> int:
 def apply_plan(config: Config, plan: Plan) -> Config:
     """A copy of the configuration with the plan's choice and `plan: fixed`, so that it is not planned again.
 
-    Sets `mode`, `target.replicas`, `target.cores` (on CPUs), `target.max_batch`, `target.max_step_tokens` and, where it
-    is set, `target.kv_cache_gb`; the caches of all verifiers on CPUs together keep their size. Unless plain, it keeps
-    the chosen method alone, with its `replicas`, `max_batch` and (decoupled, on CPUs) `cores`, and moves the window to
-    `speculation.window`. A plain plan leaves `drafters` as they are: the mode uses none of them.
+    The caches of all verifiers on CPUs together keep their size. Unless plain, it keeps the chosen method alone, and
+    moves the window to `speculation.window`.
 
     Raises:
         ConfigError: The chosen method is not among the configured ones, or a verifier would span several GPUs.

@@ -51,22 +51,12 @@ def compare(
     processes: int | None = None,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> tuple[dict[str, Any], list[Result]]:
-    """Simulate variants of a scenario, at every value of a sweep.
-
-    Args:
-        path: The scenario's file.
-        overrides: `KEY=VALUE` items that hold for all variants.
-        names: Variants to simulate; default: all of the scenario.
-        sweep: Values of a key; None: the unchanged scenario.
-        processes, on_progress: See `run_jobs`.
+    """Simulate variants of a scenario (default: all), at every value of a sweep. `overrides`: `KEY=VALUE` items that
+    hold for all variants; the other arguments and errors are those of `run_jobs`.
 
     Returns:
         The report as plain data (`points`: one element per value), and the results. After an interruption
         (KeyboardInterrupt) those that are finished.
-
-    Raises:
-        UserError: The scenario, a variant or a recorded file is wrong.
-        SimulationError: A variant cannot end, or the package raised an error.
     """
     along = {"": [*overrides]}
     if sweep is not None:
@@ -111,8 +101,7 @@ def _point(path: Path, items: Sequence[str], names: Sequence[str], results: Sequ
 
 
 def choose_variants(path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None) -> list[str]:
-    """The variants to simulate, checked and without duplicates. Raises ConfigError if the scenario or a variant is
-    wrong, or there is no such variant."""
+    """The variants to simulate, each once. Raises ConfigError if the scenario or a variant is wrong or missing."""
     chosen = list(dict.fromkeys(load_scenario(path, overrides).variants if names is None else names))
     if not chosen:
         fix = "add some, such as variants: {plain: [config.mode=plain]}."
@@ -196,12 +185,8 @@ def _has_ended(future: Future[Result]) -> bool:
 
 
 def simulate_variant(job: VariantJob) -> Result:
-    """Simulate one variant in this process.
-
-    Raises:
-        UserError: The scenario, the variant or a recorded file is wrong.
-        SimulationError: The run cannot end, or the package raised an error.
-    """
+    """Simulate one variant in this process. Raises UserError if the scenario, the variant or a recorded file is wrong,
+    and SimulationError if the run cannot end, or the package raised an error."""
     scenario, recording = variant_of(job.path, job.overrides, job.variant), None
     world, workload = build_world(scenario), scenario.workload
     if workload.trajectories is not None:

@@ -33,7 +33,7 @@ _STANDSTILL_S = 3600.0
 _DAY_TICK_S = 0.25
 _FIRST_SEED = 1_000_000
 _FIGURES = (
-    *("variant", "mode", "devices", "draft_devices", "rollout_s", "update_s", "tokens", "tokens_per_s"),
+    *("variant", "mode", "devices", "draft_devices", "rollout_s", "tokens", "tokens_per_s"),
     *("tokens_per_s_and_device", "ended_s", "latency_s"),
     *("peak_streams", "peak_stream_tokens", "peak_stream_bytes", "moves", "events"),
 )
@@ -49,11 +49,8 @@ class Result:
     devices: float
     """GPUs (or, without any, CPU cores) of verifiers and draft actors together; `daily`: their mean."""
     draft_devices: float
-    verifiers: int = 1
     rollout_s: float = 0.0
     """Virtual seconds."""
-    update_s: float = 0.0
-    """Seconds of the update in the same RL step."""
     tokens: int = 0
     ended_s: list[float] = field(default_factory=list)
     """End of each request since the begin of the rollout."""
@@ -83,23 +80,12 @@ class Result:
     def tokens_per_s_and_device(self) -> float:
         return self.tokens_per_s / max(self.devices, 1)
 
-    def shares(self) -> dict[str, float]:
-        """Shares of the verifiers' time: forwards, waiting for drafts, the package's Python, and without requests."""
-        total, metrics = max(self.rollout_s * self.verifiers, 1e-9), self.metrics
-        busy = {
-            "forward": (metrics.forward_s + metrics.sampling_s) / total,
-            "waiting": metrics.waiting_s / total,
-            "protocol": metrics.protocol_s / total,
-        }
-        return {**busy, "idle": max(0.0, 1.0 - sum(busy.values()))}
-
     def to_json(self) -> dict[str, Any]:
         """Figures as plain data, without spans."""
         return {
             **{name: getattr(self, name) for name in _FIGURES},
             "acceptance_length": self.metrics.acceptance_length,
             "supply": self.metrics.supply,
-            "shares": self.shares(),
             "digest": f"{self.digest:08x}",
         }
 
@@ -128,7 +114,7 @@ class SimulatedRollouts(VirtualRun):
         world.text = self._text()
         self.network.set_links(network.call_ms / 1e3, network.jitter, network.bandwidth_gb_s * 1e9)
         devices, draft_devices = count_devices(scenario)
-        self.result = Result(name, scenario.config.mode.value, devices, draft_devices, scenario.config.target.replicas)
+        self.result = Result(name, scenario.config.mode.value, devices, draft_devices)
         self._done = False
 
     def run(self) -> Result:
@@ -146,9 +132,6 @@ class SimulatedRollouts(VirtualRun):
         record = self.world.record
         result.events, result.digest, result.spans = kernel.events, kernel.digest, record.spans
         result.peak_streams, result.peak_stream_tokens = record.peak_streams, record.peak_tokens
-        if rate := self.scenario.steps.update_tokens_per_s:
-            workload = self.scenario.workload
-            result.update_s = (result.tokens + workload.requests * workload.prompt_tokens) / rate
         result.peak_stream_bytes = record.peak_tokens * self.world.stream_bytes_per_token
         kernel.close()
         return result

@@ -145,10 +145,8 @@ class MachinesConfig:
 
 @dataclass
 class StepsConfig:
-    """The rest of an RL step."""
+    """Steps beside rollouts."""
 
-    update_tokens_per_s: float = _amount(0.0)
-    """Tokens of prompts and outputs per second of the update, over all its devices; 0: no update."""
     load_s: float = _amount(30.0)
     """Seconds in which an actor loads its model."""
 

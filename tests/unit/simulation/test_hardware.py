@@ -207,18 +207,6 @@ def test_what_was_not_measured(tmp_path: Path) -> None:
             refused()
 
 
-def test_large_steps_that_did_not_fit_are_continued() -> None:
-    def seconds(rows: int, positions: int, context: int) -> float:
-        return 0.005 + 1e-5 * rows * positions + 1e-8 * rows * context
-
-    points = {
-        (r, p, c): seconds(r, p, c) for r in (1, 8, 64, 256) for p in (1, 4) for c in (512, 4096) if r * c < 100_000
-    }
-    cost = GridCost(points)
-    assert cost.seconds(256, 1024, 256 * 4096) == pytest.approx(seconds(256, 4, 4096))
-    assert cost.seconds(100, 100, 100 * 2048) == pytest.approx(seconds(100, 1, 2048))
-
-
 AXIS = st.lists(st.integers(1, 50), min_size=1, max_size=3, unique=True)
 
 
