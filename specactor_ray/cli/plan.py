@@ -89,7 +89,6 @@ def plan(
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
         return
     console = make_console()
-    console.print(cost_table(measured.data))
     for plan in plans:
         console.print(prediction_table(plan))
         for reason in plan.rejected:

@@ -21,6 +21,7 @@ queries per key); the flops of attention are counted for prompts only.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from specactor_ray.config.fields import at_least, not_empty, one_of, positive, r
 from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
 from specactor_ray.config.load import find_file, load_as
 from specactor_ray.core.errors import ConfigError, InputError, did_you_mean
-from specactor_ray.plan.costs import GridCost, Point
+from specactor_ray.plan.costs import GridCost
 from specactor_ray.plan.profile import load_profile
 
 S = TypeVar("S")
@@ -255,8 +256,8 @@ class MeasuredModel:
     """Steps of a model, each `[rows, positions, context, seconds]`, launched as a graph or by the CPU."""
 
     gpus: int = at_least(1, 0)
-    graph: list[Any] | None = None
-    eager: list[Any] | None = None
+    graph: list[Any] = field(default_factory=list)
+    eager: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -377,25 +378,16 @@ def _section(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:
 def _measured_steps(path: Path, file: HardwareFile) -> Iterator[tuple[tuple[str, int], GridCost]]:
     for model, entry in file.measured.items():
         measured = _section(MeasuredModel, entry, path, f"measured.{model}.")
-        kind = "graph" if measured.graph else "eager"
-        where = f"{path}: measured.{model}.{kind}"
         try:
-            cost = GridCost(dict(_steps(where, measured.graph or measured.eager or [])))
-        except ConfigError:
-            raise
-        except InputError as error:
-            raise ConfigError(where, f"{error}.", "measure a full grid: scripts/gpu-check.") from None
-        yield (str(model).lower(), measured.gpus), cost
-
-
-def _steps(where: str, rows: list[Any]) -> Iterator[tuple[Point, float]]:
-    for index, row in enumerate(rows):
-        numbers = [value for value in row if isinstance(value, int | float)] if isinstance(row, list) else []
-        sound = len(numbers) == 4 and numbers[0] >= 1 and numbers[1] >= 1 and numbers[2] >= 0
-        if not sound or not 0.0 < numbers[3] < float("inf"):
-            problem = f"{row!r} is not [rows, positions, context, seconds] with seconds above 0."
-            raise ConfigError(f"{where}.{index}", problem, "measure it again.")
-        yield (numbers[0], numbers[1], numbers[2]), float(numbers[3])
+            steps = {
+                (rows, count, context): seconds for rows, count, context, seconds in measured.graph or measured.eager
+            }
+            if not all(0.0 < seconds < math.inf for seconds in steps.values()):
+                raise ValueError("a step took no time, or without end")
+            yield (str(model).lower(), measured.gpus), GridCost(steps)
+        except (TypeError, ValueError, InputError) as error:
+            fix = "measure a full grid of [rows, positions, context, seconds]: scripts/gpu-check."
+            raise ConfigError(f"{path}: measured.{model}", f"{error}.", fix) from None
 
 
 @functools.cache

@@ -180,10 +180,12 @@ def test_measured_steps_are_met_and_interpolated(tmp_path: Path) -> None:
     [
         ({"gpus": 0}, r"measured.qwen2.5-7b.gpus: 0 is out of range"),
         ({"gpus": 1.5}, "gpus: 1.5 is of the wrong type"),
-        ({"graph": [[1, 1, 512, -1.0]]}, r"graph.0: \[1, 1, 512, -1.0\] is not"),
-        ({"graph": [[1, 1, 512]]}, "is not .rows, positions, context, seconds"),
+        ({"graph": [[1, 1, 512, -1.0]]}, "measured.qwen2.5-7b: a step took no time"),
+        ({"graph": [[1, 1, 512]]}, "not enough values .* full grid of .rows, positions, context, seconds"),
+        ({"graph": [[1, 1, 512, "x"]]}, "measured.qwen2.5-7b: "),
+        ({"graph": [3]}, "measured.qwen2.5-7b: "),
         ({"graph": [[1, 1, 1, 1.0], [2, 2, 1, 1.0]]}, "the step of 1 rows, 2 positions and 1 tokens is missing"),
-        ({"graph": None, "eager": None}, "no steps were measured"),
+        ({"graph": [], "eager": []}, "no steps were measured"),
         ({"graphs": []}, r"Did you mean graph\?"),
     ],
 )
@@ -193,7 +195,7 @@ def test_wrong_measurements_are_refused(changes: dict[str, Any], says: str, tmp_
 
 
 def test_what_was_not_measured(tmp_path: Path) -> None:
-    hardware = load_hardware(write(tmp_path / "m.yaml", measured_file(graph=None)))  # only without a graph
+    hardware = load_hardware(write(tmp_path / "m.yaml", measured_file(graph=[])))  # only without a graph
     odd = load_hardware(write(tmp_path / "odd.yaml", measured_file() | {"device": "Abacus"}))
     profile = load_hardware("smollm2_eagle_epyc")
     assert isinstance(profile, MeasuredHardware) and profile.cost("eagle") is profile.steps["eagle", 1]
