@@ -109,11 +109,7 @@ class StepRecorder:
 
         A checkpoint is written after its step was recorded, so that no checkpoint is ahead of the records; its time
         counts for the next step. Records that the disk refuses are kept and written with the next step.
-
-        Raises:
-            SpecActorError: Another process has taken over the run.
         """
-        self._run.check_lease()
         now = time.perf_counter()
         seconds = {**self._seconds, "step": now - (self._began or now)}
         self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
@@ -139,9 +135,9 @@ class StepRecorder:
                 logger.error("step %d was not tracked: %s", step, error)
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
-        """Write summary and report, as far as the disk accepts them; nothing if the run was taken over."""
+        """Write summary and report, as far as the disk accepts them."""
         self._display.stop()
-        if not self._run.lost and self._metrics.pending:
+        if self._metrics.pending:
             self._metrics.append()
         records = self._written() + self._metrics.pending
         summary = {
@@ -160,12 +156,11 @@ class StepRecorder:
             "versions": versions(),
             "hardware": hardware(),
         }
-        if not self._run.lost:
-            try:
-                write_json(self._run.summary_file, summary)
-                write_report(self._run.folder, summary, records)
-            except OSError as error:
-                logger.error("the summary or the report could not be written: %s", error)
+        try:
+            write_json(self._run.summary_file, summary)
+            write_report(self._run.folder, summary, records)
+        except OSError as error:
+            logger.error("the summary or the report could not be written: %s", error)
         return TrainOutcome(status, self._run.folder, summary)
 
     def _tensorboard(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:

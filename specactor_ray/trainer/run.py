@@ -85,7 +85,7 @@ def train(
             return _train(config, run, stream, console, display, enough)
         except BaseException as error:
             run.close()
-            if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists() or run.lost):
+            if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists()):
                 discard_run_folder(run.folder)
                 if isinstance(error, KeyboardInterrupt):
                     say(console, "interrupted before the first step; nothing was kept")
@@ -133,7 +133,7 @@ def _train(
                 trainer=trainer,
                 maker=ahead or maker,
                 record=record,
-                saver=Saver(run.store, trainer.save, run.state, run.is_saved, run.check_lease),
+                saver=Saver(run.store, trainer.save, run.state, run.is_saved),
                 taught=None if taught is None else taught.method,
                 say=lambda line: say(console, line),
                 enough=enough,

@@ -50,7 +50,6 @@ class Saver:
     Args:
         write: Fills a checkpoint's folder with the trainer's files.
         saved: Whether `state` needs no saving.
-        check: Raises if this process must not write any more.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Saver:
         write: Callable[[Path], None],
         state: TrainState,
         saved: bool,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.state = state
         """State after the last complete update."""
@@ -67,7 +65,7 @@ class Saver:
         """Number of checkpoints that could not be written."""
         self.problem = ""
         """Reason why the last wanted checkpoint is missing; empty if it exists."""
-        self._store, self._write, self._check = store, write, check
+        self._store, self._write = store, write
         self._saved_step = state.step if saved else -1
         self._updating = False
 
@@ -83,14 +81,13 @@ class Saver:
         """Save the state unless it is saved. Returns whether it is; `problem` has the reason if not.
 
         Raises:
-            SpecActorError: The trainer failed, or another process has taken over the run.
+            SpecActorError: The trainer failed.
         """
         if self.state.step == self._saved_step:
             return True
         if self._updating:
             self.problem = f"the update after step {self.state.step} was broken off, and the weights are between steps"
             return False
-        self._check()
         try:
             self._store.save(self.state, self._write)
         except OSError as error:
