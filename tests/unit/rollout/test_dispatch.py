@@ -196,6 +196,8 @@ class TestDeaths:
             kernel.at(kernel.now + begin, lambda: cluster.network.kill(cluster.actor))
             with pytest.raises(ActorLostError, match=r"the controller of the run is gone .*8 requests are unfinished"):
                 cluster.finish(entries(8, tokens=10_000))
+            with pytest.raises(ActorLostError, match="the controller of the run is gone: "):
+                cluster.client.status()
             return kernel.now
 
         assert cluster.run(body) < begin + 5.0
