@@ -53,8 +53,6 @@ class JournalEntry:
     """Verifier that is authoritative for the request now; None while it waits to be handed out."""
     attempt: int = 0
     """Number of times the request was handed to a verifier."""
-    moves: int = 0
-    """Number of moves from one healthy verifier to another."""
     stalls: int = 0
     """Number of times it stopped making progress at a verifier that answered."""
     unconfirmed: int = 0

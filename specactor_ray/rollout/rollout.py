@@ -268,11 +268,6 @@ class Rollout(RunClient):
         return self._connection.address
 
     @property
-    def moved_requests(self) -> int:
-        """Number of moves of requests from one healthy verifier to another since the start."""
-        return self.dispatcher.moves
-
-    @property
     def reissued_requests(self) -> int:
         """Number of times a request was given to another verifier because its own was gone, since the start."""
         return self.dispatcher.reissues

@@ -149,7 +149,6 @@ class RunClient:
         yield row("specactor_requests_in_flight", in_flight := journal.owned)
         yield row("specactor_requests_waiting", max(len(journal.entries) - in_flight, 0))
         yield row("specactor_requests_reissued_total", dispatcher.reissues)
-        yield row("specactor_requests_moved_total", dispatcher.moves)
         yield row("specactor_journaled_tokens_total", journal.committed_tokens)
         yield row("specactor_weight_version", self.weight_version, actor=DRIVER)
         yield row("specactor_weight_syncs_total", self._syncs)

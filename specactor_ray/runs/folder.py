@@ -64,9 +64,7 @@ class RunLease:
             self._lock.release()
 
 
-def lease_unfinished(
-    config: Config, file: str, continues: Callable[[Path], bool]
-) -> tuple[Path, RunLease] | None:
+def lease_unfinished(config: Config, file: str, continues: Callable[[Path], bool]) -> tuple[Path, RunLease] | None:
     """The run to continue, and its lease: that of `run.name`, else the latest in `run.dir` that no process uses.
 
     Args:

@@ -24,7 +24,6 @@ from specactor_ray.core.progress import Heartbeat, ProgressState, elapsed, rollo
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
 from specactor_ray.runs.folder import SUMMARY_FILE, discard_run_folder, lease_new, save_run_config
@@ -120,7 +119,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
                 save_run_config(config, folder)
                 check_target(config)
                 encoded = _encode(config, prompts)
-                for line in (*lines, *_cut_outputs(config, encoded), *memory_lines(config)):
+                for line in (*lines, *_cut_outputs(config, encoded)):
                     say(console, line)
                 return _run(config, prompts, encoded, folder, writer, there, console, heartbeat)
         except BaseException as error:
@@ -274,7 +273,6 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
             "failed_prompts": {str(index): count for index, count in sorted(tally.failed_prompts.items())},
             "cut_by_context": tally.cut,
         },
-        "moved_requests": rollout.moved_requests,
         "reissued_requests": rollout.reissued_requests,
         "metrics": rollout.metrics().to_dict(),
         "config": yaml.safe_load(to_yaml(rollout.config)),

@@ -26,7 +26,6 @@ from specactor_ray.rollout.memory import (
     MemoryItem,
     check_memory,
     gib,
-    memory_lines,
     plan_rollout_memory,
 )
 from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
@@ -201,8 +200,6 @@ def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], con
     """Print the run, the checkpoint it continues from, and its memory need."""
     for item in memory:
         say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
-    for line in memory_lines(config, memory):
-        say(console, line)
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")

@@ -27,8 +27,8 @@ def attempts(cluster: FakeCluster) -> Counter[str]:
 
 
 def begun_again(cluster: FakeCluster) -> int:
-    """How often requests were begun beyond once and once for each move."""
-    return max(0, sum(count - 1 for count in attempts(cluster).values()) - cluster.client.dispatcher.moves)
+    """How often requests were begun beyond once."""
+    return sum(count - 1 for count in attempts(cluster).values())
 
 
 def test_a_calm_run_begins_each_request_once_and_uses_all_verifiers() -> None:
@@ -37,19 +37,6 @@ def test_a_calm_run_begins_each_request_once_and_uses_all_verifiers() -> None:
     assert len(attempts(cluster)) == 30 and not begun_again(cluster)
     assert min(len(cluster.verifier(name).begun) for name in ("v0", "v1")) >= 10
     assert cluster.client.dispatcher.reissues == 0 and not cluster.suspected
-
-
-def test_a_request_moves_once_to_the_verifier_that_has_none_left() -> None:
-    cluster = FakeCluster()
-    long, short = entries(2, tokens=40), entries(2, tokens=2, prefix="s")
-
-    def body() -> list[JournalEntry]:  # handed out in turn, so the long ones meet at one verifier
-        return cluster.finish([long[0], short[0], long[1], short[1]])
-
-    assert reasons(cluster.run(body)) == {}
-    begun = {name: {request_id for request_id, _ in cluster.verifier(name).begun} for name in cluster.handles}
-    assert begun["v0"] == {"r0", "r1"} and len(begun["v1"] & begun["v0"]) == 1
-    assert cluster.client.dispatcher.moves == 1 and cluster.client.dispatcher.reissues == 0
 
 
 class TestSharing:
@@ -119,13 +106,6 @@ class TestLostMessages:
         assert reasons(cluster.run(lambda: cluster.finish(entries(12, tokens=900)))) == {}
         assert not cluster.verifier("v0").begun and not begun_again(cluster)
         assert cluster.client.dispatcher.reissues >= 6
-
-    def test_no_request_is_moved_to_a_verifier_out_of_reach(self) -> None:
-        cluster = FakeCluster()
-        for method in ("submit", "poll"):
-            cluster.network.lose(method, "v1", times=100_000)
-        assert reasons(cluster.run(lambda: cluster.finish(entries(4, tokens=900)))) == {}
-        assert cluster.client.dispatcher.reissues == 2 and cluster.client.dispatcher.moves == 0
 
     def test_a_hand_over_whose_answers_are_lost_is_taken_back(self) -> None:
         cluster = FakeCluster()

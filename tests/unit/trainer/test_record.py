@@ -11,11 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from specactor_ray.config import Config
-from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
