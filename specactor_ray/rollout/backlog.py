@@ -6,7 +6,6 @@ Pure bookkeeping: no Ray, no clock.
 from __future__ import annotations
 
 import heapq
-from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,8 +50,6 @@ class Backlog:
         """Requests that were taken off their verifier."""
         self._fresh: dict[int, OrderedDict[tuple[int, str | None], _Flow]] = {}
         """Priority → stream and session → requests, in the order of their turns."""
-        self._priorities: list[int] = []
-        """The keys of `_fresh`, ascending."""
         self._homes: OrderedDict[str, str] = OrderedDict()
         """Session → verifier."""
 
@@ -64,8 +61,6 @@ class Backlog:
     def add(self, request_ids: Iterable[str]) -> None:
         """Append requests behind all others of their priority and flow."""
         for entry in map(self._journal.entries.__getitem__, request_ids):
-            if entry.priority not in self._fresh:
-                insort(self._priorities, entry.priority)
             flows = self._fresh.setdefault(entry.priority, OrderedDict())
             flows.setdefault((entry.stream, entry.session), OrderedDict())[entry.request_id] = None
             self.single += not entry.stream
@@ -123,7 +118,6 @@ class Backlog:
         self.quarantine.clear()
         self._again.clear()
         self._fresh.clear()
-        self._priorities.clear()
         self.single = 0
 
     def _take(self, free: Collection[str]) -> JournalEntry | None:
@@ -131,8 +125,7 @@ class Backlog:
         entries, load = self._journal.entries, self._journal.load
         if self._again:
             return entries[self._again.popitem(last=False)[0]]
-        for priority in () if self.holds else self._priorities:
-            flows = self._fresh[priority]
+        for _, flows in () if self.holds else sorted(self._fresh.items()):
             for (_, session), flow in flows.items():
                 home = self._homes.get(session, "") if session is not None else ""
                 if home not in free or load(home) < self._outstanding:
@@ -152,7 +145,6 @@ class Backlog:
             del flows[key]
         if not flows:
             del self._fresh[entry.priority]
-            self._priorities.remove(entry.priority)
 
     def _take_suspects(self, verifiers: Sequence[str], batches: Batches) -> list[str]:
         """Put suspects into `batches`, each group alone; returns the verifiers that may be given ordinary requests."""

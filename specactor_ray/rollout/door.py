@@ -339,8 +339,16 @@ def _own(error: Exception) -> SpecActorError:
     return error if isinstance(error, SpecActorError) else SpecActorError(f"{type(error).__name__}: {error}")
 
 
-def connect_engine(run: str | None, address: str) -> RemoteEngine:
-    """See `Engine.connect`."""
+def connect_engine(run: str | None = None, address: str = "auto") -> RemoteEngine:
+    """The engine of a run that listens (`Rollout.listen`), for another process of its cluster.
+
+    Args:
+        run: Name of the run; None selects the only run of the cluster.
+        address: `host:port`; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
+
+    Raises:
+        ClusterError, InputError: There is no such cluster or run, there are several, or it does not listen.
+    """
     from specactor_ray.cluster.connection import join_run
 
     connection, _, engine = join_run(run, address, ENGINE)

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -71,9 +70,7 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write(partial)
-            user = os.environ.get("USER", str(os.getuid()))
-            written_by = {"host": socket.gethostname(), "user": user, "pid": os.getpid()}
-            _write_text(partial / _STATE, {**asdict(state), "written_by": written_by})
+            _write_text(partial / _STATE, asdict(state))
             _write_manifest(partial)
             if final.exists():  # of a run that was continued from an earlier step
                 shutil.rmtree(replaced, ignore_errors=True)
