@@ -21,6 +21,7 @@ from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE, SUMMARY_FILE, LOCK_FILE = "config.yaml", "summary.json", "run.lock"
+TRAJECTORIES_FILE, PARTIAL_FILE = "trajectories.jsonl", "trajectories.jsonl.partial"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -97,7 +98,7 @@ def lease_new(config: Config) -> tuple[Path, RunLease]:
     folder = Path(config.run.dir).expanduser() / config.run.name
     with run_dir_errors(folder):
         lease = RunLease(folder)
-    for name in (CONFIG_FILE, SUMMARY_FILE):
+    for name in (CONFIG_FILE, SUMMARY_FILE, TRAJECTORIES_FILE, PARTIAL_FILE):
         if (folder / name).exists():
             lease.release()
             fix = "choose another name, or continue an interrupted run with resume=auto"

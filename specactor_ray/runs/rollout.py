@@ -27,7 +27,7 @@ from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
 from specactor_ray.runs.folder import SUMMARY_FILE, discard_run_folder, lease_new, save_run_config
-from specactor_ray.runs.trajectories import TRAJECTORIES_FILE, TrajectoryWriter, lease_interrupted, read_finished
+from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -105,16 +105,13 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         if found is not None:
             held.callback(found[1].release)
         config, lines = refuse_early(config)
-        if config.data.output is not None:  # the run may be continued from another folder
-            config.data.output = str(Path(config.data.output).absolute())
         folder, lease = found or lease_new(config)
         held.callback(lease.release)
         try:
             heartbeat = Heartbeat(
                 elapsed(functools.partial(say, console), f"run {config.run.name}: checking model, prompts and memory")
             )
-            output = config.data.output or folder / TRAJECTORIES_FILE
-            with heartbeat, TrajectoryWriter(output, resume=found is not None) as writer:
+            with heartbeat, TrajectoryWriter(folder) as writer:
                 there = read_finished(writer, prompts, config) if found else []
                 save_run_config(config, folder)
                 check_target(config)

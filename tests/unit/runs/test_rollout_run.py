@@ -29,8 +29,10 @@ from tests.tiny import tiny_draft, tiny_target
 
 class TestWriter:
     def test_the_name_is_given_when_all_is_there(self, tmp_path: Path) -> None:
-        path = tmp_path / "out.jsonl"
-        with TrajectoryWriter(path) as writer:
+        TrajectoryWriter(tmp_path).close()
+        assert list(tmp_path.iterdir()) == [], "nothing was written"
+        path = tmp_path / "trajectories.jsonl"
+        with TrajectoryWriter(tmp_path) as writer:
             for number in range(3):
                 writer.write({"n": number, "text": "é\ud800"})
                 assert not path.exists()
@@ -41,25 +43,12 @@ class TestWriter:
         assert json.loads(path.read_text().splitlines()[0])["text"] == "é\ud800"
 
     def test_half_a_line_is_dropped(self, tmp_path: Path) -> None:
-        partial = tmp_path / "out.jsonl.partial"
+        partial = tmp_path / "trajectories.jsonl.partial"
         partial.write_text('{"n": 0}\n{"n": 1}\n{"n"')
-        with TrajectoryWriter(tmp_path / "out.jsonl", resume=True) as writer:
+        with TrajectoryWriter(tmp_path) as writer:
             assert writer.count == 2 and partial.read_text().endswith('{"n"'), "not before something is written"
             writer.write({"n": 2})
         assert partial.read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
-
-    def test_existing_files_are_not_touched_and_empty_ones_not_kept(self, tmp_path: Path) -> None:
-        TrajectoryWriter(tmp_path / "out.jsonl").close()
-        assert list(tmp_path.iterdir()) == []
-        with TrajectoryWriter(tmp_path / "mine.jsonl") as writer:  # and no `complete`
-            writer.write({"n": 0})
-        with pytest.raises(InputError, match="interrupted and left its finished trajectories"):
-            TrajectoryWriter(tmp_path / "mine.jsonl")
-        assert writer.where.read_text() == '{"n": 0}\n'
-        (tmp_path / "out.jsonl").symlink_to(tmp_path / "nowhere")
-        with pytest.raises(InputError, match="exists and is never overwritten"):
-            TrajectoryWriter(tmp_path / "out.jsonl")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.jsonl.partial", "out.jsonl"]
 
 
 class FakeRollout:
@@ -260,10 +249,6 @@ class TestRun:
                 {"target": {"model": str(tiny_draft())}},
                 r"target.model: is '.*draft.*', and the interrupted run r has '",
             ),
-            (
-                {"output": "elsewhere.jsonl"},
-                r"data.output: is '.*elsewhere.jsonl', and the interrupted run r",
-            ),
             ({"limit": 1}, r"line 1: this trajectory is not one of the 1 prompts x 1 samples"),
             ({"path": "others.txt"}, r"line 1: this trajectory is not one of the 3 prompts"),
             ({"resume": "somewhere"}, r"resume: is 'somewhere'. Fix: a rollout takes auto or never"),
@@ -316,12 +301,3 @@ class TestRun:
         assert outcome.summary["resumed"] == 0 and len(outcome.trajectories.read_text().splitlines()) == 3
         with pytest.raises(InputError, match="it is complete, so there is nothing to continue in it"):
             self.run(trajectory(0), resume="auto")
-
-    def test_an_output_elsewhere_is_found_again_from_another_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.run(trajectory(2), KeyboardInterrupt(), output="out.jsonl")
-        home = Path.cwd()
-        (home / "other").mkdir()
-        monkeypatch.chdir(home / "other")
-        (home / "other" / "runs").symlink_to(home / "runs")
-        outcome = self.run(trajectory(0), trajectory(1), resume="auto")
-        assert outcome.trajectories == home / "out.jsonl" and outcome.summary["resumed"] == 1
