@@ -35,32 +35,43 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of trajectories so far, by result."""
+    """Counts of the trajectories that have ended."""
 
-    finished: int = 0
-    failed: int = 0
-    tokens: int = 0
-    """Output tokens of the trajectories that ended."""
-    reasons: Counter[str] = field(default_factory=Counter)
+    total: int
+    """Number of trajectories of the run."""
+    max_tokens: int
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
     """Reason of failure → number of times."""
     failed_prompts: Counter[int] = field(default_factory=Counter)
     """Index of a prompt, from 0 → number of its failures."""
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    max_tokens: int = 0
+    tokens: int = 0
     cut: int = 0
     """Number of outputs that the context ended before `max_tokens`."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Count a trajectory in the form of `Trajectory.to_json`."""
-        self.finish_reasons[row["finish_reason"]] += 1
-        self.tokens += len(row["token_ids"])
-        if row["finish_reason"] == "error":
-            self.failed += 1
-            self.reasons[row.get("error", "")] += 1
+        reason, tokens = row["finish_reason"], len(row["token_ids"])
+        self.finish_reasons[reason] += 1
+        self.tokens += tokens
+        self.cut += reason == "length" and tokens < self.max_tokens
+        if reason == "error":
+            self.failures[row.get("error", "")] += 1
             self.failed_prompts[row["prompt_index"]] += 1
-        else:
-            self.finished += 1
-            self.cut += row["finish_reason"] == "length" and len(row["token_ids"]) < self.max_tokens
+
+    def figures(self) -> dict[str, Any]:
+        """The counts as plain data for the summary."""
+        failed = self.finish_reasons["error"]
+        return {
+            "total": self.total,
+            "finished": self.finish_reasons.total() - failed,
+            "failed": failed,
+            "tokens": self.tokens,
+            "finish_reasons": dict(self.finish_reasons),
+            "failures": dict(self.failures),
+            "failed_prompts": {str(index): count for index, count in sorted(self.failed_prompts.items())},
+            "cut_by_context": self.cut,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +197,9 @@ def _run(
 
     begin, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
     say(console, f"run {config.run.name}: starting {config.mode.value} actors; results go to {folder}")
-    total, tally = len(prompts) * config.data.n, Tally(max_tokens=config.sampling.max_tokens)
+    tally = Tally(len(prompts) * config.data.n, config.sampling.max_tokens)
     if there:
-        say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")
+        say(console, f"run {config.run.name}: resumed, {len(there)} of {tally.total} trajectories are there")
     for note in start_notes(config):
         say(console, note)
     for row in there:
@@ -222,7 +233,7 @@ def _run(
                 "started": started,
                 "start_seconds": round(start_seconds, 3),
                 "resumed": len(there),
-                **_figures(rollout, tally, total, time.monotonic() - begin),
+                **_figures(rollout, tally, time.monotonic() - begin),
                 "output": str(writer.where.resolve()),
             }
             write_json(folder / SUMMARY_FILE, summary)
@@ -241,18 +252,18 @@ def _consume(
     skip = {(row["prompt_index"], row["sample_index"]) for row in there}
 
     def read() -> ProgressState:
-        metrics = rollout.metrics()
-        done = tally.finished + tally.failed
-        return ProgressState(done, tally.failed, rollout.committed_tokens, metrics.acceptance_length, metrics.supply)
+        metrics, ended = rollout.metrics(), tally.finish_reasons
+        figures = rollout.committed_tokens, metrics.acceptance_length, metrics.supply
+        return ProgressState(ended.total(), ended["error"], *figures)
 
-    with rollout_progress(console, "rollout", len(prompts) * rollout.config.data.n, read):
+    with rollout_progress(console, "rollout", tally.total, read):
         for trajectory in rollout.stream(prompts, skip=skip, encoded=encoded):
             row = trajectory.to_json()
             writer.write(row)
             tally.add(row)
 
 
-def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict[str, Any]:
+def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
     tokens, actors = rollout.committed_tokens, list[dict[str, Any]]()
     with contextlib.suppress(Exception):  # the controller does not answer
         actors = rollout.status()
@@ -260,16 +271,7 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
         "seconds": round(seconds, 3),
         "tokens": tokens,
         "tokens_per_s": round(tokens / max(seconds, 1e-9), 3),
-        "trajectories": {
-            "total": total,
-            "finished": tally.finished,
-            "failed": tally.failed,
-            "tokens": tally.tokens,
-            "finish_reasons": dict(tally.finish_reasons),
-            "failures": dict(tally.reasons),
-            "failed_prompts": {str(index): count for index, count in sorted(tally.failed_prompts.items())},
-            "cut_by_context": tally.cut,
-        },
+        "trajectories": tally.figures(),
         "reissued_requests": rollout.reissued_requests,
         "metrics": rollout.metrics().to_dict(),
         "config": yaml.safe_load(to_yaml(rollout.config)),
