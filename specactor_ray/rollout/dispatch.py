@@ -135,7 +135,7 @@ class Dispatcher:
             self._journal_events(link, events)
         ended, self._ended = self._ended, []
         if ended and not self.journal.entries:
-            self._sharing.send(at_end=True)
+            self._sharing.send()
         return ended
 
     def abandon(self) -> None:

@@ -228,14 +228,13 @@ class Verifiers:
 
 
 class OutputSharing:
-    """Sends finished outputs to the lookups that other verifiers host, one batch at a time to each verifier. Lost ones
-    cost drafts only. Each output goes to at most seven others, those of the same eight in the order of the ids."""
+    """Sends finished outputs to the lookups that other verifiers host. Lost ones cost drafts only. Each output goes to
+    at most seven others, those of the same eight in the order of the ids."""
 
     def __init__(self, calls: Calls, links: Mapping[str, VerifierLink], is_on: bool) -> None:
         self._calls, self._links, self._is_on = calls, links, is_on
         self._waiting: dict[str, deque[FinishedOutput]] = {}
         """Verifier id → outputs to send."""
-        self._sent: dict[str, Call] = {}
 
     def add(self, verifier_id: str, entry: JournalEntry) -> None:
         """Add an output that was finished at this verifier."""
@@ -249,14 +248,12 @@ class OutputSharing:
             for name in others:
                 self._waiting.setdefault(name, deque(maxlen=_MOST_SHARED)).append(output)
 
-    def send(self, at_end: bool = False) -> None:
-        """Send waiting outputs without blocking. `at_end`: also to verifiers that have not confirmed the last batch."""
-        self._sent = {name: call for name, call in self._sent.items() if not (at_end or call.poll())}
-        for name in [name for name in self._waiting if name not in self._sent]:
-            outputs = list(self._waiting.pop(name))
+    def send(self) -> None:
+        """Send the waiting outputs; answers are not awaited."""
+        waiting, self._waiting = self._waiting, {}
+        for name, outputs in waiting.items():
             if link := self._links.get(name):
-                deadline_s = _SHARE_TIMEOUT_S
-                self._sent[name] = self._calls.start(link.handle, "learn", outputs, deadline_s=deadline_s, retry=False)
+                self._calls.start(link.handle, "learn", list(outputs), deadline_s=_SHARE_TIMEOUT_S, retry=False)
 
 
 def _give_up(why: str, unfinished: int) -> NoReturn:

@@ -264,14 +264,12 @@ class TestOneRollout:
         for strange in ([mixed[0], None], [mixed[0], {"seed": 1}]):
             with pytest.raises(InputError, match="must be SamplingParams"):
                 rollout.stream(tiny_prompts(2), strange)
+        (one,) = rollout.stream(["not encoded"], SAMPLING, n=1, encoded=[((5, 6), "")])
+        assert (one.prompt, one.prompt_token_ids, one.finish_reason != "error") == ("not encoded", (5, 6), True)
         done = tokens_of(rollout.generate(tiny_prompts(PROMPTS), mixed, n=SAMPLES))
         for place, tokens in done.items():
             params = mixed[int(place.partition("/")[0])]
             assert tokens == plain[params.temperature][place][: params.max_tokens]
-
-    def test_prompts_that_are_encoded_already_are_not_encoded_again(self, rollout: Rollout) -> None:
-        (done,) = rollout.stream(["not encoded"], SAMPLING, n=1, encoded=[((5, 6), "")])
-        assert (done.prompt, done.prompt_token_ids, done.finish_reason != "error") == ("not encoded", (5, 6), True)
 
     def test_a_stream_left_early_disturbs_no_other(self, plain: Any, rollout: Rollout) -> None:
         stream = rollout.stream(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)

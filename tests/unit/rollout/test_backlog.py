@@ -70,13 +70,6 @@ def test_suspects_get_a_verifier_of_their_own_and_the_emptiest_is_kept_for_them(
     assert [request.request_id for request in first["b"]] == ["r2", "r3"] and backlog
 
 
-def test_clear_forgets_all() -> None:
-    journal, backlog = waiting(3)
-    journal.clear()
-    backlog.clear()
-    assert not backlog and backlog.hand_out(["a"]) == {}
-
-
 def queued(requests: Sequence[tuple[str | None, int, int]]) -> tuple[Journal, Backlog]:
     """Requests `r0`, `r1`, ... of these sessions, priorities and streams."""
     journal = Journal()

@@ -156,14 +156,20 @@ class TestDeaths:
         assert reasons(cluster.run(body)) == {}
         assert set(cluster.departed.values()) == {why} and len(cluster.departed) == 8
 
-    def test_a_controller_that_is_silent_ends_it_after_the_limit(self) -> None:
-        cluster = FakeCluster()
+    @pytest.mark.parametrize("lost", ["the controller of the run has not answered", "no verifier"])
+    def test_without_a_controller_or_a_verifier_it_ends_after_the_limit(self, lost: str) -> None:
+        cluster = FakeCluster(verifiers=2)
         limit_s = cluster.config.cluster.start_timeout_s + cluster.config.cluster.placement_timeout_s
+
+        def lose() -> None:
+            cluster.hidden = set(cluster.handles)
+            if lost != "no verifier":
+                cluster.bench.kernel.freeze(cluster.actor.process)
 
         def body() -> float:
             kernel = cluster.bench.kernel
-            kernel.at(kernel.now + 5.0, lambda: kernel.freeze(cluster.actor.process))
-            with pytest.raises(ActorLostError, match="has not answered for 90 s"):
+            kernel.at(kernel.now + 5.0, lose)
+            with pytest.raises(ActorLostError, match=f"{lost} for 90 s"):
                 cluster.finish(entries(8, tokens=10_000))
             return kernel.now - 5.0
 
@@ -192,16 +198,6 @@ class TestDeaths:
             return ended
 
         assert len(cluster.run(body)) == 40
-
-    def test_without_any_verifier_it_ends_after_the_limit(self) -> None:
-        cluster = FakeCluster(verifiers=1)
-
-        def body() -> None:
-            cluster.hidden = {"v0"}
-            with pytest.raises(ActorLostError, match="no verifier for 90 s"):
-                cluster.finish(entries(2))
-
-        cluster.run(body)
 
 
 class TestStalls:

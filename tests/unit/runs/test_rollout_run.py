@@ -138,14 +138,16 @@ class TestRun:
         return run_rollout(config, Console(file=shown or io.StringIO(), width=400))
 
     def test_files_of_a_complete_run(self) -> None:
-        outcome = self.run(trajectory(2), trajectory(0), trajectory(1))
+        outcome = self.run(trajectory(2), trajectory(0), trajectory(1, error="longer than the context"))
         assert outcome.exit_code == 0 and outcome.folder == Path("runs/r")
         rows = [json.loads(line) for line in Path("runs/r/trajectories.jsonl").read_text().splitlines()]
         assert [row["prompt_index"] for row in rows] == [2, 0, 1]
+        assert [row.get("error") for row in rows] == [None, None, "longer than the context"]
         summary = json.loads(Path("runs/r/summary.json").read_text())
         assert summary == outcome.summary
-        assert summary["status"] == "complete" and summary["tokens"] == 9
-        assert summary["trajectories"]["finish_reasons"] == {"length": 3}
+        assert summary["status"] == "complete" and summary["tokens"] == 6
+        assert summary["trajectories"]["finish_reasons"] == {"length": 2, "error": 1}
+        assert summary["trajectories"]["failures"] == {"longer than the context": 1}
         (drafter,) = summary["drafters"]
         assert drafter.items() >= {"id": "eagle-0#1a2b", "method": "eagle", "alarm": True, "failures": 0}.items()
         assert {"ray", "torch", "transformers"} <= summary["versions"].keys() and summary["hardware"]["cores"] >= 1
@@ -156,13 +158,6 @@ class TestRun:
             "summary.json",
             "trajectories.jsonl",
         ]
-
-    def test_one_poison_prompt_fails_alone(self) -> None:
-        outcome = self.run(trajectory(0), trajectory(1, error="longer than the context"), trajectory(2))
-        assert outcome.exit_code == 0 and outcome.summary["trajectories"]["failed"] == 1
-        assert outcome.summary["trajectories"]["failures"] == {"longer than the context": 1}
-        rows = [json.loads(line) for line in outcome.trajectories.read_text().splitlines()]
-        assert [row.get("error") for row in rows] == [None, "longer than the context", None]
 
     def test_a_prompt_that_fails_often_is_listed_once(self) -> None:
         outcome = self.run(*[trajectory(1, error="no")] * 2, trajectory(0, error="no"))
