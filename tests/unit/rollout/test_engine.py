@@ -53,22 +53,7 @@ class TestOutputs:
 
         on(cluster, body)
 
-    def test_tokens_come_as_they_are_committed_and_once(self) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            handle, times = engine.submit(PROMPT, sampling(tokens=40)), []
-            tokens = []
-            for token in handle.tokens():
-                tokens.append(token.token_id)
-                times.append(cluster.bench.kernel.now)
-            assert tuple(tokens) == true_output(sampling(tokens=40), 0)
-            assert len(set(times)) > 5, "not all at the end"
-            assert [token.token_id for token in handle.tokens()] == tokens, "also when it has ended"
-
-        on(cluster, body)
-
-    def test_the_most_probable_tokens_come_with_each_token(self) -> None:
+    def test_tokens_come_once_as_they_are_committed_with_the_most_probable_ones(self) -> None:
         cluster = FakeCluster()
 
         def body(engine: Engine) -> None:
@@ -77,7 +62,12 @@ class TestOutputs:
             truth = true_output(one, 0)
             tops = tuple(tuple((token + at, -1.0 - at) for at in range(3)) for token in truth)
             handle, other = engine.submit(PROMPT, one), engine.submit(PROMPT, sampling(4))
-            streamed = list(handle.tokens())
+            streamed, times = [], set()
+            for token in handle.tokens():
+                streamed.append(token)
+                times.add(cluster.bench.kernel.now)
+            assert len(times) > 5, "not all at the end"
+            assert tuple(token.token_id for token in streamed) == truth
             assert tuple(token.top for token in streamed) == handle.result().top_logprobs == tops
             assert list(handle.tokens()) == streamed and other.result().top_logprobs is None
             assert {token.top for token in other.tokens()} == {()}

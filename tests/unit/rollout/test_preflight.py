@@ -175,15 +175,12 @@ def head(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_head_whose_card_names_another_target_is_refused(head: Path) -> None:
+def test_the_card_of_a_head_names_its_target(head: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of another shape is refused, one of the same shape warned of."""
     target = identify(str(tiny_target()))
     write_card(head, "eagle", replace(target, name="llama-x", num_layers=16), {}, [])
     with pytest.raises(ConfigError, match=r"drafters\.1\.model.*llama-x with num_layers=16.*num_layers=4"):
         export_what_drafters_read(config(head))
-
-
-def test_a_head_of_a_target_of_the_same_shape_is_warned_of(head: Path, caplog: pytest.LogCaptureFixture) -> None:
-    target = identify(str(tiny_target()))
     write_card(head, "eagle", target, {}, [])
     with caplog.at_level(logging.WARNING):
         assert export_what_drafters_read(config(head)).target.hidden_layers

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,35 +79,6 @@ def test_a_failed_save_leaves_the_older_one_and_no_trace(tmp_path: Path) -> None
         store.save(TrainState(step=2), fail)
     assert [path.name for path in tmp_path.iterdir()] == [sound.name]
     assert find_damage(sound) is None
-
-
-def test_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:
-    """A real limit on the size of files, in a process of its own."""
-    script = f"""
-import sys
-from pathlib import Path
-from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
-store = CheckpointStore(Path({str(tmp_path)!r}), 1, False)
-def write(size):
-    def fill(folder):
-        (folder / "weights").mkdir()
-        (folder / "weights" / "model.bin").write_bytes(b"x" * size)
-    return fill
-store.save(TrainState(step=1), write(1000))
-try:
-    store.save(TrainState(step=2), write(100_000))
-except OSError:
-    sys.exit(7)
-"""
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    done = subprocess.run([sys.executable, "-c", script], preexec_fn=limit)
-    assert done.returncode == 7
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-    assert find_damage(tmp_path / "step-000001") is None
 
 
 def test_going_on_from_an_earlier_step_removes_the_later_ones(tmp_path: Path) -> None:
