@@ -37,13 +37,12 @@ _WAIT_S = 0.25
 """Longest wait for any answer before the view is checked again."""
 _VIEW_INTERVAL_S = 0.5
 _VIEW_TIMEOUT_S = 5.0
-_NOTICE_TIMEOUT_S = 30.0
-_SUBMIT_TIMEOUT_S = 30.0
+_CALL_TIMEOUT_S = 30.0
+"""Longest time for an answer to another call of a verifier."""
 _SUSPECT_INTERVAL_S = 1.0
 """Time between two reports of the same verifier."""
 _MOST_SHARED = 256
 """Most finished outputs that wait for a verifier; the oldest are dropped beyond."""
-_SHARE_TIMEOUT_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
@@ -143,13 +142,13 @@ class Verifiers:
     def submit(self, link: VerifierLink, requests: Sequence[TargetRequest]) -> None:
         """Hand requests to a verifier; see `failed_submits`."""
         wake = self.wake.set
-        call = self._calls.start(link.handle, "submit", list(requests), deadline_s=_SUBMIT_TIMEOUT_S, wake=wake)
+        call = self._calls.start(link.handle, "submit", list(requests), deadline_s=_CALL_TIMEOUT_S, wake=wake)
         link.submits[call] = [(request.request_id, request.attempt) for request in requests]
 
     def notify(self, actor: Any, method: str, *arguments: Any) -> None:
         """Call without waiting for the answer. `retry_notices` must be called regularly, so that it arrives."""
         wake = self.wake.set
-        self._notices.append(self._calls.start(actor, method, *arguments, deadline_s=_NOTICE_TIMEOUT_S, wake=wake))
+        self._notices.append(self._calls.start(actor, method, *arguments, deadline_s=_CALL_TIMEOUT_S, wake=wake))
 
     def retry_notices(self) -> None:
         self._notices = [call for call in self._notices if not call.poll()]
@@ -253,7 +252,7 @@ class OutputSharing:
         waiting, self._waiting = self._waiting, {}
         for name, outputs in waiting.items():
             if link := self._links.get(name):
-                self._calls.start(link.handle, "learn", list(outputs), deadline_s=_SHARE_TIMEOUT_S, retry=False)
+                self._calls.start(link.handle, "learn", list(outputs), deadline_s=_CALL_TIMEOUT_S, retry=False)
 
 
 def _give_up(why: str, unfinished: int) -> NoReturn:
