@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 from specactor_ray.cluster.calls import Call, Calls, translate_ray_error
+from specactor_ray.core.clock import Thread
 from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Generates, Handle, Token
@@ -132,7 +133,7 @@ class EngineActor:
 
 
 class Exchange:
-    """Calls of one reader to the actor, in a thread that starts now. They are repeated until the actor is gone.
+    """Calls of one reader to the actor, in a thread. They are repeated until the actor is gone.
 
     Args:
         calls, actor: The actor, and the calls to it.
@@ -155,7 +156,11 @@ class Exchange:
         """Functions that each make a message, with its reader."""
         self._wake = calls.clock.event()
         self._cursor, self._closed = 0, False
-        self._thread = calls.clock.spawn(self._run, "engine messages")
+        self._thread: Thread | None = None
+
+    def start(self) -> None:
+        """Begin to read; messages that were put before are sent now."""
+        self._thread = self._calls.clock.spawn(self._run, "engine messages")
 
     def put(self, make: Callable[[], tuple[str, Any]]) -> None:
         """Send the result of `make`, which is called in the thread of the exchange; for any thread."""
@@ -166,7 +171,8 @@ class Exchange:
         """Send the queued messages, and end."""
         self._closed = True
         self._wake.set()
-        self._thread.join(_CALL_S)
+        if self._thread is not None:
+            self._thread.join(_CALL_S)
 
     def _run(self) -> None:
         reading: Call | None = None
@@ -207,6 +213,7 @@ class Doorman:
         self._newest: dict[str, int] = {}
         """Sender → number of its newest request; repeated ones are ignored."""
         self._exchange = Exchange(calls, actor, DRIVER, self._take, self._lost)
+        self._exchange.start()
 
     def close(self) -> None:
         self._exchange.close()
@@ -272,6 +279,7 @@ class RemoteEngine(Generates):
         """Owned by this process, so that the call fails when the process ends."""
         self._call("greet", [self._staying])
         self._exchange = Exchange(calls, actor, self._sender, self._take, self._fail)
+        self._exchange.start()
 
     def __enter__(self) -> Self:
         return self
