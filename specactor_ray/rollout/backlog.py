@@ -172,11 +172,9 @@ class Quarantine:
     """Suspects: requests whose verifier failed. They run apart from the others, in ever smaller groups, until one is
     alone; each is in a group that waits or at a verifier.
 
-    One request can crash every verifier it is given to. Other requests on that verifier must not fail with it, and
-    requests must not fail for deaths that none of them caused. Sampling is keyed, so a request that killed its verifier
-    kills the next one at the same output position: a suspect that passes that position is acquitted. A suspect that
-    runs alone, makes no progress and loses `MAX_DEATHS` verifiers in a row is the cause; more are needed if verifiers
-    fail without it at the same time, since then there is another problem.
+    Sampling is keyed, so a request that killed its verifier kills the next one at the same output position: a suspect
+    that passes that position is acquitted. A suspect that runs alone, makes no progress and loses `MAX_DEATHS`
+    verifiers in a row is the cause; more are needed if verifiers fail without it at the same time.
     """
 
     def __init__(self) -> None:

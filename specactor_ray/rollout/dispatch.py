@@ -1,8 +1,7 @@
 """Hands requests to verifiers, journals their commits, and takes requests off verifiers that die.
 
-Every admitted request is returned exactly once: finished, aborted, or failed with its reason. The cost of a step grows
-with the number of verifiers, the cost of an event is constant; work that grows with the number of requests is done at
-intervals that grow with it.
+Every admitted request is returned exactly once: finished, aborted, or failed with its reason. Work that grows with the
+number of requests is done at intervals that grow with it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ class Engine(Generates):
         """Held while the tokenizer encodes or its tokens are read, since it is not thread-safe."""
         self._lock = clock.condition()
         self.open_streams = 0
-        """Number of open streams."""
         self._arriving = self._numbers = self._streams = 0
         """Number of single requests in the inbox; of single requests and streams so far."""
         self._handles: dict[str, Handle] = {}

@@ -215,9 +215,7 @@ class Rollout(RunClient):
         Args:
             weights: A state dict, an iterable of (name, tensor), the directory of a Hugging Face checkpoint, the result
                 of `prepare_weights`, or a `WeightSet` that a trainer actor has put into the object store.
-            policy: Policy for running requests: `wait` lets them end, `keep` lets them continue with the new weights
-                after their committed tokens, `abort` ends them. Without a policy single requests end first, and no
-                stream may be open.
+            policy: See `WeightPolicy`. Without one single requests end first, and no stream may be open.
 
         Raises:
             InputError: A stream is open and no policy is given, a tensor does not fit the target, or the version of a

@@ -223,9 +223,8 @@ def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]
     return rows
 
 
-# The functions below are for another process of the cluster. `run` is the name of a run; None selects the only one.
-# `address` is `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
-# They return the name of the run, and one row per actor. Errors: ClusterError, InputError: no such cluster or run.
+# The functions below are for another process of the cluster; `run`, `address` and errors as in `Engine.connect`. They
+# return the name of the run, and one row per actor.
 
 
 def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:

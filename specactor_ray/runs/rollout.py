@@ -95,12 +95,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     """Roll out the prompts of `data.path` and write trajectories, summary and configuration.
 
     All checks that need no cluster are made before one is used. An interruption (Ctrl-C, SIGTERM) ends in order: actors
-    stop, finished trajectories are kept, the outcome has `interrupted` set.
-
-    Args:
-        config: The run; `run.name` is set if it has no value. `plan: auto` and `mode: auto` are resolved in a copy
-            before anything is written or started.
-        console: Shows the progress.
+    stop, finished trajectories are kept. Sets `run.name` if it has no value; `console` shows the progress.
 
     Raises:
         UserError: The configuration, the prompts or the cluster are wrong; no file is left behind.
@@ -156,11 +151,7 @@ def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[st
 
 
 def _encode(config: Config, prompts: Sequence[Prompt]) -> list[Encoded]:
-    """The prompts as token ids. Those that cannot be encoded fail alone, at their turn.
-
-    Raises:
-        ModelLoadError: See `_tokenizer_for`.
-    """
+    """The prompts as token ids. Those that cannot be encoded fail alone, at their turn."""
     load = functools.partial(load_tokenizer, trust_remote_code=config.target.trust_remote_code)
     return encode_prompts(_tokenizer_for(config, prompts, load), prompts, config.data.chat)
 
