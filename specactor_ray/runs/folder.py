@@ -140,6 +140,9 @@ def status_of(folder: Path) -> str | None:
 
 
 def discard_run_folder(folder: Path) -> None:
-    """Remove the configuration of a run that ended before it began, and its folders if they are empty then."""
-    (folder / CONFIG_FILE).unlink(missing_ok=True)
-    remove_if_empty(folder, folder.parent)
+    """Remove the files of a run that ended before it began, and its folders if they are empty then."""
+    partial = folder / PARTIAL_FILE
+    if not partial.exists() or not partial.stat().st_size:
+        for name in (PARTIAL_FILE, CONFIG_FILE):
+            (folder / name).unlink(missing_ok=True)
+        remove_if_empty(folder, folder.parent)

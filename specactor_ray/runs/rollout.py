@@ -199,7 +199,6 @@ def _run(
     summary: dict[str, Any] = {}
     with Rollout(config) as rollout:
         heartbeat.stop()
-        writer.keep_empty = True
         start_seconds, begin = time.monotonic() - begin, time.monotonic()
         where = f"--run {rollout.run_name} --address {rollout.address}"
         say(console, f"run {rollout.run_name}: from another terminal, specactor status {where}")

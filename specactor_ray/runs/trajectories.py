@@ -45,8 +45,6 @@ class TrajectoryWriter:
 
     def __init__(self, folder: Path) -> None:
         self._path, self.partial = folder / TRAJECTORIES_FILE, folder / PARTIAL_FILE
-        self.keep_empty = self.partial.exists()
-        """Whether a partial file without a line is kept: a run that has begun can be continued."""
         try:
             self.partial.touch(0o644)
             self._descriptor = open_regular(self.partial, os.O_RDWR)
@@ -91,13 +89,10 @@ class TrajectoryWriter:
         self._complete = True
 
     def close(self) -> None:
-        """Close the file; a partial file without a line is removed if the run never began. Idempotent."""
-        if self._descriptor < 0:
-            return
-        os.close(self._descriptor)
+        """Close the file. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
         self._descriptor = -1
-        if not self._complete and self.count == 0 and not self.keep_empty:
-            self.partial.unlink(missing_ok=True)
 
     def _drop_half_a_line(self) -> None:
         if self._torn:

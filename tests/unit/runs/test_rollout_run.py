@@ -29,8 +29,6 @@ from tests.tiny import tiny_draft, tiny_target
 
 class TestWriter:
     def test_the_name_is_given_when_all_is_there(self, tmp_path: Path) -> None:
-        TrajectoryWriter(tmp_path).close()
-        assert list(tmp_path.iterdir()) == [], "nothing was written"
         path = tmp_path / "trajectories.jsonl"
         with TrajectoryWriter(tmp_path) as writer:
             for number in range(3):
