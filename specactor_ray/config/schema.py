@@ -307,7 +307,7 @@ class ElasticConfig:
 
 @dataclass
 class DataConfig:
-    """Prompts and outputs."""
+    """Prompts."""
 
     path: str | None = not_empty()
     """Prompts: `.jsonl` (objects with `prompt` or chat `messages`) or a text file (one prompt per line). Training also
@@ -316,8 +316,6 @@ class DataConfig:
     """Samples per prompt (the group size)."""
     limit: int | None = at_least(1, default=None)
     """Use only the first prompts, up to this number."""
-    output: str | None = not_empty()
-    """Trajectories as JSONL. Default: `trajectories.jsonl` in the run's folder. Never overwritten."""
     chat: bool = True
     """Wrap `prompt` as one user message of the model's chat template, if it has one."""
     system_prompt: str | None = None

@@ -111,13 +111,5 @@ def check_memory(config: Config, plan: Sequence[MemoryItem], available: float, f
         raise ConfigError("memory", problem, fix)
 
 
-def memory_lines(config: Config, plan: Sequence[MemoryItem] | None = None) -> list[str]:
-    """Memory need of a run on this machine's CPU (default: a rollout), and free memory; no line for other runs."""
-    if not _judged(config):
-        return []
-    needed = sum(item.num_bytes for item in plan or plan_rollout_memory(config))
-    return [f"memory: about {gib(needed)} will be held, and {gib(available_bytes())} are free now"]
-
-
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"

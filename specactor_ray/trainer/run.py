@@ -26,7 +26,6 @@ from specactor_ray.rollout.memory import (
     MemoryItem,
     check_memory,
     gib,
-    memory_lines,
     plan_rollout_memory,
 )
 from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
@@ -77,7 +76,7 @@ def train(config: Config, console: Console, enough: Callable[[], bool] = lambda:
             return _train(config, run, stream, console, enough)
         except BaseException as error:
             run.close()
-            if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists() or run.lost):
+            if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists()):
                 discard_run_folder(run.folder)
                 if isinstance(error, KeyboardInterrupt):
                     say(console, "interrupted before the first step; nothing was kept")
@@ -120,7 +119,7 @@ def _train(
                 trainer=trainer,
                 maker=ahead or maker,
                 record=record,
-                saver=Saver(run.store, trainer.save, run.state, run.is_saved, run.check_lease),
+                saver=Saver(run.store, trainer.save, run.state, run.is_saved),
                 taught=None if taught is None else taught.method,
                 say=lambda line: say(console, line),
                 enough=enough,
@@ -180,8 +179,6 @@ def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], con
     """Print the run, the checkpoint it continues from, and its memory need."""
     for item in memory:
         say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
-    for line in memory_lines(config, memory):
-        say(console, line)
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")

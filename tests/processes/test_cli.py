@@ -67,8 +67,6 @@ class TestUserErrors:
         "no such prompts": (["data.path=none.jsonl"], "there is no file none.jsonl"),
         "empty prompts": (["data.path=empty.jsonl"], "empty.jsonl: no prompts in it"),
         "no data.path": (["data.path=null"], "data.path: is not set."),
-        "existing output": (["data.path=good.jsonl", "data.output=there.jsonl"], "there.jsonl exists and is never"),
-        "output in a file": (["data.path=good.jsonl", "data.output=there.jsonl/x"], "there.jsonl is not a folder"),
         "unknown key": (["data.paht=good.jsonl"], "data.paht: unknown key. Did you mean data.path?"),
         "a seed of 5,000 digits": (["sampling.seed=" + "1" * 5000], "sampling.seed: '1111"),
         "a mistyped key of a prompt": (
@@ -92,7 +90,6 @@ class TestUserErrors:
             ["data.path=good.jsonl", "run.dir=/proc/x"],
             "cannot be written to (No such file or directory); name another folder",
         ),
-        "output in no folder": (["data.path=good.jsonl", "data.output=no/x.jsonl"], "data.output: there is no folder"),
     }
 
     @pytest.mark.parametrize("name", CASES)

@@ -272,7 +272,6 @@ class TestRangesAndContradictions:
             (["sampling.temperature=-1"], "sampling.temperature", "from 0 to 1e30"),
             (["sampling.seed=-1"], "sampling.seed", "from 0 to 2**64 - 1"),
             (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids", "token ids, each from 0"),
-            (["data.path=a.jsonl", "data.output=a.jsonl"], "data.output", "another file"),
             (["run.log_level=LOUD"], "run.log_level", "DEBUG, INFO, WARNING, ERROR"),
             (["run.name=a/b"], "run.name", "letters"),
             ([NGRAM, "drafters.0.shared_noise=false"], "drafters.0.shared_noise", "leave it out"),

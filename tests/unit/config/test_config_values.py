@@ -141,7 +141,6 @@ class TestReferences:
             (["run.name=${data.${oc.env:SECRET}}"], "run.name"),
             (['run.name=${oc.decode:"[${oc.env:SECRET}"}'], "run.name"),
             (["data.options.a=${oc.env:SECRET}", "target.dtype=${data.options.a}"], "target.dtype"),
-            (["data.path=${oc.env:SECRET}", "data.output=${data.path}"], "data.output"),
             (["drafters=[{method: '${oc.env:SECRET}'}]"], "drafters.0.method"),
             (["cluster.address=${oc.env:SECRET}"], "cluster.address"),
             (["reward.functions=[{weight: '${oc.env:SECRET}'}]"], "reward.functions.0.weight"),
