@@ -1,7 +1,7 @@
 """The verifier's side of drafting: the table of requests, the drafters in its seats, and the messages between them.
 
-Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `verify_lengths.py`,
-`waiting.py` and `racing.py`.
+Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `policy.py`
+and `racing.py`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import Branches, CommitBatch, DraftOpen, Features, TailBatch
 from specactor_ray.verify._kernels import Committed
+from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import Assigner
 from specactor_ray.verify.table import Acceptance, RequestTable
-from specactor_ray.verify.verify_lengths import Drafter, DraftPolicy
 
 _KEPT_POSITIONS = 2048
 """Number of newest positions of each request whose hidden states are kept for drafters that join later."""
@@ -245,7 +245,6 @@ class Drafting:
         news since their last turn at their turn only."""
         for seat in self._seats.values():
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
-            seat.trip_s = seat.link.trip_s
             if models_turn or not seat.takes_turns:
                 seat.link.offer(functools.partial(seat.news, self.verifier_id))
             else:

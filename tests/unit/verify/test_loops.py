@@ -31,8 +31,7 @@ from specactor_ray.transport.messages import Features
 from specactor_ray.verify import racing
 from specactor_ray.verify.drafting import Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.verify_lengths import DraftPolicy
-from specactor_ray.verify.waiting import Suspension
+from specactor_ray.verify.policy import DraftPolicy, Suspension
 from tests.fakes.loops import Bench, eagle, engine, proposers, ragged, truth_of
 from tests.fakes.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
