@@ -36,5 +36,5 @@ def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: flo
     if config.backend == "vllm":
         from specactor_ray.target.vllm import VllmEngine
 
-        return VllmEngine.from_config(config, max_drafts)
+        return VllmEngine(config, max_drafts)
     raise ConfigError("target.backend", f"unknown backend {config.backend!r}; known: {', '.join(BACKENDS)}.")

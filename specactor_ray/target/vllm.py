@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,63 +14,33 @@ import numpy as np
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import places
-from specactor_ray.models.cache_size import GIB, beside_the_cache, device_bytes
-from specactor_ray.models.loading import load_eos_token_ids, resolve_model, weight_shapes
+from specactor_ray.models.loading import load_eos_token_ids, weight_shapes
 from specactor_ray.models.packed_linear import check_names_and_shapes
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows
-from specactor_ray.target.vllm_bridge import CoreSettings, EngineCoreHandle
+from specactor_ray.target.vllm_bridge import EngineCoreHandle
 
 
 class VllmEngine:
     """`TargetEngine` over vLLM's engine core in this process.
 
     Args:
-        settings: Settings of the core.
-        eos_token_ids: Ids that end an output unless the request ignores them.
+        config: The target's section, with a data type and a cache size.
+        max_drafts: Most draft tokens of a request in one step.
 
     Raises:
-        ConfigError: vLLM is missing or has an untested version.
-        ModelLoadError: vLLM does not support the model with these settings.
+        ConfigError, ModelLoadError: See `EngineCoreHandle`.
     """
 
-    def __init__(self, settings: CoreSettings, eos_token_ids: Sequence[int] = ()) -> None:
-        self._core = EngineCoreHandle(settings)
-        self._settings = settings
+    def __init__(self, config: TargetConfig, max_drafts: int) -> None:
+        self._core = EngineCoreHandle(config, max_drafts)
+        self._config, self._max_drafts = config, max_drafts
         self.vocab_size, self.max_model_len = self._core.vocab_size, self._core.max_model_len
         self.weight_version = 0
-        self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids)
+        eos = load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code)
+        self._rows = EngineRows(self.vocab_size, self.max_model_len, eos)
         self._decoding: np.ndarray | None = None
         """Rows that decode; None after a change."""
-
-    @classmethod
-    def from_config(cls, config: TargetConfig, max_drafts: int) -> VllmEngine:
-        """Load the configured model.
-
-        Args:
-            config: The target's section, with a data type and a cache size.
-            max_drafts: Most draft tokens of a request in one step.
-        """
-        cache = int(config.kv_cache_gb * GIB)
-        share = (beside_the_cache(config) + cache) / device_bytes() if config.gpus else None
-        settings = CoreSettings(
-            str(resolve_model(config.model)),
-            config.dtype,
-            config.max_model_len,
-            config.max_batch,
-            config.max_step_tokens,
-            cache,
-            max_drafts,
-            tuple(config.hidden_layers),
-            config.record_margins,
-            config.trust_remote_code,
-            config.compiled,
-            config.tensor_parallel,
-            config.cores,
-            None if share is None else min(1.0, share),
-            config.engine_arguments,
-        )
-        return cls(settings, load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code))
 
     def add(self, row: int, request: TargetRequest) -> Finish | None:
         if (finish := self._rows.open(row, request)) is not None:
@@ -95,12 +65,12 @@ class VllmEngine:
 
     def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
         begin = time.perf_counter()
-        rows, most = self.decoding(), self._settings.max_drafts
-        firsts, lengths = self._rows.cut(rows, drafts, most, self._settings.max_step_tokens - len(rows))
+        rows = self.decoding()
+        firsts, lengths = self._rows.cut(rows, drafts, self._max_drafts, self._config.max_step_tokens - len(rows))
         self._decoding = None
         done = self._core.step(rows, lengths, drafts.tokens[places(firsts, lengths)])
         forward_s = time.perf_counter() - begin - done.sampling_s
-        margins, sampled = self._settings.record_margins, done.sampled
+        margins, sampled = self._config.record_margins, done.sampled
         result = self._rows.commit(done.rows[sampled], done.drafted[sampled], done.found, margins, done.tops)
         if done.states is not None:
             result.states = self._rows.export(done.states, done.rows, done.firsts, done.counts)
@@ -123,7 +93,7 @@ class VllmEngine:
     @functools.cached_property
     def _expected_weights(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Shapes and ties of weights, which no update changes."""
-        return weight_shapes(self._settings.model, trust_remote_code=self._settings.trust_remote_code)
+        return weight_shapes(self._config.model, trust_remote_code=self._config.trust_remote_code)
 
     def reset_prefix_cache(self) -> None:
         self._core.reset_prefix_cache()

@@ -1,7 +1,7 @@
 """vLLM's engine core in this process.
 
 Only this module and `vllm_worker.py`, its counterpart in vLLM's workers, import vLLM and use its non-public parts, in
-the versions of `vllm_version.TESTED_VERSIONS`. This module uses `EngineCore`, stepped directly; `running` and
+the versions of `vllm_settings.TESTED_VERSIONS`. This module uses `EngineCore`, stepped directly; `running` and
 `update_draft_token_ids` of its scheduler; `sample_tokens` of its executor. `tests/vllm/test_contract.py` names the part
 when one of them changes. `docs/design/vllm.md` gives the reasons.
 """
@@ -26,50 +26,19 @@ import numpy as np
 import psutil
 import torch
 
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.environment import fall_back
 from specactor_ray.core.errors import ConfigError, ModelLoadError, clipped
 from specactor_ray.core.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
 from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams, TopTokens
-from specactor_ray.models.loading import locate_model
 from specactor_ray.sampling.keyed import Found
-from specactor_ray.target.vllm_graphs import GRAPH_ARGUMENTS, graph_arguments
-from specactor_ray.target.vllm_version import require_vllm
+from specactor_ray.target.vllm_settings import KEY, engine_arguments, require_vllm, set_environment
 
 logger = logging.getLogger(__name__)
 
 _IN_MEMORY = "/dev/shm"
 _RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
-KEY = "specactor"
-"""Key of this package's data in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoreSettings:
-    """Settings of the engine core."""
-
-    model: str
-    dtype: str
-    max_model_len: int | None
-    max_batch: int
-    max_step_tokens: int
-    kv_cache_bytes: int
-    """Bytes of the cache of each rank."""
-    max_drafts: int
-    """Most draft tokens of a request in one step; 0 disables speculation."""
-    hidden_layers: tuple[int, ...] = ()
-    record_margins: bool = False
-    trust_remote_code: bool = False
-    compiled: bool = True
-    """Whether vLLM compiles the model at its start."""
-    tensor_parallel: int = 1
-    """Number of ranks. A single rank is in this process; several ranks have their own processes."""
-    cores: int = 1
-    """CPU cores of all ranks together; ignored for one rank, which has the cores of this process."""
-    gpu_share: float | None = None
-    """Share of each GPU's memory that a rank takes in total; None on CPUs."""
-    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs`, beside those from the other fields."""
 
 
 @dataclass(slots=True)
@@ -104,12 +73,18 @@ _NOTHING = CoreStep(_NONE, _NONE, _NONE, _NONE, _NONE > 0, Found(np.empty((0, 5)
 
 
 class EngineCoreHandle:
-    """vLLM's engine core, in this process."""
+    """vLLM's engine core, in this process. Arguments: see `engine_arguments`.
 
-    def __init__(self, settings: CoreSettings) -> None:
+    Raises:
+        ConfigError: vLLM is missing, has an untested version, or refuses a value of `target.engine_arguments`.
+        ModelLoadError: vLLM does not support the model with these settings.
+    """
+
+    def __init__(self, config: TargetConfig, max_drafts: int) -> None:
         require_vllm()
-        _set_environment(settings)
-        if settings.gpu_share is not None:
+        set_environment(config)
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+        if config.gpus:
             fall_back(logger, "vLLM runs its V1 model runner, which takes drafts from the host; V2 does not yet")
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
@@ -117,20 +92,19 @@ class EngineCoreHandle:
 
         remove_what_killed_ones_left()
         others = _shared_memory()
+        arguments = engine_arguments(config, max_drafts, f"{__name__}.{NothingProposed.__name__}")
         try:
-            config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
+            settings = EngineArgs(**arguments).create_engine_config()
             with kernel_scan_without_llvmlite():
-                self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+                self._core = EngineCore(settings, Executor.get_class(settings), log_stats=False)
         except (ValueError, RuntimeError) as error:  # vLLM's checks of the model and its settings raise both
-            _name_argument(error, settings.engine_arguments)
-            hint = ""
-            if "cache" in str(error).lower():
-                hint = (
-                    " Fix: raise target.kv_cache_gb (what vLLM calls its cache memory), or lower target.max_model_len."
-                )
-            raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}{hint}") from error
+            _name_argument(error, config.engine_arguments)
+            fix = " Fix: raise target.kv_cache_gb (what vLLM calls its cache memory), or lower target.max_model_len."
+            reason = " ".join(str(error).split())[:400] or type(error).__name__
+            hint = fix if "cache" in str(error).lower() else ""
+            raise ModelLoadError(f"vllm cannot serve {config.model}: {reason}{hint}") from error
         self._scheduler: Any = self._core.scheduler
-        self._ranks = settings.tensor_parallel
+        self._ranks = config.tensor_parallel
         self._done: CoreStep | None = None
         self._watch(self._core.model_executor)
         self._ids: dict[int, str] = {}
@@ -140,8 +114,8 @@ class EngineCoreHandle:
         self._drafted = False
         """Whether the last step had drafts."""
         self._record = record_shared_memory(others) if self._ranks > 1 else None
-        self.vocab_size = int(config.model_config.get_vocab_size())
-        self.max_model_len = int(config.model_config.max_model_len)
+        self.vocab_size = int(settings.model_config.get_vocab_size())
+        self.max_model_len = int(settings.model_config.max_model_len)
 
     def _watch(self, executor: Any) -> None:
         """Read the data that the worker attaches to vLLM's outputs."""
@@ -314,78 +288,6 @@ def _folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _cores_of_ranks(settings: CoreSettings) -> str:
-    """Core ids of each rank in the format of vLLM's CPU build: ranks are separated by `|`."""
-    usable = sorted(os.sched_getaffinity(0))[: settings.cores]
-    share = max(1, len(usable) // settings.tensor_parallel)
-    starts = range(0, share * settings.tensor_parallel, share)
-    return "|".join(",".join(str(usable[(start + i) % len(usable)]) for i in range(share)) for start in starts)
-
-
-def _set_environment(core: CoreSettings) -> None:
-    """Set variables for this process and its ranks only. A single rank is in this process, whose threads the actor has
-    bound already."""
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about intended settings
-    }
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if core.tensor_parallel == 1 else _cores_of_ranks(core)
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-
-
-def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
-    source, revision = locate_model(settings.model)
-    arguments: dict[str, Any] = {
-        "model": str(source),
-        "revision": revision,
-        "code_revision": revision,
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_batch,
-        "max_num_batched_tokens": max(settings.max_step_tokens, settings.max_batch),
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "trust_remote_code": settings.trust_remote_code,
-        "skip_tokenizer_init": True,
-        "enable_chunked_prefill": True,
-        # States of positions that are found in the cache are never computed.
-        "enable_prefix_caching": not settings.hidden_layers,
-        "async_scheduling": False,
-        "enforce_eager": not settings.compiled,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
-        "generation_config": "vllm",
-        "use_tqdm_on_load": False,
-        "enable_sleep_mode": torch.cuda.is_available(),  # frees nothing on CPUs
-        "disable_log_stats": True,
-        "worker_cls": "specactor_ray.target.vllm_worker.KeyedWorker",
-        "additional_config": {
-            KEY: {"hidden_layers": list(settings.hidden_layers), "record_margins": settings.record_margins}
-        },
-    }
-    if settings.gpu_share is not None:
-        # Share of memory that must be free when vLLM starts; 0.92 by default.
-        arguments["gpu_memory_utilization"] = settings.gpu_share
-    if settings.max_drafts:
-        proposer = f"{__name__}.{NothingProposed.__name__}"
-        arguments["speculative_config"] = {
-            "method": "custom_class",
-            "model": proposer,
-            "num_speculative_tokens": settings.max_drafts,
-        }
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    graphs = graph_arguments(
-        capability, settings.compiled, settings.max_batch, settings.max_drafts, arguments["max_num_batched_tokens"]
-    )
-    if not GRAPH_ARGUMENTS & settings.engine_arguments.keys():
-        arguments |= graphs
-    return {**arguments, **settings.engine_arguments}
-
-
 def _name_argument(error: Exception, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError where vLLM's error is about a value of `target.engine_arguments`."""
     from pydantic import ValidationError
@@ -393,11 +295,9 @@ def _name_argument(error: Exception, arguments: Mapping[str, Any]) -> None:
     for problem in error.errors() if isinstance(error, ValidationError) else ():
         name = str(problem["loc"][-1]) if problem["loc"] else ""
         if name in arguments:
-            key, what = (
-                f"target.engine_arguments.{name}",
-                f"{clipped(arguments[name])} is refused by vLLM: {problem['msg']}.",
-            )
-            raise ConfigError(key, what, "use a value that vLLM takes, or leave it out.") from error
+            what = f"{clipped(arguments[name])} is refused by vLLM: {problem['msg']}."
+            fix = "use a value that vLLM takes, or leave it out."
+            raise ConfigError(f"target.engine_arguments.{name}", what, fix) from error
 
 
 @contextlib.contextmanager
@@ -421,7 +321,3 @@ def kernel_scan_without_llvmlite() -> Iterator[None]:
             yield
     finally:
         dispatcher.sys = real
-
-
-def _first_lines(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400] or type(error).__name__

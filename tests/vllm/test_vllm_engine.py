@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.loading import load_eos_token_ids
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.vllm import VllmEngine
-from specactor_ray.target.vllm_bridge import CoreSettings
 from tests.exact_distribution import assert_sampled_from
 from tests.tiny import tiny_prompt_ids, tiny_vllm_target
 from tests.unit.engine_conformance import Collected, Driver, Guess, ModelConformance, noisy_oracle, requests, run
@@ -41,12 +40,11 @@ def raw(**limits: Any) -> VllmEngine:
         "max_model_len": 256,
         "max_batch": 16,
         "max_step_tokens": 512,
-        "kv_cache_bytes": 32 << 20,
-        "max_drafts": 64,
+        "kv_cache_gb": 1 / 32,
         "compiled": False,  # starts faster
         **limits,
     }
-    engine = VllmEngine(CoreSettings(**settings), load_eos_token_ids(settings["model"]))
+    engine = VllmEngine(TargetConfig(**settings), max_drafts=64)
     _engines.append(engine)
     return engine
 
@@ -264,20 +262,20 @@ def test_a_step_moves_logits_alone_between_devices(monkeypatch: pytest.MonkeyPat
 def test_memory_pressure_preempts_without_changing_tokens() -> None:
     batch = requests(6, 1.0, max_tokens=180, ignore_eos=True)
     results, preempted = [], []
-    for cache_bytes in (32 << 20, 400 << 10):
-        engine = make(kv_cache_bytes=cache_bytes)
+    for kilobytes in (32 << 10, 400):
+        engine = make(kv_cache_gb=kilobytes / (1 << 20))
         for request in batch:
             engine.add(request)
         decoded: set[str] = set()
         collected = Collected()
         while engine.has_work():
             decoding = set(engine.decoding())
-            preempted.append((cache_bytes, decoded - decoding - set(collected.reasons)))
+            preempted.append((kilobytes, decoded - decoding - set(collected.reasons)))
             decoded |= decoding
             collected.step(engine)
         results.append(collected.tokens)
     assert results[0] == results[1]
-    assert {size for size, requests_ in preempted if requests_} == {400 << 10}, "only the small cache is short of room"
+    assert {size for size, requests_ in preempted if requests_} == {400}, "only the small cache is short of room"
 
 
 def test_logits_that_cannot_be_sampled_from_end_their_requests_alone() -> None:

@@ -365,7 +365,7 @@ def test_more_cores_than_there_are_is_said_before_anything_starts(tmp_path: Path
 
 
 def test_peers_need_vllm_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specactor_ray.target.vllm_version.DISTRIBUTIONS", ())
+    monkeypatch.setattr("specactor_ray.target.vllm_settings.DISTRIBUTIONS", ())
     settings = config()
     settings.cluster.num_cpus = 2
     report, console = tmp_path / "bench.json", Console(file=io.StringIO())

@@ -207,7 +207,7 @@ def test_unsampleable_logits_fail_that_request_alone() -> None:
         output = forward(rows, counts, tokens, num_logits)
         ends = np.cumsum(num_logits)
         for row, count, end in zip(rows, num_logits, ends, strict=True):
-            if row == engine._cached.get(engine.row("r1")):
+            if row == engine._admission._cached.get(engine.row("r1")):
                 with torch.inference_mode():
                     output.logits[end - count : end] = float("nan")
         return output
