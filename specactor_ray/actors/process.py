@@ -72,7 +72,7 @@ class ActorHost:
     @collected_once()
     def build_engine(self, spec: VerifierSpec) -> TargetEngine:
         """The target engine of a verifier; loads the model."""
-        from specactor_ray.draft.footprint import footprint
+        from specactor_ray.draft.proposer import footprint
         from specactor_ray.models.cache_size import device_bytes
         from specactor_ray.target.registry import build_engine
 

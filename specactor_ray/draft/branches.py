@@ -121,12 +121,10 @@ class BranchTable:
         the fewest tokens to read first, then branches of `ahead`. Main chains with room in their tails are taken in any
         case, other chains by the chance that their next token is needed. New branches have one token and no row.
 
-        Args:
-            reading, ahead: bool `(slots,)`: slots that read first, and slots whose chains are extended.
-            backlogs: int64 `(slots,)`: tokens that a main chain reads, at least 1.
-            longest: Most tokens of a line.
-            forward_s: float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... chains; if given, only as many
-                chains are taken as give the most needed tokens per second.
+        `reading`, `ahead`, bool `(slots,)`: slots that read first, and slots whose chains are extended. `backlogs`,
+        int64 `(slots,)`: tokens that a main chain reads, at least 1. `longest`: most tokens of a line. `forward_s`,
+        float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... chains; if given, only as many chains are taken as
+        give the most needed tokens per second.
         """
         slots = reading, ahead, backlogs
         return Chains(*kernels.plan(self.arrays, mirrors.arrays, tips, longest, forward_s, *slots, budget))
@@ -141,13 +139,8 @@ class BranchTable:
         rows: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens that chains read, int32 `(sum of counts,)`; by chain the index in the line of the next token, and
-        whether all tokens before that one are then read.
-
-        Args:
-            origins: int64 `(slots,)`: index in the line of the first token in the cache.
-            cached: int64 `(rows,)`: tokens of each row of the cache.
-            rows: int64 `(n,)`: row of each chain.
-        """
+        whether all tokens before that one are then read. int64: `origins` `(slots,)`, index in the line of the first
+        token in the cache; `cached`, tokens of each row of the cache; `rows` `(n,)`, row of each chain."""
         slots, numbers, _, counts = chains
         found: tuple[np.ndarray, np.ndarray, np.ndarray]
         found = kernels.read(self.arrays, mirrors.arrays, tips, origins, cached, slots, numbers, counts, rows)
@@ -167,15 +160,8 @@ class BranchTable:
         self, mirrors: MirrorTable, tips: np.ndarray, chains: Chains, tokens: np.ndarray, gaps: np.ndarray
     ) -> np.ndarray:
         """Append the token that each chain drafted, and update `tips`; chains that were given up are left out.
-
-        Args:
-            tokens: int32 `(n, 1 + RANKS)`, or `(n, 1)` without branches: that token and the other candidates, -1 where
-                there is none.
-            gaps: int32 `(n,)`: see `ranges_of`.
-
-        Returns:
-            bool `(n,)`: False where a tail did not change.
-        """
+        `tokens`, int32 `(n, 1 + RANKS)`, or `(n, 1)` without branches: that token and the other candidates, -1 where
+        there is none; `gaps`: see `ranges_of`. Returns bool `(n,)`: False where a tail did not change."""
         changed: np.ndarray
         changed = kernels.append(self.arrays, mirrors.arrays, tips, chains.slots, chains.numbers, tokens, gaps)
         return changed

@@ -18,15 +18,6 @@ _SAMPLED = 1024
 """Most values of a tensor in a checksum, evenly spread."""
 
 
-def is_alarmed(traits: Traits, was: bool, missed: int) -> bool:
-    """Whether `missed` draft tokens since the last right one raise the alarm, or keep it (`was`).
-
-    Methods without weights have no alarm: a lookup finds nothing right where outputs do not repeat.
-    """
-    has_weights = traits.checkpoint is not Checkpoint.NONE or (traits.draws_noise and not traits.looks_up)
-    return has_weights and missed >= (1 if was else ENOUGH)
-
-
 def checksum(state_dict: Mapping[str, Any]) -> str:
     """Checksum of names and sampled values of tensors, on any device: eight hex digits, or empty without tensors."""
     total = 0
@@ -60,10 +51,14 @@ class Failures:
 
 
 class Health:
-    """Counts since the newest weights, and the alarm of a drafter. Not thread-safe, except `to_dict`."""
+    """Counts since the newest weights, and the alarm of a drafter. Not thread-safe, except `to_dict`.
+
+    Methods without weights have no alarm: a lookup finds nothing right where outputs do not repeat.
+    """
 
     def __init__(self, drafter_id: str, method: str, traits: Traits) -> None:
-        self._drafter_id, self._method, self._traits = drafter_id, method, traits
+        self._drafter_id, self._method = drafter_id, method
+        self._has_weights = traits.checkpoint is not Checkpoint.NONE or (traits.draws_noise and not traits.looks_up)
         self._version, self._checksum = 0, ""
         self._tried = self._right = self._missed = 0
         self._seen = (0, 0)
@@ -82,7 +77,7 @@ class Health:
         self._seen = tried, right
         self._tried, self._right = self._tried + tries, self._right + hits
         self._missed = 0 if hits else self._missed + tries
-        was, self._alarm = self._alarm, is_alarmed(self._traits, self._alarm, self._missed)
+        was, self._alarm = self._alarm, self._has_weights and self._missed >= (1 if self._alarm else ENOUGH)
         name = f"{self._drafter_id} ({self._method})"
         if self._alarm and not was:
             return (

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of
+from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of, reads_head
 from specactor_ray.core.errors import ConfigError, SpecActorError, clipped, clipped_text
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.transport.messages import NO_BRANCHES, Branches, Features, FinishedOutput
 
 if TYPE_CHECKING:
     from specactor_ray.config.methods import DrafterSpec
-    from specactor_ray.config.schema import TargetConfig
+    from specactor_ray.config.schema import DrafterConfig, TargetConfig
 
 
 class Tails(NamedTuple):
@@ -92,25 +92,17 @@ class Proposer(abc.ABC):
         sampling: SamplingParams,
         window: int,
     ) -> None:
-        """Start a mirror of this request, replacing one in the same slot.
-
-        Args:
-            slot: 0 or more, and below the largest number of requests ever open at once.
-            request_id: Unique; one that returns continues the same output.
-            window: Most tokens of the tail.
-        """
+        """Start a mirror of this request, replacing one in the same `slot`: 0 or more, and below the largest number of
+        requests ever open at once. A `request_id` that returns continues the same output; `window`: most tokens of the
+        tail."""
 
     @abc.abstractmethod
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Take final output tokens of `n` requests: keep the parts of the tails that agree, drop the rest. Idempotent.
 
-        Args:
-            slots, starts, lengths: int32 `(n,)`; `starts` are output positions of first tokens.
-            tokens: int32 `(sum of lengths,)`, request by request.
-
-        Returns:
-            bool `(n,)`: False where the slot is not open, tokens before `start` are missing (a gap), or the tokens
-            contradict committed tokens; the request is then opened again.
+        int32 `(n,)` each: `slots`, `starts` (output positions of first tokens) and `lengths`; `tokens` are those of all
+        requests in turn. Returns bool `(n,)`: False where the slot is not open, tokens before `start` are missing (a
+        gap), or the tokens contradict committed tokens; the request is then opened again.
         """
 
     @abc.abstractmethod
@@ -146,12 +138,8 @@ class Proposer(abc.ABC):
 
 
 def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
-    """Build the configured proposer for this target on `device` (`cpu` or `cuda`).
-
-    Raises:
-        ConfigError: There is no such method, or a user's own class cannot be made.
-        ModelLoadError: Its model cannot be loaded or served.
-    """
+    """Build the configured proposer for this target on `device` (`cpu` or `cuda`). ConfigError: there is no such method,
+    or a user's own class cannot be made. ModelLoadError: its model cannot be loaded or served."""
     key, method = "drafters.N.method", clipped_text(config.method)
     proposer_class: type[Proposer] = class_of(config.method, key)
     try:
@@ -168,3 +156,22 @@ def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Pr
         fix = "set method and vocab_size in the class, and call super().__init__() in its constructor."
         raise ConfigError(key, f"{method} is made without {', '.join(missing)}.", fix)
     return proposer
+
+
+def footprint(drafter: DrafterConfig, target: TargetConfig, total: float | None) -> float:
+    """Bytes of weights and cache of one drafter, whose data type is resolved; 0 without a model. `total`: bytes of its
+    GPU; None on the CPU."""
+    from specactor_ray.models.cache_size import count_parameters, drafter_cache_bytes
+    from specactor_ray.models.loading import parse_dtype
+
+    if not drafter.model:
+        return 0.0
+    if reads_head(drafter.method):
+        from specactor_ray.draft.eagle.checkpoint import empty_head
+
+        head = empty_head(drafter.model, target)
+        size, text = sum(parameter.numel() for parameter in head.parameters()), head.config.text
+    else:
+        size, text = count_parameters(drafter.model, drafter.trust_remote_code)
+    itemsize = parse_dtype(drafter.dtype, total is not None).itemsize
+    return float(size * itemsize + drafter_cache_bytes(drafter, text, itemsize, total))

@@ -8,6 +8,7 @@ has a row from `add` to its end or `remove`; drafts and results are arrays with 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -90,12 +91,8 @@ class States(NamedTuple):
             yield row, start, states.copy()
 
 
-def _no_integers() -> np.ndarray:
-    return np.zeros(0, np.int32)
-
-
-def _no_floats() -> np.ndarray:
-    return np.zeros(0, np.float32)
+_no_integers = functools.partial(np.zeros, 0, np.int32)
+_no_floats = functools.partial(np.zeros, 0, np.float32)
 
 
 @dataclass(slots=True)
@@ -156,17 +153,12 @@ class TargetEngine(Protocol):
     def add(self, row: int, request: TargetRequest) -> Finish | None:
         """Queue a request for admission, unless its committed tokens end its output.
 
-        Args:
-            row: Its number from now on: a small number that no other request of the engine has; it may be used again
-                when the request has ended.
-            request: The request.
-
-        Returns:
-            The end of the output by the committed tokens, in which case nothing was queued; else None.
+        `row` is its number from now on: a small one that no other request of the engine has, and that may be used again
+        when the request has ended. Returns the end of the output by the committed tokens, if nothing was queued.
 
         Raises:
-            InputError: The request can never run (token id out of range, prompt longer than the context, more cache
-                than the memory budget). Nothing was queued; other requests are unaffected.
+            InputError: The request can never run (token id out of range, prompt longer than the context or the cache).
+                Nothing was queued; other requests are unaffected.
         """
 
     def remove(self, row: int) -> None:
@@ -183,21 +175,14 @@ class TargetEngine(Protocol):
         ignored."""
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """Replace the weights (Hugging Face names → tensors) and drop caches of the old ones.
-
-        Raises:
-            InputError: A name or shape does not fit; nothing was changed.
-        """
+        """Replace the weights (Hugging Face names → tensors) and drop caches of the old ones. InputError: a name or
+        shape does not fit; nothing was changed."""
 
     def reset_prefix_cache(self) -> None:
         """Drop the contexts of ended requests; for benchmarks."""
 
     def sleep(self) -> None:
-        """Free the cache's memory until `wake`; for trainers that share the device.
-
-        Raises:
-            InputError: Requests are running.
-        """
+        """Free the cache's memory until `wake`; for trainers that share the device. InputError: requests are running."""
 
     def wake(self) -> None:
         """Allocate the memory again. Idempotent."""

@@ -116,7 +116,8 @@ class HfEngine:
 
     def decoding(self) -> np.ndarray:
         rows, cached = self._admission.admitted()
-        return rows[self._rows.length[rows] - cached == 1]
+        decoding: np.ndarray = rows[self._rows.length[rows] - cached == 1]
+        return decoding
 
     @property
     def preemptions(self) -> int:

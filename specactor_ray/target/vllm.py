@@ -106,10 +106,6 @@ class VllmEngine:
     def wake(self) -> None:
         self._core.wake()
 
-    def count_graphs(self, counts: dict[str, int]) -> None:
-        """See `EngineCoreHandle.count_graphs`."""
-        self._core.count_graphs(counts)
-
     def close(self) -> None:
         for row in list(self._rows.requests):
             self.remove(row)

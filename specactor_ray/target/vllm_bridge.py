@@ -129,15 +129,8 @@ class EngineCoreHandle:
         executor.sample_tokens = sample
 
     def add(self, row: int, token_ids: Sequence[int], sampling: SamplingParams, prompt: int, max_tokens: int) -> None:
-        """Queue a request.
-
-        Args:
-            row: A free row.
-            token_ids: Prompt and tokens committed earlier.
-            sampling: Its sampling parameters.
-            prompt: Number of prompt tokens in `token_ids`.
-            max_tokens: Most tokens that it may still generate.
-        """
+        """Queue a request in a free row. `token_ids`: prompt and tokens committed earlier, of which `prompt` are of the
+        prompt; `max_tokens`: most tokens that it may still generate."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
@@ -198,19 +191,6 @@ class EngineCoreHandle:
                 scores = one.new_prompt_logprobs_tensors.logprobs[:, 0]
                 self._done.prompt_logprobs[self._row_of[one.request_id]] = scores.numpy()
         return self._done
-
-    def count_graphs(self, counts: dict[str, int]) -> None:
-        """Count the plans of steps from now on by their CUDA graphs: `FULL`, `PIECEWISE` or `NONE`. For a single rank
-        only."""
-        dispatcher = self._core.model_executor.driver_worker.worker.model_runner.cudagraph_dispatcher
-        plan = dispatcher.dispatch
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            found = plan(*args, **kwargs)
-            counts[found[0].name] = counts.get(found[0].name, 0) + 1
-            return found
-
-        dispatcher.dispatch = counted
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights (Hugging Face names), and drop results of the old ones."""

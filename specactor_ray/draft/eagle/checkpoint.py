@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers
@@ -57,6 +58,13 @@ def read_head_config(name: str, target: str, *, trust_remote_code: bool = False)
     config = _parse(require_head(Path(name).expanduser()) / "config.json", model)
     _reject_other_target(config, name, target, model)
     return config
+
+
+def empty_head(name: str, target: TargetConfig) -> EagleHead:
+    """The head in directory `name` without its weights."""
+    config = read_head_config(name, target.model, trust_remote_code=target.trust_remote_code)
+    with torch.device("meta"):
+        return EagleHead(config)
 
 
 def load_head(
