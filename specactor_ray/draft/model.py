@@ -228,7 +228,8 @@ class ModelProposer(SlotProposer):
             if numbers[i] == MAIN:  # NaN: a whole window is wrong
                 self.judged[0] += self.mirrors.windows[slots[i]]
             self._give_up_chain(int(slots[i]), int(numbers[i]))
-        return slots[self.branches.append(self.mirrors, self._tips, chains, tokens, ranges_of(gaps))]
+        changed: np.ndarray = slots[self.branches.append(self.mirrors, self._tips, chains, tokens, ranges_of(gaps))]
+        return changed
 
 
 class DraftModelProposer(ModelProposer):

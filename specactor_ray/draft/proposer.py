@@ -138,8 +138,12 @@ class Proposer(abc.ABC):
 
 
 def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
-    """Build the configured proposer for this target on `device` (`cpu` or `cuda`). ConfigError: there is no such method,
-    or a user's own class cannot be made. ModelLoadError: its model cannot be loaded or served."""
+    """Build the configured proposer for this target on `device` (`cpu` or `cuda`).
+
+    Raises:
+        ConfigError: There is no such method, or a user's own class cannot be made.
+        ModelLoadError: Its model cannot be loaded or served.
+    """
     key, method = "drafters.N.method", clipped_text(config.method)
     proposer_class: type[Proposer] = class_of(config.method, key)
     try:

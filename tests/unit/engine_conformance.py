@@ -187,24 +187,9 @@ def requests(n: int, temperature: float, max_tokens: int = 48, **sampling: Any) 
     ]
 
 
-def noisy_oracle(truth: Mapping[str, Sequence[int]], seed: int, vocab_size: int, longest: int = 7) -> Guess:
-    """Drafts of every quality: right ones, wrong ones, right then wrong, none, and far too long ones."""
-    rng = random.Random(seed)
-
-    def drafts(request_id: str, committed: int) -> Sequence[int]:
-        tail = list(truth[request_id][committed : committed + rng.randint(0, longest)])
-        for i in range(len(tail)):
-            if rng.random() < 0.15:
-                tail[i] = rng.randrange(vocab_size)
-        if rng.random() < 0.1:
-            tail += [rng.randrange(vocab_size) for _ in range(50)]
-        return tail
-
-    return drafts
-
-
-def noisy_tails(truth: Mapping[str, Sequence[int]], rng: random.Random, vocab_size: int) -> Guess:
+def noisy_tails(truth: Mapping[str, Sequence[int]], seed: int, vocab_size: int) -> Guess:
     """Tails right as far as chance has it, with tokens outside the vocabulary, far too long, or none at all."""
+    rng = random.Random(seed)
 
     def drafts(request_id: str, committed: int) -> Tail:
         tokens = list(truth[request_id][committed:][: rng.randint(0, 6)])
@@ -238,19 +223,35 @@ class EngineConformance:
             engine.add(request)
         return run(engine)
 
-    @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-    def test_drafts_of_any_quality_change_no_token(self, engine: Driver, temperature: float) -> None:
-        batch = requests(12, temperature)
-        truth = self.plain(engine, batch)
-        for seed in range(3):
-            for request in batch:
-                engine.add(request)
-            drafted = run(engine, noisy_oracle(truth.tokens, seed, engine.vocab_size))
-            assert drafted.tokens == truth.tokens
-            assert drafted.reasons == truth.reasons
-            assert sum(output.num_accepted for output in drafted.outputs) > 0
-            for request_id, expected in truth.logprobs.items():
-                assert drafted.logprobs[request_id] == pytest.approx(expected, abs=1e-3)
+    @few
+    @given(seed=seeds, temperature=st.sampled_from([0.0, 0.7, 1.0]), filtered=st.booleans())
+    def test_tails_of_any_quality_change_no_token(
+        self, engine: Driver, seed: int, temperature: float, filtered: bool
+    ) -> None:
+        filters = {"top_k": 20, "top_p": 0.9} if filtered else {}
+        batch = {request.request_id: request for request in requests(5, temperature, max_tokens=32, **filters)}
+        truth = self.plain(engine, list(batch.values()))
+        drafts = noisy_tails(truth.tokens, seed, engine.vocab_size)
+        handed: dict[tuple[str, int], Tail] = {}
+
+        def noted(request_id: str, committed: int) -> Tail:
+            return handed.setdefault((request_id, committed), drafts(request_id, committed))
+
+        for request in batch.values():
+            engine.add(request)
+        drafted = run(engine, noted)
+        assert drafted.tokens == truth.tokens and drafted.reasons == truth.reasons
+        for request_id, expected in truth.logprobs.items():
+            assert drafted.logprobs[request_id] == pytest.approx(expected, abs=1e-5, rel=1e-5)
+        for output in drafted.outputs:
+            tail = handed.get((output.request_id, output.start), ())
+            room = batch[output.request_id].sampling.max_tokens - output.start - 1
+            usable = list(itertools.takewhile(lambda token: 0 <= token < engine.vocab_size, tail[:room]))
+            stopped = output.finish_reason == "stop" and output.num_accepted == len(output.token_ids)
+            assert output.num_drafted == (output.num_accepted if stopped else len(usable))
+            right = truth.tokens[output.request_id][output.start :]
+            agreed = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(usable, right, strict=False))
+            assert output.num_accepted == len(list(agreed))
 
     def test_full_match_yields_the_bonus(self, engine: Driver) -> None:
         request = requests(1, 0.0, ignore_eos=True)[0]
@@ -277,7 +278,7 @@ class EngineConformance:
         truth = self.plain(engine, batch)
         for request in batch:
             chunked.add(request)
-        assert run(chunked, noisy_oracle(truth.tokens, 1, engine.vocab_size)).tokens == truth.tokens
+        assert run(chunked, noisy_tails(truth.tokens, 1, engine.vocab_size)).tokens == truth.tokens
 
     def test_a_request_goes_on_from_a_journal(self, engine: Driver) -> None:
         for request in requests(5, 1.0):
@@ -300,7 +301,7 @@ class EngineConformance:
             rest = replace(sampling, max_tokens=len(tokens) - half, first_position=half)
             engine.add(TargetRequest("sent", (*request.prompt_token_ids, *tokens[:half]), rest))
             assert (
-                run(engine, noisy_oracle({"sent": tokens[half:]}, 1, engine.vocab_size)).tokens["sent"] == tokens[half:]
+                run(engine, noisy_tails({"sent": tokens[half:]}, 1, engine.vocab_size)).tokens["sent"] == tokens[half:]
             )
 
     def test_a_request_whose_committed_tokens_end_it_takes_no_row(self, engine: Driver) -> None:
@@ -350,23 +351,9 @@ class EngineConformance:
             collected.step(engine, {request.request_id: [1, 2] for request in engine.requests.values()})
         assert collected.tokens == truth
 
-    def test_bad_draft_tokens_are_ignored(self, engine: Driver) -> None:
-        batch = requests(3, 0.0)
-        truth = self.plain(engine, batch).tokens
-        for request in batch:
-            engine.add(request)
-        assert run(engine, lambda rid, done: [-1, 10**9]).tokens == truth
-
 
 class ModelConformance(EngineConformance):
     """And what engines with a model do: filters, stop ids, limits of the vocabulary and of the context."""
-
-    def test_filters_are_drafted_for_losslessly(self, engine: Driver) -> None:
-        batch = requests(8, 1.2, top_k=20, top_p=0.9)
-        truth = self.plain(engine, batch)
-        for request in batch:
-            engine.add(request)
-        assert run(engine, noisy_oracle(truth.tokens, 5, engine.vocab_size)).tokens == truth.tokens
 
     def test_the_most_probable_tokens_come_where_they_are_asked_for(self, engine: Driver) -> None:
         asked = [0, 3, 20, 0, 1, 5]
@@ -379,7 +366,7 @@ class ModelConformance(EngineConformance):
         truth = self.plain(engine, batch)
         for request in batch:
             engine.add(request)
-        drafted = run(engine, noisy_oracle(truth.tokens, 5, engine.vocab_size))
+        drafted = run(engine, noisy_tails(truth.tokens, 5, engine.vocab_size))
         assert drafted.tokens == truth.tokens
         for request, count in zip(batch, asked, strict=True):
             name = request.request_id
@@ -410,7 +397,7 @@ class ModelConformance(EngineConformance):
         for driver, rows in ((engine, batch), (chunked, batch), (engine, moved)):
             for request in rows:
                 driver.add(request)
-            found = run(driver, noisy_oracle(truth.tokens, 3, engine.vocab_size))
+            found = run(driver, noisy_tails(truth.tokens, 3, engine.vocab_size))
             assert set(found.prompt_logprobs) == {"r0", "r1", "r3"}
             for request in rows:
                 name, begin = request.request_id, len(request.committed_token_ids)
@@ -459,33 +446,3 @@ class ModelConformance(EngineConformance):
             engine.add(TargetRequest("empty", (), SamplingParams()))
         engine.add(good[1])
         assert run(engine).tokens == truth
-
-    @few
-    @given(seed=seeds, temperature=st.sampled_from([0.0, 1.0]), filtered=st.booleans())
-    def test_tails_of_any_quality_change_no_token(
-        self, engine: Driver, seed: int, temperature: float, filtered: bool
-    ) -> None:
-        filters = {"top_k": 20, "top_p": 0.9} if filtered else {}
-        batch = {request.request_id: request for request in requests(5, temperature, max_tokens=32, **filters)}
-        truth = self.plain(engine, list(batch.values()))
-        drafts = noisy_tails(truth.tokens, random.Random(seed), engine.vocab_size)
-        handed: dict[tuple[str, int], Tail] = {}
-
-        def noted(request_id: str, committed: int) -> Tail:
-            return handed.setdefault((request_id, committed), drafts(request_id, committed))
-
-        for request in batch.values():
-            engine.add(request)
-        drafted = run(engine, noted)
-        assert drafted.tokens == truth.tokens and drafted.reasons == truth.reasons
-        for request_id, expected in truth.logprobs.items():
-            assert drafted.logprobs[request_id] == pytest.approx(expected, abs=1e-5, rel=1e-5)
-        for output in drafted.outputs:
-            tail = handed.get((output.request_id, output.start), ())
-            room = batch[output.request_id].sampling.max_tokens - output.start - 1
-            usable = list(itertools.takewhile(lambda token: 0 <= token < engine.vocab_size, tail[:room]))
-            stopped = output.finish_reason == "stop" and output.num_accepted == len(output.token_ids)
-            assert output.num_drafted == (output.num_accepted if stopped else len(usable))
-            right = truth.tokens[output.request_id][output.start :]
-            agreed = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(usable, right, strict=False))
-            assert output.num_accepted == len(list(agreed))

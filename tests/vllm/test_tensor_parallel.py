@@ -19,7 +19,7 @@ from specactor_ray.config import Config
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_vllm_target
-from tests.unit.engine_conformance import Driver, noisy_oracle, requests
+from tests.unit.engine_conformance import Driver, noisy_tails, requests
 from tests.unit.target.test_hf_engine import load
 from tests.unit.target.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
@@ -55,7 +55,7 @@ class TestInThisProcess:
     ) -> None:
         batch, reference = requests(8, temperature, **filters), make_hf(load(tiny_vllm_target()), hidden_layers=LAYERS)
         truth, plain = answers_of(reference, batch), answers_of(engine, batch)
-        drafted = answers_of(engine, batch, noisy_oracle(truth.tokens, 4, engine.vocab_size))
+        drafted = answers_of(engine, batch, noisy_tails(truth.tokens, 4, engine.vocab_size))
         assert plain.tokens == drafted.tokens == truth.tokens
         assert sum(output.num_accepted for output in drafted.outputs) > 50
         for request_id, expected in truth.logprobs.items():

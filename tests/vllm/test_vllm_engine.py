@@ -23,7 +23,7 @@ from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.vllm import VllmEngine
 from tests.exact_distribution import assert_sampled_from
 from tests.tiny import tiny_prompt_ids, tiny_vllm_target
-from tests.unit.engine_conformance import Collected, Driver, Guess, ModelConformance, noisy_oracle, requests, run
+from tests.unit.engine_conformance import Collected, Driver, Guess, ModelConformance, noisy_tails, requests, run
 from tests.unit.target.test_hf_engine import load
 from tests.unit.target.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
@@ -104,7 +104,7 @@ def test_tokens_come_from_the_targets_distribution(filters: dict[str, Any], qual
     drafts: dict[str, Guess] = {
         "oracle": lambda rid, done: truth[rid][done : done + 4],
         "random": lambda rid, done: [rng.randrange(engine.vocab_size) for _ in range(4)],
-        "mixed": noisy_oracle(truth, 9, engine.vocab_size),
+        "mixed": noisy_tails(truth, 9, engine.vocab_size),
     }
     collected = answers_of(engine, batch, drafts[quality])
     accepted = sum(output.num_accepted for output in collected.outputs)
@@ -133,7 +133,7 @@ def test_hidden_states_are_those_of_hf() -> None:
     for engine in (reference, vllm):
         for request in batch:
             engine.add(request)
-        drafts = noisy_oracle(collected[0].tokens, 2, engine.vocab_size) if collected else None
+        drafts = noisy_tails(collected[0].tokens, 2, engine.vocab_size) if collected else None
         collected.append(run(engine, drafts))
     theirs, ours = collected
     assert ours.tokens == theirs.tokens

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.config.methods import Traits
+from specactor_ray.config.methods import Checkpoint, Traits
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.draft.health import ENOUGH
 from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
@@ -83,6 +84,23 @@ def test_tails_are_told_token_by_token_until_they_fill_the_window() -> None:
     (lengthened,) = told[4:]
     assert lengthened.bases.tolist() == [1] and lengthened.lengths.tolist() == [4]
     assert lengthened.tokens[:3].tolist() == told[3].tokens[1:].tolist(), "what a commit leaves of a tail stays"
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_an_alarm_is_raised_while_a_drafter_is_never_right(right: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Taught(NgramProposer):
+        traits = replace(NgramProposer.traits, checkpoint=Checkpoint.MODEL)
+
+    loop, told = loop_of(Taught(1, 4, 0, 8))
+    loop.deliver(news([opening(0, prompt=(1, 2, 3, 1, 2, 3), max_tokens=500)]))
+    for position in range(ENOUGH):
+        loop.run_once()
+        (guess, *_) = told[-1].tokens.tolist() or [0]
+        loop.deliver(news(commits=[(0, position, [guess if right else (guess + 1) % 500])]))
+    loop.run_once()
+    health = loop.snapshot()["health"]
+    assert health["alarm"] is (health["right"] == 0) is not right
+    assert ("Taught" in caplog.text or "none of its last" in caplog.text) is not right
 
 
 # ---- rows of a forward ----

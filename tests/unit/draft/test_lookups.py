@@ -184,15 +184,16 @@ operations = st.lists(
 @given(
     low=st.integers(1, 3), extra=st.integers(0, 4), kept=st.sampled_from([0, 1, 12, 40, 4000]),
     factor=st.sampled_from([1.0, 2.5]), floor=st.sampled_from([0.0, 0.15]), temperature=st.sampled_from([0.0, 1.0]),
-    known_prompts=st.lists(prompts, min_size=1, max_size=2), sequence=operations,
+    shared=st.booleans(), known_prompts=st.lists(prompts, min_size=1, max_size=2), sequence=operations,
 )  # fmt: skip
 def test_tails_are_those_of_the_rule(
     method: Any, low: int, extra: int, kept: int, factor: float, floor: float, temperature: float,
-    known_prompts: list[tuple[int, ...]], sequence: list[Any],
+    shared: bool, known_prompts: list[tuple[int, ...]], sequence: list[Any],
 ) -> None:  # fmt: skip
     high = low + extra
     if method is suffix:
-        f = Follower(suffix(low, high, kept, 64, factor, floor), Reference(low, high, kept, factor, floor, True, True))
+        proposer = suffix(low, high, kept, 64, factor, floor, shared)
+        f = Follower(proposer, Reference(low, high, kept, factor, floor, True, shared))
     else:
         f = Follower(ngram(low, high, kept), Reference(low, high, kept, 0.0, 0.0, False, False))
     for kind, name, number, ids, which in sequence:
@@ -297,10 +298,6 @@ def test_nothing_is_compiled_once_it_drafts(method: Any) -> None:
     assert compiled_ones and [list(kernel.signatures) for kernel in compiled_ones] == compiled
 
 
-LIMITS = [(0, 4), (3, 2), (1, 2, -1), (1, 2, 0, 0)]
-SUFFIX_LIMITS = [(1, 2, 0, 1, 0.0), (1, 2, 0, 1, 1.0, 1.0), (1, 2, 0, 1, 1.0, -0.1)]
-
-
 @pytest.mark.parametrize(("name", "kept"), [("ngram", 1 << 16), ("suffix", 1 << 20)])
 def test_keys_of_the_configuration(name: str, kept: int) -> None:
     proposer = ByName(build_proposer(DrafterConfig(method=name, history_tokens=3, max_batch=8), TargetConfig(), "cpu"))
@@ -310,31 +307,6 @@ def test_keys_of_the_configuration(name: str, kept: int) -> None:
     default = ByName(build_proposer(DrafterConfig(method=name, max_batch=8), TargetConfig(), "cpu"))
     default.open("a", [1, 2], [3] * 70_000, GREEDY, 4)
     assert default.history_tokens == min(70_002, kept)
-
-
-# ---- ngram ----
-
-
-# ---- suffix ----
-
-
-def test_the_noise_of_the_target_chooses_among_what_was_seen() -> None:
-    """Outputs that split evenly: requests whose noise favours the one or the other are drafted for accordingly."""
-    from specactor_ray.sampling.keyed import gumbel_noise
-
-    proposer, majority = suffix(2, 8), suffix(2, 8, shared_noise=False)
-    for number in range(6):
-        for each in (proposer, majority):
-            each.open(str(number), [1, 2], [5 + number % 2], GREEDY, 4)
-    guesses = set()
-    for seed in (*range(12), 2**64 - 1):
-        proposer.open("r", [1, 2], [], SamplingParams(1.0, seed=seed), 1)
-        g = gumbel_noise(seed, 0, 8)
-        assert drafted(proposer) == [5 if g[5] > g[6] else 6]
-        guesses.update(drafted(proposer))
-    assert guesses == {5, 6}
-    majority.open("r", [1, 2], [], SamplingParams(1.0, seed=1), 1)
-    assert drafted(majority) == [6]
 
 
 # ---- the history ----

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.hf import HfEngine
 from tests.tiny import tiny_prompt_ids, tiny_target
-from tests.unit.engine_conformance import Collected, Driver, ModelConformance, noisy_oracle, noisy_tails, requests, run
+from tests.unit.engine_conformance import Collected, Driver, ModelConformance, noisy_tails, requests, run
 
 
 def load(folder: Path | None = None) -> Any:
@@ -83,10 +82,10 @@ def test_memory_pressure_preempts_without_changing_tokens() -> None:
     tight = make(cache_bytes=probe.cache.bytes_per_token * 128 * 7)
     for request in batch:
         tight.add(request)
-    assert run(tight, noisy_oracle(truth.tokens, 3, tight.vocab_size)).tokens == truth.tokens
+    assert run(tight, noisy_tails(truth.tokens, 3, tight.vocab_size)).tokens == truth.tokens
     for request in batch:
         tight.add(request)
-    assert run(tight, noisy_tails(truth.tokens, random.Random(3), tight.vocab_size)).tokens == truth.tokens
+    assert run(tight, noisy_tails(truth.tokens, 3, tight.vocab_size)).tokens == truth.tokens
     assert tight.preemptions > 0
     tight.reset_prefix_cache()
     assert tight._model.cache.free_slots == tight._model.cache.slots, "cache was leaked"
@@ -231,7 +230,7 @@ def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None
     truth = run(engine)
     for request in batch:
         engine.add(request)
-    collected = run(engine, noisy_tails(truth.tokens, random.Random(2), 512))
+    collected = run(engine, noisy_tails(truth.tokens, 2, 512))
     assert (engine.preemptions > 0) == tight
     model = load()
     for request in batch:
@@ -331,7 +330,7 @@ def test_other_architectures_match_their_own_forward(config_class: str, override
     engine = Driver(HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20)))
     for i, prompt in enumerate(prompts):
         engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
-    drafted = run(engine, noisy_oracle(expected, 4, 256))
+    drafted = run(engine, noisy_tails(expected, 4, 256))
     assert drafted.tokens == expected and any(output.num_accepted for output in drafted.outputs)
 
 

@@ -304,22 +304,14 @@ def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_ans
 # Even a guess that is hardly ever right.
 @pytest.mark.parametrize("prior", [0.02, 0.3, 0.9])
 def test_verify_all_takes_all_that_is_there(prior: float) -> None:
-    bench = Bench(MODEL, prior=prior, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all, room=6)
+    bench = Bench(MODEL, prior=prior, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all)
+    bench.table.limit[bench.rows] = [100, 100, 100, 7]
     bench.say([0, 1, 5, 8])
     seats, lengths = bench.policy.choose(bench.rows)
-    assert lengths.tolist() == [0, 1, 5, 6] and seats.tolist() == [-1, 0, 0, 0]
+    assert lengths.tolist() == [0, 1, 5, 6] and seats.tolist() == [-1, 0, 0, 0], "one token more is the target's own"
     bench = Bench(MODEL, prior=prior, cost=step_cost(0.01, 10.0))
     bench.say([0, 1, 5, 8])
     assert not bench.policy.choose(bench.rows)[1].any(), "at this cost no draft token pays"
-
-
-@pytest.mark.parametrize("verify", list(VerifyPolicy))
-def test_no_more_is_verified_than_there_is_room_for(verify: VerifyPolicy) -> None:
-    """Behind the last draft token comes one of the target's own."""
-    bench = Bench(MODEL, verify=verify)
-    bench.table.limit[bench.rows] = [1, 2, 3, 100]
-    bench.say([4] * 4)
-    assert bench.policy.choose(bench.rows)[1].tolist() == [0, 1, 2, 4]
 
 
 def test_the_ladder_is_shown_as_plain_data() -> None:
@@ -415,19 +407,15 @@ def test_new_drafters_are_tried_at_once() -> None:
     assert all(steps(suspension, PROBE_STEPS, accepted=0, drafting_s=0.002))
 
 
-def policy_after(config: SpeculationConfig, seconds: Seconds) -> DraftPolicy:
-    """After many steps of 16 rows with 48 draft tokens, of which none is right."""
-    policy = DraftPolicy(config, RequestTable(8), Acceptance(), StepCost(), {})
+@pytest.mark.parametrize(
+    ("speculation", "suspends"), [({}, True), ({"verify": VerifyPolicy.all}, False), ({"race": RaceName.always}, False)]
+)
+def test_the_configuration_may_demand_drafts(speculation: dict[str, Any], suspends: bool) -> None:
+    """Many steps of 16 rows with 48 draft tokens, of which none is right."""
+    policy = Bench(**speculation).policy
     for _ in range(PROBE_STEPS + 1):
-        policy.record(16, 64, 0, 0, seconds)
-    return policy
-
-
-def test_the_configuration_may_demand_drafts() -> None:
-    seconds = Seconds(0.02, 0.01, 0.01)
-    assert policy_after(SpeculationConfig(), seconds).suspension.is_on
-    assert not policy_after(SpeculationConfig(verify=VerifyPolicy.all), seconds).suspension.is_on
-    assert not policy_after(SpeculationConfig(race=RaceName.always), seconds).suspension.is_on
+        policy.record(16, 64, 0, 0, Seconds(0.02, 0.01, 0.01))
+    assert policy.suspension.is_on is suspends
 
 
 def test_the_time_of_prompts_says_nothing_of_drafts() -> None:
