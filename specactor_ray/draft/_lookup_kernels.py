@@ -42,38 +42,35 @@ _jit: Any = kernel(sources=(_kernels, noise))
 
 
 class Log(NamedTuple):
-    """Arrays of a log. They are passed as those of `Lines`."""
+    """Arrays of a log, passed as those of `Lines`: `rows`, int32 `(capacity, LINKS + scopes * levels)`; `heads`, int32
+    `(scopes * levels * buckets,)`, slot + 1 of the newest row, 0 without one, of 2**n buckets; `levels`, int32, context
+    lengths, ascending; `scopes`, 1 (group) or 2 (group and all)."""
 
     rows: np.ndarray
-    """int32 `(capacity, LINKS + scopes * levels)`: rows of the log."""
     heads: np.ndarray
-    """int32 `(scopes * levels * buckets,)`: slot + 1 of the newest row, 0 without one; 2**n buckets."""
     levels: np.ndarray
-    """int32 `(levels,)`: context lengths, ascending."""
     scopes: int
-    """1 (group) or 2 (group and all)."""
 
 
 class Texts(NamedTuple):
-    """Arrays of `LookupProposer` by slot: each request's own text, and its place in the log of the run."""
+    """Arrays of `LookupProposer` by slot: each request's own text, and its place in the log of the run.
+
+    `rows`, int32 `(slots, width, LINKS + levels)`, and `heads`, int32 `(slots, levels * width)`: logs of the own text,
+    with `indexed` tokens (0 begins a new log). In the log of the run: `groups` (-1: it does not use that log), numbers
+    of the last rows, output tokens `written`. `seeds` of the target's noise, the position in it of each line's first
+    token (`bases`), whether it is used (`noisy`). `odds`, float64 `(slots, width)`: share of the votes of tail tokens.
+    """
 
     rows: np.ndarray
-    """int32 `(slots, width, LINKS + levels)`; `heads` int32 `(slots, levels * width)`: logs of the own text."""
     heads: np.ndarray
     indexed: np.ndarray
-    """Tokens in these logs; 0 begins a new log."""
     groups: np.ndarray
-    """The request's group in the log of the run (-1: it does not use that log), the number of its last row there, and
-    its output tokens there."""
     lasts: np.ndarray
     written: np.ndarray
     seeds: np.ndarray
-    """Seeds of the target's noise, the position in the noise of the first token of each line, and whether it is used.
-    """
     bases: np.ndarray
     noisy: np.ndarray
     odds: np.ndarray
-    """float64 `(slots, width)`: share of the votes of each tail token."""
 
 
 @_jit

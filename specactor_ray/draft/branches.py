@@ -36,11 +36,10 @@ class Chains(NamedTuple):
 
     slots: np.ndarray
     numbers: np.ndarray
-    """`MAIN`, or the number of the branch."""
+    """`MAIN`, or the number of the branch; index in the line at which a branch that begins with this forward leaves the
+    main chain, else `FREE`; tokens that each chain reads, at least 1 (a branch reads one)."""
     begins: np.ndarray
-    """Index in the line at which a branch that begins with this forward leaves the main chain; else `FREE`."""
     counts: np.ndarray
-    """Tokens that each chain reads, at least 1; a branch reads one."""
 
     def at(self, chosen: np.ndarray) -> Chains:
         """The chains chosen by bool `(n,)`."""
@@ -59,22 +58,20 @@ class BranchTable:
     def __init__(self, most: int) -> None:
         self.most = most
         self.ats, self.lengths, self.ranks = np.zeros((3, 0, most), np.int32)
-        """int32 `(slots, most)`: index in the line at which the branch leaves the main chain (`FREE`: no branch); its
-        tokens; the candidate with which it begins, from 1."""
+        """`(slots, most)`: index in the line at which the branch leaves the main chain (`FREE`: no branch); its tokens;
+        the candidate with which it begins, from 1. `rows`: rows of the cache."""
         self.rows = np.zeros((0, most), np.int64)
-        """int64 `(slots, most)`: rows of the cache."""
         self.tokens = np.zeros((0, most, 1), np.int32)
-        """int32 `(slots, most, width)`: tokens of the branches."""
+        """`(slots, most, width)`: tokens of the branches."""
         self.others = np.zeros((0, most + 1, 1, RANKS), np.int32)
-        """int32 `(slots, most + 1, width, RANKS)`: candidates from the second on of each token."""
+        """`(slots, most + 1, width, RANKS)`: candidates from the second on of each token. `gaps`, `(slots, most + 1,
+        width)`: range of the gap between the first two scores; `FREE`: unknown."""
         self.gaps = np.zeros((0, most + 1, 1), np.int32)
-        """int32 `(slots, most + 1, width)`: range of the gap between the first two scores; `FREE`: unknown."""
         self.opened = np.zeros((0, 1), np.int32)
-        """int32 `(slots, width)`: bit `r`: a branch was opened with candidate `r + 1` of the main chain's token."""
+        """`(slots, width)`: bit `r`: a branch was opened with candidate `r + 1` of the main chain's token."""
         self.evidence = np.zeros((2, RANKS + 1, GAPS))
         """Hits and tries of each candidate where those before it were wrong, by range of the gap."""
         self.arrays = _PLANES(self)
-        """Most of these arrays, for kernels."""
 
     def fit(self, slots: int, window: int) -> np.ndarray:
         """Make room for tails of `window` tokens. If the width grows, all branches end; returns their rows."""

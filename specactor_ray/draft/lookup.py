@@ -65,10 +65,10 @@ class LookupProposer(SlotProposer):
 
     vocab_size: int | None = None
     scopes: int
-    """1: outputs of the same prompt are searched. 2: also outputs of all prompts."""
+    """1: outputs of the same prompt are searched. 2: also outputs of all prompts. Then defaults of `history_tokens`,
+    `length_factor`, `min_probability` and `shared_noise`."""
     history: int
     factor, floor, noise = 0.0, 0.0, False
-    """`history` to `noise`: defaults of `history_tokens`, `length_factor`, `min_probability` and `shared_noise`."""
     _by_slot = (*SlotProposer._by_slot, "_indexed", "_groups", "_lasts", "_written", "_seeds", "_bases", "_noisy")
 
     def __init__(

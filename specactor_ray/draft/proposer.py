@@ -57,26 +57,22 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class Proposer(abc.ABC):
-    """Interface of a draft method.
-
-    A request has a slot, a small number that is reused, from `open` to `close`. Positions are output positions.
-    """
+    """Interface of a draft method. A request has a slot, a small number that is reused, from `open` to `close`.
+    Positions are output positions."""
 
     method: str
     vocab_size: int | None
     """Number of tokens of the drafter's vocabulary; None: any vocabulary."""
     traits = NO_TRAITS
     budget: int = 0
-    """Most rows of a forward, set before `extend`; 0: unknown, without branches."""
+    """Set before `extend`: most rows of a forward (0: unknown, without branches); `forward_s`, float64 `(budget + 1,)`,
+    seconds of a forward with 0, 1, ... rows (empty: unknown); `burst`, most tokens that models draft for each chain."""
     forward_s: np.ndarray = np.zeros(0)
-    """float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... rows, set before `extend`; empty: unknown."""
     burst: int = 1
-    """Most tokens that models draft for each chain in one `extend`, set before it."""
     drafted: int = 1
-    """Tokens that the newest `extend` drafted for each chain."""
+    """Set by `extend`: tokens that it drafted for each chain; `rows_drafted`, mean rows of its forwards, 0 if a row
+    read more than a token, or a forward changed no tail."""
     rows_drafted: int = 0
-    """Mean rows of a forward of the newest `extend`; 0 if a row read more than a token, or a forward changed no tail.
-    """
     judged: np.ndarray = np.zeros(2, np.int64)
     """int64 `(2,)`: draft tokens of main chains that commits tested after right ones, and how many were right."""
     required: tuple[str, ...] = ("method", "vocab_size")

@@ -24,14 +24,8 @@ _MOST_ROWS = 512
 
 
 class Admission:
-    """The queue of an engine and the cache rows of its admitted requests.
-
-    Args:
-        rows: The engine's requests.
-        cache: The engine's paged cache.
-        max_batch: Most requests admitted at once.
-        shares: Whether requests use each other's prefixes.
-    """
+    """The queue of an engine and the cache rows of its admitted requests, at most `max_batch`. `shares`: whether they
+    use each other's prefixes."""
 
     def __init__(self, rows: EngineRows, cache: PagedCache, max_batch: int, shares: bool) -> None:
         self._rows, self._cache, self._max_batch, self._shares = rows, cache, max_batch, shares
@@ -91,13 +85,9 @@ class Admission:
         self._waiting.extendleft(reversed(later))
 
     def reserve(self, rows: np.ndarray, tokens: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-        """Make room in the cache: drop tails, then preempt the newest requests. Returns bool `(n,)`: rows with room.
-
-        Args:
-            rows: Admitted rows.
-            tokens: Tokens of their contexts, in the cache and in this forward.
-            drafted: Draft tokens after them; set to 0 where they are dropped.
-        """
+        """Make room in the cache: drop tails, then preempt the newest requests. Returns bool `(n,)`: admitted `rows`
+        with room. `tokens`: of their contexts, in the cache and in this forward; `drafted`: draft tokens after them,
+        set to 0 where they are dropped."""
         preemptions = self.preemptions
         short = tokens + drafted > self._cache.room(self.cache_rows(rows))
         for i in np.flatnonzero(short).tolist():
@@ -156,20 +146,13 @@ class Admission:
 
 
 class PrefixCache:
-    """Cached rows by their tokens. Running requests are found, too.
-
-    Args:
-        cache: The engine's paged cache. Rows of ended requests belong to the prefix cache from `retain` on.
-    """
+    """Rows of the engine's paged cache by their tokens; those of running requests are found, too. Rows of ended
+    requests belong to the prefix cache from `retain` on."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
-        self._tokens: dict[int, Callable[[], np.ndarray]] = {}
-        """Row of the cache → its cached tokens."""
-        self._by_page: dict[bytes, dict[int, None]] = {}
-        """Bytes of the first page's tokens → rows that begin with them."""
-        self._page: dict[int, bytes] = {}
-        """Row → bytes of its first page's tokens."""
+        self._rows: dict[int, tuple[bytes, Callable[[], np.ndarray]]] = {}
+        """Row of the cache → its first page's tokens, and its cached tokens."""
         self._retained: dict[int, None] = {}
         """Rows of ended requests, the least recently used first."""
 
@@ -177,20 +160,18 @@ class PrefixCache:
         """Add the row of a running request, which is found if its context, int32, fills a page. `tokens`: returns those
         that are cached by now."""
         if len(context) >= self._cache.page_size:
-            page = self._page[row] = self._page_of(context)
-            self._by_page.setdefault(page, {})[row] = None
-            self._tokens[row] = tokens
+            self._rows[row] = self._page_of(context), tokens
 
     def retain(self, row: int, tokens: np.ndarray) -> None:
         """Keep the row of an ended request with these cached tokens, int32, which are copied. The row is freed if they
         do not fill a page."""
-        self._forget(row)
+        self._rows.pop(row, None)
         if len(tokens) < self._cache.page_size:
             self._cache.free(row)
             return
         kept = tokens.copy()
-        for other in [one for one in self._by_page.get(self._page_of(kept), ()) if one in self._retained]:
-            if common_length(shorter := self._tokens[other](), kept) == len(shorter):
+        for other, shorter in self._like(kept):
+            if other in self._retained and common_length(shorter, kept) == len(shorter):
                 self.free(other)  # an earlier turn of the same conversation
         self.add(row, kept, lambda: kept)
         self._retained[row] = None
@@ -199,17 +180,9 @@ class PrefixCache:
 
     def free(self, row: int) -> None:
         """Free a row."""
-        self._forget(row)
-        self._cache.free(row)
-
-    def _forget(self, row: int) -> None:
-        self._tokens.pop(row, None)
+        self._rows.pop(row, None)
         self._retained.pop(row, None)
-        if (page := self._page.pop(row, None)) is not None:
-            rows = self._by_page[page]
-            del rows[row]
-            if not rows:
-                del self._by_page[page]
+        self._cache.free(row)
 
     def evict(self) -> bool:
         """Free the least recently used row of an ended request; False if there is none."""
@@ -226,15 +199,17 @@ class PrefixCache:
     def longest(self, tokens: np.ndarray) -> tuple[int, int]:
         """The row with the longest common prefix with these tokens, int32, and its length; 0 if no row has a whole page
         in common."""
-        best, most = -1, 0
-        if len(tokens) < self._cache.page_size:
-            return best, most
-        for row in self._by_page.get(self._page_of(tokens), ()):
-            if (common := common_length(self._tokens[row](), tokens)) > most:
-                best, most = row, common
+        lengths = {row: common_length(cached, tokens) for row, cached in self._like(tokens)}
+        best = max(lengths, key=lengths.__getitem__, default=-1)
         if best in self._retained:
             self._retained[best] = self._retained.pop(best)
+        most = lengths.get(best, 0)
         return best, most if most >= self._cache.page_size else 0
+
+    def _like(self, tokens: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """Rows, and their tokens, that begin with the first page of these."""
+        wanted = self._page_of(tokens)
+        return [(row, cached()) for row, (page, cached) in self._rows.items() if page == wanted]
 
     def _page_of(self, tokens: np.ndarray) -> bytes:
         return tokens[: self._cache.page_size].tobytes()

@@ -40,9 +40,8 @@ class Drafts(NamedTuple):
     rows: np.ndarray
     """int32 `(n,)`: numbers of the rows, each once."""
     lengths: np.ndarray
-    """int32 `(n,)`: draft tokens of each row."""
+    """int32: draft tokens of each row, `(n,)`, and `(sum(lengths),)` of all rows, row by row."""
     tokens: np.ndarray
-    """int32 `(sum(lengths),)`: draft tokens of all rows, row by row."""
 
     @classmethod
     def of(cls, tails: Mapping[int, Sequence[int]]) -> Drafts:
@@ -76,11 +75,10 @@ class States(NamedTuple):
     """Hidden states of consecutive sequence positions of `n` rows, row by row."""
 
     rows: np.ndarray
-    """int32 `(n,)`: numbers of the rows, each once."""
+    """int32 `(n,)`: numbers of the rows, each once; sequence position of each row's first state, 0 for the first token
+    of the prompt; states of each row, at least 1."""
     starts: np.ndarray
-    """int32 `(n,)`: sequence position of each row's first state; 0 is the first token of the prompt."""
     lengths: np.ndarray
-    """int32 `(n,)`: states of each row, at least 1."""
     states: np.ndarray
     """`(sum(lengths), layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/weight_buckets.py`)."""
 
@@ -100,11 +98,10 @@ class StepResult:
     """Tokens and costs of one engine step for `n` rows. Rows that were only prefilled are not included."""
 
     rows: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: numbers of the rows, each once."""
+    """int32 `(n,)`: numbers of the rows, each once; output position of each row's first token; number of committed
+    tokens, 0 for a row that ends with an error."""
     starts: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: output position of each row's first token."""
     lengths: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: number of committed tokens; 0 for a row that ends with an error."""
     tokens: np.ndarray = field(default_factory=_no_integers)
     """int32 `(sum(lengths),)`: for each row accepted draft tokens, then one recovered (first mismatch) or bonus (all
     matched) token; cut at a stop."""
@@ -114,9 +111,9 @@ class StepResult:
     margins: np.ndarray | None = None
     """float32, as `tokens`: perturbed top-2 margins, if the engine records them."""
     drafted: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: number of verified draft tokens, up to an accepted one that ends the output."""
+    """int32 `(n,)`: number of verified draft tokens, up to an accepted one that ends the output; number of these that
+    equal the target's samples."""
     accepted: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: number of draft tokens that equal the target's samples."""
     finish: np.ndarray = field(default_factory=_no_integers)
     """uint8 `(n,)`: `Finish` of each row. Rows that are not running have left the engine."""
     errors: dict[int, str] = field(default_factory=dict)
@@ -182,7 +179,7 @@ class TargetEngine(Protocol):
         """Drop the contexts of ended requests; for benchmarks."""
 
     def sleep(self) -> None:
-        """Free the cache's memory until `wake`; for trainers that share the device. InputError: requests are running."""
+        """Free the cache's memory until `wake`, for trainers that share the device. InputError: requests run."""
 
     def wake(self) -> None:
         """Allocate the memory again. Idempotent."""

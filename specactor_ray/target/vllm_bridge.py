@@ -46,15 +46,12 @@ class CoreStep:
     """The sampler's report of one step: the `n` rows of its batch, those that only prefilled included."""
 
     rows: np.ndarray
-    """int32 `(n,)`: rows of the batch."""
+    """int32 `(n,)`: rows of the batch. int64 `(n,)`: sequence position of each row's first position in the forward;
+    number of its positions there; number of draft tokens among these. bool `(n,)`: whether it sampled."""
     firsts: np.ndarray
-    """int64 `(n,)`: sequence position of each row's first position in the forward."""
     counts: np.ndarray
-    """int64 `(n,)`: number of positions of each row in the forward."""
     drafted: np.ndarray
-    """int64 `(n,)`: number of draft tokens among these positions."""
     sampled: np.ndarray
-    """bool `(n,)`: whether each row sampled."""
     found: Found
     """Tokens that the sampled rows may commit."""
     states: np.ndarray | None = None

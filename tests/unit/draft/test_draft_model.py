@@ -15,7 +15,7 @@ from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.seeds import own_noise
-from tests.by_name import ByName
+from tests.by_name import ByName, branches_of, extend_fully
 from tests.tiny import tiny_draft, tiny_prompt_ids
 
 
@@ -48,13 +48,6 @@ def expected_tail(
     return tuple(tail)
 
 
-def branches_of(drafter: ByName, name: str) -> list[tuple[int, list[int]]]:
-    """The branches that are published with a tail: where they leave it, and their tokens."""
-    found = drafter.tails(np.array([drafter.slots[name]], np.int32)).branches
-    parts = np.split(found.tokens, np.cumsum(found.lengths))[:-1]
-    return list(zip(found.ats.tolist(), [part.tolist() for part in parts], strict=True))
-
-
 def check_branches(
     model: torch.nn.Module, drafter: ByName, name: str, prompt: tuple[int, ...], sampling: SamplingParams
 ) -> int:
@@ -83,13 +76,6 @@ def check_empty(drafter: ByName) -> None:
         drafter.close(name)
     cache = drafter._model.cache
     assert cache.free_slots == cache.slots and sorted(cache._free_rows) == list(range(len(cache.lengths)))
-
-
-def extend_fully(drafter: ByName) -> None:
-    for _ in range(200):
-        if not drafter.extend():
-            return
-    raise AssertionError("extend never came to rest")
 
 
 @pytest.mark.parametrize("branches", [0, 4])

@@ -18,7 +18,7 @@ from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.transport.messages import Features
-from tests.by_name import ByName
+from tests.by_name import ByName, branches_of, extend_fully
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
 
 WINDOW = 4
@@ -80,16 +80,6 @@ def expected_tail(
     return tuple(guessed)
 
 
-def extend_fully(drafter: ByName) -> list[str]:
-    reported = []
-    for _ in range(200):
-        changed = drafter.extend()
-        reported += changed
-        if not changed:
-            return reported
-    raise AssertionError("extend never came to rest")
-
-
 class Sequence:
     """A request whose true states are drawn beforehand, committed piece by piece."""
 
@@ -125,13 +115,6 @@ class Sequence:
     def expected(self, reference: EagleHead, along: tuple[int, ...] = ()) -> tuple[int, ...]:
         history = (self.states, self.tokens, len(self.prompt), self.sampling, self.first)
         return expected_tail(reference, *history, along)
-
-
-def branches_of(drafter: ByName, name: str) -> list[tuple[int, tuple[int, ...]]]:
-    """Branches that are published: place in the tail, tokens."""
-    found = drafter.tails(np.array([drafter.slots[name]], np.int32)).branches
-    parts = np.split(found.tokens, np.cumsum(found.lengths)[:-1])
-    return [(at, tuple(part.tolist())) for at, part in zip(found.ats.tolist(), parts, strict=False)]
 
 
 @pytest.mark.parametrize("branches", [0, 1, 6])
