@@ -209,6 +209,9 @@ def noisy_tails(truth: Mapping[str, Sequence[int]], seed: int, vocab_size: int) 
 class EngineConformance:
     """Subclasses define `make_engine(**limits)`: a fresh engine over the tiny model."""
 
+    cuts_bad_drafts = False
+    """Whether a draft ends before a token outside the vocabulary."""
+
     @classmethod
     @abc.abstractmethod
     def make_engine(cls, **limits: Any) -> TargetEngine: ...
@@ -243,7 +246,7 @@ class EngineConformance:
         assert drafted.tokens == truth.tokens and drafted.reasons == truth.reasons
         for request_id, expected in truth.logprobs.items():
             assert drafted.logprobs[request_id] == pytest.approx(expected, abs=1e-5, rel=1e-5)
-        for output in drafted.outputs:
+        for output in drafted.outputs if self.cuts_bad_drafts else ():
             tail = handed.get((output.request_id, output.start), ())
             room = batch[output.request_id].sampling.max_tokens - output.start - 1
             usable = list(itertools.takewhile(lambda token: 0 <= token < engine.vocab_size, tail[:room]))
@@ -354,6 +357,8 @@ class EngineConformance:
 
 class ModelConformance(EngineConformance):
     """And what engines with a model do: filters, stop ids, limits of the vocabulary and of the context."""
+
+    cuts_bad_drafts = True
 
     def test_the_most_probable_tokens_come_where_they_are_asked_for(self, engine: Driver) -> None:
         asked = [0, 3, 20, 0, 1, 5]

@@ -72,20 +72,6 @@ def test_lookups_cost_nothing_worth_measuring() -> None:
     assert not loop.run_once()
 
 
-def test_tails_are_told_token_by_token_until_they_fill_the_window() -> None:
-    loop, told = loop_of(DraftModelProposer(tiny_model()))
-    loop.deliver(news([opening(0, prompt=(1, 2, 3), max_tokens=50)]))
-    while loop.run_once():
-        pass
-    assert [batch.lengths.tolist() for batch in told] == [[1], [2], [3], [4]]
-    loop.deliver(news(commits=[(0, 0, told[3].tokens[:1].tolist())]))
-    while loop.run_once():
-        pass
-    (lengthened,) = told[4:]
-    assert lengthened.bases.tolist() == [1] and lengthened.lengths.tolist() == [4]
-    assert lengthened.tokens[:3].tolist() == told[3].tokens[1:].tolist(), "what a commit leaves of a tail stays"
-
-
 @pytest.mark.parametrize("right", [False, True])
 def test_an_alarm_is_raised_while_a_drafter_is_never_right(right: bool, caplog: pytest.LogCaptureFixture) -> None:
     class Taught(NgramProposer):
@@ -148,7 +134,7 @@ def test_a_loop_learns_what_forwards_cost_and_comes_to_rest(forward_s: float, ro
 
 
 class Picky(RowProposer):
-    """Repeats the last token. Whatever it is to do for the request `bad` fails, where `fails` names it."""
+    """Repeats the last token. What it is to do for the request `bad` fails, where `fails` names it."""
 
     method, vocab_size = "picky", None
     traits = Traits(looks_up=True, reads_features=True)
@@ -174,7 +160,6 @@ class Picky(RowProposer):
         self._break("features", slot)
 
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
-        self._break("guess", slot)
         return [int([*prompt, *output][-1])] * room
 
     def close(self, slot: int, finished: bool) -> None:
@@ -244,14 +229,6 @@ def test_a_slot_that_is_used_again_brings_nothing_of_its_last_request() -> None:
     loop.deliver(news(commits=[(0, 0, [2])], closed=[(0, True)]))
     assert open_at(loop) == 1 and told[-1].lost == ((0, 1),)
     assert told[-1].generations.tolist() == [2] and told[-1].lengths.tolist() == [0]
-
-
-def test_a_request_without_a_guess_for_a_failure_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    loop, told = loop_of(Picky("guess"))
-    loop.deliver(news([opening(0, "bad", (1, 3, 1, 3, 1)), opening(1, "good")]))
-    assert loop.run_guarded() and loop.snapshot()["open_requests"] == 2
-    assert told[-1].rows.tolist() == [0, 1] and told[-1].lengths.tolist() == [0, 4]
-    assert "no draft for request bad" in caplog.text and loop.snapshot()["failures"] == 1
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), RuntimeError("no luck")])

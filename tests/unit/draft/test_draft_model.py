@@ -144,20 +144,6 @@ def test_branches_push_out_no_main_chain(reference: torch.nn.Module) -> None:
     check_empty(drafter)
 
 
-def test_branches_leave_their_pages_to_a_request_that_is_opened() -> None:
-    probe = RaggedModel(load(), 16 << 20)
-    drafter = proposer(probe.cache.bytes_per_token * 16 * 17, branches=8)
-    sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=400)
-    drafter.open("a", (5, 6, 7), (), sampling, 5)
-    extend_fully(drafter)
-    assert branches_of(drafter, "a") and drafter._model.cache.free_slots < 9 * 16
-    drafter.open("b", (5, 6, 7), (), sampling, 5)
-    assert drafter._placed.sum() == 2 and not branches_of(drafter, "a")
-    extend_fully(drafter)
-    assert len(drafter.tail("a")[1]) == len(drafter.tail("b")[1]) == 5
-    check_empty(drafter)
-
-
 def test_a_larger_window_new_weights_and_the_models_end_leave_branches_right(reference: torch.nn.Module) -> None:
     drafter, prompts = proposer(branches=4), tiny_prompt_ids(2)
     sampling = SamplingParams(temperature=1.0, seed=6, max_tokens=200)

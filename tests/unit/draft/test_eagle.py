@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
+from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.sampling.candidates import MOST
@@ -172,29 +172,6 @@ def test_the_branch_that_agrees_is_the_tail_at_once_and_is_then_drafted_again() 
         drafter.add_features(request.name, request.new_features())
     extend_fully(drafter)
     assert drafter.tail(request.name) == (len(request.output), request.expected(reference))
-
-
-def test_a_taught_head_goes_on_with_its_branches() -> None:
-    """Entries of old weights stay; tails and commits are those of a head without branches."""
-    plain, other = eagle(), eagle(branches=4)
-    other.proposer.budget = 99
-    taught, mine, its = head(), Sequence(0, 1.0), Sequence(0, 1.0)
-    for drafter, request in ((plain, mine), (other, its)):
-        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-        request.commit(drafter, [7])
-    for number in range(4):
-        for drafter in (plain, other):
-            extend_fully(drafter)
-        assert branches_of(other, its.name) and plain.tail(mine.name) == other.tail(its.name)
-        with torch.no_grad():
-            taught.lm_head.weight.copy_(taught.lm_head.weight.roll(number + 1, 0))
-        for drafter in (plain, other):
-            drafter.load_weights(number, trained_weights(taught))
-        at, branch = branches_of(other, its.name)[0]
-        fresh = [*other.tail(its.name)[1][:at], branch[0]]
-        mine.commit(plain, fresh)
-        its.commit(other, fresh)
-        assert other.tail(its.name)[1] == branch[1:]
 
 
 def test_a_tail_that_ends_with_the_output_is_drafted_again() -> None:

@@ -22,14 +22,14 @@ from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.proposer import Proposer, build_proposer, packed
+from specactor_ray.draft.proposer import Proposer, build_proposer
 from specactor_ray.rollout.preflight import export_what_drafters_read
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Finished, FinishedOutput, Progress
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
 from tests.fakes.loops import engine, truth_of
-from tests.fakes.own_proposers import Learner, Lookup
+from tests.fakes.own_proposers import Learner
 from tests.tiny import tiny_draft, tiny_target
 from tests.unit.engine_conformance import requests
 
@@ -216,19 +216,6 @@ def test_a_section_that_contradicts_the_class_is_refused(section: dict[str, Any]
 def test_a_class_that_makes_no_proposer_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_proposer(config_of({"method": own(name)}).drafters[0], TargetConfig(), "cpu")
-
-
-def test_failures_of_a_kind_are_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    proposer = Lookup(DrafterConfig(method=own("Lookup"), window=4))
-    guesses = iter([[1.5, 2.0]] * 12 + [[[1, 2], [3, 4]]])
-    proposer.guess = lambda *_: next(guesses)  # type: ignore[method-assign]
-    proposer.open(0, "r", [1, 2], [], SamplingParams(max_tokens=64), 4)
-    for position in range(13):
-        proposer.commit(*packed([(0, position, [7])]))
-        assert proposer.extend().tolist() == [0] and not len(proposer.tails(np.zeros(1, np.int32)).tokens)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 3 and "no draft for request r; further failures with TypeError" in lines[0]
-    assert "10 failures with TypeError" in lines[1] and "ValueError" in lines[2]
 
 
 def test_classes_are_not_imported_where_nothing_is_drafted() -> None:
