@@ -20,8 +20,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.rollout.prompts import encode_prompt
-from specactor_ray.target.base import TargetRequest
-from specactor_ray.target.registry import build_engine
+from specactor_ray.target.base import TargetRequest, build_engine
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Finished, Progress
 from specactor_ray.verify.drafting import Drafting, HostedDrafter

@@ -31,7 +31,7 @@ from specactor_ray.distill.corpus import CorpusRecord, RecordStore, RolloutReque
 from specactor_ray.distill.evaluation import AcceptanceCounts, draft_all, replay
 from specactor_ray.draft.proposer import Proposer, common_prefix, packed
 from specactor_ray.plan.costs import CostPoint
-from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest
+from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest, build_engine
 from specactor_ray.target.rows import refuse_impossible
 from specactor_ray.transport.messages import Features
 
@@ -149,7 +149,6 @@ def _measure_on_demand(share: Share, channel: Connection) -> None:
 @contextlib.contextmanager
 def _started(share: Share) -> Iterator[tuple[TargetEngine, Measured]]:
     """An engine on the share's cores, and the records made on it or before."""
-    from specactor_ray.target.registry import build_engine
 
     config, axes, gpus = roomy(share.config, share.axes), share.axes, share.config.target.gpus
     if not gpus:

@@ -1,4 +1,4 @@
-"""Interface of target engines, which run requests on the target model.
+"""Interface of target engines, which run requests on the target model, and the configured engine.
 
 One `step` runs one forward over prefill chunks and over the draft tails of all running rows, and commits for each row
 the longest draft prefix that equals the target's samples plus one token of the target. Engines use no Ray. A request
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.environment import fitting_dtype
 from specactor_ray.core.types import SamplingParams, TopTokens
 
 
@@ -186,3 +188,26 @@ class TargetEngine(Protocol):
 
     def close(self) -> None:
         """Free memory and end helper processes. The engine cannot be used afterwards."""
+
+
+def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: float = 0.0) -> TargetEngine:
+    """Load the configured target. ModelLoadError: its model cannot be loaded or served. ConfigError: of `require_vllm`.
+
+    Args:
+        config: The target's section; default data type and cache size depend on the device.
+        device: `cpu` or `cuda`; vLLM uses the device of its build.
+        max_drafts: Most draft tokens of a request in one step; 0 if none are ever verified.
+        hosted: Bytes of the GPU for drafters beside the engine.
+    """
+    from specactor_ray.models.cache_size import GIB, cache_bytes, room_here
+
+    config = replace(config, dtype=fitting_dtype(config.dtype, device != "cpu", config.backend))
+    if config.kv_cache_gb is None:
+        config = replace(config, kv_cache_gb=cache_bytes(config, room_here(config, hosted)) / GIB)
+    if config.backend == "vllm":
+        from specactor_ray.target.vllm import VllmEngine
+
+        return VllmEngine(config, max_drafts)
+    from specactor_ray.target.hf import HfEngine
+
+    return HfEngine.from_config(config, device)
