@@ -149,7 +149,6 @@ def _measure_on_demand(share: Share, channel: Connection) -> None:
 @contextlib.contextmanager
 def _started(share: Share) -> Iterator[tuple[TargetEngine, Measured]]:
     """An engine on the share's cores, and the records made on it or before."""
-
     config, axes, gpus = roomy(share.config, share.axes), share.axes, share.config.target.gpus
     if not gpus:
         bind_to_cores(tuple(sorted(os.sched_getaffinity(0)))[: share.devices])
