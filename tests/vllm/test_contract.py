@@ -74,7 +74,7 @@ def test_engine_arguments_reach_the_engine() -> None:
 def arguments_of(drafts: int, max_batch: int = 4, max_step_tokens: int = 64, **more: Any) -> dict[str, Any]:
     sizes = {"max_model_len": 128, "max_batch": max_batch, "max_step_tokens": max_step_tokens, "kv_cache_gb": 1 / 64}
     config = TargetConfig(str(tiny_vllm_target()), "vllm", dtype="float32", **sizes, **more)
-    return engine_arguments(config, drafts, "specactor_ray.target.vllm_bridge.NothingProposed")
+    return engine_arguments(config, drafts, "specactor_ray.target.vllm.NothingProposed")
 
 
 @pytest.mark.parametrize("drafts", [0, 8])

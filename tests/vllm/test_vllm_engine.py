@@ -213,7 +213,7 @@ def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> 
 
 def test_a_step_without_drafts_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _distribution_engine()
-    runner = engine.engine._core._core.model_executor.driver_worker.worker.model_runner
+    runner = engine.engine._core.model_executor.driver_worker.worker.model_runner
     calls: list[str] = []
     for name in ("_calc_spec_decode_metadata", "propose_draft_token_ids"):
         real = getattr(runner, name)
