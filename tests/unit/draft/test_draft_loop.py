@@ -72,23 +72,6 @@ def test_lookups_cost_nothing_worth_measuring() -> None:
     assert not loop.run_once()
 
 
-@pytest.mark.parametrize("right", [False, True])
-def test_an_alarm_is_raised_while_a_drafter_is_never_right(right: bool, caplog: pytest.LogCaptureFixture) -> None:
-    class Taught(NgramProposer):
-        traits = replace(NgramProposer.traits, checkpoint=Checkpoint.MODEL)
-
-    loop, told = loop_of(Taught(1, 4, 0, 8))
-    loop.deliver(news([opening(0, prompt=(1, 2, 3, 1, 2, 3), max_tokens=500)]))
-    for position in range(ENOUGH):
-        loop.run_once()
-        (guess, *_) = told[-1].tokens.tolist() or [0]
-        loop.deliver(news(commits=[(0, position, [guess if right else (guess + 1) % 500])]))
-    loop.run_once()
-    health = loop.snapshot()["health"]
-    assert health["alarm"] is (health["right"] == 0) is not right
-    assert ("Taught" in caplog.text or "none of its last" in caplog.text) is not right
-
-
 # ---- rows of a forward ----
 
 
@@ -166,6 +149,22 @@ class Picky(RowProposer):
         if finished:
             self._break("close", slot)
         super().close(slot, finished)
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_an_alarm_is_raised_while_a_drafter_is_never_right(right: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Repeats(Picky):
+        traits = Traits(looks_up=True, checkpoint=Checkpoint.MODEL)
+
+    loop, told = loop_of(Repeats(""))
+    loop.deliver(news([opening(0, window=1, max_tokens=ENOUGH + 1)]))
+    for position in range(ENOUGH):
+        loop.run_once()
+        loop.deliver(news(commits=[(0, position, [int(told[-1].tokens[0]) + (not right)])]))
+    loop.run_once()
+    health = loop.snapshot()["health"]
+    assert health["tried"] == ENOUGH and health["right"] == ENOUGH * right and health["alarm"] is not right
+    assert ("none of its last" in caplog.text) is not right
 
 
 FIRST = np.zeros(1, np.int32)
