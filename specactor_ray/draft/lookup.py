@@ -121,11 +121,6 @@ class LookupProposer(SlotProposer):
         """Tokens of outputs, with the ends of their prompts, in the history."""
         return min(self._log.count, len(self._log.rows))
 
-    @property
-    def history_bytes(self) -> int:
-        """Bytes reserved for outputs and for the text of open requests, untouched pages included."""
-        return sum(array.nbytes for array in (self._log.rows, self._log.heads, self._own_rows, self._own_heads))
-
     def _enter(self, slot: int, late: bool) -> bool:
         sampling, prompt = self.samplings[slot], self.mirrors.prompt(slot)
         self._seeds[slot], self._noisy[slot] = sampling.seed, self._shared_noise and sampling.temperature > 0.0

@@ -84,9 +84,8 @@ class DraftLoop(Loop):
         counters["cost"] = self._cost.points()
         counters["failures"] = len(self._requests.failures) + len(getattr(self.proposer, "failures", ()))
         counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._links.items()}
-        for name in ("history_tokens", "history_bytes"):
-            if hasattr(self.proposer, name):
-                counters[name] = getattr(self.proposer, name)
+        if hasattr(self.proposer, "history_tokens"):
+            counters["history_tokens"] = self.proposer.history_tokens
         return counters
 
     # ---- the loop ----

@@ -170,7 +170,7 @@ class ModelProposer(SlotProposer):
         self._rules.write([slot], [sampling], [-int(self.mirrors.prompts[slot])])
         return True
 
-    def _leave(self, slot: int, finished: bool) -> None:
+    def _leave(self, slot: int) -> None:
         self._cache.free_rows(np.append(self.branches.release(slot), self._rows[slot]))
 
     def _drop_branches(self) -> None:

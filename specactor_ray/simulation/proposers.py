@@ -91,7 +91,7 @@ class SimulatedProposer(SlotProposer):
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         np.minimum.at(self._cached, slots, same if self._time.fusion is None else self._anchors[slots])
 
-    def _leave(self, slot: int, finished: bool) -> None:
+    def _leave(self, slot: int) -> None:
         self.branches.release(slot)
 
     def _fit(self, slots: int) -> None:

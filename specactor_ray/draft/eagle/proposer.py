@@ -212,8 +212,8 @@ class EagleProposer(ModelProposer):
         self._begin_anew(slot, 0)
         return True
 
-    def _leave(self, slot: int, finished: bool) -> None:
-        super()._leave(slot, finished)
+    def _leave(self, slot: int) -> None:
+        super()._leave(slot)
         self._unread.pop(slot, None)
         self.mirrors.ends[slot] = self.mirrors.known[slot]
 

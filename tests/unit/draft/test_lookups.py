@@ -331,17 +331,6 @@ def test_what_others_finished_is_as_if_it_had_been_finished_here(method: Any, da
         assert np.array_equal(getattr(told.proposer._log, plane), getattr(shown.proposer._log, plane))
 
 
-def test_bytes_are_reported() -> None:
-    proposer = suffix(2, 8, history_tokens=1000)
-    empty = proposer.history_bytes
-    assert empty == 1000 * 4 * (4 + 4) + 4 * 1024 * 4
-    proposer.open("a", [1] * 500, [2] * 5000, LONG, 4)
-    assert proposer.history_bytes >= empty + 5500 * 4 * (6 + 2)
-    proposer.close("a")
-    learn(proposer, [1, 2], *[[3] * 1000] * 5)
-    assert proposer.history_bytes <= empty + 2 * 8192 * 4 * (6 + 2), "bounded by the longest text"
-
-
 def test_an_output_sent_as_a_prompt_is_guessed_with_the_same_noise() -> None:
     rng, proposer = random.Random(1), suffix(1, 4, 0, 4, 100.0, 0.0)
     differ = 0

@@ -82,7 +82,7 @@ def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> Non
     assert sum(stats.accepted for stats in by_request) == snapshot["accepted_tokens"]
     drafters = [loop.snapshot() for loop in bench.drafts.values()]
     if kind == "suffix":
-        assert all(drafter["history_bytes"] > drafter["history_tokens"] > 0 for drafter in drafters)
+        assert all(drafter["history_tokens"] > 0 for drafter in drafters)
 
 
 @pytest.mark.parametrize(

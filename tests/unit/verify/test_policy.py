@@ -176,28 +176,6 @@ class Bench:
             say(self.table, seat, row, *[1] * length)
 
 
-@pytest.mark.parametrize("there", [0, 2, 5])
-@pytest.mark.parametrize("prior", [0.05, 0.4, 0.7, 0.9, 0.99])
-@pytest.mark.parametrize("token_s", [0.0002, 0.003, 0.01, 0.03, 0.2])
-def test_drafters_that_take_turns_draft_as_far_as_it_pays(token_s: float, prior: float, there: int) -> None:
-    """All requests are alike, so every number of rounds can be tried."""
-    bench = Bench(replace(MODEL, token_s=token_s), prior=prior)
-    bench.say([there] * 4)
-
-    def rate(rounds: int) -> float:
-        longest = min(there + rounds, WINDOW)
-        seconds = [0.05 + 0.001 * 4 * (1 + length) + token_s * rounds for length in range(longest + 1)]
-        return max(4 * (1 + gained(prior, length)) / seconds[length] for length in range(longest + 1))
-
-    rounds = bench.rounds
-    assert 0 <= rounds <= WINDOW - there
-    assert rate(rounds) >= 0.99 * max(map(rate, range(WINDOW + 1)))
-    if prior <= 0.4 and token_s >= 0.03:
-        assert not rounds
-    if prior >= 0.7 and token_s <= 0.003 and not there:
-        assert rounds
-
-
 def test_drafters_whose_pace_is_unknown_are_tried_for_a_few_rounds() -> None:
     assert Bench(replace(MODEL, token_s=0.0)).rounds == 3
     assert Bench(replace(MODEL, token_s=0.0, spec=spec_of("eagle", 2))).rounds == 2
