@@ -51,10 +51,8 @@ class Failures:
 
 
 class Health:
-    """Counts since the newest weights, and the alarm of a drafter. Not thread-safe, except `to_dict`.
-
-    Methods without weights have no alarm: a lookup finds nothing right where outputs do not repeat.
-    """
+    """Counts since the newest weights, and the alarm of a drafter. Not thread-safe, except `to_dict`. Methods without
+    weights have no alarm: a lookup finds nothing right where outputs do not repeat."""
 
     def __init__(self, drafter_id: str, method: str, traits: Traits) -> None:
         self._drafter_id, self._method = drafter_id, method

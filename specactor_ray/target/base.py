@@ -193,11 +193,8 @@ class TargetEngine(Protocol):
 def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: float = 0.0) -> TargetEngine:
     """Load the configured target. ModelLoadError: its model cannot be loaded or served. ConfigError: of `require_vllm`.
 
-    Args:
-        config: The target's section; default data type and cache size depend on the device.
-        device: `cpu` or `cuda`; vLLM uses the device of its build.
-        max_drafts: Most draft tokens of a request in one step; 0 if none are ever verified.
-        hosted: Bytes of the GPU for drafters beside the engine.
+    `device`: `cpu` or `cuda`; vLLM uses the device of its build. `max_drafts`: most draft tokens of a request in one
+    step, 0 if none are ever verified. `hosted`: bytes of the GPU for drafters beside the engine.
     """
     from specactor_ray.models.cache_size import GIB, cache_bytes, room_here
 

@@ -55,16 +55,8 @@ class _Plan(NamedTuple):
 
 
 class HfEngine:
-    """`TargetEngine` over a `RaggedModel`.
-
-    Args:
-        model: The model with its cache; owned by the engine.
-        eos_token_ids: Ids that end an output unless the request ignores them.
-        max_model_len: Most prompt + output tokens of a request; None takes the model's own limit.
-        max_batch: Most requests admitted at once.
-        max_step_tokens: Most positions in one forward, at least `max_batch`.
-        record_margins: Record perturbed top-2 margins.
-    """
+    """`TargetEngine` over a `RaggedModel`, which it owns with its cache. `eos_token_ids` end an output unless the
+    request ignores them; the other arguments are keys of `target` (`config/schema.py`)."""
 
     def __init__(
         self,

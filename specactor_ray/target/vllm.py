@@ -77,11 +77,7 @@ _NOTHING = CoreStep(_NONE, _NONE, _NONE, _NONE, _NONE > 0, Found(np.empty((0, 5)
 
 
 class VllmEngine:
-    """`TargetEngine` over vLLM's engine core in this process.
-
-    Args:
-        config: The target's section, with a data type and a cache size.
-        max_drafts: Most draft tokens of a request in one step.
+    """`TargetEngine` over vLLM's engine core in this process. Arguments: see `engine_arguments`.
 
     Raises:
         ConfigError: vLLM is missing, has an untested version, or refuses a value of `target.engine_arguments`.

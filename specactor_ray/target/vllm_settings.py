@@ -42,11 +42,7 @@ _STRIDES = ((256, 8), (512, 16), (1024, 32), (1 << 20, 64))
 
 
 def require_vllm() -> str:
-    """The installed version of vLLM.
-
-    Raises:
-        ConfigError: vLLM is missing, or its version is untested; the message names installed and tested versions.
-    """
+    """The installed version of vLLM. ConfigError: it is missing or untested; the message names the tested versions."""
     for name in DISTRIBUTIONS:
         try:
             version = importlib.metadata.version(name)
@@ -80,13 +76,9 @@ def _known_arguments() -> set[str]:
 
 
 def engine_arguments(config: TargetConfig, max_drafts: int, proposer: str) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs`.
-
-    Args:
-        config: The target's section, with a data type and a cache size.
-        max_drafts: Most draft tokens of a request in one step; 0 disables speculation.
-        proposer: Path of a class that proposes nothing: drafts are given to the scheduler.
-    """
+    """Arguments of vLLM's `EngineArgs` for a section `target` with a data type and a cache size. `max_drafts`: most
+    draft tokens of a request in one step, 0 without speculation; `proposer`: path of a class that proposes nothing,
+    since drafts are given to the scheduler."""
     import torch
 
     from specactor_ray.models.cache_size import GIB, beside_the_cache, device_bytes

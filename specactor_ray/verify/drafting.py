@@ -1,7 +1,6 @@
 """The verifier's side of drafting: the table of requests, the drafters in its seats, and the messages between them.
 
-Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `policy.py`
-and `racing.py`.
+Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `policy.py` and `racing.py`.
 """
 
 from __future__ import annotations
@@ -161,14 +160,9 @@ class DrafterSeat(Drafter):
 
 
 class Drafting:
-    """Drafting for the requests of one verifier.
-
-    Args:
-        verifier_id: Incarnation id of the verifier, to which drafters answer.
-        coupled: Whether drafters take turns with the verifier on its cores.
-        window: Most draft tokens of a request, if a drafter has a larger window than that of `config`.
-        acceptance, cost: Estimates; default: learned, without a prior.
-    """
+    """Drafting for the requests of one verifier: drafters answer to its incarnation id, and if `coupled` they take turns
+    with it on its cores. `window`: most draft tokens of a request, if a drafter has a larger window than that of
+    `config`. `acceptance`, `cost`: estimates; default: learned, without a prior."""
 
     def __init__(
         self,

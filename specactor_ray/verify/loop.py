@@ -28,13 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class VerifyLoop(Loop):
-    """Drives one target engine.
-
-    Args:
-        engine: The target; after the begin of `run` only the loop's thread uses it.
-        drafting: Drafts and decisions.
-        hosted: Drafters of this process, run between two steps (docs/design/inline.md). `set_drafters` sets others.
-    """
+    """Drives one target engine, which only the loop's thread uses after the begin of `run`. `hosted`: drafters of this
+    process, run between two steps (docs/design/inline.md); `set_drafters` sets others."""
 
     def __init__(
         self, engine: TargetEngine, drafting: Drafting, hosted: Sequence[HostedDrafter] = (), clock: Clock = SYSTEM
