@@ -57,8 +57,9 @@ class LookupProposer(SlotProposer):
     """Drafts by look-ups, on token ids of any vocabulary.
 
     The outputs of the run are in one `TokenLog`, each behind the end of its prompt, which is context only. An output
-    that is opened again, or is finished elsewhere after it began here, is written again. The arguments are keys of `drafters` (`config/schema.py`); None: the default of the method. `history_tokens` 0: only
-    a request's own text is looked up; `length_factor` 0: no limit of the length.
+    that is opened again, or is finished elsewhere after it began here, is written again. The arguments are keys of
+    `drafters` (`config/schema.py`); None: the default of the method. `history_tokens` 0: only a request's own text is
+    looked up; `length_factor` 0: no limit of the length.
     """
 
     vocab_size: int | None = None
@@ -160,8 +161,8 @@ _TEXTS = operator.attrgetter(
 
 
 class NgramProposer(LookupProposer):
-    """`ngram`: the request's own text and outputs of the same prompt; fills the window wherever there is a match. Prompt
-    lookup decoding (Saxena, 2023) with the other samples of the prompt, as in SuffixDecoding."""
+    """`ngram`: the request's own text and outputs of the same prompt; fills the window wherever there is a match.
+    Prompt lookup decoding (Saxena, 2023) with the other samples of the prompt, as in SuffixDecoding."""
 
     method = "ngram"
     traits = BUILT_IN[method].traits

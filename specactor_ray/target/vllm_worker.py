@@ -95,8 +95,8 @@ class _Sampler(Sampler):
 
 
 class KeyedSampler:
-    """Replaces vLLM's sampler and rejection sampler of its model `runner`. `hidden_layers`: as in `RaggedModel`, decoder
-    layers whose output states are exported, in this order."""
+    """Replaces vLLM's sampler and rejection sampler of its model `runner`. `hidden_layers`: as in `RaggedModel`, those
+    whose output states are exported, in this order."""
 
     def __init__(self, runner: Any, hidden_layers: tuple[int, ...], record_margins: bool) -> None:
         self._runner, self._layers, self._margins = runner, hidden_layers, record_margins

@@ -160,8 +160,8 @@ class DrafterSeat(Drafter):
 
 
 class Drafting:
-    """Drafting for the requests of one verifier: drafters answer to its incarnation id, and if `coupled` they take turns
-    with it on its cores. `window`: most draft tokens of a request, if a drafter has a larger window than that of
+    """Drafting for the requests of one verifier: drafters answer to its incarnation id, and if `coupled` they take
+    turns with it on its cores. `window`: most draft tokens of a request, if a drafter has a larger window than that of
     `config`. `acceptance`, `cost`: estimates; default: learned, without a prior."""
 
     def __init__(
