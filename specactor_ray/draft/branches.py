@@ -18,13 +18,11 @@ import numpy as np
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import _kernels as kernels
-from specactor_ray.draft._kernels import FREE as FREE
-from specactor_ray.draft._kernels import GAPS as GAPS
-from specactor_ray.draft._kernels import MAIN as MAIN
-from specactor_ray.draft._kernels import RANKS as RANKS
+from specactor_ray.draft._kernels import FREE, GAPS, MAIN, RANKS
 from specactor_ray.draft.slots import MirrorTable
 from specactor_ray.transport.messages import NO_BRANCHES, Branches
 
+__all__ = ["FREE", "GAPS", "MAIN", "RANKS"]  # names of `_kernels` for other modules
 GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])
 """Ends of the ranges of gaps between scores (logits over temperature, plus noise)."""
 UNKNOWN = np.zeros(0)

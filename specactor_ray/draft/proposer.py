@@ -8,6 +8,8 @@ and the list of built-in methods are in `config/methods.py`. Drafts never change
 from __future__ import annotations
 
 import abc
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -21,6 +23,9 @@ from specactor_ray.transport.messages import NO_BRANCHES, Branches, Features, Fi
 if TYPE_CHECKING:
     from specactor_ray.config.methods import DrafterSpec
     from specactor_ray.config.schema import DrafterConfig, TargetConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 class Tails(NamedTuple):
@@ -54,6 +59,28 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
             break
         length += 1
     return length
+
+
+class Failures:
+    """Counts failures by the kind of error. Logs the first one of a kind with its traceback, and then the 10th, the
+    100th and so on."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+
+    def __len__(self) -> int:
+        """Number of failures."""
+        return self._counts.total()
+
+    def add(self, what: str, error: BaseException) -> None:
+        """Count a failure; `what`: name of the failed work in the log."""
+        kind = type(error).__name__
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 1:
+            logger.error("%s; further failures with %s are counted", what, kind, exc_info=error)
+        elif str(count).strip("0") == "1":
+            logger.warning("%s: %s; %d failures with %s so far", what, error, count, kind)
 
 
 class Proposer(abc.ABC):

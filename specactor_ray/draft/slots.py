@@ -15,8 +15,7 @@ import numpy as np
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import _kernels
-from specactor_ray.draft.health import Failures
-from specactor_ray.draft.proposer import Proposer, Tails
+from specactor_ray.draft.proposer import Failures, Proposer, Tails
 from specactor_ray.transport.messages import FinishedOutput
 
 _MOST = 2**31 - 1

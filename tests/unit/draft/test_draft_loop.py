@@ -13,9 +13,8 @@ import torch
 
 from specactor_ray.config.methods import Checkpoint, Traits
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.health import ENOUGH
 from specactor_ray.draft.lookup import NgramProposer
-from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.draft.loop import ENOUGH, DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.slots import RowProposer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specactor_ray.config.methods import Checkpoint, Traits
-from specactor_ray.draft.health import ENOUGH, Health, checksum
+from specactor_ray.draft.loop import ENOUGH, Health, checksum
 
 MODEL = Traits(checkpoint=Checkpoint.MODEL)
 

@@ -18,9 +18,8 @@ from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolic
 from specactor_ray.draft import loop as draft_loop
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.health import checksum
 from specactor_ray.draft.lookup import NgramProposer
-from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.draft.loop import DraftLoop, checksum
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.plan.costs import StepCost
