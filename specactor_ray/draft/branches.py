@@ -45,7 +45,7 @@ class Chains(NamedTuple):
 
 
 class BranchTable:
-    """Candidates of main chains and up to `most` branches of each slot, beside a `MirrorTable`.
+    """Candidates of the main chains in `mirrors`, and up to `most` branches of each slot.
 
     Rows of the drafter's cache are kept with the branches; the caller defines their meaning. `gaps` and `others` have
     one more place than branches: that of the main chain, the last one. Both are stored at their index in the line
@@ -53,8 +53,8 @@ class BranchTable:
     to the end of the tail it is drafted again, and another token replaces the rest.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, mirrors: MirrorTable, most: int) -> None:
+        self.most, self._mirrors = most, mirrors
         self.ats, self.lengths, self.ranks = np.zeros((3, 0, most), np.int32)
         """`(slots, most)`: index in the line at which the branch leaves the main chain (`FREE`: no branch); its tokens;
         the candidate with which it begins, from 1. `rows`: rows of the cache."""
@@ -87,11 +87,11 @@ class BranchTable:
         self.arrays = _PLANES(self)
         return freed
 
-    def settle(self, mirrors: MirrorTable, main_rows: np.ndarray, *commits: np.ndarray) -> np.ndarray:
+    def settle(self, main_rows: np.ndarray, *commits: np.ndarray) -> np.ndarray:
         """Compare the branches with commits (see `Proposer.commit`), right before `MirrorTable.commit` of the same.
         `main_rows`, int64 `(slots,)`, change where a branch takes the place of a main chain. Returns freed rows."""
         arrays = [np.array(array, np.int32) for array in commits]
-        freed: np.ndarray = kernels.settle(self.arrays, mirrors.arrays, main_rows, *arrays)
+        freed: np.ndarray = kernels.settle(self.arrays, self._mirrors.arrays, main_rows, *arrays)
         return freed
 
     def release(self, slots: np.ndarray | int) -> np.ndarray:
@@ -103,7 +103,6 @@ class BranchTable:
 
     def plan(
         self,
-        mirrors: MirrorTable,
         tips: np.ndarray,
         reading: np.ndarray,
         ahead: np.ndarray,
@@ -122,23 +121,17 @@ class BranchTable:
         give the most needed tokens per second.
         """
         slots = reading, ahead, backlogs
-        return Chains(*kernels.plan(self.arrays, mirrors.arrays, tips, longest, forward_s, *slots, budget))
+        return Chains(*kernels.plan(self.arrays, self._mirrors.arrays, tips, longest, forward_s, *slots, budget))
 
     def read(
-        self,
-        mirrors: MirrorTable,
-        tips: np.ndarray,
-        origins: np.ndarray,
-        cached: np.ndarray,
-        chains: Chains,
-        rows: np.ndarray,
+        self, tips: np.ndarray, origins: np.ndarray, cached: np.ndarray, chains: Chains, rows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens that chains read, int32 `(sum of counts,)`; by chain the index in the line of the next token, and
         whether all tokens before that one are then read. int64: `origins` `(slots,)`, index in the line of the first
         token in the cache; `cached`, tokens of each row of the cache; `rows` `(n,)`, row of each chain."""
-        slots, numbers, _, counts = chains
+        (slots, numbers, _, counts), mirror = chains, self._mirrors.arrays
         found: tuple[np.ndarray, np.ndarray, np.ndarray]
-        found = kernels.read(self.arrays, mirrors.arrays, tips, origins, cached, slots, numbers, counts, rows)
+        found = kernels.read(self.arrays, mirror, tips, origins, cached, slots, numbers, counts, rows)
         return found
 
     def close_all(self) -> np.ndarray:
@@ -151,21 +144,19 @@ class BranchTable:
         """Give up a branch that has no row."""
         self.ats[slot, number] = FREE
 
-    def append(
-        self, mirrors: MirrorTable, tips: np.ndarray, chains: Chains, tokens: np.ndarray, gaps: np.ndarray
-    ) -> np.ndarray:
+    def append(self, tips: np.ndarray, chains: Chains, tokens: np.ndarray, gaps: np.ndarray) -> np.ndarray:
         """Append the token that each chain drafted, and update `tips`; chains that were given up are left out.
         `tokens`, int32 `(n, 1 + RANKS)`, or `(n, 1)` without branches: that token and the other candidates, -1 where
         there is none; `gaps`: see `ranges_of`. Returns bool `(n,)`: False where a tail did not change."""
         changed: np.ndarray
-        changed = kernels.append(self.arrays, mirrors.arrays, tips, chains.slots, chains.numbers, tokens, gaps)
+        changed = kernels.append(self.arrays, self._mirrors.arrays, tips, chains.slots, chains.numbers, tokens, gaps)
         return changed
 
-    def published(self, mirrors: MirrorTable, slots: np.ndarray) -> Branches:
+    def published(self, slots: np.ndarray) -> Branches:
         """Branches with two tokens or more of these slots' tails: the target finds the first token itself."""
         if not len(slots):
             return NO_BRANCHES
-        return Branches(*kernels.published(self.arrays, mirrors.arrays, np.asarray(slots, np.int32)))
+        return Branches(*kernels.published(self.arrays, self._mirrors.arrays, np.asarray(slots, np.int32)))
 
 
 _PLANES = operator.attrgetter(*kernels.Planes._fields)
@@ -180,11 +171,12 @@ def ranges_of(gaps: np.ndarray) -> np.ndarray:
 @functools.cache
 def warm_up() -> None:
     """Compile or load the kernels."""
-    table, mirrors, zero, long = BranchTable(1), MirrorTable(), np.zeros(1, np.int32), np.zeros(1, np.int64)
+    mirrors, zero, long = MirrorTable(), np.zeros(1, np.int32), np.zeros(1, np.int64)
+    table = BranchTable(mirrors, 1)
     mirrors.open(0, (1,), (), SamplingParams(), 4)
     table.fit(1, 4)
-    chains = table.plan(mirrors, mirrors.ends, zero > 0, zero == 0, long + 1, 4)
-    table.read(mirrors, mirrors.ends, long, long, chains, long)
-    table.append(mirrors, mirrors.ends, chains, np.ones((1, 1 + RANKS), np.int32), zero)
-    table.settle(mirrors, long, zero, zero, zero + 1, zero + 2)
-    table.published(mirrors, zero)
+    chains = table.plan(mirrors.ends, zero > 0, zero == 0, long + 1, 4)
+    table.read(mirrors.ends, long, long, chains, long)
+    table.append(mirrors.ends, chains, np.ones((1, 1 + RANKS), np.int32), zero)
+    table.settle(long, zero, zero, zero + 1, zero + 2)
+    table.published(zero)

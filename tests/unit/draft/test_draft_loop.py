@@ -21,7 +21,7 @@ from specactor_ray.draft.slots import RowProposer
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.transport.inbox import MOST_MALFORMED
 from specactor_ray.transport.link import Link, direct_sender
-from specactor_ray.transport.messages import Features, TailBatch
+from specactor_ray.transport.messages import CommitBatch, Features, TailBatch
 from tests.batches import news, opening
 from tests.fakes.clocks import HandClock
 from tests.fakes.loops import eagle, ragged
@@ -35,6 +35,12 @@ def loop_of(proposer: Proposer, **arguments: Any) -> tuple[DraftLoop, list[TailB
     loop, told = DraftLoop("d", proposer, **arguments), list[TailBatch]()
     loop.set_verifiers({"v0": Link(direct_sender(told.append))})
     return loop, told
+
+
+def hear(loop: DraftLoop, message: CommitBatch) -> None:
+    """One step of the loop with this message."""
+    loop.deliver(message)
+    loop.run_once()
 
 
 def tiny_model() -> RaggedModel:
@@ -56,8 +62,7 @@ def test_an_outlier_does_not_count_and_an_old_measurement_is_forgotten() -> None
     clock, durations = HandClock(), itertools.chain([0.01, 0.01, 9.0] * 20, itertools.repeat(0.02))
     (loop, _), costs = loop_of(Uneven(tiny_model()), clock=clock), list[float]()
     for number in range(100):
-        loop.deliver(news([opening(0, f"r{number}", window=1)]))
-        loop.run_once()
+        hear(loop, news([opening(0, f"r{number}", window=1)]))
         costs.append(loop.snapshot()["token_s"])
     assert costs[:60] == pytest.approx([0.01] * 60) and costs[-1] == pytest.approx(0.02)
 
@@ -159,8 +164,7 @@ def test_an_alarm_is_raised_while_a_drafter_is_never_right(right: bool, caplog: 
     loop.deliver(news([opening(0, window=1, max_tokens=ENOUGH + 1)]))
     for position in range(ENOUGH):
         loop.run_once()
-        loop.deliver(news(commits=[(0, position, [int(told[-1].tokens[0]) + (not right)])]))
-    loop.run_once()
+        hear(loop, news(commits=[(0, position, [int(told[-1].tokens[0]) + (not right)])]))
     health = loop.snapshot()["health"]
     assert health["tried"] == ENOUGH and health["right"] == ENOUGH * right and health["alarm"] is not right
     assert ("none of its last" in caplog.text) is not right
@@ -180,13 +184,10 @@ def open_at(loop: DraftLoop) -> int:
 def test_what_fails_costs_one_request(fails: str, lost: bool, caplog: pytest.LogCaptureFixture) -> None:
     loop, told = loop_of(Picky(fails))
     features = tuple((row, (Features(5, np.zeros((1, 2), np.float32)),)) for row in range(2))
-    loop.deliver(news([opening(0, "good"), opening(1, "bad")]))
-    loop.run_once()
-    loop.deliver(news(commits=[(0, 0, [2]), (1, 0, [2])], features=features))
-    loop.run_once()
+    hear(loop, news([opening(0, "good"), opening(1, "bad")]))
+    hear(loop, news(commits=[(0, 0, [2]), (1, 0, [2])], features=features))
     assert loop.snapshot()["open_requests"] == (1 if lost else 2)
-    loop.deliver(news(closed=[(1, True)]))
-    loop.run_once()
+    hear(loop, news(closed=[(1, True)]))
     assert loop.snapshot()["open_requests"] == 1 and loop.proposer.tails(FIRST).bases.tolist() == [1]
     asked = {handle for batch in told for handle in batch.lost}
     assert asked == ({(1, 1)} if lost else set()) and loop.snapshot()["failures"] == 1
@@ -208,20 +209,16 @@ def test_reported_slots_that_are_not_open_are_passed_over() -> None:
             return np.concatenate([super().extend(), [1, 10**6, -1]])
 
     loop, told = loop_of(Confused(1, 4, 100, 8))
-    loop.deliver(news([opening(0), opening(1)], closed=[(1, True)]))
-    loop.run_once()
-    loop.deliver(news(closed=[(1, True)]))
-    loop.run_once()
-    loop.deliver(news(commits=[(0, 0, [2])]))
-    loop.run_once()
+    hear(loop, news([opening(0), opening(1)], closed=[(1, True)]))
+    hear(loop, news(closed=[(1, True)]))
+    hear(loop, news(commits=[(0, 0, [2])]))
     assert [batch.rows.tolist() for batch in told] == [[0, 1], [0]] and loop.snapshot()["failures"] == 0
 
 
 def test_a_slot_that_is_used_again_brings_nothing_of_its_last_request() -> None:
     """Nor does a late message about that one reach the new one."""
     loop, told = loop_of(NgramProposer(1, 4, 100, 8))
-    loop.deliver(news([opening(0, "a")]))
-    loop.run_once()
+    hear(loop, news([opening(0, "a")]))
     loop.deliver(news(closed=[(0, True)]))
     loop.deliver(news([replace(opening(0, "b", (7, 8, 9)), generation=2)]))
     loop.deliver(news(commits=[(0, 0, [2])], closed=[(0, True)]))
@@ -289,13 +286,10 @@ def test_a_message_that_makes_no_sense_costs_other_verifiers_nothing(method: str
 
 def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:
     loop, told = loop_of(NgramProposer(1, 4, 100, 8))
-    loop.deliver(news([opening(0)], commits=[(7, 0, [2])]))
-    loop.run_once()
-    loop.deliver(news(commits=[(0, 3, [2])]))
-    loop.run_once()
+    hear(loop, news([opening(0)], commits=[(7, 0, [2])]))
+    hear(loop, news(commits=[(0, 3, [2])]))
     assert [batch.lost for batch in told] == [((7, 1),), ((0, 1),)] and loop.snapshot()["resyncs"] == 2
-    loop.deliver(news([opening(0)]))
-    loop.run_once()
+    hear(loop, news([opening(0)]))
     assert told[-1].lost == () and told[-1].rows.tolist() == [0]
 
 

@@ -101,6 +101,11 @@ class Sequence:
         self.sent = self.received = end
         return [Features(begin, self.states[begin:end])]
 
+    def begin(self, drafter: ByName, token: int) -> None:
+        """Open it, and commit its first token."""
+        drafter.open(self.name, self.prompt, (), self.sampling, WINDOW)
+        self.commit(drafter, [token])
+
     def commit(self, drafter: ByName, fresh: list[int], repeat: int = 0, late: bool = False) -> None:
         start = len(self.output)
         self.output += fresh
@@ -124,8 +129,7 @@ def test_tails_and_branches_after_any_history_are_those_of_a_fresh_computation(s
     drafter = eagle(branches=branches)
     requests = [Sequence(number, rng.choice([0.0, 1.0])) for number in range(4)]
     for request in requests:
-        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-        request.commit(drafter, [rng.randrange(400)])
+        request.begin(drafter, rng.randrange(400))
     for _ in range(8):
         for _ in range(rng.randint(0, 6)):
             drafter.proposer.budget = rng.randint(0, 12)
@@ -160,8 +164,7 @@ def test_tails_and_branches_after_any_history_are_those_of_a_fresh_computation(s
 def test_the_branch_that_agrees_is_the_tail_at_once_and_is_then_drafted_again() -> None:
     drafter, reference, request = eagle(branches=4), head(), Sequence(0, 1.0)
     drafter.proposer.budget = 99
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [7])
+    request.begin(drafter, 7)
     for _ in range(4):
         extend_fully(drafter)
         _, tail = drafter.tail(request.name)
@@ -177,8 +180,7 @@ def test_the_branch_that_agrees_is_the_tail_at_once_and_is_then_drafted_again() 
 def test_a_tail_that_ends_with_the_output_is_drafted_again() -> None:
     drafter, request = eagle(branches=4), Sequence(0, 1.0)
     request.sampling, drafter.proposer.budget = replace(request.sampling, max_tokens=WINDOW + 1), 99
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [7])
+    request.begin(drafter, 7)
     extend_fully(drafter)
     _, before = drafter.tail(request.name)
     request.commit(drafter, [before[0]])
@@ -192,8 +194,7 @@ def test_a_long_prompt_is_read_in_parts() -> None:
     request = Sequence(2, 1.0)
     request.prompt, request.states = tuple(request.prompt * 40)[:900], states_of(1000, 9)
     drafter.proposer.max_len = 1000
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [8])
+    request.begin(drafter, 8)
     extend_fully(drafter)
     expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
     assert drafter.tail(request.name) == (1, expected)
@@ -241,8 +242,7 @@ def test_draws_over_the_draft_vocabulary_are_those_over_the_whole_one(branches: 
         drafter = ByName(EagleProposer(runner, branches=branches))
         drafter.proposer.budget = 99
         for request in (Sequence(0, 0.0), Sequence(1, 1.0), Sequence(2, 1.0)):
-            drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-            request.commit(drafter, [7])
+            request.begin(drafter, 7)
             extend_fully(drafter)
             seen.append((drafter.tail(request.name), branches_of(drafter, request.name)))
     assert found[0] == found[1] and any(tail for _, tail in [one for one, _ in found[0]])
