@@ -250,7 +250,8 @@ class DrafterConfig:
     length_factor: float = positive(2.0)
     """For `suffix`: most draft tokens per matched token."""
     min_probability: float = below_one(0.1)
-    """For `suffix`: a draft is extended while the estimated probability that all of it is right is at least this."""
+    """For `suffix`: a draft is extended while the estimated probability that all added tokens are right is at least
+    this."""
     online: OnlineConfig = field(default_factory=OnlineConfig)
     """For `eagle`: training on the samples of RL training."""
 

@@ -4,8 +4,8 @@ Let `text` be prompt, committed output and tail, and `known` its part without th
 the outputs of the same prompt; with two scopes all outputs of the run, finished or not. In each source the occurrences
 of the longest match of the end of `text` are followed by vote. A later source replaces an earlier one if its match is
 at least as long and its expected accepted length (the sum of the path's probabilities) is larger; any source replaces
-one without a guess. If the texts end before the window is full, the search continues with the guess as context. Tails
-never enter an index. Other lookups derive from `RowProposer` (`draft/slots.py`). See docs/design/suffix-drafter.md.
+one without a guess. Tails never enter an index. Other lookups derive from `RowProposer` (`draft/slots.py`). See
+docs/design/suffix-drafter.md.
 """
 
 from __future__ import annotations
@@ -89,10 +89,9 @@ class LookupProposer(SlotProposer):
         self._log_shape = max(kept, 1), min_match, max_match, self.scopes
         self._log = TokenLog(*self._log_shape)
         self._indexed, self._groups, self._lasts, self._written = np.zeros((4, 0), np.int64)
-        self._seeds, self._bases = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-        self._noisy, self._odds = np.zeros(0, np.bool_), np.zeros((0, 0))
+        self._seeds, self._bases, self._noisy = np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_)
         self._own_rows, self._own_heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
-        """These ten arrays: see `_lookup_kernels.Texts`."""
+        """These nine arrays: see `_lookup_kernels.Texts`."""
         nothing = np.zeros(0, np.int32)  # compiles or loads the kernels (some seconds on the first run of a machine)
         self._log.write(nothing, 0, -1)
         self._write(nothing)
@@ -140,12 +139,10 @@ class LookupProposer(SlotProposer):
     def _write(self, slots: np.ndarray) -> None:
         """Add the newly committed tokens to the logs."""
         log, (have, width) = self._log, self.mirrors.lines.shape
-        if self._odds.shape != (have, width):  # the lines have grown: index all texts again
+        if self._own_rows.shape[:2] != (have, width):  # the lines have grown: index all texts again
             columns = len(log.arrays[2])
             self._own_rows = np.zeros((have, width, kernels.LINKS + columns), np.int32)
             self._own_heads = np.zeros((have, columns * width), np.int32)
-            old, self._odds = self._odds, np.zeros((have, width))
-            self._odds[: old.shape[0], : old.shape[1]] = old
             self._indexed[:] = 0
             slots = np.append(np.flatnonzero(self._placed).astype(np.int32), slots)
         log.count = kernels.advance(self.mirrors.arrays, _TEXTS(self), log.arrays, log.count, slots)

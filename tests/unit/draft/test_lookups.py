@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,6 @@ class Open:
     def __init__(self, prompt: tuple[int, ...], committed: list[int], sampling: SamplingParams, window: int) -> None:
         self.prompt, self.committed, self.sampling, self.window = prompt, committed, sampling, window
         self.tail: list[int] = []
-        self.odds: list[float] = []
         self.text = -1
         self.written: list[int] = []
 
@@ -83,37 +81,24 @@ class Reference:
             request.text = -1
 
     def fill(self, request: Open) -> None:
-        guessed, budget = len(request.tail), None
+        guessed, position = len(request.tail), len(request.committed) + len(request.tail)
         own = BruteForceLog(10**6, self.low, self.high)
         own.append(0, [*request.prompt, *request.committed], 0)
-        while True:
-            position = len(request.committed) + len(request.tail)
-            room = min(request.window - len(request.tail), request.sampling.max_tokens - position)
-            context = [*request.prompt, *request.committed, *request.tail]
-            noisy = self.noise and request.sampling.temperature > 0
-            noise = Noise(request.sampling.seed, position) if noisy else None
-            best = (0, list[int](), list[float](), 0.0, False)
-            sources: list[tuple[BruteForceLog, int | None]] = [(own, 0)]
-            if self.run is not None and request.text >= 0:
-                sources += [(self.run, self.groups[request.prompt])] + [(self.run, None)] * self.runs
-            for log, group in sources:
-                limit = room
-                matched, _ = log.occurrences(context, group)
-                if self.factor and budget is None:
-                    limit = min(room, int(self.factor * max(matched - guessed, 0)) - guessed)
-                elif budget is not None:
-                    limit = min(room, budget - len(request.tail))
-                draft = log.draft(context, limit, group, noise, self.floor, prod(request.odds))
-                if draft[3] > best[3] and (not best[1] or matched >= best[0]):
-                    best = draft
-            if not best[1]:
-                return
-            if self.factor and budget is None:
-                budget = int(self.factor * (best[0] - guessed))
-            request.tail += best[1]
-            request.odds += best[2]
-            if not best[4]:
-                return
+        room = min(request.window - guessed, request.sampling.max_tokens - position)
+        context = [*request.prompt, *request.committed, *request.tail]
+        noisy = self.noise and request.sampling.temperature > 0
+        noise = Noise(request.sampling.seed, position) if noisy else None
+        best = (0, list[int](), 0.0)
+        sources: list[tuple[BruteForceLog, int | None]] = [(own, 0)]
+        if self.run is not None and request.text >= 0:
+            sources += [(self.run, self.groups[request.prompt])] + [(self.run, None)] * self.runs
+        for log, group in sources:
+            matched, _ = log.occurrences(context, group)
+            limit = min(room, int(self.factor * max(matched - guessed, 0)) - guessed) if self.factor else room
+            draft = log.draft(context, limit, group, noise, self.floor)
+            if draft[2] > best[2] and (not best[1] or matched >= best[0]):
+                best = draft
+        request.tail += best[1]
 
 
 class Follower:
@@ -151,7 +136,7 @@ class Follower:
         start = len(r.committed) - overlap
         assert self.proposer.commit(name, start, r.committed[start:] + fresh) is True
         agreed = r.tail[: len(fresh)] == fresh[: len(r.tail)]
-        r.tail, r.odds = (r.tail[len(fresh) :], r.odds[len(fresh) :]) if agreed else ([], [])
+        r.tail = r.tail[len(fresh) :] if agreed else []
         r.committed = r.committed + fresh
         self.reference.write(r)
         self.dirty += [name] if fresh and name not in self.dirty else []
