@@ -90,7 +90,7 @@ class LookupProposer(SlotProposer):
         self._log = TokenLog(*self._log_shape)
         self._indexed, self._groups, self._lasts, self._written = np.zeros((4, 0), np.int64)
         self._seeds, self._bases, self._noisy = np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_)
-        self._own_rows, self._own_heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
+        self._rows, self._heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
         """These nine arrays: see `_lookup_kernels.Texts`."""
         nothing = np.zeros(0, np.int32)  # compiles or loads the kernels (some seconds on the first run of a machine)
         self._log.write(nothing, 0, -1)
@@ -139,10 +139,10 @@ class LookupProposer(SlotProposer):
     def _write(self, slots: np.ndarray) -> None:
         """Add the newly committed tokens to the logs."""
         log, (have, width) = self._log, self.mirrors.lines.shape
-        if self._own_rows.shape[:2] != (have, width):  # the lines have grown: index all texts again
+        if self._rows.shape[:2] != (have, width):  # the lines have grown: index all texts again
             columns = len(log.arrays[2])
-            self._own_rows = np.zeros((have, width, kernels.LINKS + columns), np.int32)
-            self._own_heads = np.zeros((have, columns * width), np.int32)
+            self._rows = np.zeros((have, width, kernels.LINKS + columns), np.int32)
+            self._heads = np.zeros((have, columns * width), np.int32)
             self._indexed[:] = 0
             slots = np.append(np.flatnonzero(self._placed).astype(np.int32), slots)
         log.count = kernels.advance(self.mirrors.arrays, _TEXTS(self), log.arrays, log.count, slots)
@@ -152,9 +152,7 @@ class LookupProposer(SlotProposer):
         kernels.fill(mirrors.arrays, mirrors.limits, _TEXTS(self), log.arrays, log.count, *self._limits, placed)
 
 
-_TEXTS = operator.attrgetter(
-    "_own_rows", "_own_heads", *(f"_{name}" for name in kernels.Texts._fields if name not in ("rows", "heads"))
-)
+_TEXTS = operator.attrgetter(*(f"_{name}" for name in kernels.Texts._fields))
 
 
 class NgramProposer(LookupProposer):
