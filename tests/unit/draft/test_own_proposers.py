@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import io
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs, is_hosted, traits
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, SpeculationConfig, TargetConfig, VerifyPolicy
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.distill.card import DrafterRecipe
-from specactor_ray.distill.corpus import CorpusRecord
-from specactor_ray.distill.evaluation import measure
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
@@ -164,22 +158,6 @@ def test_a_noisy_model_of_ones_own_is_made_with_its_checkpoint_and_its_noise(sha
     bench = Bench(config_of(section))
     bench.run(temperature=1.0)
     assert bench.verifier.metrics.accepted_tokens
-
-
-def test_a_noisy_model_of_ones_own_is_measured_with_both_noises() -> None:
-    config = config_of({"method": own("Noisy"), "model": str(tiny_draft())}, {"method": own("Lookup")})
-    batch = requests(2, 1.0)
-    outputs = truth_of(batch)
-    records = [
-        CorpusRecord(index, one.prompt_token_ids, tuple(outputs[one.request_id]), one.sampling, "length")
-        for index, one in enumerate(batch)
-    ]
-    recipe = DrafterRecipe(config.target.model, window=4)
-    corpus: Any = SimpleNamespace(held_out=lambda: {"heldout": records}, recipe=recipe)
-    console = Console(file=io.StringIO())
-    noisy, lookup = (measure(one, corpus, console) for one in config.drafters)
-    assert [row["noise"] for row in noisy] == ["shared", "own"]
-    assert [row["noise"] for row in lookup] == ["-"]
 
 
 @pytest.mark.parametrize(
