@@ -11,7 +11,7 @@ from specactor_ray.config.methods import DrafterSpec, drafter_specs, inline_draf
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.environment import gpu_memories
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.draft.footprint import footprint
+from specactor_ray.draft.proposer import footprint
 from specactor_ray.models.cache_size import (
     GIB,
     available_bytes,

@@ -18,7 +18,6 @@ from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
-from specactor_ray.draft.footprint import empty_head
 from specactor_ray.models.cache_size import available_bytes, count_parameters, itemsize_of
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.memory import (
@@ -211,7 +210,10 @@ def plan_memory(config: Config) -> list[MemoryItem]:
 
 def _held_by_learner(drafter: DrafterConfig, target: TargetConfig) -> float:
     """Bytes of a head, of gradients and moments of all but its embedding, and of its hidden states, in float32."""
-    head = empty_head(drafter, target)
+    from specactor_ray.draft.eagle.checkpoint import empty_head
+
+    assert drafter.model is not None  # validated
+    head = empty_head(drafter.model, target)
     size = sum(parameter.numel() for parameter in head.parameters())
     trained = size - head.embed_tokens.weight.numel()
     states = drafter.online.buffer_tokens * head.config.feature_size

@@ -198,7 +198,7 @@ def test_a_mistyped_method_is_answered_with_the_one_that_was_meant(method: str, 
 
 
 @pytest.mark.parametrize(
-    "override", ["speculation.draft_wait_s=AUTO", "speculation.window=Auto", "mode=AUTO", "target.max_batch=aut"]
+    "override", ["speculation.branches=AUTO", "speculation.window=Auto", "mode=AUTO", "target.max_batch=aut"]
 )
 def test_a_misspelled_word_is_hinted(override: str) -> None:
     with pytest.raises(ConfigError, match=r"Did you mean auto\?"):
