@@ -45,7 +45,7 @@ class TrainOutcome:
 
 
 class Saver:
-    """Writes checkpoints of the trainer's weights: `write` fills a folder, `saved` says whether `state` needs no saving."""
+    """Writes checkpoints of the trainer's weights: `write` fills a folder; `saved`: `state` needs no saving."""
 
     def __init__(
         self,
