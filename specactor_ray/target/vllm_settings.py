@@ -33,9 +33,6 @@ KEY = "specactor"
 """Key of this package's data in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
 _GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"}
 """Arguments of vLLM's engine that determine graphs; if a user sets one of them, none is added."""
-_HOPPER = 9
-"""Major compute capability whose attention (FlashAttention 3) is captured for any mix of lengths. On other devices
-vLLM's graphs of whole steps hold rows of one length, so steps with mixed lengths run in a graph per layer."""
 _RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
 _STRIDES = ((256, 8), (512, 16), (1024, 32), (1 << 20, 64))
 """(number of positions, stride of captured sizes up to it)."""
@@ -118,23 +115,10 @@ def engine_arguments(config: TargetConfig, max_drafts: int, proposer: str) -> di
     if max_drafts:
         speculation = {"method": "custom_class", "model": proposer, "num_speculative_tokens": max_drafts}
         arguments["speculative_config"] = speculation
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if not _GRAPH_ARGUMENTS & config.engine_arguments.keys():
-        arguments |= graph_arguments(capability, config.compiled, config.max_batch, max_drafts, step_tokens)
+    captured = torch.cuda.is_available() and config.compiled and max_drafts
+    if captured and not _GRAPH_ARGUMENTS & config.engine_arguments.keys():
+        arguments["cudagraph_capture_sizes"] = capture_sizes(config.max_batch, max_drafts, step_tokens) or None
     return {**arguments, **config.engine_arguments}
-
-
-def graph_arguments(
-    capability: tuple[int, int] | None, compiled: bool, max_batch: int, max_drafts: int, max_step_tokens: int
-) -> dict[str, Any]:
-    """Arguments of vLLM's engine for CUDA graphs of steps that verify up to `max_drafts` drafts in each of up to
-    `max_batch` rows. `capability`: compute capability of the device; None on CPUs. `compiled`: whether the model is;
-    vLLM captures nothing otherwise. `max_step_tokens`: most positions of a step."""
-    sizes = capture_sizes(max_batch, max_drafts, max_step_tokens)
-    if capability is None or not compiled or not max_drafts or not sizes:
-        return {}  # vLLM's own sizes fit steps of one token per row
-    whole = {"compilation_config": {"cudagraph_mode": "FULL"}} if capability[0] == _HOPPER else {}
-    return {"cudagraph_capture_sizes": sizes, **whole}
 
 
 def capture_sizes(max_batch: int, max_drafts: int, max_step_tokens: int) -> list[int]:
@@ -159,6 +143,7 @@ def set_environment(config: TargetConfig) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about intended settings
+        "TQDM_DISABLE": "1",  # bars of kernels and graphs, in the logs of actors
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)

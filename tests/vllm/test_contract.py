@@ -96,14 +96,13 @@ def test_graphs_on_a_gpu_are_those_that_are_asked_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda cls: True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     arguments = arguments_of(8, 128, 2048, engine_arguments=given)
     graphs = EngineArgs(**{**arguments, "enable_sleep_mode": False}).create_engine_config().compilation_config
     graphs.adjust_cudagraph_sizes_for_spec_decode(9)  # as the model runner does
+    assert graphs.cudagraph_mode.name == "FULL_AND_PIECEWISE", "graphs of whole steps of mixed lengths corrupt outputs"
     if given:
-        assert graphs.cudagraph_mode.name == "FULL_AND_PIECEWISE" and graphs.max_cudagraph_capture_size <= 64
+        assert graphs.max_cudagraph_capture_size <= 64
     else:
-        assert graphs.cudagraph_mode.name == "FULL"
         assert graphs.cudagraph_capture_sizes == capture_sizes(128, 8, 2048)
 
 

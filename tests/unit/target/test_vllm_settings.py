@@ -15,7 +15,7 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB
 from specactor_ray.rollout.preflight import require_parts
-from specactor_ray.target.vllm_settings import capture_sizes, engine_arguments, graph_arguments, require_vllm
+from specactor_ray.target.vllm_settings import capture_sizes, engine_arguments, require_vllm
 from tests.tiny import tiny_target
 
 
@@ -66,29 +66,6 @@ def test_a_share_of_the_gpu_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) 
     assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (128, 2048)
     assert arguments_of(monkeypatch, gpus=1, kv_cache_gb=90.0)["gpu_memory_utilization"] == 1.0
     assert "gpu_memory_utilization" not in arguments_of(monkeypatch, kv_cache_gb=0.01)
-
-
-FULL = {"cudagraph_mode": "FULL"}
-
-
-@pytest.mark.parametrize(
-    ("capability", "mode"), [((9, 0), FULL), ((8, 0), None), ((8, 9), None), ((10, 0), None), ((12, 0), None)]
-)
-def test_whole_steps_of_mixed_lengths_are_captured_on_hopper(capability: tuple[int, int], mode: Any) -> None:
-    arguments = graph_arguments(capability, True, 128, 8, 2048)
-    assert arguments.get("compilation_config") == mode
-    assert arguments["cudagraph_capture_sizes"] == capture_sizes(128, 8, 2048)
-
-
-@pytest.mark.parametrize(
-    ("capability", "compiled", "drafts", "step_tokens"),
-    [(None, True, 8, 2048), ((9, 0), False, 8, 2048), ((9, 0), True, 0, 2048), ((9, 0), True, 8, 8)],
-    ids=["cpu", "eager", "plain", "no row fits"],
-)
-def test_vllm_decides_elsewhere(
-    capability: tuple[int, int] | None, compiled: bool, drafts: int, step_tokens: int
-) -> None:
-    assert graph_arguments(capability, compiled, 128, drafts, step_tokens) == {}
 
 
 @pytest.mark.parametrize("batch", [1, 7, 128, 512])
