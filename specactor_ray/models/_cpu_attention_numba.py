@@ -14,7 +14,7 @@ import numpy as np
 from specactor_ray.core.jit import c_function, kernel
 from specactor_ray.models import lane_functions, lanes
 from specactor_ray.models.lane_functions import exp, narrow, rotate, tanh, widen
-from specactor_ray.models.lanes import BFLOAT16, FLOAT16, FLOAT32, LANES, SIZE, add_product, load, splat, store
+from specactor_ray.models.lanes import BFLOAT16, FLOAT32, LANES, SIZE, add_product, load, splat, store
 from specactor_ray.models.openmp import padded
 
 BLOCK = 64
@@ -106,8 +106,7 @@ def _load_rows(call: Any, row: Any, begin: Any, count: Any, source: Any, page_st
 def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: Any, columns: Any) -> None:
     """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`."""
     width, source = call.width, call.keys + head * call.key_head
-    in_place = call.page_size % LANES == 0 and call.kind != FLOAT16
-    in_place = in_place and call.dim % (LANES if call.kind == FLOAT32 else 2 * LANES) == 0
+    in_place = call.page_size % LANES == 0 and call.dim % (LANES if call.kind == FLOAT32 else 2 * LANES) == 0
     for i in range(0, count, LANES):
         n, target = min(count - i, LANES), columns + 4 * i
         if in_place and n == LANES:
@@ -194,7 +193,7 @@ def _read(call: Any, scratch: Any, head: Any, at: Any, count: Any, first: Any, e
     row, positions, rows = lanes.int64_at(owners, at), positions + 8 * at, count * group
     at *= 4 * group
     query, sums, tops, totals = query + at * width, sums + at * value_width, tops + at, totals + at
-    if rows <= _FEW and call.kind != FLOAT16 and call.value_dim == value_width:
+    if rows <= _FEW and call.value_dim == value_width:
         values = np.int64(0)
     oldest = lanes.int64_at(positions, 0)
     for i in range(1, count):

@@ -72,7 +72,7 @@ def attend_pages(
     """Causal attention of packed rows over a paged cache; query j of n sees its row's keys [0, length - n + j].
 
     Args:
-        query: `(N, heads, dim)` float32, bfloat16 or float16; positions behind the last row's are padding.
+        query: `(N, heads, dim)` float32 or bfloat16; positions behind the last row's are padding.
         keys: `(num_pages, page_size, kv_heads, dim)`, one of these dtypes, the last dimension contiguous.
         values: `(num_pages, page_size, kv_heads, value_dim)`, of the dtype of `keys`.
         rows: Rows and pages.
@@ -181,7 +181,7 @@ def _angles(rotary: Rotary | None) -> tuple[int, int, int, int, int]:
 def _check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PageRows) -> None:
     if query.dtype not in KINDS or keys.dtype not in KINDS or keys.dtype != values.dtype:
         raise InputError(
-            f"attention on CPUs takes float32, bfloat16 and float16; query, keys and values are of {query.dtype}, "
+            f"attention on CPUs takes float32 and bfloat16; query, keys and values are of {query.dtype}, "
             f"{keys.dtype} and {values.dtype}"
         )
     shape = keys.shape

@@ -10,7 +10,6 @@ from specactor_ray.core.jit import kernel
 from specactor_ray.models import lanes
 from specactor_ray.models.lanes import (
     BFLOAT16,
-    FLOAT16,
     LANES,
     SIZE,
     copy,
@@ -18,14 +17,12 @@ from specactor_ray.models.lanes import (
     fma,
     load,
     load_bfloat16,
-    load_float16,
     power_of_two,
     set_float32,
     spare,
     splat,
     store,
     store_bfloat16,
-    store_float16,
     where_below,
     with_sign,
 )
@@ -37,8 +34,6 @@ _jit: Any = kernel((lanes,))
 def load_kind(address: Any, kind: Any) -> Any:
     if kind == BFLOAT16:
         return load_bfloat16(address)
-    if kind == FLOAT16:
-        return load_float16(address)
     return load(address)
 
 
@@ -46,8 +41,6 @@ def load_kind(address: Any, kind: Any) -> Any:
 def store_kind(value: Any, address: Any, kind: Any) -> None:
     if kind == BFLOAT16:
         store_bfloat16(value, address)
-    elif kind == FLOAT16:
-        store_float16(value, address)
     else:
         store(value, address)
 
@@ -61,9 +54,6 @@ def widen(source: Any, stride: Any, kind: Any, rows: Any, count: Any, target: An
         if kind == BFLOAT16:
             for i in range(0, whole, LANES):
                 store(load_bfloat16(begin + 2 * i), to + 4 * i)
-        elif kind == FLOAT16:
-            for i in range(0, whole, LANES):
-                store(load_float16(begin + 2 * i), to + 4 * i)
         else:
             for i in range(0, whole, LANES):
                 store(load(begin + 4 * i), to + 4 * i)

@@ -31,9 +31,9 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 from specactor_ray.core.jit import kernel
 
 LANES = 16
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+FLOAT32, BFLOAT16 = 0, 1
 """Kinds of numbers in memory."""
-SIZE = (4, 2, 2)
+SIZE = (4, 2)
 """Bytes of a number of each kind."""
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -158,18 +158,6 @@ def store_bfloat16(builder: Any, value: Any, address: Any) -> None:
     nan = builder.fcmp_unordered("uno", value, value)
     kept = builder.lshr(builder.select(nan, _constant(_I32, 0x7FC00000), rounded), _constant(_I32, 16))
     _write(builder, builder.trunc(kept, _SHORTS), address)
-
-
-@_operation(_lanes, _i64)
-def load_float16(builder: Any, address: Any) -> Any:
-    halves = builder.bitcast(_read(builder, address, _SHORTS), ir.VectorType(ir.HalfType(), LANES))
-    return builder.fpext(halves, _VECTOR)
-
-
-@_operation(types.void, _lanes, _i64)
-def store_float16(builder: Any, value: Any, address: Any) -> None:
-    halves = builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES))
-    _write(builder, builder.bitcast(halves, _SHORTS), address)
 
 
 @intrinsic
