@@ -12,10 +12,10 @@ import numba
 import numpy as np
 
 from specactor_ray.core.jit import c_function, kernel
-from specactor_ray.models import lane_functions, lanes
-from specactor_ray.models.lane_functions import exp, narrow, rotate, tanh, widen
+from specactor_ray.models import _cpu_layers_numba, lanes
+from specactor_ray.models._cpu_layers_numba import exp, narrow, rotate, tanh, widen
 from specactor_ray.models.lanes import BFLOAT16, FLOAT32, LANES, SIZE, add_product, load, splat, store
-from specactor_ray.models.openmp import padded
+from specactor_ray.models.threads import padded
 
 BLOCK = 64
 """Keys between two rescalings of a query's sums."""
@@ -24,7 +24,7 @@ TILE = 32
 _FEW = 8
 """Number of rows up to which each strip of rows reads values from their pages, instead of once into float32."""
 
-_jit: Any = kernel(sources=[lanes, lane_functions])
+_jit: Any = kernel(sources=[lanes, _cpu_layers_numba])
 
 
 _FIELDS = (
@@ -286,7 +286,7 @@ def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first:
         narrow(sums + 4 * i * value_width, divisor, call.query_kind, call.value_dim, target)
 
 
-@c_function(numba.from_dtype(CALL), sources=[lanes, lane_functions])
+@c_function(numba.from_dtype(CALL), sources=[lanes, _cpu_layers_numba])
 def attend(address: Any) -> None:
     """Run a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
     call, tickets = numba.carray(address, 1)[0], lanes.address_of(address)

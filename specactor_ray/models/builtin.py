@@ -7,18 +7,16 @@ copied once into a clean Llama, which is kept in the cache directory.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import io
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.files import cache_dir, flush_entry, locked
+from specactor_ray.core.files import cache_dir, locked
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +81,8 @@ def convert_smollm2(folder: Path) -> None:
     """Write weights, configuration, generation configuration and tokenizer into `folder`."""
     path = gguf_file()
     logger.info("converting %s; this is done once", path.name)
-    with quiet_transformers(), _without_gguf_bars():
+    # transformers' own switches leave some progress bars on.
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
         _save_model(path, folder)
         _save_tokenizer(path, folder)
 
@@ -93,8 +92,7 @@ def _save_model(path: Path, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    with contextlib.redirect_stderr(io.StringIO()):  # transformers has no switch for this progress bar
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     settings = loaded.config.to_dict()
     for key in ("quantization_config", "_model_name_or_path"):  # transformers does not save with the first one
         settings.pop(key, None)
@@ -123,20 +121,6 @@ def _save_tokenizer(path: Path, folder: Path) -> None:
     )
     tokenizer.model_max_length = 8192
     tokenizer.save_pretrained(folder)
-
-
-@contextlib.contextmanager
-def _without_gguf_bars() -> Iterator[None]:
-    """Hide the tqdm bars of transformers' GGUF reader, which transformers' switch for bars leaves on."""
-    from transformers import modeling_gguf_pytorch_utils
-
-    reader: Any = modeling_gguf_pytorch_utils
-    shown = reader.tqdm
-    reader.tqdm = functools.partial(shown, disable=True)
-    try:
-        yield
-    finally:
-        reader.tqdm = shown
 
 
 @contextlib.contextmanager
@@ -172,32 +156,12 @@ def cached_dir(final: Path, build: Callable[[Path], None]) -> Path:
     with locked(final.parent / f".{final.name}.lock"):
         if final.is_dir():  # another process built it while this one waited
             return final
-        _remove_leftovers(final)
-        temporary = Path(tempfile.mkdtemp(prefix=_temporary_prefix(final), dir=final.parent))
+        partial = final.with_name(f".{final.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed
+        partial.mkdir()
         try:
-            build(temporary)
-            _flush(temporary)
-            temporary.rename(final)
-            flush_entry(final.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            build(partial)
+            partial.rename(final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return final
-
-
-def _temporary_prefix(final: Path) -> str:
-    return f".{final.name}.tmp-"
-
-
-def _remove_leftovers(final: Path) -> None:
-    """Remove folders of killed builds; safe under the lock, since no build of this folder can be running."""
-    for leftover in final.parent.glob(f"{_temporary_prefix(final)}*"):
-        logger.info("removing %s, left by a build that was killed", leftover)
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """Flush to disk, and make readable for all users: temporary folders and safetensors files are private."""
-    for path in [*folder.rglob("*"), folder]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
-        flush_entry(path)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.models.openmp import KINDS, padded, run, workspace
 from specactor_ray.models.paged_cache import Groups
+from specactor_ray.models.threads import KINDS, padded, run, workspace
 
 _WORK_PER_THREAD = 200_000
 """Multiplications (queries x heads x keys x dim) per thread from which another thread pays: some 10 us."""

@@ -16,9 +16,9 @@ from torch import nn
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.models.cpu_attention import compiled_layers
-from specactor_ray.models.openmp import KINDS, run
 from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch
+from specactor_ray.models.threads import KINDS, run
 
 _NUMBERS_PER_THREAD = 100_000
 """Numbers per thread from which another thread pays: some 10 us."""

@@ -21,7 +21,7 @@ from specactor_ray.core.environment import fitting_dtype
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
-from specactor_ray.models.checkpoint_files import check_model_dir, reject_endless_parts, require_tokenizer
+from specactor_ray.models.checkpoint_files import check_model_dir, require_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -148,16 +148,10 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
         ModelLoadError: As for `load_model`.
     """
     _import_compiled_modules()
+    from transformers import AutoConfig
+
     with _open(name, trust_remote_code) as (source, access):
-        return _read_model_config(source, access)
-
-
-def _read_model_config(source: Path | str, access: dict[str, Any]) -> PretrainedConfig:
-    from transformers import AutoConfig, PretrainedConfig
-
-    if isinstance(source, str):  # that of a directory was checked when it was found
-        reject_endless_parts(source, PretrainedConfig.get_config_dict(source, **access)[0])
-    return AutoConfig.from_pretrained(source, **access)
+        return AutoConfig.from_pretrained(source, **access)
 
 
 def _import_compiled_modules() -> None:
@@ -179,10 +173,10 @@ def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTraine
     """
     _import_compiled_modules()
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with _open(name, trust_remote_code) as (source, access), torch.device("meta"):
-        config = _read_model_config(source, access)
+        config = AutoConfig.from_pretrained(source, **access)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
 

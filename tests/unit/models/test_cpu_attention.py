@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import begins
-from specactor_ray.models import cpu_attention, openmp
+from specactor_ray.models import cpu_attention
+from specactor_ray.models import threads as pool
 from specactor_ray.models.cpu_attention import PageRows, attend_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from tests.page_attention import Sequence, attend, reference, same_bits, sequence
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,8 +103,8 @@ def test_reading_common_pages_once_changes_no_bit(seed, heads, dim, dtype, page_
     lengths = cache.lengths[packed] + counts
     assert cache.reserve_rows(packed, lengths).all()
     generator = torch.Generator().manual_seed(seed)
-    for pool in (cache.keys[0], cache.values[0]):
-        pool.copy_(torch.randn(pool.shape, generator=generator))
+    for numbers in (cache.keys[0], cache.values[0]):
+        numbers.copy_(torch.randn(numbers.shape, generator=generator))
     query = torch.randn(int(counts.sum()), count, dim[0], generator=generator).to(dtype)
     table, groups = cache.page_table(packed, lengths), cache.groups(packed)
     outputs = [
@@ -115,7 +116,7 @@ def test_reading_common_pages_once_changes_no_bit(seed, heads, dim, dtype, page_
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert openmp._team() is not None, "PyTorch for Linux runs on GNU OpenMP"
+    assert pool._team() is not None, "PyTorch for Linux runs on GNU OpenMP"
     monkeypatch.setattr(cpu_attention, "_WORK_PER_THREAD", 1)
     parts = [(sequence(seed, 400, 9, 3, 64, 64, dtype), 400 - count, 400) for seed, count in enumerate((1, 5, 200, 1))]
     before, outputs = torch.get_num_threads(), []
