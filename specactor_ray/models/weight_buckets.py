@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from specactor_ray.core.errors import InputError, did_you_mean
 from specactor_ray.models.checkpoint_files import weight_files
 from specactor_ray.models.loading import load_model, parse_dtype
 
+T = TypeVar("T", bound=torch.Tensor)
 _ALIGNMENT = 64
 
 
@@ -37,10 +38,10 @@ class WeightBucket:
 
 
 def grouped(
-    tensors: Iterable[tuple[str, torch.Tensor]], size_of: Callable[[torch.Tensor], int], max_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    tensors: Iterable[tuple[str, T]], size_of: Callable[[T], int], max_bytes: int
+) -> Iterator[list[tuple[str, T]]]:
     """Consecutive named tensors of at most `max_bytes` together; a larger tensor stands alone."""
-    group: list[tuple[str, torch.Tensor]] = []
+    group: list[tuple[str, T]] = []
     filled = 0
     for name, tensor in tensors:
         size = size_of(tensor)
