@@ -21,14 +21,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specactor_ray.config.fields import (
-    choices,
-    describe,
-    field_types,
-    list_element,
-    type_in_words,
-    without_none,
-)
+from specactor_ray.config.fields import choices, describe, field_types, list_element, type_in_words, without_none
 from specactor_ray.config.references import KeyPath, dotted, resolve, texts, value_at, without_values
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import AUTO, Config
@@ -42,17 +35,8 @@ S = TypeVar("S")
 _FROM_ENVIRONMENT = "_from_environment"
 """Attribute of a loaded configuration, and of copies of it: path of each key whose value came from the environment →
 (its `${...}` text, its value)."""
-_MOST_LEVELS = 32
-_UNREADABLE = (
-    yaml.YAMLError,
-    OmegaConfBaseException,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    ValueError,
-)
-"""Errors of PyYAML and OmegaConf for invalid texts: a number of thousands of digits, a tag without a value."""
+_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, ValueError)
+"""Errors of PyYAML and OmegaConf for invalid texts, such as a tag that does not fit its value."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -166,26 +150,20 @@ def yaml_problem(error: Exception) -> str:
     """`line 3, column 7: found duplicate key mode`, without the parser's multi-line report."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = str(getattr(error, "problem", None) or error).splitlines()[0].partition(";")[0].rstrip(".")
-    if isinstance(error, AttributeError | LookupError):  # of PyYAML, at !!timestamp or !!bool before another value
-        problem = "a tag does not fit its value"
-    if isinstance(error, RecursionError):
-        problem = "its values are nested too deeply"
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else clipped_text(problem)
 
 
 # ---- trees ----
 
 
-def _plain(value: Any, levels: int = _MOST_LEVELS) -> Any:
+def _plain(value: Any) -> Any:
     """Plain dicts with text keys and lists, in which `${...}` references are kept."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value)
-    if isinstance(value, Mapping | list | tuple) and not levels:
-        raise ConfigError("configuration", f"its values are nested more than {_MOST_LEVELS} deep.", "nest them less.")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, levels - 1) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, levels - 1) for item in value]
+        return [_plain(item) for item in value]
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return value.name if isinstance(value, Enum) else value

@@ -277,7 +277,7 @@ class SpeculationConfig:
     """Number of supplied draft tokens that a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft
     whole windows at every step."""
     draft_wait_s: Auto[float] = limited(  # noqa: RUF009
-        lambda value: value >= 0.0, "use auto, 0 (never wait) or a number of seconds.", _UNRESOLVED
+        lambda value: 0.0 <= value <= 1e9, "use auto, 0 (never wait) or a number of seconds.", _UNRESOLVED
     )
     """`decoupled`: longest wait per step for the first draft token of requests that have none. `auto`: as long as it
     pays, at most a plain step: cheap drafters beside long steps of few requests (`docs/design/policy.md`). 0: none."""

@@ -14,21 +14,13 @@ _COPY_AGAIN = "Fix: name the directory that `save_pretrained` wrote, or copy the
 
 
 def check_model_dir(path: Path) -> list[Path]:
-    """All weight files of a directory with a configuration.
-
-    Raises:
-        ModelLoadError: A file is missing or damaged; the message names it.
-    """
+    """All weight files of a directory with a configuration."""
     read_config(path)
     return weight_files(path)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The weight files of a directory, all files of its index.
-
-    Raises:
-        ModelLoadError: A file is missing, or there are none; the message names it.
-    """
+    """The weight files of a directory, all files of its index."""
     shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}
     missing = sorted(shard for shard in shards if not (path / shard).is_file())
     if missing:
@@ -41,11 +33,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Contents of `config.json` in a directory.
-
-    Raises:
-        ModelLoadError: There is none, or it cannot be read.
-    """
+    """Contents of `config.json` in a directory."""
     file = path / "config.json"
     if not file.is_file():
         raise ModelLoadError(f"The model directory {path} has no config.json. {_COPY_AGAIN}")
@@ -59,11 +47,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def require_tokenizer(name: str) -> None:
-    """Refuse a directory without tokenizer files.
-
-    Raises:
-        ModelLoadError: It has none.
-    """
+    """Refuse a directory without tokenizer files."""
     path = Path(name).expanduser()
     wanted = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if path.is_dir() and not any((path / file).is_file() for file in wanted):
@@ -74,11 +58,7 @@ def require_tokenizer(name: str) -> None:
 
 
 def require_head(folder: Path) -> Path:
-    """The folder of an EAGLE head.
-
-    Raises:
-        ModelLoadError: The folder has no configuration, or that of a model.
-    """
+    """The folder of an EAGLE head."""
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
     if not describes_head(folder):
@@ -90,11 +70,7 @@ def require_head(folder: Path) -> Path:
 
 
 def describes_head(folder: Path) -> bool:
-    """Whether the `config.json` in a directory is that of an EAGLE head, of either format, and not that of a model.
-
-    Raises:
-        ModelLoadError: There is none, or it cannot be read.
-    """
+    """Whether the `config.json` in a directory is that of an EAGLE head, of either format, and not that of a model."""
     return not {"draft_vocab_size", "speculators_model_type"}.isdisjoint(read_config(folder))
 
 
