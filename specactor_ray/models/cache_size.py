@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.core.environment import memory_limit
 from specactor_ray.models.loading import load_empty_model, load_model_config, parse_dtype
 
 GIB = 2**30
@@ -120,16 +121,8 @@ def available_bytes() -> float:
     """Available memory of this machine, within the limit of its container."""
     import psutil
 
-    free = float(psutil.virtual_memory().available)
-    try:
-        with (
-            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
-            open("/sys/fs/cgroup/memory.current", encoding="ascii") as used,
-        ):
-            free = min(free, float(limit.read()) - float(used.read()))
-    except (OSError, ValueError):
-        pass
-    return free
+    limit, used = memory_limit()
+    return min(float(psutil.virtual_memory().available), limit - used)
 
 
 def _in_blocks(length: int, rows: int) -> int:
