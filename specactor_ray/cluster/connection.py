@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -26,7 +27,6 @@ from specactor_ray.cluster.token import (
     new_token,
     note_address,
     read_token,
-    remove_with_token,
     shown,
     token_for,
 )
@@ -152,7 +152,7 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
     remove_abandoned(PRIVATE_FOLDER, base)
     with contextlib.ExitStack() as held:
         folder = make_owned_folder(PRIVATE_FOLDER, base)
-        held.callback(remove_with_token, folder)
+        held.callback(shutil.rmtree, folder, ignore_errors=True)
         held.enter_context(shown({**_ray_settings(), **new_token(folder)}))
         held.callback(ray.shutdown)
         try:
