@@ -28,11 +28,8 @@ _RECIPE_VERSION = 1  # increased when the conversion gives other files
 
 
 def builtin_dir(name: str) -> Path:
-    """The built-in model as a directory in the Hugging Face format (float32), converted on the first call.
-
-    Raises:
-        ModelLoadError: The package with the file is not installed, or the cache directory cannot be written.
-    """
+    """The built-in model as a directory in the Hugging Face format (float32), converted on the first call. Raises
+    ModelLoadError if the package is not installed or the cache directory cannot be written."""
     final = _converted(name)
     try:
         return cached_dir(final, convert_smollm2)
@@ -44,11 +41,7 @@ def builtin_dir(name: str) -> Path:
 
 
 def require_builtin(name: str) -> Path | None:
-    """The folder of a built-in model; None if it is not converted yet.
-
-    Raises:
-        ModelLoadError: The package with the file is not installed.
-    """
+    """The folder of a built-in model; None if it is not converted yet. Raises as `gguf_file`."""
     folder = _converted(name)
     if folder.is_dir():
         return folder
@@ -61,11 +54,8 @@ def _converted(name: str) -> Path:
 
 
 def gguf_file() -> Path:
-    """The model file in the installed package, found without an import of the package (which needs a server).
-
-    Raises:
-        ModelLoadError: The package is not installed or has no such file.
-    """
+    """The model file in the installed package, found without an import of the package (which needs a server). Raises
+    ModelLoadError if there is none."""
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -140,16 +130,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def cached_dir(final: Path, build: Callable[[Path], None]) -> Path:
-    """The folder `final`, built on the first call.
-
-    Args:
-        final: Path of the folder; its name should change with its contents.
-        build: Fills an empty folder. Called in at most one process at a time per `final`.
-
-    Raises:
-        OSError: The disk cannot be written to or is full.
-        Exception: Any error of `build`; nothing is left behind then.
-    """
+    """The folder `final`, which `build` fills on the first call, in one process at a time; nothing is left behind if it
+    raises."""
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)

@@ -57,12 +57,8 @@ def token_bytes(text: Any, itemsize: int, ranks: int = 1) -> int:
 
 
 def cache_bytes(target: TargetConfig, room: float) -> float:
-    """Cache of one rank: `target.kv_cache_gb`, or the size for `max_batch` requests of full length, within `room`.
-
-    Args:
-        target: The section `target`.
-        room: See `room_on_cpu` and `room_on_gpu`.
-    """
+    """Cache of one rank: `target.kv_cache_gb`, or the size for `max_batch` requests of full length, within `room` (see
+    `room_on_cpu` and `room_on_gpu`)."""
     if target.kv_cache_gb is not None:
         return target.kv_cache_gb * GIB
     text = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()

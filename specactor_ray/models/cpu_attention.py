@@ -119,13 +119,9 @@ def store_pages(
     slots: torch.Tensor,
     rotary: Rotary | None = None,
 ) -> None:
-    """Write keys and values of new tokens into pages.
+    """Write the first keys `(N, kv_heads, dim)` and values `(N, kv_heads, value_dim)` of new tokens into pages.
 
     Args:
-        key: `(N, kv_heads, dim)`; the first `len(slots)` tokens are stored.
-        value: `(N, kv_heads, value_dim)`, likewise.
-        keys: `(num_pages, page_size, kv_heads, dim)`.
-        values: `(num_pages, page_size, kv_heads, value_dim)`.
         slots: int64 `(tokens,)`: page times page size plus place in the page.
         rotary: Rotates the keys.
     """

@@ -26,12 +26,7 @@ _NORM, _GATE = struct.Struct("=8qdq"), struct.Struct("=5q")
 
 
 def fuse(model: nn.Module, forward: Callable[[], object]) -> None:
-    """Replace the modules of a model whose compiled forms agree with them in a forward.
-
-    Args:
-        model: A model whose linears are packed.
-        forward: Runs the model over a cache.
-    """
+    """Replace the modules of a model with packed linears whose compiled forms agree with them in `forward`."""
     forms = {module: found for module in model.modules() if (found := list(_forms(module)))}
     ran: set[nn.Module] = set()
 

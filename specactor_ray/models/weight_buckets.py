@@ -128,11 +128,7 @@ def fitting_weights(
 
     Each tensor is copied before the next one is requested, so that trainers that gather shards can free them.
 
-    Args:
-        weights: Weights of the trainer.
-        shapes: Name → shape of every weight of the target.
-        tied: Name → name of the weight with which it shares its values. One of the two is enough; two must be equal.
-        dtype: Data type of the target.
+    `shapes` and `tied` as in `WeightLayout`; one of two tied weights is enough, and two must be equal.
 
     Raises:
         InputError: A tensor is unknown, missing, repeated, not a whole floating-point tensor, or has another shape; or
