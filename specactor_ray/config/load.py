@@ -342,7 +342,7 @@ def _converted(annotation: Any, value: Any) -> Any:
     allowed = {int: (int, str), float: (int, float, str), str: (str, int, float, bool)}.get(kind)
     if allowed is not None and type(value) in allowed:
         return kind(value)
-    if typing.get_origin(kind) is dict and isinstance(value, dict):
+    if kind is Any or (typing.get_origin(kind) is dict and isinstance(value, dict)):
         return value
     raise TypeError
 

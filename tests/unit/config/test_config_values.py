@@ -124,10 +124,9 @@ class TestReferences:
         assert "hunter2" not in str(caught.value)
         assert "${" in str(caught.value)
 
-    @pytest.mark.parametrize("item", ["run.name=${run.name}", "target.kv_cache_gb=${data.options.x}"])
-    def test_those_that_cannot_be_resolved_are_named(self, item: str) -> None:
-        with pytest.raises(ConfigError, match=r"\$\{[a-z.]+\}' cannot be resolved"):
-            load_config(None, ["data.options.x=" + "1" * 401, item])
+    def test_one_that_cannot_be_resolved_is_named(self) -> None:
+        with pytest.raises(ConfigError, match=r"run\.name: '\$\{run\.name\}' cannot be resolved"):
+            load_config(None, ["run.name=${run.name}"])
 
     @pytest.mark.parametrize("target", ["target", "sampling", "mode", "drafters", "speculation.race"])
     def test_a_section_that_is_referred_to_loads_back_equal(self, tmp_path: Path, target: str) -> None:
