@@ -1,7 +1,5 @@
 """Attention over pages on CPUs: right to float64, and the same bits in every company."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,10 +12,9 @@ from specactor_ray.models import cpu_attention
 from specactor_ray.models import threads as pool
 from specactor_ray.models.cpu_attention import PageRows, attend_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from tests.page_attention import Sequence, attend, reference, same_bits, sequence
+from tests.page_attention import TOLERANCE, Sequence, attend, options_of, reference, same_bits, sequence, with_sinks
 
 DTYPES = (torch.float32, torch.bfloat16)
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,19 +25,6 @@ def compiled_before() -> None:
 
 heads_of = st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1), (40, 1)])
 dims = st.sampled_from([(64, 64), (16, 16), (8, 8), (80, 80), (24, 40), (96, 16), (128, 128)])
-options_of = st.fixed_dictionaries(
-    {},
-    optional={
-        "scaling": st.sampled_from([0.05, 0.3]),
-        "window": st.sampled_from([1, 7, 64, 100]),
-        "softcap": st.sampled_from([0.01, 0.7, 30.0]),
-        "sinks": st.just(True),
-    },
-)
-
-
-def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
-    return {**options, "sinks": torch.linspace(-3, 3, heads)} if "sinks" in options else options
 
 
 @settings(max_examples=60, deadline=None)
