@@ -192,9 +192,9 @@ class TestFilesAndItems:
         [
             (["target.max_batch"], "target.max_batch", "without `=`"),
             (["--verbose"], "--verbose", "without `=`"),
-            (["target.=3"], "target.", "without a key"),
-            (["=3"], "", "without a key"),
-            ([".=1"], ".", "without a key"),
+            (["target.=3"], "target.=3", "without a key"),
+            (["=3"], "=3", "without a key"),
+            ([".=1"], ".=1", "without a key"),
             (["drafters=[{method: ngram}"], "drafters", "not valid YAML"),
             (["drafters.0.replicas=2"], "drafters.0", "no element"),
             ([NGRAM, "drafters.1.replicas=2"], "drafters.1", "no element"),

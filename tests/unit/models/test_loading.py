@@ -216,6 +216,7 @@ class TestCachedDir:
     BUILD = """
 import sys, time
 from pathlib import Path
+from specactor_ray.models.builtin import cached_dir
 def build(folder):
     (folder / "half").write_text("x")
     (Path(sys.argv[1]).parent / f"built-{time.time_ns()}").touch()
