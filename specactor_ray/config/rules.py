@@ -91,6 +91,8 @@ def validate_training(config: Config) -> None:
     """Check what `validate` leaves out because a rollout does not need it. Raises as `validate`."""
     for name in _TRAINING_SECTIONS:
         reject_values_not_allowed(getattr(config, name), f"{name}.")
+    for index, function in enumerate(config.reward.functions):
+        reject_values_not_allowed(function, f"reward.functions.{index}.")
     _raise_first(_of_training(config))
 
 

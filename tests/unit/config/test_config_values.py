@@ -78,6 +78,12 @@ def test_every_other_number_has_a_range(doc: KeyDoc) -> None:
         assert caught.value.key == key
 
 
+def test_weights_of_rewards_are_finite() -> None:
+    config = load_config(None, ["data.n=2", "reward.functions=[{name: length}, {name: length, weight: .nan}]"])
+    with pytest.raises(ConfigError, match=r"reward\.functions\.1\.weight: nan is out of range"):
+        validate_training(config)
+
+
 class TestReferences:
     @pytest.fixture(autouse=True)
     def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
