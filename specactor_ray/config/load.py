@@ -205,13 +205,12 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
         raise ConfigError(item, "an override without `=`.", _what_was_meant(item))
     if not all(key.split(".")):
         raise ConfigError(item, "an override without a key.", "write SECTION.KEY=VALUE.")
-    holder, last = _holder_of(tree, key.split("."), schema)
-    value = _override_value(key, text)
-    old = holder[last]
-    if old and value is None and is_dataclass(_annotation(key.split("."), schema)):
+    node, slot, annotation = _place(tree, key.split("."), schema)
+    old, value = node[slot], _override_value(key, text)
+    if old and value is None and is_dataclass(annotation):
         problem = "an override without a value would drop all that is set in this section."
         raise ConfigError(key, problem, f"write {key}.KEY=VALUE, or '{key}={{KEY: VALUE}}', which keeps other keys.")
-    holder[last] = _merged(old, value)
+    node[slot] = _merged(old, value)
 
 
 def _what_was_meant(item: str) -> str:
@@ -240,24 +239,26 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
 
 
-def _holder_of(tree: Tree, parts: list[str], schema: type) -> tuple[Any, Any]:
-    """The dict or list that holds the last part of a key, and that part as its key or index. Sections that the user has
-    not written are created; list elements are not."""
+def _place(tree: Tree, parts: list[str], schema: Any) -> tuple[Any, Any, Any]:
+    """The dict or list that holds the last part of a key, that part as its key or index, and its annotation. Sections
+    that the user has not written are created; list elements are not."""
     node: Any = tree
-    for number, part in enumerate(parts):
-        is_last, slot, here = number == len(parts) - 1, part, ".".join(parts[:number])
+    annotation, slot = schema, None
+    for number, part in enumerate(parts, 1):
+        slot, here = part, ".".join(parts[: number - 1])
+        section = is_dataclass(annotation)
+        annotation = field_types(annotation).get(part) if section else list_element(annotation)
         if isinstance(node, list):
             slot = _index(node, here, part)
         elif not isinstance(node, dict):
             problem = f"{here} is set to {clipped(node)}, which has no keys."
             raise ConfigError(".".join(parts), problem, "override the section as a whole, or correct the file.")
         elif node.get(part) is None:
-            is_list = list_element(_annotation(parts[: number + 1], schema)) is not None
-            node[part] = None if is_last else [] if is_list else {}  # the default of every list is empty
-        if is_last:
-            break
-        node = node[slot]
-    return node, slot
+            is_list = list_element(annotation) is not None
+            node[part] = None if number == len(parts) else [] if is_list else {}  # the default of every list is empty
+        if number < len(parts):
+            node = node[slot]
+    return node, slot, annotation
 
 
 def _index(values: list[Any], key: str, part: str) -> Any:
@@ -267,18 +268,6 @@ def _index(values: list[Any], key: str, part: str) -> Any:
     problem = f"there is no element {clipped(part)} in the list {key}: {have}."
     example = "{method: ngram}" if key == "drafters" else "..."
     raise ConfigError(f"{key}.{part}", problem, f"give the whole list, for example '{key}=[{example}]'.")
-
-
-def _annotation(parts: list[str], schema: Any) -> Any:
-    """The annotation of a key; None if the schema has no such key."""
-    annotation = schema
-    for part in parts:
-        if (element := list_element(annotation)) is not None:  # `part` is the index of an element
-            annotation = element
-        else:
-            section: Any = annotation if is_dataclass(annotation) else None
-            annotation = field_types(section).get(part) if section else None
-    return annotation
 
 
 # ---- types ----
