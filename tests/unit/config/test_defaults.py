@@ -99,11 +99,6 @@ def test_the_data_type_of_each_device(bf16: bool, overrides: list[str], target: 
     validate(settled)
 
 
-def test_a_data_type_that_is_set_stays(bf16: bool) -> None:
-    config = load_config(None, ["mode=coupled", "target.dtype=float32", "drafters=[{dtype: bfloat16}]"])
-    assert settle(config, None) is config
-
-
 @pytest.mark.parametrize(
     ("devices", "overrides", "cores"),
     [
