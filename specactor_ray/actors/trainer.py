@@ -91,10 +91,10 @@ class TrainerActor:
 
     def offload(self) -> None:
         """Give up device memory until `reload`."""
-        self._running().offload()
+        self._running().engine.offload()
 
     def reload(self) -> None:
-        self._running().reload()
+        self._running().engine.reload()
 
     def stop(self) -> None:
         """End in order."""

@@ -82,7 +82,6 @@ def evaluate(
     ] = None,
     method: Annotated[str | None, typer.Option(help="A lookup, or module:Class.", show_default=False)] = None,
     corpus: Corpus = None,
-    output: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.", show_default=False)] = None,
     device: Device = "cpu",
     trust_remote_code: Trust = False,
     log_level: LogLevel = "WARNING",
@@ -91,8 +90,6 @@ def evaluate(
     """Measure a drafter on the target's rollouts of the prompts in --data, at the temperature and at 0."""
     if (folder is None) == (method is None):
         raise InputError("name either --drafter FOLDER or --method, such as --method ngram")
-    if output is not None and output.exists():
-        raise InputError(f"--output: {output} exists and is never overwritten; name another file")
     console, recipe = _prepare(log_level, target, device, trust_remote_code, settings)
     recipe.samples = 1
     from specactor_ray.cli.train_drafter import eval_drafter
@@ -101,7 +98,7 @@ def evaluate(
     config = drafter_of(folder) if folder is not None else method_alone(str(method))
     config.trust_remote_code = trust_remote_code
     with tempfile.TemporaryDirectory() as temporary:
-        outcome = eval_drafter(recipe, config, data, corpus or Path(temporary) / "corpus", console, output)
+        outcome = eval_drafter(recipe, config, data, corpus or Path(temporary) / "corpus", console)
     _show(outcome, f"{folder or method}: acceptance on {data}")
     finish(outcome.status)
 

@@ -109,15 +109,13 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
 
 
 def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Train the target on the tasks of data.path with reinforcement learning; writes metrics, checkpoints, a report."""
+    """Train the target on the tasks of data.path with reinforcement learning; writes metrics and checkpoints."""
     settings, progress = load_settings(config_file, overrides)
-    from specactor_ray.trainer.display import REPORT_FILE
     from specactor_ray.trainer.run import train as run_training
 
     outcome = run_training(settings, progress)
     more = "; the same command with resume=auto continues" if outcome.status == "interrupted" else ""
-    report = outcome.folder / REPORT_FILE
-    say(make_console(), f"{outcome.status}: {outcome.summary['steps']} steps; report: {report}{more}")
+    say(make_console(), f"{outcome.status}: {outcome.summary['steps']} steps; results: {outcome.folder}{more}")
     raise typer.Exit(outcome.exit_code)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import write_json
 from specactor_ray.core.progress import PhaseProgress
-from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
+from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.distill.card import DrafterRecipe, TargetIdentity, check_vocabulary, identify, read_card, write_card
 from specactor_ray.distill.corpus import HELD_OUT, TRAIN, Corpus, Prompts, TokenIds, claim_folder, split_prompts
 from specactor_ray.distill.eagle import hidden_layers_of, reject_foreign_layers
@@ -51,12 +49,9 @@ def train_drafter(
 ) -> DrafterOutcome:
     """Record the target's rollouts, train an EAGLE head on them, save it and measure it.
 
-    All checks that are possible are made beforehand. A second call with the same recipe continues where the first one
-    was interrupted, or shows its result.
+    A second call with the same recipe continues where the first one was interrupted, or shows its result.
 
     Args:
-        data: Prompts.
-        output: Folder of the drafter.
         held_out: Prompts to measure on. Default: a tenth of `data`.
         corpus_folder: Folder of the recorded rollouts, to share it between drafters. Default: inside `output`.
 
@@ -93,17 +88,8 @@ def eval_drafter(
     data: Path,
     corpus_folder: Path,
     console: Console,
-    output: Path | None = None,
 ) -> DrafterOutcome:
-    """Measure a drafter on the target's rollouts of the prompts.
-
-    Args:
-        corpus_folder: Folder of the recorded rollouts; existing ones are used.
-        output: JSON file for the figures.
-
-    Raises:
-        UserError: As in `train_drafter`.
-    """
+    """Measure a drafter on the target's rollouts of the prompts, or on those in `corpus_folder`. Raises UserError."""
     target = _checked_target(recipe)
     head = head_config(drafter, recipe.target)
     if drafter.model is not None and head is None:
@@ -120,32 +106,19 @@ def eval_drafter(
             rows = measure(drafter, corpus, console)
         except KeyboardInterrupt:
             return DrafterOutcome("interrupted", note="interrupted")
-    if output is not None:
-        facts = {
-            "method": drafter.method,
-            "model": drafter.model,
-            "target": asdict(target),
-            "recipe": asdict(recipe),
-            "acceptance": rows,
-            "hardware": hardware(),
-            "versions": versions(),
-        }
-        write_json(output, facts, shared=True)
     return DrafterOutcome("finished", rows)
 
 
 def _train(model: Any, corpus: Corpus, work: Path, console: Console) -> TrainLoop:
-    recipe = corpus.recipe
-    train, held_out = ((corpus.records[part], corpus.stores[part]) for part in (TRAIN, HELD_OUT))
-    head = head_for(model, recipe, *train)
+    recipe, records, store = corpus.recipe, corpus.records[TRAIN], corpus.stores[TRAIN]
+    head = head_for(model, recipe, records, store)
     trainer = HeadTrainer(head, recipe.depths, recipe.learning_rate, dtype=recipe.dtype)
     with PhaseProgress(console, "training an EAGLE head", 1.0) as progress:
 
         def show(loss: float) -> None:
-            match_rate = f"held-out match rate when it was last measured {loop.state.history[-1]['matches']:.1%}"
-            progress.update(loop.fraction, f"step {loop.state.step}, loss {loss:.3f}, {match_rate}")
+            progress.update(loop.fraction, f"step {loop.state.step}, loss {loss:.3f}")
 
-        loop = TrainLoop(trainer, recipe, train, held_out, work, time.monotonic, signals_deferred, on_progress=show)
+        loop = TrainLoop(trainer, recipe, records, store, work, on_progress=show)
         if loop.resume():
             say(console, f"going on from step {loop.state.step} ({loop.state.seconds:.0f} s)")
         loop.run()
@@ -159,34 +132,22 @@ def _finish(loop: TrainLoop, output: Path, target: TargetIdentity, corpus: Corpu
     load_tokenizer(recipe.target, trust_remote_code=recipe.trust_remote_code).save_pretrained(output)
     drafter = DrafterConfig(method=METHOD, model=str(output), trust_remote_code=recipe.trust_remote_code)
     rows = measure(drafter, corpus, console)
-    speed = {**corpus.speed, "training": state.tokens / max(state.seconds, 1e-9)}
     training = {
         "recipe": asdict(recipe),
         "draft_vocab": head.config.draft_vocab_size,
         "layers_read": list(head.config.exported_layers),
-        "parameters": sum(weight.numel() for weight in loop.trainer.weights().values()),
         "parameters_trained": sum(weight.numel() for weight in head.parameters() if weight.requires_grad),
         "corpus_tokens": sum(len(record.output_token_ids) for record in corpus.records[TRAIN]),
         "held_out_rollouts": len(corpus.records[HELD_OUT]),
         "steps": state.step,
-        "epochs": state.epoch,
         "tokens": state.tokens,
         "seconds": state.seconds,
-        "tokens_per_s": speed,
-        "history": state.history,
         "hardware": hardware(),
         "versions": versions(),
     }
     write_card(output, METHOD, target, training, rows)
     (output / WORK_FOLDER / CHECKPOINT_FILE).unlink(missing_ok=True)
-    first, last = state.history[0], state.history[-1]
-    speeds = ", ".join(f"{part} {tokens:.0f}" for part, tokens in speed.items())
-    return DrafterOutcome(
-        "finished",
-        rows,
-        f"{state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s; held-out loss {first['loss']:.3f} → "
-        f"{last['loss']:.3f}, match rate {first['matches']:.1%} → {last['matches']:.1%}; output tokens/s: {speeds}",
-    )
+    return DrafterOutcome("finished", rows, f"{state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
 
 
 def _checked_target(recipe: DrafterRecipe) -> TargetIdentity:

@@ -100,11 +100,8 @@ def write_card(
 
 
 def read_card(folder: Path) -> dict[str, Any] | None:
-    """Content of `drafter.json`; None if there is none, as in a folder that was not made by this package.
-
-    Raises:
-        InputError: It cannot be read, or has a later format.
-    """
+    """Content of `drafter.json`; None if there is none, as in a folder that was not made by this package. Raises
+    InputError if it cannot be read, or has a later format."""
     path = folder / CARD_FILE
     if not path.is_file():
         return None

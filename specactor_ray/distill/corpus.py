@@ -1,8 +1,5 @@
-"""The corpus: the target's own rollouts, recorded on disk so that a killed collection can continue.
-
-A drafter is trained on real outputs of the target. Rollouts come from the engine itself with keyed seeds, so the
-corpus is a function of its recipe; existing parts are never made again.
-"""
+"""The corpus: the target's own rollouts, recorded on disk so that a killed collection can continue. It is a function of
+its recipe, since seeds are keyed; existing parts are never made again."""
 
 from __future__ import annotations
 
@@ -39,19 +36,11 @@ _MOST_HELD_OUT = 32
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutRequest:
-    """One rollout to record. `index` is its number within its part of the corpus."""
-
-    index: int
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
 class CorpusRecord:
     """One recorded rollout."""
 
     index: int
+    """Number of its request within its part of the corpus."""
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -66,33 +55,24 @@ class CorpusRecord:
 
 
 class RecordStore:
-    """One part of a corpus (`train`, `heldout`): a safetensors file per rollout, complete or absent.
+    """One part of a corpus (`train`, `heldout`): a safetensors file per rollout, complete or absent, in a folder that
+    is created with the first one; without a folder, records in memory.
 
     A file holds the token ids, and the target's hidden states if they were recorded: `(tokens - 1, width)`, row i of
-    position i, including the prompt, up to the one that predicted the last token. States stay on disk until they are
-    read.
-
-    Args:
-        folder: Created with the first record. None keeps records and states in memory.
+    position i, including the prompt. States stay on disk until they are read.
     """
 
     def __init__(self, folder: Path | None, part: str) -> None:
         self._folder, self._part = folder, part
-        self._records: dict[int, CorpusRecord] = {}
+        self.known: dict[int, CorpusRecord] = {}
+        """Index → record."""
         for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")) if folder is not None else ():
             self._read(path)
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._records
-
-    def records(self) -> list[CorpusRecord]:
-        """All records, by index."""
-        return [self._records[index] for index in sorted(self._records)]
 
     def add(self, record: CorpusRecord) -> None:
         """Add a record, and write it. Raises OSError."""
         if self._folder is None:
-            self._records[record.index] = record
+            self.known[record.index] = record
             return
         from safetensors.torch import save_file
 
@@ -107,7 +87,7 @@ class RecordStore:
         path = self._path(record.index)
         with replacing(path, path.with_suffix(".partial")) as partial:
             save_file(tensors, partial, metadata={"record": json.dumps(facts)})
-        self._records[record.index] = replace(record, states=None)
+        self.known[record.index] = replace(record, states=None)
 
     def states(self, index: int) -> torch.Tensor:
         """Hidden states of a record on disk."""
@@ -134,50 +114,47 @@ class RecordStore:
             logger.warning("%s is damaged (%s); its rollout is made again", path, error)
             path.rename(path.with_suffix(".damaged"))
         else:
-            self._records[index] = record
+            self.known[index] = record
 
 
 @dataclass(slots=True)
 class _Running:
-    request: RolloutRequest
+    index: int
+    request: TargetRequest
     tokens: list[int] = field(default_factory=list)
     states: list[np.ndarray] = field(default_factory=list)
 
 
 def collect(
     engine: TargetEngine,
-    requests: Sequence[RolloutRequest],
+    requests: Sequence[TargetRequest],
     store: RecordStore,
     token_budget: int | None = None,
     max_open: int = 64,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[CorpusRecord]:
-    """Roll out requests in their order until `token_budget` output tokens are recorded, and return them.
+    """Roll out requests in their order until `token_budget` output tokens are recorded, and return the records.
 
     Existing records of the store are not made again. The result depends on requests and budget only, not on the point
-    of an interruption: it is the shortest beginning of the requests that fills the budget (or all of them).
+    of an interruption: it is the shortest beginning of the requests that fills the budget (None: all of them).
 
     Args:
         engine: Fresh engine; hidden states that it exports are recorded too.
-        token_budget: Number of output tokens to record; None records all requests.
         max_open: Most requests in the engine at once.
         on_progress: Called with the number of output tokens so far.
-
-    Raises:
-        InputError: A prompt cannot be run.
     """
-    known = {record.index: record for record in store.records()}
-    have = sum(len(known[r.index].output_token_ids) for r in requests if r.index in known)
-    waiting = deque(request for request in requests if request.index not in known)
+    known = store.known
+    have = sum(len(known[index].output_token_ids) for index in range(len(requests)) if index in known)
+    waiting = deque((index, request) for index, request in enumerate(requests) if index not in known)
     budget = float("inf") if token_budget is None else token_budget
     running: dict[int, _Running] = {}
     while True:
         underway = have + sum(len(entry.tokens) for entry in running.values())
         while waiting and len(running) < max_open and underway < budget:
-            request = waiting.popleft()
+            index, request = waiting.popleft()
             row = next(row for row in range(max_open) if row not in running)
-            engine.add(row, TargetRequest(str(request.index), request.prompt_token_ids, request.sampling))
-            running[row] = _Running(request)
+            engine.add(row, request)
+            running[row] = _Running(index, request)
         if not running:
             break
         have += _take(engine.step(), running, store)
@@ -199,12 +176,12 @@ def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) 
         del running[row]
         request = entry.request
         if finish is Finish.ERROR:
-            logger.warning("rollout %d failed and is left out: %s", request.index, result.errors[row])
+            logger.warning("rollout %d failed and is left out: %s", entry.index, result.errors[row])
             continue
         ended += len(entry.tokens)
         whole = np.concatenate(entry.states) if entry.states else None
         prompt, output = request.prompt_token_ids, tuple(entry.tokens)
-        store.add(CorpusRecord(request.index, prompt, output, request.sampling, finish.reason, whole))
+        store.add(CorpusRecord(entry.index, prompt, output, request.sampling, finish.reason, whole))
     return ended
 
 
@@ -217,15 +194,15 @@ def _as_stored(states: np.ndarray) -> torch.Tensor:
 
 
 def shortest_beginning(
-    requests: Sequence[RolloutRequest], store: RecordStore, token_budget: int | None
+    requests: Sequence[TargetRequest], store: RecordStore, token_budget: int | None
 ) -> list[CorpusRecord]:
     """Records of the first requests, as many as fill the budget (None: all); failed ones are skipped."""
-    known, tokens, found = {record.index: record for record in store.records()}, 0, list[CorpusRecord]()
-    for request in requests:
+    tokens, found = 0, list[CorpusRecord]()
+    for index in range(len(requests)):
         if token_budget is not None and tokens >= token_budget:
             break
-        if request.index in known:
-            found.append(known[request.index])
+        if index in store.known:
+            found.append(store.known[index])
             tokens += len(found[-1].output_token_ids)
     return found
 
@@ -247,15 +224,8 @@ class Prompts:
 
 
 def split_prompts(prompts: Sequence[TokenIds], held_out: Sequence[TokenIds] | None, max_prompt: int) -> Prompts:
-    """Divide prompts; those longer than `max_prompt` tokens and repetitions are left out.
-
-    Args:
-        held_out: Held-out prompts, if the user names them; else every tenth is held out, at most 32.
-        max_prompt: Longest prompt in tokens, so that an output still fits the context.
-
-    Raises:
-        InputError: Nothing is left to train or to measure on.
-    """
+    """Divide prompts; those longer than `max_prompt` tokens and repetitions are left out. Without `held_out` every
+    tenth is held out, at most 32. Raises InputError if nothing is left to train or to measure on."""
     usable = [prompt for prompt in dict.fromkeys(prompts) if len(prompt) <= max_prompt]
     if held_out is None:
         wanted = min(max(len(usable) // 10, 1), _MOST_HELD_OUT)
@@ -273,7 +243,7 @@ def split_prompts(prompts: Sequence[TokenIds], held_out: Sequence[TokenIds] | No
     return Prompts(tuple(train), tuple(kept))
 
 
-def requests_of(part: str, prompts: Prompts, recipe: DrafterRecipe) -> list[RolloutRequest]:
+def requests_of(part: str, prompts: Prompts, recipe: DrafterRecipe) -> list[TargetRequest]:
     """Rollouts of one part in the order of their making: a sample of every prompt, then the next of each."""
     chosen, samples = (prompts.train, recipe.samples) if part == TRAIN else (prompts.held_out, 1)
     temperature = 0.0 if part == GREEDY else recipe.temperature
@@ -283,7 +253,7 @@ def requests_of(part: str, prompts: Prompts, recipe: DrafterRecipe) -> list[Roll
         for index, prompt in enumerate(chosen):
             seed = derive_seed(run_seed, index, sample)
             sampling = SamplingParams(temperature=temperature, max_tokens=recipe.max_tokens, seed=seed)
-            requests.append(RolloutRequest(sample * len(chosen) + index, prompt, sampling))
+            requests.append(TargetRequest(f"{part}-{sample}-{index}", prompt, sampling))
     return requests
 
 
@@ -301,14 +271,8 @@ def target_config(recipe: DrafterRecipe, layers: Sequence[int] = ()) -> TargetCo
 
 
 class Corpus:
-    """The parts of one corpus folder, recorded as far as they are needed.
-
-    Args:
-        layers: Layers whose hidden states are recorded.
-
-    Raises:
-        InputError: The folder has other rollouts, or is no corpus.
-    """
+    """The parts of one corpus folder, with the hidden states of some layers, recorded as far as they are needed. Raises
+    InputError if the folder has other rollouts, or is no corpus."""
 
     def __init__(
         self,
@@ -325,8 +289,6 @@ class Corpus:
         present = {TRAIN: bool(prompts.train), HELD_OUT: True, GREEDY: recipe.temperature > 0.0}
         self.stores = {part: RecordStore(folder, part) for part, is_there in present.items() if is_there}
         self.records: dict[str, list[CorpusRecord]] = {}
-        self.speed: dict[str, float] = {}
-        """Part recorded by this object → output tokens per second."""
 
     def collect(self, tokens: int | None) -> None:
         """Record missing rollouts; the target is loaded only if there are any. `tokens` limits the training part."""
@@ -334,15 +296,13 @@ class Corpus:
         for part, store in self.stores.items():
             requests = requests_of(part, self._prompts, self.recipe)
             budget = tokens if part == TRAIN else None
-            have = sum(len(record.output_token_ids) for record in store.records())
-            missing = any(request.index not in store for request in requests)
-            if missing and (budget is None or have < budget):
+            have = sum(len(record.output_token_ids) for record in store.known.values())
+            if len(store.known) < len(requests) and (budget is None or have < budget):
                 engine = engine or self._make_engine()
                 most = len(requests) * self.recipe.max_tokens
                 with PhaseProgress(self._console, f"rollouts, {part}", min(budget or most, most)) as progress:
                     limit = self.recipe.max_batch
                     collect(engine, requests, store, budget, limit, show_tokens(progress))
-                    self.speed[part] = progress.rate
             self.records[part] = shortest_beginning(requests, store, budget)
             if not self.records[part]:
                 raise InputError(f"the target {self.recipe.target} failed on every prompt ({part}); see the log")
@@ -366,16 +326,8 @@ class Corpus:
 
 
 def claim_folder(folder: Path, note: Path, facts: dict[str, Any], kind: str) -> None:
-    """Create a folder and record the facts that determine its content, or check those of an existing one.
-
-    Args:
-        note: File for the facts, inside the folder.
-        kind: What the folder holds, for messages.
-
-    Raises:
-        InputError: The folder has other facts (the message has the differences), holds other files, or cannot be
-        written to.
-    """
+    """Create a folder and record the facts that determine its content in a file `note` inside, or check those of an
+    existing one. Raises InputError if it has other facts, holds other files, or cannot be written to."""
     if note.is_file():
         there, wanted = json.loads(read_foreign(note)), json.loads(json.dumps(facts))
         differing = [

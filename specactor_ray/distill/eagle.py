@@ -146,14 +146,11 @@ def expected_counts(model: Any, example: EagleExample) -> torch.Tensor:
 
 
 def new_head(model: Any, name: str, counts: torch.Tensor, draft_vocab_size: int) -> EagleHead:
-    """Create a head for this target that starts from the target's own last layer.
+    """Create a head for this target, a transformers model of the Llama family, that starts from its own last layer.
 
     The feature starts as the high layer's state alone, and attention, MLP, norms and output layer are those of the
     target's last layer and head; only the parts that read the embedding, and those of the lower layers, start small.
-
-    Args:
-        model: The target, a transformers model of the Llama family (RMS norms, gated MLP, rotary positions).
-        counts: `(vocab,)`: frequency of each token; chooses the draft vocabulary.
+    `counts` `(vocab,)`, the frequency of each token, chooses the draft vocabulary.
     """
     settings = model.config.get_text_config()
     eos = settings.eos_token_id

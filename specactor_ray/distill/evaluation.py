@@ -1,9 +1,8 @@
 """Acceptance of a drafter: recorded rollouts of the target, replayed through a proposer, and the table of the figures.
 
-The replay is coupled speculation without the target: from the last commit the proposer drafts its whole window, the
-draft is compared with the recorded output, the agreeing part and one token of the target's own are committed,
-and so on. With keyed sampling the output does not depend on drafts, so the figures are exactly those of
-verifying every draft token in coupled mode.
+The replay is coupled speculation without the target: the proposer drafts its whole window from the last commit, the
+part that agrees with the recorded output and one token of the target's own are committed, and so on. With keyed
+sampling the output does not depend on drafts, so the figures are those of verifying every draft token.
 """
 
 from __future__ import annotations
@@ -59,13 +58,8 @@ class AcceptanceCounts:
         self.right = self.right or [0] * self.window
 
     def add_step(self, tail: Sequence[int], truth: Sequence[int], room: int) -> int:
-        """Compare a tail with the remaining output tokens; returns the number of committed ones.
-
-        Args:
-            tail: At most `room` draft tokens.
-            truth: The rest of the recorded output.
-            room: Draft tokens that could be verified; fewer than the window near the end of max_tokens.
-        """
+        """Compare a tail of at most `room` draft tokens (fewer than the window near the end of max_tokens) with the
+        rest of the recorded output; returns the number of committed tokens."""
         accepted = common_prefix(tail, truth)
         committed = min(accepted + 1, len(truth))
         self.steps += 1
@@ -159,13 +153,9 @@ def replay(
     on_progress: Callable[[int], None] | None = None,
     features: Callable[[CorpusRecord], Any] | None = None,
 ) -> AcceptanceCounts:
-    """Replay recorded rollouts through a proposer.
+    """Replay recorded rollouts through a proposer, `batch` at once, with `window` draft tokens per step.
 
     Args:
-        proposer: Proposer with room for `batch` requests.
-        records: Records of one temperature, or of several if that does not matter.
-        window: Draft tokens per step.
-        batch: Number of records in progress at once.
         on_progress: Called with the number of output tokens committed so far.
         features: The target's states of a record, numpy `(tokens - 1, width)`, for proposers that read them. Default:
             those in the record.
@@ -200,12 +190,7 @@ def replay(
 
 def drafter_of(folder: Path) -> DrafterConfig:
     """The drafter in a folder, of the method in its `drafter.json`; without one an EAGLE head or a `draft_model`, by
-    its `config.json`.
-
-    Raises:
-        InputError: The folder does not exist, or its `drafter.json` cannot be read.
-        ModelLoadError: It has neither file, or its `config.json` cannot be read.
-    """
+    its `config.json`. Raises InputError, and ModelLoadError if its `config.json` cannot be read."""
     if not folder.is_dir():
         raise InputError(f"--drafter: there is no folder {folder}. Fix: name the folder that `drafter train` wrote")
     card = read_card(folder)
@@ -227,10 +212,7 @@ def method_alone(method: str) -> DrafterConfig:
 
 def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
     """Configuration of the head, with the states that it reads of the target; None for methods that need no states.
-
-    Raises:
-        ModelLoadError: There is no head, or it was made for another target.
-    """
+    Raises ModelLoadError if there is no head, or it was made for another target."""
     if not reads_head(drafter.method) or drafter.model is None:
         return None
     from specactor_ray.draft.eagle.checkpoint import read_head_config
@@ -239,12 +221,8 @@ def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
 
 
 def measure(drafter: DrafterConfig, corpus: Corpus, console: Console) -> list[dict[str, Any]]:
-    """Replay every held-out part through the drafter: with the target's noise, and with its own if that makes a
-    difference.
-
-    Args:
-        corpus: Corpus whose recorded states begin with those that the drafter reads.
-    """
+    """Replay every held-out part, whose recorded states begin with those that the drafter reads: with the target's
+    noise, and with its own if that makes a difference."""
     recipe, window = corpus.recipe, corpus.recipe.window
     rows, head = [], head_config(drafter, recipe.target)
     section = drafter_spec("drafter", replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH), window, _REPLAY_BATCH)

@@ -10,15 +10,13 @@ unbiased estimate of the distribution, so the gradient of the cross entropy is r
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import math
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.config.training_schema import OnlineConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import replacing
+from specactor_ray.core.signals import signals_deferred
 from specactor_ray.distill.card import DrafterRecipe
 from specactor_ray.distill.corpus import CorpusRecord, RecordStore
 from specactor_ray.distill.eagle import (
@@ -38,14 +37,12 @@ from specactor_ray.distill.eagle import (
     expected_counts,
     make_batch,
     new_head,
-    unroll,
     unroll_loss,
 )
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.learner.batching import cut_by_tokens
 from specactor_ray.learner.engine import autocast, parameter_groups
-from specactor_ray.sampling.keyed import sample_rows
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +52,11 @@ _BUCKET = 16
 """Number of batches whose records are sorted by length together: less padding, and still a new mix every epoch."""
 _COUNTED_ROLLOUTS = 128
 """Number of rollouts whose distributions choose the draft vocabulary."""
-_HELD_OUT_TOKENS = 2048
-"""Most output tokens of the measurements during training."""
 
 
 class HeadTrainer:
-    """A trainable head with its optimizer; embedding and output layer, which are the target's, are not trained.
-
-    Args:
-        head: Float32; owned by the trainer from now on.
-        depths: Tokens ahead that are trained.
-        betas, weight_decay: Parameters of AdamW.
-        dtype: Arithmetic.
-    """
+    """A trainable head (float32) with its optimizer, trained `depths` tokens ahead; embedding and output layer, which
+    are the target's, are not trained."""
 
     def __init__(
         self,
@@ -118,23 +107,6 @@ class HeadTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": float(loss.detach()), "overlap": overlaps[0], "tokens": float(len(batch.teacher))}
 
-    @torch.no_grad()
-    def held_out(self, records: Sequence[CorpusRecord], examples: Sequence[EagleExample]) -> dict[str, float]:
-        """Means over the output tokens: `loss`, `overlap`, and `matches`, the share of tokens that the head samples
-        equal to the target's, with the target's noise after the recorded prefix; and `tokens`, their number."""
-        head, batch = self.head, make_batch(examples, self.head).to(self.device)
-        loss, overlaps = unroll_loss(head, batch, self._depths)
-        outputs, rows = next(unroll(head, batch, 1))
-        logits = torch.full((len(rows), head.config.vocab_size), float("-inf"))
-        logits[:, head.draft_token_ids().cpu()] = head.lm_head(outputs).float().cpu()
-        places = [(record, place) for record in records for place in range(len(record.output_token_ids))]
-        chosen = [places[row] for row in rows.tolist()]
-        samplings, positions = [record.sampling for record, _ in chosen], [place for _, place in chosen]
-        sampled = sample_rows(logits, samplings, positions).token_ids
-        right = [token == record.output_token_ids[i] for token, (record, i) in zip(sampled, chosen, strict=True)]
-        tokens, matches = float(len(chosen)), sum(right) / len(chosen)
-        return {"loss": float(loss), "overlap": overlaps[0], "matches": matches, "tokens": tokens}
-
 
 # ---- from a corpus ----
 
@@ -156,51 +128,34 @@ class LoopState:
     """State of training between two steps."""
 
     step: int = 0
-    epoch: int = 0
-    position: int = 0
-    """Number of finished batches of this epoch."""
     seconds: float = 0.0
     """Seconds of training so far."""
     tokens: int = 0
     """Number of output tokens trained on so far, including repetitions."""
-    history: list[dict[str, float]] = field(default_factory=list)
-    """A record per measurement on held-out rollouts: step, seconds, loss, matches, and the training loss since."""
 
 
 class TrainLoop:
-    """Trains a head on recorded rollouts.
-
-    Args:
-        train: Records to train on, with the store that holds their states.
-        held_out: Records to measure on, with their store.
-        clock: Monotonic seconds.
-        shield: Context manager in which signals do not interrupt.
-        checkpoint_s: Seconds between checkpoints.
-        measure_s: Seconds between measurements on held-out rollouts.
-        on_progress: Called after every step with its loss.
-    """
+    """Trains a head on recorded rollouts, whose states are in `store`, with a checkpoint every `checkpoint_s` seconds.
+    `on_progress` is called after every step with its loss."""
 
     def __init__(
         self,
         trainer: HeadTrainer,
         recipe: DrafterRecipe,
-        train: tuple[Sequence[CorpusRecord], RecordStore],
-        held_out: tuple[Sequence[CorpusRecord], RecordStore],
+        records: Sequence[CorpusRecord],
+        store: RecordStore,
         folder: Path,
-        clock: Callable[[], float],
-        shield: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         checkpoint_s: float = 120.0,
-        measure_s: float = 60.0,
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
         self.trainer, self.state = trainer, LoopState()
-        self._recipe, self._clock, self._shield, self._show = recipe, clock, shield, on_progress
-        self._train, self._store = train
-        self._held_out, self._held_out_store = _first(held_out[0], _HELD_OUT_TOKENS), held_out[1]
-        self._path = folder / CHECKPOINT_FILE
-        self._checkpoint_s, self._measure_s = checkpoint_s, measure_s
-        self._since: list[dict[str, float]] = []
-        self._order: tuple[int, list[list[int]]] = (-1, [])
+        self._recipe, self._records, self._store = recipe, records, store
+        self._path, self._checkpoint_s, self._show = folder / CHECKPOINT_FILE, checkpoint_s, on_progress
+        self._plan: list[list[int]] = []
+        """Indices of the records of every step."""
+        for epoch in range(math.ceil(recipe.epochs)):
+            batches = batches_of_epoch(records, recipe.batch_tokens, recipe.seed, epoch)
+            self._plan += batches[: math.ceil((recipe.epochs - epoch) * len(batches))]
 
     def resume(self) -> bool:
         """Continue from the checkpoint in the folder; False if there is none. Raises InputError if it is unreadable."""
@@ -220,83 +175,46 @@ class TrainLoop:
             ) from None
         return True
 
-    def run(self) -> LoopState:
-        """Train for `epochs` passes; an interruption saves a checkpoint and is raised again.
-
-        Raises:
-            KeyboardInterrupt: Training was interrupted, at the end of a step.
-            OSError: A checkpoint could not be written.
-        """
-        begin, state = self._clock() - self.state.seconds, self.state
-        saved_at = measured_at = state.seconds
+    def run(self) -> None:
+        """Train for `epochs` passes; an interruption, which has effect between two steps, saves a checkpoint."""
+        state, saved_at = self.state, self.state.seconds
+        begin = time.monotonic() - state.seconds
         try:
-            if not state.history:
-                self._measure()
-            while self.fraction < 1.0:
-                with self._shield():
-                    self._step()
-                    state.seconds = self._clock() - begin
-                if state.seconds - measured_at >= self._measure_s:
-                    self._measure()
-                    measured_at = state.seconds
+            for batch in self._plan[state.step :]:
+                with signals_deferred():
+                    self._step(batch)
+                    state.seconds = time.monotonic() - begin
                 if state.seconds - saved_at >= self._checkpoint_s:
                     self.save()
                     saved_at = state.seconds
-            if state.history[-1]["step"] < state.step:
-                self._measure()
         except KeyboardInterrupt:
             self.save()
             raise
         self.save()
-        return state
 
     @property
     def fraction(self) -> float:
-        """Share of the finished batches, 0 to 1."""
-        passes = self.state.epoch + self.state.position / max(len(self._batches()), 1)
-        return min(passes / self._recipe.epochs, 1.0)
+        """Share of the finished steps, 0 to 1."""
+        return self.state.step / len(self._plan)
 
     def save(self) -> None:
         """Write the checkpoint; the previous one stays until the new one is complete."""
-        with self._shield():
+        with signals_deferred():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             optimizer = self.trainer.optimizer.state_dict()
             content = {"head": self.trainer.weights(), "optimizer": optimizer, "state": asdict(self.state)}
             with replacing(self._path, self._path.with_suffix(".partial")) as partial:
                 torch.save(content, partial)
 
-    def _batches(self) -> list[list[int]]:
-        epoch, batches = self._order
-        if epoch != self.state.epoch:
-            epoch, recipe = self.state.epoch, self._recipe
-            batches = batches_of_epoch(self._train, recipe.batch_tokens, recipe.seed, epoch)
-            self._order = (epoch, batches)
-        return batches
-
-    def _step(self) -> None:
-        state, batches = self.state, self._batches()
-        rate = learning_rate(self._recipe.learning_rate, state.step, self.fraction)
-        records = [self._train[index] for index in batches[state.position]]
-        figures = self.trainer.step(_examples(records, self._store), rate)
+    def _step(self, batch: Sequence[int]) -> None:
+        rate = learning_rate(self._recipe.learning_rate, self.state.step, self.fraction)
+        records = [self._records[index] for index in batch]
+        figures = self.trainer.step([example_of(record, self._store.states(record.index)) for record in records], rate)
         assert figures is not None  # the target's distributions are known for all tokens
-        state.step, state.position = state.step + 1, state.position + 1
-        state.tokens += int(figures["tokens"])
-        if state.position == len(batches):
-            state.epoch, state.position = state.epoch + 1, 0
-        self._since.append(figures)
+        self.state.step += 1
+        self.state.tokens += int(figures["tokens"])
         if self._show is not None:
             self._show(figures["loss"])
-
-    def _measure(self) -> None:
-        groups = cut_by_tokens(_lengths(self._held_out), self._recipe.batch_tokens, longest_first=False)
-        measured = []
-        for group in groups:
-            records = [self._held_out[index] for index in group]
-            measured.append(self.trainer.held_out(records, _examples(records, self._held_out_store)))
-        record = {"step": float(self.state.step), "seconds": self.state.seconds, **_means(measured)}
-        record |= {f"train_{name}": value for name, value in _means(self._since).items()}
-        self._since = []
-        self.state.history.append(record)
 
 
 def learning_rate(peak: float, step: int, fraction: float) -> float:
@@ -306,11 +224,8 @@ def learning_rate(peak: float, step: int, fraction: float) -> float:
 
 
 def batches_of_epoch(records: Sequence[CorpusRecord], max_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices into `records`, each once, in batches of similar lengths; a function of the arguments.
-
-    Args:
-        max_tokens: Most positions of a batch, including padding; a longer record is a batch by itself.
-    """
+    """Indices into `records`, each once, in batches of similar lengths with at most `max_tokens` positions, including
+    padding; a longer record is a batch by itself. A function of the arguments."""
     rng = np.random.default_rng([seed, epoch])
     order = [int(i) for i in rng.permutation(len(records))]
     mean = sum(record.num_tokens for record in records) / max(len(records), 1)
@@ -318,31 +233,9 @@ def batches_of_epoch(records: Sequence[CorpusRecord], max_tokens: int, seed: int
     batches: list[list[int]] = []
     for begin in range(0, len(order), size):
         bucket = sorted(order[begin : begin + size])
-        groups = cut_by_tokens(_lengths([records[i] for i in bucket]), max_tokens, longest_first=False)
+        groups = cut_by_tokens([records[i].num_tokens for i in bucket], max_tokens)
         batches += [[bucket[place] for place in group] for group in groups]
     return [batches[int(i)] for i in rng.permutation(len(batches))]
-
-
-def _lengths(records: Sequence[CorpusRecord]) -> list[int]:
-    return [record.num_tokens for record in records]
-
-
-def _examples(records: Sequence[CorpusRecord], store: RecordStore) -> list[EagleExample]:
-    return [example_of(record, store.states(record.index)) for record in records]
-
-
-def _first(records: Sequence[CorpusRecord], max_tokens: int) -> list[CorpusRecord]:
-    """The first records, up to `max_tokens` output tokens, and at least one."""
-    totals = itertools.accumulate(len(record.output_token_ids) for record in records)
-    count = sum(total <= max_tokens for total in totals)
-    return list(records[: max(count, 1)])
-
-
-def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the tokens of several batches, without `tokens` itself."""
-    total = max(sum(one["tokens"] for one in figures), 1.0)
-    names = [name for name in figures[0] if name != "tokens"] if figures else []
-    return {name: sum(one[name] * one["tokens"] for one in figures) / total for name in names}
 
 
 # ---- beside the policy ----
@@ -399,11 +292,7 @@ def choose_samples(lengths: Sequence[int], max_tokens: int, seed: int) -> list[i
 
 
 def load_learner(drafter: DrafterConfig, target: TargetConfig, device: str) -> EagleLearner:
-    """A learner of the configured head.
-
-    Raises:
-        ModelLoadError: The head cannot be loaded.
-    """
+    """A learner of the configured head. Raises ModelLoadError."""
     assert drafter.model is not None  # validated
     head = load_head(drafter.model, target.model, device=device, trust_remote_code=target.trust_remote_code)
     return EagleLearner(head, drafter.online)

@@ -14,12 +14,13 @@ DeepSeek-V3.2 2025 (arXiv 2512.02556).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from specactor_ray.config.schema import Config
-from specactor_ray.config.training_schema import AlgorithmName, LossAggregation
+from specactor_ray.config.training_schema import AlgorithmConfig, AlgorithmName, LossAggregation
 
 DAPO_CLIP_HIGH = 0.28
 """Upper clip range ε_high (DAPO section 4.1)."""
@@ -101,14 +102,9 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`-min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A)`, `ρ = exp(logprobs - old_logprobs)`.
-
-    PPO eq. 7 with ε_low = ε_high; DAPO eq. 10 (clip-higher) with ε_high > ε_low. `old_logprobs` are those at the start
-    of the update.
-
-    Returns:
-        Loss `(B, T)`, and 1.0 where the clipped term was the smaller one `(B, T)`.
-    """
+    """`-min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A)`, `ρ = exp(logprobs - old_logprobs)`, `(B, T)`; and 1.0 where the
+    clipped term was the smaller one. PPO eq. 7 with ε_low = ε_high; DAPO eq. 10 (clip-higher) with ε_high > ε_low.
+    `old_logprobs` are those at the start of the update."""
     ratio = torch.exp(logprobs - old_logprobs)
     free = ratio * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
@@ -128,11 +124,9 @@ def value_loss(
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate of KL(policy ‖ reference) from tokens sampled by the policy; `(B, T)`.
-
-    Schulman's k3, `exp(d) - d - 1` with `d = log π_ref - log π`: unbiased and never negative (DeepSeekMath eq. 4). A
-    figure to report: its gradient is not that of the divergence, see `kl_loss`.
-    """
+    """Per-token estimate `(B, T)` of KL(policy ‖ reference) from tokens sampled by the policy: Schulman's k3,
+    `exp(d) - d - 1` with `d = log π_ref - log π`, unbiased and never negative (DeepSeekMath eq. 4). A figure to report:
+    its gradient is not that of the divergence, see `kl_loss`."""
     d = ref_logprobs - logprobs
     return torch.exp(d) - d - 1.0
 
@@ -141,10 +135,8 @@ def kl_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, ref_logprobs: to
     """A loss per token `(B, T)` whose expected gradient is that of KL(policy ‖ reference), exactly.
 
     `ρ ½ d²` with `d = log π_ref - log π` and the ratio `ρ = π / π_old` without gradient; the tokens were sampled by
-    `π_old`. The gradient of a token is `-ρ d ∇log π`. It is the same one, token for token, as that of `ρ k3` with a
-    differentiable ρ (DeepSeek-V3.2, arXiv 2512.02556), without the difference of two exponentials that cancel.
-    Schulman's estimators as losses of their own do something else: the expected gradient of k1 is zero, that of k3
-    is the gradient of the forward divergence KL(reference ‖ policy).
+    `π_old`. Its gradient, `-ρ d ∇log π`, is that of `ρ k3` with a differentiable ρ (DeepSeek-V3.2, arXiv 2512.02556).
+    As losses of their own, k1 has the expected gradient zero, and k3 that of KL(reference ‖ policy).
     """
     ratio = torch.exp(logprobs - old_logprobs).detach()
     return ratio * 0.5 * (ref_logprobs - logprobs).square()
@@ -153,18 +145,16 @@ def kl_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, ref_logprobs: to
 def truncated_importance_weights(
     train_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, cap: float
 ) -> torch.Tensor:
-    """`min(π_train / π_rollout, cap)` per token, without gradient; `(B, T)`.
-
-    Corrects for tokens having been sampled by an engine whose probabilities differ from the trainer's (Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training"; truncation as in Ionides 2008).
-    """
+    """`min(π_train / π_rollout, cap)` per token, without gradient; `(B, T)`: corrects for an engine whose probabilities
+    differ from the trainer's (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training"; truncation as in Ionides 2008)."""
     return torch.exp(train_logprobs - rollout_logprobs).clamp_max(cap).detach()
 
 
 # ---- reduction ----
 
 
-def token_weights(mask: torch.Tensor, aggregation: str, max_tokens: int) -> torch.Tensor:
+def token_weights(mask: torch.Tensor, aggregation: LossAggregation, max_tokens: int) -> torch.Tensor:
     """Weight of each token in the loss of the whole batch: `loss = Σ weights * loss_per_token`.
 
     Args:
@@ -176,78 +166,46 @@ def token_weights(mask: torch.Tensor, aggregation: str, max_tokens: int) -> torc
     Returns:
         `(B, T)`; sums to 1 for `token` and `sequence`.
     """
-    if aggregation == "token":
+    if aggregation is LossAggregation.token:
         return mask / mask.sum().clamp_min(1.0)
-    if aggregation == "sequence":
+    if aggregation is LossAggregation.sequence:
         return mask / mask.sum(dim=1, keepdim=True).clamp_min(1.0) / mask.shape[0]
-    if aggregation == "constant":
-        return mask / float(mask.shape[0] * max_tokens)
-    raise ValueError(f"unknown loss aggregation {aggregation!r}; known: token, sequence, constant")
+    return mask / float(mask.shape[0] * max_tokens)
 
 
 # ---- one algorithm with all its values ----
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Values of one algorithm; names as in the `algorithm` section."""
-
-    name: str
-    clip_low: float
-    clip_high: float
-    loss_aggregation: str
-    scale_by_std: bool
-    dynamic_sampling: bool
-    overlong_buffer: int
-    overlong_penalty: float
-    entropy_coef: float
-    kl_coef: float
-    gamma: float
-    gae_lambda: float
-    value_coef: float
-    value_clip: float | None
-    importance_cap: float | None
-
-    @property
-    def uses_values(self) -> bool:
-        return self.name == AlgorithmName.ppo.value
-
-    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
-        """`(groups, G)` rewards → advantages of whole outputs; zeros for ppo, which estimates them per token."""
-        if self.uses_values:
-            return torch.zeros_like(rewards)
-        if self.name == AlgorithmName.rloo.value:
-            return leave_one_out_advantages(rewards)
-        return group_advantages(rewards, self.scale_by_std)
-
-    def shaped(self, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> torch.Tensor:
-        """`(B,)` rewards with the overlong penalty added."""
-        penalty = soft_overlong_penalty(torch.tensor(lengths), max_tokens, self.overlong_buffer)
-        return torch.tensor(rewards, dtype=torch.float32) + self.overlong_penalty * penalty
-
-
-def make_recipe(config: Config) -> Recipe:
-    """Set the values that the configuration leaves to the algorithm."""
+def make_recipe(config: Config) -> AlgorithmConfig:
+    """The `algorithm` section, with the values that it leaves to the algorithm."""
     section = config.algorithm
     dapo = section.name is AlgorithmName.dapo
-    aggregation = section.loss_aggregation
-    if aggregation is None:
-        aggregation = LossAggregation.sequence if section.name is AlgorithmName.grpo else LossAggregation.token
-    clip_high = section.clip_high
-    if clip_high is None:
-        clip_high = DAPO_CLIP_HIGH if dapo else section.clip_low
-    buffer = section.overlong_buffer
-    if buffer is None:
-        buffer = config.sampling.max_tokens // 8 if dapo else 0
-    importance_cap = section.importance_cap
-    if importance_cap is None and config.trainer.max_staleness:
-        importance_cap = STALE_IMPORTANCE_CAP
-    filled = {
-        "name": section.name.value,
-        "clip_high": clip_high,
-        "loss_aggregation": aggregation.value,
-        "dynamic_sampling": dapo if section.dynamic_sampling is None else section.dynamic_sampling,
-        "overlong_buffer": buffer,
-        "importance_cap": importance_cap,
+    by_name: dict[str, Any] = {
+        "loss_aggregation": LossAggregation.sequence if section.name is AlgorithmName.grpo else LossAggregation.token,
+        "clip_high": DAPO_CLIP_HIGH if dapo else section.clip_low,
+        "dynamic_sampling": dapo,
+        "overlong_buffer": config.sampling.max_tokens // 8 if dapo else 0,
+        "importance_cap": STALE_IMPORTANCE_CAP if config.trainer.max_staleness else None,
     }
-    return Recipe(**{entry.name: getattr(section, entry.name) for entry in fields(Recipe)} | filled)
+    return replace(section, **{name: value for name, value in by_name.items() if getattr(section, name) is None})
+
+
+def uses_values(recipe: AlgorithmConfig) -> bool:
+    return recipe.name is AlgorithmName.ppo
+
+
+def output_advantages(recipe: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
+    """`(groups, G)` rewards → advantages of whole outputs; zeros for ppo, which estimates them per token."""
+    if uses_values(recipe):
+        return torch.zeros_like(rewards)
+    if recipe.name is AlgorithmName.rloo:
+        return leave_one_out_advantages(rewards)
+    return group_advantages(rewards, recipe.scale_by_std)
+
+
+def shaped_rewards(
+    recipe: AlgorithmConfig, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
+) -> torch.Tensor:
+    """`(B,)` rewards with the overlong penalty added."""
+    penalty = soft_overlong_penalty(torch.tensor(lengths), max_tokens, recipe.overlong_buffer or 0)
+    return torch.tensor(rewards, dtype=torch.float32) + recipe.overlong_penalty * penalty

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -51,24 +51,18 @@ class MicroBatch:
     """`(B, T)` float32, assigned to the last token of the policy."""
     advantages: torch.Tensor
     """`(B, T)` float32; 0 where the mask is 0."""
-    indices: tuple[int, ...]
-    """Indices of the samples in the divided list."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on another device."""
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "indices"}
-        return replace(self, **moved)
+        return MicroBatch(*(getattr(self, one.name).to(device) for one in fields(self)))
 
 
-def cut_by_tokens(lengths: Sequence[int], max_tokens: int, longest_first: bool = True) -> list[list[int]]:
-    """Indices of the samples in groups whose padded size stays within `max_tokens`, similar lengths together.
-
-    A sample that is longer than `max_tokens` is a group by itself. The longest come first by default, so that a lack of
-    memory shows at once.
-    """
+def cut_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices of the samples in groups whose padded size stays within `max_tokens`, similar lengths together; a longer
+    sample is a group by itself. The longest come first, so that a lack of memory shows at once."""
     groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i] if longest_first else lengths[i], i)):
-        if groups and (len(groups[-1]) + 1) * max(lengths[groups[-1][0]], lengths[index]) <= max_tokens:
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
             groups[-1].append(index)
         else:
             groups.append([index])
@@ -76,25 +70,21 @@ def cut_by_tokens(lengths: Sequence[int], max_tokens: int, longest_first: bool =
 
 
 def share_out(groups: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
-    """Rank → its groups. All ranks get the same number, since they step together: missing groups are empty.
-
-    Groups are assigned round robin in their order, longest first, which balances the work of the ranks.
-    """
+    """Rank → its groups, assigned round robin. All ranks get the same number, since they step together: missing groups
+    are empty."""
     rounds = -(-len(groups) // ranks)
     padded = [*groups, *([] for _ in range(rounds * ranks - len(groups)))]
     return [padded[rank::ranks] for rank in range(ranks)]
 
 
-def collate(samples: Sequence[Sample], indices: Sequence[int], pad_token_id: int = 0) -> MicroBatch:
-    """The samples at these indices as right-padded rows.
-
-    No indices give one row of one padding position and an empty mask, which costs almost nothing and has no effect.
-    """
+def collate(samples: Sequence[Sample], indices: Sequence[int]) -> MicroBatch:
+    """The samples at these indices as right-padded rows; without indices one row of padding with an empty mask, which
+    has no effect."""
     chosen = [samples[i] for i in indices]
     rows = max(len(chosen), 1)
     length = max((sample.num_tokens for sample in chosen), default=2)
     width = max((len(sample.output) for sample in chosen), default=1)
-    input_ids = torch.full((rows, length), pad_token_id, dtype=torch.long)
+    input_ids = torch.zeros((rows, length), dtype=torch.long)
     attention_mask = torch.zeros((rows, length), dtype=torch.long)
     attention_mask[:, 0] = 1
     positions, targets = torch.zeros((rows, width), dtype=torch.long), torch.zeros((rows, width), dtype=torch.long)
@@ -113,6 +103,4 @@ def collate(samples: Sequence[Sample], indices: Sequence[int], pad_token_id: int
         logprobs[row, own] = torch.tensor(sample.rollout_logprobs)[own]
         rewards[row, own[-1]] = sample.reward
         advantages[row, own] = sample.advantage
-    return MicroBatch(
-        input_ids, attention_mask, positions, targets, mask, logprobs, rewards, advantages, tuple(indices)
-    )
+    return MicroBatch(input_ids, attention_mask, positions, targets, mask, logprobs, rewards, advantages)

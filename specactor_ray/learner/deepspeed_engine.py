@@ -16,8 +16,7 @@ import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.learner.engine import PartWriter, TorchEngine, WorkCounter, parameter_groups
-from specactor_ray.learner.policy import PolicyModel
+from specactor_ray.learner.engine import PartWriter, PolicyModel, TorchEngine, WorkCounter, parameter_groups
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
@@ -99,11 +98,11 @@ class DeepSpeedEngine(TorchEngine):
         config: TrainerConfig,
         rendezvous: Rendezvous,
         device: torch.device,
-        progress: WorkCounter | None = None,
+        progress: WorkCounter,
     ) -> None:
         import deepspeed
 
-        self._progress = progress if progress is not None else WorkCounter()
+        self._progress = progress
         self.rank, self.world_size, self.device = rendezvous.rank, rendezvous.world_size, device
         self._config, self._stage = config, config.zero_stage
         self.policy = policy
@@ -136,11 +135,10 @@ class DeepSpeedEngine(TorchEngine):
         # Place of this rank's share between backward and step under ZeRO.
         getattr(optimizer, "averaged_gradients", {}).clear()
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        return self._reduced(values, torch.distributed.ReduceOp.SUM)
-
-    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        return self._reduced(values, torch.distributed.ReduceOp.MAX)
+    def over_ranks(self, values: torch.Tensor, maximum: bool = False) -> torch.Tensor:
+        operations, on_device = torch.distributed.ReduceOp, values.to(self.device)
+        torch.distributed.all_reduce(on_device, op=operations.MAX if maximum else operations.SUM)
+        return on_device.to(values.device)
 
     @contextlib.contextmanager
     def gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
@@ -204,11 +202,6 @@ class DeepSpeedEngine(TorchEngine):
             yield
         finally:
             files.save = save
-
-    def _reduced(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
-        on_device = values.to(self.device)
-        torch.distributed.all_reduce(on_device, op=operation)
-        return on_device.to(values.device)
 
 
 @contextlib.contextmanager

@@ -1,20 +1,21 @@
-"""The policy and its optimizer in one process; a rank's progress, and its part of a checkpoint."""
+"""The policy, a causal language model that scores its outputs, and its optimizer in one process; a rank's progress, and
+its part of a checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.learner.batching import MicroBatch
-from specactor_ray.learner.policy import PolicyModel, TokenScores
 
 _STATE_FILE = "optimizer.pt"
 
@@ -33,16 +34,15 @@ class WorkCounter:
         self.count += 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SavedPart:
     """One rank's part of a checkpoint."""
 
-    node: str
-    """Host name of the node that the rank runs on."""
+    node: str = field(default_factory=socket.gethostname)
     sizes: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file that the rank wrote, by its name relative to the checkpoint's folder."""
     problem: str = ""
-    """Error of the disk; empty if everything was written."""
+    """First error of the disk; empty if everything was written."""
 
 
 class PartWriter:
@@ -50,11 +50,8 @@ class PartWriter:
     early would block the others in a collective."""
 
     def __init__(self, folder: Path, progress: WorkCounter) -> None:
-        self.folder = folder
-        self.problem = ""
-        """The first disk error."""
-        self._progress = progress
-        self._sizes: dict[str, int] = {}
+        self.part = SavedPart()
+        self._folder, self._progress = folder, progress
 
     @contextlib.contextmanager
     def writing(self, *files: Path) -> Iterator[None]:
@@ -65,16 +62,12 @@ class PartWriter:
             for file in files:
                 for path in file.rglob("*") if file.is_dir() else [file]:
                     if path.is_file():
-                        self._sizes[path.relative_to(self.folder).as_posix()] = path.stat().st_size
+                        self.part.sizes[path.relative_to(self._folder).as_posix()] = path.stat().st_size
         except Exception as error:
             if not is_disk_error(error):
                 raise
-            self.problem = self.problem or f"{type(error).__name__}: {error}"
+            self.part.problem = self.part.problem or f"{type(error).__name__}: {error}"
         self._progress.tick()
-
-    def part(self) -> SavedPart:
-        """The written files."""
-        return SavedPart(socket.gethostname(), self._sizes, self.problem)
 
 
 def is_disk_error(error: BaseException) -> bool:
@@ -86,6 +79,76 @@ def is_disk_error(error: BaseException) -> bool:
         return "I/O error" in text
     # Errors of torch: the writer of its files, and a missing folder.
     return isinstance(error, RuntimeError) and ("inline_container.cc" in text or text.startswith("Parent directory"))
+
+
+class TokenScores(NamedTuple):
+    """Scores of the output tokens of a micro-batch; all `(B, T)` float32, 0 where the mask is 0. The distribution is
+    softmax(logits / temperature), before top-k/top-p."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    """Entropy in nats."""
+    values: torch.Tensor
+    """Values of the value head; zeros without one."""
+
+
+class PolicyModel(nn.Module):
+    """A transformers causal language model with an optional value head on its last hidden states.
+
+    Only the positions that predict output tokens go through the output layer, the widest one: a hook in front of it
+    selects them, so that the model's later operations on its logits still apply.
+
+    Args:
+        temperature: The logits are divided by it, as in the rollout.
+        value_head: Add a scalar head, initialised to zero.
+        entropy_gradient: Let gradients flow through the entropy (for an entropy bonus).
+    """
+
+    def __init__(
+        self, model: Any, temperature: float = 1.0, value_head: bool = False, entropy_gradient: bool = False
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature, self.entropy_gradient = temperature, entropy_gradient
+        hidden = int(model.config.get_text_config().hidden_size)
+        self.value_head = nn.Linear(hidden, 1) if value_head else None
+        if self.value_head is not None:
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+        self._picked: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._states: torch.Tensor | None = None
+        model.get_output_embeddings().register_forward_pre_hook(self._pick)
+
+    def forward(self, batch: MicroBatch) -> TokenScores:
+        """Score the output tokens of a micro-batch."""
+        wanted = batch.mask > 0
+        rows = torch.arange(wanted.shape[0], device=wanted.device)[:, None].expand_as(wanted)
+        # Without any output token (an idle rank) one position still runs, so that all ranks do the same work.
+        some = wanted
+        if not bool(wanted.any()):
+            some = torch.zeros_like(wanted)
+            some[:, 0] = True
+        self._picked = (rows[some], batch.positions[some])
+        output = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+        logits = output.logits[0].float() / self.temperature
+        states, self._states, self._picked = self._states, None, None
+        logprobs = torch.log_softmax(logits, dim=-1)
+        chosen = logprobs.gather(1, batch.targets[some][:, None])[:, 0]
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
+            entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        values = torch.zeros_like(chosen)
+        if self.value_head is not None and states is not None:
+            values = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()
+        empty = torch.zeros(wanted.shape, dtype=torch.float32, device=wanted.device)
+        return TokenScores(
+            *(torch.where(wanted, empty.masked_scatter(some, value), empty) for value in (chosen, entropy, values))
+        )
+
+    def _pick(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if self._picked is None:
+            return inputs
+        self._states = inputs[0][self._picked]
+        return (self._states[None], *inputs[1:])
 
 
 class TorchEngine:
@@ -136,12 +199,8 @@ class TorchEngine:
         """Drop the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum over the ranks."""
-        return values
-
-    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise maximum over the ranks."""
+    def over_ranks(self, values: torch.Tensor, maximum: bool = False) -> torch.Tensor:
+        """Element-wise sum, or maximum, over the ranks."""
         return values
 
     @contextlib.contextmanager
@@ -151,7 +210,8 @@ class TorchEngine:
 
     def save(self, folder: Path, writer: PartWriter) -> None:
         """Write the training state besides the weights: the optimizer's state, and the value head."""
-        state = {"optimizer": self._optimizer.state_dict(), "heads": self.policy.heads()}
+        head = self.policy.value_head
+        state = {"optimizer": self._optimizer.state_dict(), "heads": {} if head is None else head.state_dict()}
         with writer.writing(folder / _STATE_FILE):
             torch.save(state, folder / _STATE_FILE)
 
@@ -159,7 +219,8 @@ class TorchEngine:
         """Restore the files of `save`; the model's weights were loaded already."""
         state = torch.load(folder / _STATE_FILE, map_location=self.device, weights_only=True)
         self._optimizer.load_state_dict(state["optimizer"])
-        self.policy.load_heads(state["heads"])
+        if self.policy.value_head is not None:
+            self.policy.value_head.load_state_dict(state["heads"])
 
     def offload(self) -> None:
         """Move the optimizer's state to host memory until `reload`."""
@@ -186,6 +247,26 @@ def parameter_groups(policy: torch.nn.Module, weight_decay: float) -> list[dict[
     others = [parameter for parameter, shape in zip(trained, dims, strict=True) if len(shape) < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+@contextlib.contextmanager
+def layer_outputs(model: nn.Module, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Inside, the outputs of these decoder layers, `(B, L, hidden)`, are kept in the dictionary."""
+    outputs: dict[int, torch.Tensor] = {}
+    modules = model.get_decoder().layers  # type: ignore[operator]
+
+    def keeper(layer: int) -> object:
+        def keep(module: nn.Module, inputs: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            outputs[layer] = (output if isinstance(output, torch.Tensor) else output[0]).detach()
+
+        return keep
+
+    hooks = [modules[layer].register_forward_hook(keeper(layer)) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager

@@ -11,11 +11,19 @@ import torch
 
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import TrainerBackend
-from specactor_ray.learner.algorithms import make_recipe
+from specactor_ray.learner.algorithms import make_recipe, uses_values
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens
 from specactor_ray.learner.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
-from specactor_ray.learner.engine import PartWriter, SavedPart, TorchEngine, WorkCounter, autocast
-from specactor_ray.learner.policy import PolicyModel, TokenScores, layer_outputs
+from specactor_ray.learner.engine import (
+    PartWriter,
+    PolicyModel,
+    SavedPart,
+    TokenScores,
+    TorchEngine,
+    WorkCounter,
+    autocast,
+    layer_outputs,
+)
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_model, load_tokenizer, parse_dtype
@@ -37,41 +45,36 @@ class TrainerSpec:
 
 
 class Trainer:
-    """Holds the policy and trains it.
+    """Holds the policy and trains it. Raises ModelLoadError, and ConfigError if the back end is not installed."""
 
-    Raises:
-        ModelLoadError: The model cannot be loaded.
-        ConfigError: The back end is not installed.
-    """
-
-    def __init__(self, spec: TrainerSpec, progress: WorkCounter | None = None) -> None:
+    def __init__(self, spec: TrainerSpec, progress: WorkCounter) -> None:
         config = spec.config
         self._config = config
-        self.progress = progress if progress is not None else WorkCounter()
+        self.progress = progress
         self._device = torch.device("cuda" if config.trainer.gpus else "cpu")
         self._source = str(Path(spec.checkpoint) / WEIGHTS) if spec.checkpoint else config.target.model
         self._recipe = make_recipe(config)
         if config.trainer.backend is TrainerBackend.deepspeed:
             assert spec.rendezvous is not None  # set whenever there are several ranks
             join(spec.rendezvous, self._device)
-            self._engine: TorchEngine = DeepSpeedEngine(
+            self.engine: TorchEngine = DeepSpeedEngine(
                 self._make_policy(), config.trainer, spec.rendezvous, self._device, self.progress
             )
         else:
-            self._engine = TorchEngine(self._make_policy(), config.trainer, self.progress)
+            self.engine = TorchEngine(self._make_policy(), config.trainer, self.progress)
         self.progress.tick()
         if spec.checkpoint:
-            self._engine.load(Path(spec.checkpoint) / ENGINE)
+            self.engine.load(Path(spec.checkpoint) / ENGINE)
             self.progress.tick()
         self._reference: PolicyModel | None = None
         if config.algorithm.kl_coef:
             self._reference = PolicyModel(self._load(config.target.model), config.sampling.temperature)
         reference = self._score_reference if self._reference is not None else None
-        self._updater = PolicyUpdater(self._engine, self._recipe, config.trainer, config.sampling.max_tokens, reference)
+        self._updater = PolicyUpdater(self.engine, self._recipe, config.trainer, config.sampling.max_tokens, reference)
 
     @property
     def rank(self) -> int:
-        return self._engine.rank
+        return self.engine.rank
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step; see `PolicyUpdater.update`."""
@@ -79,35 +82,31 @@ class Trainer:
 
     def hidden_states(self, samples: Sequence[Sample], layers: Sequence[int]) -> list[torch.Tensor]:
         """Hidden states of the present policy; see the function `hidden_states`. All ranks must call it together."""
-        return hidden_states(self._engine, samples, layers, self._config.trainer.micro_batch_tokens)
+        return hidden_states(self.engine, samples, layers, self._config.trainer.micro_batch_tokens)
 
     def buckets(self) -> Iterator[WeightBucket | None]:
-        """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0.
-
-        All ranks must iterate over it together.
-        """
+        """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0. All ranks iterate
+        over it together."""
         dtype = parse_dtype(self._config.target.dtype)
-        named, most_bytes = self._engine.policy.model.named_parameters(), self._config.trainer.weight_bucket_mb * 2**20
+        named, most_bytes = self.engine.policy.model.named_parameters(), self._config.trainer.weight_bucket_mb * 2**20
         for chosen in grouped(named, lambda parameter: _numel(parameter) * dtype.itemsize, most_bytes):
-            with self._engine.gathered([parameter for _, parameter in chosen]):
+            with self.engine.gathered([parameter for _, parameter in chosen]):
                 yield pack(chosen, dtype) if self.rank == 0 else None
             self.progress.tick()
 
     def save(self, folder: Path) -> SavedPart:
-        """Write the model (in the format of transformers, rank 0) and the engine's state (every rank).
-
-        Disk errors are in the result; all ranks go through it together in any case.
-        """
+        """Write the model (in the format of transformers, rank 0) and the engine's state (every rank). Disk errors are
+        in the result; all ranks go through it together in any case."""
         writer, engine_folder = PartWriter(folder, self.progress), folder / ENGINE
         with writer.writing():
             engine_folder.mkdir(parents=True, exist_ok=True)
-        refused = self._engine.max_over_ranks(torch.tensor([float(bool(writer.problem))]))
+        refused = self.engine.over_ranks(torch.tensor([float(bool(writer.part.problem))]), maximum=True)
         if float(refused[0]):  # all ranks return together
-            return writer.part()
-        self._engine.save(engine_folder, writer)
+            return writer.part
+        self.engine.save(engine_folder, writer)
         state: dict[str, torch.Tensor] = {}
-        for name, parameter in self._engine.policy.model.named_parameters():
-            with self._engine.gathered([parameter]):
+        for name, parameter in self.engine.policy.model.named_parameters():
+            with self.engine.gathered([parameter]):
                 if self.rank == 0:
                     state[name] = parameter.detach().to("cpu", copy=True)
             self.progress.tick()
@@ -115,19 +114,12 @@ class Trainer:
             target = self._config.target
             tokenizer: Any = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
             with quiet_transformers(), writer.writing(folder / WEIGHTS):
-                self._engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
+                self.engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
                 tokenizer.save_pretrained(folder / WEIGHTS)
-        return writer.part()
-
-    def offload(self) -> None:
-        """Free device memory until `reload`."""
-        self._engine.offload()
-
-    def reload(self) -> None:
-        self._engine.reload()
+        return writer.part
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
     def _make_policy(self) -> PolicyModel:
         model = self._load(self._source).requires_grad_(True)
@@ -137,7 +129,7 @@ class Trainer:
         algorithm = self._config.algorithm
         self.progress.tick()
         policy = PolicyModel(
-            model, self._config.sampling.temperature, self._recipe.uses_values, bool(algorithm.entropy_coef)
+            model, self._config.sampling.temperature, uses_values(self._recipe), bool(algorithm.entropy_coef)
         )
         return policy.to(self._device)
 

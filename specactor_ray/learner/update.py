@@ -5,25 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from specactor_ray.config.training_schema import TrainerConfig
+from specactor_ray.config.training_schema import AlgorithmConfig, TrainerConfig
 from specactor_ray.learner.algorithms import (
-    Recipe,
     clipped_policy_loss,
     generalized_advantages,
     kl_estimate,
     kl_loss,
     token_weights,
     truncated_importance_weights,
+    uses_values,
     value_loss,
 )
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens, share_out
-from specactor_ray.learner.engine import TorchEngine
-from specactor_ray.learner.policy import TokenScores
+from specactor_ray.learner.engine import TokenScores, TorchEngine
 
 
 @dataclass(slots=True)
@@ -50,13 +48,15 @@ class PolicyUpdater:
     def __init__(
         self,
         engine: TorchEngine,
-        recipe: Recipe,
+        recipe: AlgorithmConfig,
         config: TrainerConfig,
         max_tokens: int,
         score_reference: Callable[[MicroBatch], torch.Tensor] | None = None,
     ) -> None:
         self._engine, self._recipe, self._config = engine, recipe, config
         self._max_tokens, self._score_reference = max_tokens, score_reference
+        assert recipe.loss_aggregation is not None and recipe.clip_high is not None  # filled by `make_recipe`
+        self._aggregation, self._clip_high = recipe.loss_aggregation, recipe.clip_high
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step.
@@ -90,7 +90,7 @@ class PolicyUpdater:
         """Whether scores from before the update are needed; with a single optimizer step they are the current ones."""
         recipe = self._recipe
         several = self._config.epochs * self._config.mini_batches > 1
-        return several or recipe.uses_values or recipe.importance_cap is not None
+        return several or uses_values(recipe) or recipe.importance_cap is not None
 
     def _cut(self, samples: Sequence[Sample], seed: int) -> list[list[int]]:
         order = np.arange(len(samples))
@@ -106,7 +106,7 @@ class PolicyUpdater:
         whole = torch.zeros(len(samples), max(len(sample.output) for sample in samples))
         for row, sample in enumerate(samples):
             whole[row, : len(sample.output)] = torch.tensor(sample.loss_mask, dtype=torch.float32)
-        weights = token_weights(whole, self._recipe.loss_aggregation, self._max_tokens)
+        weights = token_weights(whole, self._aggregation, self._max_tokens)
         result = []
         for group in share_out(groups, engine.world_size)[engine.rank]:
             batch = collate(samples, group).to(engine.device)
@@ -120,7 +120,7 @@ class PolicyUpdater:
             for item in (item for mini_batch in mini_batches for item in mini_batch):
                 item.old = self._engine.score(item.batch)
                 sums.add_gap(item.batch, item.old)
-            if self._recipe.uses_values:
+            if uses_values(self._recipe):
                 self._estimate_advantages([item for mini_batch in mini_batches for item in mini_batch])
 
     def _estimate_advantages(self, items: Sequence[_Prepared]) -> None:
@@ -134,7 +134,7 @@ class PolicyUpdater:
             )
             a, mask = item.advantages.double(), item.batch.mask.double()
             moments += torch.stack([mask.sum(), (a * mask).sum(), (a.square() * mask).sum()]).cpu()
-        moments = self._engine.sum_over_ranks(moments)
+        moments = self._engine.over_ranks(moments)
         mean = float(moments[1] / moments[0])
         deviation = math.sqrt(max(float(moments[2] / moments[0]) - mean * mean, 0.0) + 1e-8)
         for item in items:
@@ -153,7 +153,7 @@ class PolicyUpdater:
             loss = self._loss(item, scores, sums)
             bad += float(not bool(torch.isfinite(loss.detach())))
             self._engine.backward(loss, last=number == len(mini_batch) - 1)
-        if float(self._engine.sum_over_ranks(bad)) > 0:
+        if float(self._engine.over_ranks(bad)) > 0:
             self._engine.skip()
             sums.skipped += 1
             return
@@ -168,7 +168,7 @@ class PolicyUpdater:
         recipe, batch, weights = self._recipe, item.batch, item.weights
         old = (item.old.logprobs if item.old is not None else scores.logprobs).detach()
         advantages = batch.advantages if item.advantages is None else item.advantages
-        policy, clipped = clipped_policy_loss(scores.logprobs, old, advantages, recipe.clip_low, recipe.clip_high)
+        policy, clipped = clipped_policy_loss(scores.logprobs, old, advantages, recipe.clip_low, self._clip_high)
         if recipe.importance_cap is not None:
             correction = truncated_importance_weights(old, batch.rollout_logprobs, recipe.importance_cap)
             policy = policy * correction
@@ -182,7 +182,7 @@ class PolicyUpdater:
         if item.reference is not None:
             per_token = per_token + recipe.kl_coef * kl_loss(scores.logprobs, old, item.reference)
             sums.add("kl", kl_estimate(scores.logprobs, item.reference), batch.mask)
-        if recipe.uses_values:
+        if uses_values(recipe):
             assert item.old is not None and item.returns is not None
             value = value_loss(scores.values, item.old.values, item.returns, recipe.value_clip)
             per_token = per_token + recipe.value_coef * value
@@ -217,17 +217,17 @@ class _Sums:
     def __init__(self) -> None:
         self.skipped = 0
         self.grad_norms: list[float] = []
-        self._means: dict[str, list[float]] = {}
-        self._losses: dict[str, float] = {}
+        self._sums: dict[str, list[float]] = {}
+        """Name → sum, and number of tokens; of a loss 0."""
         self._gap_max = 0.0
 
     def add(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        entry = self._means.setdefault(name, [0.0, 0.0])
-        entry[0] += float((values.detach() * mask).sum())
-        entry[1] += float(mask.sum())
+        self.add_loss(name, values, mask)
+        self._sums[name][1] += float(mask.sum())
 
     def add_loss(self, name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
-        self._losses[name] = self._losses.get(name, 0.0) + float((values.detach() * weights).sum())
+        entry = self._sums.setdefault(name, [0.0, 0.0])
+        entry[0] += float((values.detach() * weights).sum())
 
     def add_gap(self, batch: MicroBatch, scores: TokenScores) -> None:
         gap = (scores.logprobs.detach() - batch.rollout_logprobs).abs() * batch.mask
@@ -236,13 +236,13 @@ class _Sums:
 
     def reduced(self, engine: TorchEngine) -> dict[str, float]:
         """The metrics over all ranks."""
-        names, losses = sorted(self._means), sorted(self._losses)
-        steps = max(len(self.grad_norms) + self.skipped, 1)
-        flat = [value for name in names for value in self._means[name]] + [self._losses[name] for name in losses]
-        total = engine.sum_over_ranks(torch.tensor(flat, dtype=torch.float64)).tolist()
-        metrics: dict[str, Any] = {name: total[2 * i] / max(total[2 * i + 1], 1.0) for i, name in enumerate(names)}
-        metrics |= {name: total[2 * len(names) + i] / steps for i, name in enumerate(losses)}
-        metrics["logprob_gap_max"] = float(engine.max_over_ranks(torch.tensor([self._gap_max], dtype=torch.float64)))
+        names, steps = sorted(self._sums), max(len(self.grad_norms) + self.skipped, 1)
+        flat = torch.tensor([self._sums[name] for name in names], dtype=torch.float64)
+        totals = engine.over_ranks(flat).tolist()
+        metrics = {name: total / (tokens or steps) for name, (total, tokens) in zip(names, totals, strict=True)}
+        metrics["logprob_gap_max"] = float(
+            engine.over_ranks(torch.tensor([self._gap_max], dtype=torch.float64), maximum=True)
+        )
         metrics["grad_norm"] = sum(self.grad_norms) / max(len(self.grad_norms), 1)
         metrics["skipped"] = float(self.skipped)
         return metrics

@@ -1,16 +1,14 @@
 """Samples that are conversations: turns of the model through the engine, and replies of an environment between them.
 
-Each sample is a generator that yields futures (a turn, a step of its environment) and is resumed in the driver's thread
-when they are done. The seed of a turn depends on that of the sample and its number, so no token depends on the time of
-turns.
+Each sample is a coroutine. The seed of a turn depends on that of the sample and its number, so no token depends on the
+time of turns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import deque
-from collections.abc import Generator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,26 +18,27 @@ from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Generates
-from specactor_ray.rollout.prompts import ChatTurns, Message, encode_prompt
-from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.rollout.prompts import ChatTurns, encode_prompt
+from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.data import Task
-from specactor_ray.trainer.environment import Environment, EnvironmentWorker, Reply, find_environment
-from specactor_ray.trainer.rewards import RewardSample
+from specactor_ray.trainer.environment import Environment, EnvironmentWorker, find_environment
+from specactor_ray.trainer.rewards import reward_sample
 from specactor_ray.trainer.workers import Work, WorkerPool
 from specactor_ray.transport.messages import RequestStats
 
 logger = logging.getLogger(__name__)
 
-Place = tuple[int, int]
-"""Index of the task, and of the sample."""
+_WAKE_S = 0.5
+"""Longest uninterrupted wait; signals are handled between two."""
 
 
 @dataclass(slots=True)
 class Episode:
     """One sample: its messages, and its reward."""
 
-    place: Place
+    place: tuple[int, int]
+    """Index of the task, and of the sample."""
     task: Task
     sampling: SamplingParams
     """Sampling parameters with the seed of this sample."""
@@ -63,8 +62,9 @@ class Episode:
     """Seconds of waiting for its environment."""
 
     @property
-    def num_own_tokens(self) -> int:
-        return sum(self.own)
+    def own_token_ids(self) -> tuple[int, ...]:
+        """Tokens that the model sampled."""
+        return tuple(token for token, is_own in zip(self.output, self.own, strict=True) if is_own)
 
     def add_turn(self, turn: Trajectory) -> None:
         """Append a turn of the model."""
@@ -97,13 +97,20 @@ class Episode:
             text=text,
             finish_reason=self.finish_reason,
             sampling=self.sampling,
-            stats=_added([turn.stats for turn in self.turns]),
+            stats=self._stats(),
             error=self.error,
             prompt=self.task.prompt,
             weight_version=versions[-1][0] if versions else 0,
             versions=tuple(versions[:-1]),
             loss_mask=tuple(self.own),
         )
+
+    def _stats(self) -> RequestStats:
+        """Sum of the counters of the turns."""
+        methods = {method: (drafted, right) for method, (drafted, right) in drafted_by_method(self.turns).items()}
+        counters = ("steps", "drafted", "accepted")
+        steps, drafted, accepted = (sum(getattr(turn.stats, name) for turn in self.turns) for name in counters)
+        return RequestStats(steps, drafted, accepted, methods)
 
 
 class Conversations(WorkerPool):
@@ -136,153 +143,89 @@ class Conversations(WorkerPool):
         Raises:
             ActorLostError: No verifier was available.
         """
-        places = [(index, number) for index in range(len(tasks)) for number in range(n)]
         episodes = [
-            Episode(place, tasks[place[0]], replace(sampling, seed=derive_seed(sampling.seed, *place)))
-            for place in places
+            Episode((index, number), task, replace(sampling, seed=derive_seed(sampling.seed, index, number)))
+            for index, task in enumerate(tasks)
+            for number in range(n)
         ]
-        waiting, live = deque(episodes), dict[Place, Generator[Future[Any], None, None]]()
-        ready, is_ready = deque[Place](), SYSTEM.event()
         rollout.progress = (0, len(episodes))
-
-        def put(place: Place) -> None:
-            ready.append(place)
-            is_ready.set()
-
-        def resume(place: Place) -> None:
-            try:
-                future = next(live[place])
-            except StopIteration:
-                del live[place]
-                rollout.progress = (rollout.progress[0] + 1, len(episodes))
-            else:
-                future.add_done_callback(lambda _: put(place))
-
         try:
-            while waiting or live:
-                while waiting and len(live) < rollout.engine.max_waiting:
-                    episode = waiting.popleft()
-                    live[episode.place] = self._play(rollout.engine, episode)
-                    resume(episode.place)
-                if live:
-                    is_ready.wait()
-                    is_ready.clear()
-                    while ready:
-                        resume(ready.popleft())
+            asyncio.run(self._run(rollout, episodes))
         except BaseException:  # an interruption does not wait for environments
             self.close()
             raise
-        finally:
-            for one in live.values():
-                one.close()
         return episodes
 
     def trajectory(self, episode: Episode) -> Trajectory:
         """An episode as one output."""
         return episode.trajectory(self._tokenizer.decode(episode.output, skip_special_tokens=True))
 
+    async def _run(self, rollout: Any, episodes: Sequence[Episode]) -> None:
+        room = asyncio.Semaphore(rollout.engine.max_waiting)
+
+        async def play(episode: Episode) -> None:
+            async with room:
+                await self._play(rollout.engine, episode)
+            rollout.progress = (rollout.progress[0] + 1, len(episodes))
+
+        playing = {asyncio.ensure_future(play(episode)) for episode in episodes}
+        while playing:
+            done, playing = await asyncio.wait(playing, timeout=_WAKE_S, return_when=asyncio.FIRST_EXCEPTION)
+            for one in done:
+                one.result()
+
     # ---- one sample ----
 
-    def _play(self, engine: Generates, episode: Episode) -> Generator[Future[Any], None, None]:
-        begun = yield from self._ask(episode, "reset", episode.task, episode.sampling.seed)
-        if begun is None:
-            return
-        state = yield from self._converse(engine, episode, *begun)
-        if self._closes:
-            future = self.submit(("close", (state,)))
-            yield future
-            if problem := future.result()[1]:
-                logger.warning("an environment was not closed: %s", self._named(problem))
-
-    def _converse(
-        self, engine: Generates, episode: Episode, state: bytes, messages: Sequence[Message]
-    ) -> Generator[Future[Any], None, bytes]:
-        """Run all turns. Returns the last state of the environment."""
+    async def _play(self, engine: Generates, episode: Episode) -> None:
+        state = None
         try:
-            episode.prompt = encode_prompt(self._tokenizer, list(messages), chat=True)
-        except InputError as error:
-            episode.failure = self._named(str(error))
-            return state
-        for number in range(self._config.max_turns):
-            room = self._room(episode)
-            if room < 1:
-                episode.failure = self._named(f"a prompt of {len(episode.prompt)} tokens leaves no room for an output")
-                return state
-            turn = yield from self._turn(engine, episode, number, room)
-            if turn.error or turn.finish_reason == "abort":
-                episode.error = turn.error or "a turn was aborted"
-                return state
-            episode.add_turn(turn)
-            is_last = number + 1 == self._config.max_turns or self._room(episode) < 1
-            sample = self._sample(episode, turn)
-            answered = yield from self._ask(episode, "step", state, sample, turn.token_ids, number, is_last)
-            if answered is None:
-                return state
-            reply: Reply
-            state, reply = answered
-            episode.reward += reply.reward
-            episode.finish_reason = turn.finish_reason if reply.done else "length"
-            if reply.done or is_last:
-                break
-            try:
+            state, messages = await self._ask(episode, "reset", episode.task, episode.sampling.seed)
+            episode.prompt = encode_prompt(self._tokenizer, messages, chat=True)
+            for number in range(self._config.max_turns):
+                turn = await self._turn(engine, episode, number)
+                if turn.error or turn.finish_reason == "abort":
+                    episode.error = turn.error or "a turn was aborted"
+                    break
+                episode.add_turn(turn)
+                is_last = number + 1 == self._config.max_turns or self._room(episode) < 1
+                sample = reward_sample(episode.task, turn, episode.own_token_ids, episode.sampling.max_tokens)
+                state, reply = await self._ask(episode, "step", state, sample, turn.token_ids, number, is_last)
+                episode.reward += reply.reward
+                episode.finish_reason = turn.finish_reason if reply.done else "length"
+                if reply.done or is_last:
+                    break
                 between = self._turns.between(reply.messages, turn.token_ids)
-            except InputError as error:
-                episode.failure = self._named(str(error))
-                return state
-            if len(episode.prompt) + len(episode.output) + len(between) >= self._context:
-                break
-            episode.add_context(between)
-        return state
+                if len(episode.prompt) + len(episode.output) + len(between) >= self._context:
+                    break
+                episode.add_context(between)
+        except InputError as error:
+            episode.failure = f"{self._config.name}: {error}"
+        if self._closes and state is not None:
+            _, problem = await asyncio.wrap_future(self.submit(("close", (state,))))
+            if problem:
+                logger.warning("an environment was not closed: %s: %s", self._config.name, problem)
 
     def _room(self, episode: Episode) -> int:
         """Most tokens of the next turn."""
-        left = episode.sampling.max_tokens - episode.num_own_tokens
+        left = episode.sampling.max_tokens - len(episode.own_token_ids)
         room = min(left, self._context - len(episode.prompt) - len(episode.output))
         return room if self._config.turn_tokens is None else min(room, self._config.turn_tokens)
 
-    def _turn(
-        self, engine: Generates, episode: Episode, number: int, room: int
-    ) -> Generator[Future[Any], None, Trajectory]:
+    async def _turn(self, engine: Generates, episode: Episode, number: int) -> Trajectory:
         """Run a turn of the model. The first one is equal to the sample without an environment."""
+        room = self._room(episode)
+        if room < 1:
+            raise InputError(f"a prompt of {len(episode.prompt)} tokens leaves no room for an output")
         seed = derive_seed(episode.sampling.seed, number, 0) if number else episode.sampling.seed
         sampling = replace(episode.sampling, seed=seed, max_tokens=room)
-        prompt = [*episode.prompt, *episode.output]
-        handle = engine.submit(prompt, sampling, session=f"{episode.place}-{episode.sampling.seed}")
-        try:
-            yield handle.future
-            return handle.result()
-        finally:
-            engine.drop(handle)
+        session = f"{episode.place}-{episode.sampling.seed}"
+        return await engine.generate([*episode.prompt, *episode.output], sampling, session=session)
 
-    def _sample(self, episode: Episode, turn: Trajectory) -> RewardSample:
-        """Input of the reward functions, if the environment calls them for this turn."""
-        task = episode.task
-        own = tuple(token for token, is_own in zip(episode.output, episode.own, strict=True) if is_own)
-        return RewardSample(
-            task.prompt, turn.text, task.answer, task.metadata, own, turn.finish_reason, episode.sampling.max_tokens
-        )
-
-    def _ask(self, episode: Episode, method: str, *arguments: Any) -> Generator[Future[Any], None, Any]:
-        """Answer of the environment; None, with the episode's `failure` set, if it fails."""
+    async def _ask(self, episode: Episode, method: str, *arguments: Any) -> Any:
+        """Answer of the environment. Raises InputError if it fails."""
         begin = SYSTEM.now()
-        future = self.submit((method, arguments))
-        yield future
+        answer, problem = await asyncio.wrap_future(self.submit((method, arguments)))
         episode.environment_s += SYSTEM.now() - begin
-        answer, problem = future.result()
         if problem:
-            episode.failure = self._named(problem)
+            raise InputError(problem)
         return answer
-
-    def _named(self, problem: str) -> str:
-        return f"{self._config.name}: {problem}"
-
-
-def _added(stats: Sequence[RequestStats]) -> RequestStats:
-    """Sum of the counters of several requests."""
-    methods: dict[str, tuple[int, int]] = {}
-    for one in stats:
-        for method, (tried, right) in one.by_method.items():
-            before = methods.get(method, (0, 0))
-            methods[method] = (before[0] + tried, before[1] + right)
-    steps, drafted, accepted = (sum(getattr(one, name) for one in stats) for name in ("steps", "drafted", "accepted"))
-    return RequestStats(steps, drafted, accepted, methods)

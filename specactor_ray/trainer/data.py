@@ -54,13 +54,8 @@ def open_source(config: DataConfig, seed: int) -> TableSource | GymSource:
 
 
 class TableSource:
-    """Rows with a prompt (text, or a list of chat messages), an optional answer, and other keys.
-
-    Args:
-        rows: The rows; read on access.
-        config: The `data` section: key names, system prompt, limit.
-        lines: Line number of every row, for messages.
-    """
+    """Rows with a prompt (text, or a list of chat messages), an optional answer, and other keys; read on access.
+    `lines` has the line number of every row, for messages."""
 
     def __init__(self, rows: Any, where: str, config: DataConfig, lines: Sequence[int] | None = None) -> None:
         self._rows, self._where, self._config, self._lines = rows, where, config, lines
@@ -92,12 +87,8 @@ class TableSource:
 
 
 class GymSource:
-    """Procedurally generated tasks of the `reasoning-gym` package; task `i` is a function of (seed, i).
-
-    Args:
-        task: Name of the task, such as `chain_sum`.
-        config: The `data` section; `options` are the task's own parameters.
-    """
+    """Procedurally generated tasks of the `reasoning-gym` package, such as `chain_sum`, with their own parameters in
+    `data.options`; task `i` is a function of (seed, i)."""
 
     def __init__(self, task: str, config: DataConfig, seed: int) -> None:
         try:
@@ -152,14 +143,11 @@ def _load_table(path: str, config: DataConfig) -> Any:
 
 
 class TaskStream:
-    """Tasks in order, without those that do not fit the model.
-
-    Every epoch has its own permutation, a function of (seed, epoch).
+    """Tasks in order, without those that do not fit the model. With `shuffle` every epoch has its own permutation, a
+    function of (seed, epoch).
 
     Args:
         count_tokens: Prompt → number of tokens; raises InputError for one that cannot be encoded.
-        max_prompt_tokens: Longest accepted prompt.
-        shuffle: Whether to permute; otherwise every epoch has the order of the source.
     """
 
     def __init__(

@@ -7,7 +7,6 @@ import asyncio
 import inspect
 import json
 import math
-import operator
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
-from specactor_ray.rollout.prompts import Message
+from specactor_ray.rollout.prompts import Message, plain_messages
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.rewards import RewardSample, Scorer
 
@@ -90,15 +89,8 @@ _CALLS = {"calc": r"<calc>(.*?)</calc>", "tool_call": r"<tool_call>\s*(\{.*?\})\
 _LONGEST = 200
 """Longest expression, in characters."""
 _LARGEST = 10.0**30
-_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
+_OPERATORS = (ast.UAdd, ast.USub, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+_ARITHMETIC = (ast.Expression, ast.Constant, ast.UnaryOp, ast.BinOp, *_OPERATORS)
 
 
 class Calculator(Environment):
@@ -140,38 +132,20 @@ class Calculator(Environment):
 
 
 def evaluate(expression: str) -> str:
-    """The value of an arithmetic expression.
-
-    Raises:
-        ValueError, SyntaxError: It is not an expression, it is too long, or its value is too large.
-        ZeroDivisionError: It divides by zero.
-    """
+    """The value of an arithmetic expression. Raises ValueError or SyntaxError if it is none, too long or too large, and
+    ZeroDivisionError."""
     if len(expression) > _LONGEST:
         raise ValueError("too long")
-    value = _value(ast.parse(expression.strip(), mode="eval").body)
+    tree = ast.parse(expression.strip(), mode="eval")
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    if not all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)) or {*map(type, constants)} - {int, float}:
+        raise ValueError("not arithmetic")
+    value = eval(compile(tree, "expression", "eval"))  # numbers and operators alone
+    if not abs(value) <= _LARGEST:
+        raise ValueError("too large")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return f"{value:.10g}" if isinstance(value, float) else str(value)
-
-
-def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return _bounded(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = _value(node.operand)
-        return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow) and abs(right) > 100:
-            raise ValueError("too large")
-        return _bounded(_OPERATORS[type(node.op)](left, right))
-    raise ValueError("not arithmetic")
-
-
-def _bounded(value: float) -> float:
-    if isinstance(value, complex) or not abs(value) <= _LARGEST:
-        raise ValueError("too large")
-    return value
 
 
 class Retry(Environment):
@@ -207,11 +181,7 @@ ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator, "retry":
 
 
 def find_environment(name: str) -> type[Environment]:
-    """The environment with this name, or the user's own `package.module:Class`.
-
-    Raises:
-        ConfigError: It does not exist, or lacks a method.
-    """
+    """The environment with this name, or the user's own `package.module:Class`. Raises ConfigError."""
     if ":" not in name:
         if name not in ENVIRONMENTS:
             known = ", ".join(sorted(ENVIRONMENTS))
@@ -226,11 +196,7 @@ def find_environment(name: str) -> type[Environment]:
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
-    """Create an instance with the options of the configuration.
-
-    Raises:
-        ConfigError: The environment does not exist, or refuses the options.
-    """
+    """Create an instance with the options of the configuration. Raises ConfigError."""
     assert config.name is not None
     kind = find_environment(config.name)
     try:
@@ -305,33 +271,23 @@ def _pickled(instance: Environment) -> bytes:
 
 
 def checked_messages(messages: Any, method: str) -> list[Message]:
-    """Messages of an environment as plain data. Raises BadEnvironmentError if they have another type."""
+    """Messages of an environment as plain data. Raises BadEnvironmentError or InputError if they have another type."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise BadEnvironmentError(f"{method} returned {clipped(messages)} where a list of chat messages belongs")
-    for message in messages:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise BadEnvironmentError(
-                f'{method} returned {clipped(message)} where {{"role": text, "content": text}} belongs'
-            )
-        if role == "assistant" and method == "step":
-            raise BadEnvironmentError("step returned a message of the role assistant, which is the model's")
-    try:
-        plain: list[Message] = json.loads(json.dumps(list(messages)))
-    except (TypeError, ValueError) as error:
-        raise BadEnvironmentError(f"{method} returned messages that are no plain data ({error})") from None
+    plain: list[Message] = plain_messages(messages)
+    if method == "step" and any(message["role"] == "assistant" for message in plain):
+        raise BadEnvironmentError("step returned a message of the role assistant, which is the model's")
     return plain
 
 
 def checked_reply(reply: Any) -> Reply:
-    """A reply as plain data. Raises BadEnvironmentError if it has another type."""
+    """A reply as plain data. Raises BadEnvironmentError or InputError if it has another type."""
     if not isinstance(reply, Reply):
         raise BadEnvironmentError(f"step returned {clipped(reply)} where a Reply belongs")
     try:
         reward = float(reply.reward)
     except (TypeError, ValueError):
-        raise BadEnvironmentError(f"step returned the reward {clipped(reply.reward)}, which is no number") from None
+        reward = math.nan
     if not math.isfinite(reward):
-        raise BadEnvironmentError(f"step returned the reward {reward}")
-    done = bool(reply.done)
-    return Reply([] if done else checked_messages(reply.messages, "step"), reward, done)
+        raise BadEnvironmentError(f"step returned the reward {clipped(reply.reward)}, which is no finite number")
+    return Reply([] if reply.done else checked_messages(reply.messages, "step"), reward, bool(reply.done))

@@ -12,7 +12,6 @@ evaluate: no output may cost more than about a second.
 from __future__ import annotations
 
 import logging
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +23,10 @@ from sympy.concrete.expr_with_limits import ExprWithLimits
 _MAX_CHARS = 600
 _MAX_DEPTH = 30
 """Limits of one expression: its length, and the nesting depth of its brackets; parsing time grows with both."""
-_MAX_DIGITS = 100_000
-"""Most digits of the numbers in an evaluated expression."""
-_MAX_FACTORED_DIGITS = 200
-"""Most digits of a number under a root or a logarithm, which is factored."""
-_MAX_TERMS = 500
-"""Most terms of an expanded polynomial."""
-_MAX_ARGUMENT = 10_000
-"""Largest argument of factorials, binomials and similar functions."""
+_MAX_EXPONENT, _MAX_DEGREE = 5_000, 60
+"""Largest exponent, and largest sum of the exponents of polynomials, in an evaluated expression."""
+_MAX_ARGUMENT, _MAX_ELEMENTARY = 10_000, 10**200
+"""Largest argument of factorials, binomials and similar functions, and of elementary ones."""
 _PROSE_CHARS = 2_000
 """Number of last characters searched in a text without `\\boxed{}`."""
 
@@ -81,14 +76,16 @@ def equal_answers(reference: str, output: str) -> bool:
     """
     gold = _read(_last_boxed(reference) or reference)
     if gold is None:
-        raise UnusableReferenceError("the reference answer cannot be parsed as mathematics")
+        raise UnusableReferenceError(f"the reference answer {reference:.80} cannot be parsed as mathematics")
     given = _read_answer(output)
     if given is None:
         return False
     if given.text == gold.text or _identical(given.expression, gold.expression):
         return True
     if _is_too_large(gold.expression):
-        raise UnusableReferenceError("the reference answer is too large to evaluate, or left unevaluated")
+        raise UnusableReferenceError(
+            f"the reference answer {reference:.80} is too large to evaluate, or left unevaluated"
+        )
     return not _is_too_large(given.expression) and verify(gold.expression, given.expression, timeout_seconds=None)
 
 
@@ -158,57 +155,26 @@ def _identical(first: Any, second: Any) -> bool:
 
 
 def _is_too_large(expression: Any) -> bool:
-    """Whether evaluation may take long. Reads the tree and evaluates small exponents only."""
-    children = expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args
-    if isinstance(expression, _UNEVALUATED) or any(_is_too_large(child) for child in children):
-        return True
-    if _terms(expression) > _MAX_TERMS:
-        return True
-    if isinstance(expression, sympy.Function) and not isinstance(expression, sympy.exp):
-        if any(_digits(argument) > _MAX_FACTORED_DIGITS for argument in children):
+    """Whether evaluation may take long. Reads the tree from its leaves on, and evaluates bounded numbers only."""
+    degree = 0
+    for node in sympy.postorder_traversal(expression):
+        if isinstance(node, _UNEVALUATED):
             return True
-        if not isinstance(expression, _ELEMENTARY):
-            return any(_size(argument) > _MAX_ARGUMENT for argument in children)
-    root = isinstance(expression, sympy.Pow) and _size(expression.exp) % 1 != 0 and _size(expression.exp) < math.inf
-    return _digits(expression.base if root else expression) > (_MAX_FACTORED_DIGITS if root else _MAX_DIGITS)
+        if isinstance(node, sympy.Pow) and not node.base.is_Symbol:
+            is_root = node.exp.is_Rational and not node.exp.is_Integer  # its base is factored
+            if not _is_at_most(*((node.base, _MAX_ELEMENTARY) if is_root else (node.exp, _MAX_EXPONENT))):
+                return True
+            degree += abs(node.exp) if node.base.free_symbols and node.exp.is_Integer else 0
+        elif isinstance(node, sympy.Function):
+            limit = _MAX_ELEMENTARY if isinstance(node, _ELEMENTARY) else _MAX_ARGUMENT
+            if not all(_is_at_most(argument, limit) for argument in node.args):
+                return True
+    return bool(degree > _MAX_DEGREE)
 
 
-def _terms(expression: Any) -> float:
-    """Number of terms of the expanded expression."""
-    if not getattr(expression, "free_symbols", None):
-        return 1
-    if isinstance(expression, sympy.Mul):
-        return math.prod(_terms(factor) for factor in expression.args)
-    if isinstance(expression, sympy.Pow):
-        terms, power = _terms(expression.base), _size(expression.exp)
-        if terms == 1:
-            return 1
-        if max(terms, power) > _MAX_TERMS:
-            return math.inf
-        return math.comb(math.ceil(power) + int(terms) - 1, int(terms) - 1)
-    return sum(_terms(child) for child in expression.args) if isinstance(expression, sympy.Add) else 1
-
-
-def _size(expression: Any) -> float:
-    """Absolute value of a small number; 0 for expressions with symbols, infinity for possibly large ones."""
-    if getattr(expression, "free_symbols", None):
-        return 0.0
-    if _digits(expression) > 30:
-        return math.inf
+def _is_at_most(expression: Any, limit: int) -> bool:
+    """Whether the absolute value of a number is within the limit; true for expressions with symbols."""
     try:
-        return abs(complex(expression.evalf(10)))
+        return bool(expression.free_symbols) or bool(abs(expression.evalf(10)) <= limit)
     except (TypeError, ValueError, OverflowError):
-        return 0.0
-
-
-def _digits(expression: Any) -> float:
-    """Upper bound of the number of digits of the evaluated expression."""
-    if isinstance(expression, sympy.Rational):
-        return 0.302 * (expression.p.bit_length() + (expression.q - 1).bit_length())
-    if isinstance(expression, sympy.exp):
-        return 1.0 + 0.5 * _size(expression.args[0])
-    if isinstance(expression, sympy.Pow):
-        return 1.0 + _digits(expression.base) * _size(expression.exp)
-    if isinstance(expression, (sympy.Number, sympy.MatrixBase)) or not expression.args:
-        return 20.0
-    return sum(_digits(child) for child in expression.args)
+        return True

@@ -1,4 +1,4 @@
-"""Output of a training run: a record per step, shown, kept and tracked; at the end a summary, a report and plots."""
+"""Output of a training run: a record per step, shown, kept and tracked; at the end a summary."""
 
 from __future__ import annotations
 
@@ -7,28 +7,98 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from specactor_ray.config import Config, to_yaml
+from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
+from specactor_ray.core.progress import Heartbeat
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.runs.training import TrainingRun, read_metrics
-from specactor_ray.trainer.display import PHASES, TrainingDisplay, write_report
 from specactor_ray.trainer.steps import TrainOutcome
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
-    from specactor_ray.rollout.trajectory import RolloutMetrics
     from specactor_ray.trainer.experience import Experience
 
 logger = logging.getLogger(__name__)
+
+PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
+_LINE_INTERVAL_S = 10.0
+_FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
+    ("reward", lambda r: f"{r['train']['reward_mean']:.3f} ±{r['train']['reward_std']:.2f}"),
+    ("pass", lambda r: f"{100 * r['train']['pass_rate']:.0f}%"),
+    ("length", lambda r: f"{r['train']['length_mean']:.1f}"),
+    ("turns", lambda r: f"{r['train']['turns_mean']:.1f}" if "turns_mean" in r["train"] else "-"),
+    ("kl", lambda r: f"{r['train']['kl']:.4f}" if "kl" in r["train"] else "-"),
+    ("entropy", lambda r: f"{r['train']['entropy']:.3f}"),
+    ("loss", lambda r: f"{r['train']['loss']:.4f}"),
+    ("grad", lambda r: f"{r['train']['grad_norm']:.3f}"),
+    ("tok/s", lambda r: f"{r['speed']['tokens_per_s']:.0f}"),
+    ("acc. length", lambda r: f"{r['speed']['acceptance_length']:.2f}"),
+    ("drafters", lambda r: _drafters(r["speed"]["by_method"])),
+    ("rollout", lambda r: f"{r['seconds']['rollout']:.1f}s"),
+    ("update", lambda r: f"{r['seconds']['update']:.1f}s"),
+    ("sync", lambda r: f"{r['seconds']['sync']:.2f}s"),
+    ("share", lambda r: f"{100 * r['speed']['rollout_share']:.0f}%"),
+)
+"""Name of a figure in a step's line, and function from the step's record to its text."""
+
+
+class TrainingDisplay:
+    """Shows a line for each step. In between it shows the present work: on a terminal all the time, elsewhere at
+    intervals."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Number of ended trajectories of the present step, and its total."""
+        self._console, self._steps = console, steps
+        self._step, self._phase, self._since = 0, "starting Ray, verifiers and trainer", time.monotonic()
+        self._live: Live | Heartbeat
+        if console.is_terminal:
+            self._live = Live(get_renderable=lambda: Text(self.doing()), console=console, transient=True)
+        else:
+            self._live = Heartbeat(lambda _: say(console, self.doing()), _LINE_INTERVAL_S)
+
+    def __enter__(self) -> TrainingDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the display. Idempotent."""
+        self._live.stop()
+
+    def begin(self, step: int) -> None:
+        self._step = step
+
+    def phase(self, phase: str) -> None:
+        """Begin a phase of the step."""
+        self._phase, self._since = phase, time.monotonic()
+
+    def end(self, record: Mapping[str, Any]) -> None:
+        """Show a finished step."""
+        cells = ", ".join(f"{name} {show(record)}" for name, show in _FIGURES)
+        say(self._console, f"step {record['step']}/{self._steps}: {cells}")
+
+    def doing(self) -> str:
+        """The present work, such as `step 2/30: rollout 12/32, 8 s`."""
+        done, total = self.rollout_progress()
+        count = f" {done}/{total}" if self._phase == "rollout" and total else ""
+        step = f"step {self._step}/{self._steps}: " if self._step else ""
+        return f"{step}{self._phase}{count}, {time.monotonic() - self._since:.0f} s"
 
 
 class MetricsFile:
@@ -36,13 +106,11 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.failures = 0
-        """Number of failed writes."""
         self.pending: list[dict[str, Any]] = []
         """Records that are not in the file yet, oldest first."""
 
-    def append(self, *records: dict[str, Any]) -> bool:
-        """Write the pending records and these. Returns whether all are written."""
+    def append(self, *records: dict[str, Any]) -> None:
+        """Write the pending records and these."""
         self.pending += records
         data = "".join(json.dumps(record) + "\n" for record in self.pending).encode()
         try:
@@ -52,11 +120,9 @@ class MetricsFile:
                     file.truncate(begin)
                     raise OSError(f"only {written} of {len(data)} bytes could be written; the disk is full")
         except OSError as error:
-            self.failures += 1
             logger.error("%d records wait for room in %s: %s", len(self.pending), self.path, error)
-            return False
-        self.pending.clear()
-        return True
+        else:
+            self.pending.clear()
 
 
 class StepRecorder:
@@ -75,8 +141,8 @@ class StepRecorder:
         self._trackers = [*self._tensorboard(), *self._wandb()]
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
-        self._counted: RolloutMetrics | None = None
-        """Counters of the rollout at the beginning of the step, if they were not reset."""
+        self._counted = rollout.metrics()
+        """Counters of the rollout at the beginning of the step."""
 
     def __enter__(self) -> StepRecorder:
         return self
@@ -88,10 +154,7 @@ class StepRecorder:
         """Begin a step; `step` steps are done."""
         if self._began is None:
             self._began = time.perf_counter()
-        if self._config.trainer.max_staleness:  # outputs of this step are in progress already
-            self._counted = self._rollout.metrics()
-        else:
-            self._rollout.reset_metrics()
+        self._counted = self._rollout.metrics()
         self._display.begin(step + 1)
 
     @contextlib.contextmanager
@@ -105,14 +168,8 @@ class StepRecorder:
             self._seconds[phase] += time.perf_counter() - begin
 
     def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None:
-        """Record a finished step in all outputs.
-
-        A checkpoint is written after its step was recorded, so that no checkpoint is ahead of the records; its time
-        counts for the next step. Records that the disk refuses are kept and written with the next step.
-
-        Raises:
-            SpecActorError: Another process has taken over the run.
-        """
+        """Record a finished step in all outputs. Its checkpoint is written later, so that none is ahead of the records;
+        its time counts for the next step. Raises SpecActorError if another process has taken over the run."""
         self._run.check_lease()
         now = time.perf_counter()
         seconds = {**self._seconds, "step": now - (self._began or now)}
@@ -123,11 +180,7 @@ class StepRecorder:
             "gap": {"mean": update["logprob_gap"], "max": update["logprob_gap_max"]},
             "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
-            "failures": {
-                "reward": dict(experience.reward_failures),
-                "rollout": dict(experience.rollout_failures),
-                "environment": dict(experience.environment_failures),
-            },
+            "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
         self._metrics.append(record)
         self._display.end(record)
@@ -139,7 +192,7 @@ class StepRecorder:
                 logger.error("step %d was not tracked: %s", step, error)
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
-        """Write summary and report, as far as the disk accepts them; nothing if the run was taken over."""
+        """Write the summary, if the disk accepts it; nothing if the run was taken over."""
         self._display.stop()
         if not self._run.lost and self._metrics.pending:
             self._metrics.append()
@@ -151,7 +204,6 @@ class StepRecorder:
             "steps": records[-1]["step"] if records else 0,
             "checkpoints": [str(path) for path in self._run.store.all()],
             "checkpoint_failures": checkpoint_failures,
-            "metrics_failures": self._metrics.failures,
             "metrics_pending": len(self._metrics.pending),
             "totals": totals_of(records),
             "fallbacks": self._rollout.fallbacks(),
@@ -163,9 +215,8 @@ class StepRecorder:
         if not self._run.lost:
             try:
                 write_json(self._run.summary_file, summary)
-                write_report(self._run.folder, summary, records)
             except OSError as error:
-                logger.error("the summary or the report could not be written: %s", error)
+                logger.error("the summary could not be written: %s", error)
         return TrainOutcome(status, self._run.folder, summary)
 
     def _tensorboard(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
@@ -231,9 +282,7 @@ class StepRecorder:
         }
 
     def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
-        metrics = self._rollout.metrics()
-        if self._counted is not None:
-            metrics = metrics.since(self._counted)
+        metrics = self._rollout.metrics().since(self._counted)
         during = "step" if self._config.trainer.max_staleness else "rollout"
         tokens = sum(trajectory.num_own_tokens for trajectory in experience.trajectories)
         return {
@@ -261,6 +310,12 @@ class StepRecorder:
         for what in ("reward", "environment"):
             for reason, count in record["failures"][what].items():
                 logger.warning("step %d: %d %ss failed: %s", record["step"], count, what, reason)
+
+
+def _drafters(by_method: Mapping[str, Any]) -> str:
+    """The acceptance rate of each method, such as `ngram 41%`."""
+    used = {method: accepted / drafted for method, (drafted, accepted) in by_method.items() if drafted}
+    return " ".join(f"{method} {100 * rate:.0f}%" for method, rate in used.items()) or "-"
 
 
 def staleness_of(experience: Experience, version: int) -> dict[str, float]:

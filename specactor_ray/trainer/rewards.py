@@ -1,15 +1,10 @@
-"""Reward functions, from one output to a number, and scoring of outputs in worker processes.
-
-A sample without a score is not scored as wrong; see `reward.failure_value`.
-"""
+"""Reward functions, from one output to a number, and scoring of outputs in worker processes."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,9 +14,9 @@ from specactor_ray.config.methods import import_named
 from specactor_ray.config.training_schema import RewardConfig
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.trainer.workers import Work, WorkerPool
-
-logger = logging.getLogger(__name__)
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.trainer.data import Task
+from specactor_ray.trainer.workers import Outcome, Work, WorkerPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +37,13 @@ class RewardSample:
     """The part of the output that counts as the answer (`reward.answer_pattern`); set by the `Scorer`."""
 
 
+def reward_sample(task: Task, output: Trajectory, token_ids: tuple[int, ...], max_tokens: int) -> RewardSample:
+    """Input of the reward functions for an output, or for a turn after which the sample has these own tokens."""
+    return RewardSample(
+        task.prompt, output.text, task.answer, task.metadata, token_ids, output.finish_reason, max_tokens
+    )
+
+
 RewardFunction = Callable[[RewardSample], float]
 
 
@@ -56,11 +58,7 @@ def length(sample: RewardSample) -> float:
 
 
 def math_equal(sample: RewardSample) -> float:
-    """1.0 if the answer is mathematically equal to the reference (`math-verify`); see `math_answers`.
-
-    Raises:
-        UnusableReferenceError: The reference answer cannot be parsed, or is too large to evaluate.
-    """
+    """1.0 if the answer is mathematically equal to the reference (`math-verify`); see `math_answers`."""
     from specactor_ray.trainer.math_answers import equal_answers
 
     return float(equal_answers(_reference(sample), sample.response))
@@ -117,17 +115,12 @@ def find_reward(name: str) -> RewardFunction:
 
 
 def extract_answer(text: str, pattern: str | None) -> str:
-    """The last match of `pattern` in `text` (its first group, if it has one); empty without a match.
-
-    Without a pattern: the text, stripped of white space.
-    """
+    """The last match of `pattern` in `text` (its first group, if it has one), empty without a match; without a pattern
+    the text. White space around it is stripped."""
     if pattern is None:
         return text.strip()
-    matches = list(re.finditer(pattern, text))
-    if not matches:
-        return ""
-    found = matches[-1]
-    return found.group(1 if found.re.groups else 0).strip()
+    *_, found = [None, *re.finditer(pattern, text)]
+    return "" if found is None else found.group(1 if found.re.groups else 0).strip()
 
 
 class Scorer:
@@ -149,16 +142,6 @@ class Scorer:
         return reward
 
 
-@dataclass(slots=True)
-class Scores:
-    """Rewards in the order of the samples, and the failures."""
-
-    rewards: list[float | None]
-    """Reward per sample; None without a score: the sample is left out of training."""
-    failures: Counter[str] = field(default_factory=Counter)
-    """Reason → number of samples without a score; their reward is `reward.failure_value`."""
-
-
 def reward_work(config: RewardConfig) -> Work:
     """Work of reward processes: `RewardSample` → reward."""
     return Work("reward", config.timeout_s, partial(Scorer, config))
@@ -169,23 +152,12 @@ class RewardRunner(WorkerPool):
 
     def __init__(self, config: RewardConfig) -> None:
         super().__init__(reward_work(config), config.workers)
-        self._config = config
 
-    def score(self, samples: Sequence[RewardSample]) -> Scores:
-        """Reward of every sample; never raises for errors of a reward function, or for the end of its process."""
-        scores = Scores([self._config.failure_value] * len(samples))
+    def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
+        """Reward of every sample, or None and the reason; errors of functions and the end of processes are reasons."""
         futures = [self.submit(sample) for sample in samples]
-        for index, future in enumerate(futures):
-            try:
-                reward, reason = SYSTEM.result(future, math.inf)
-            except BaseException:  # an interruption does not wait for functions
-                self.close()
-                raise
-            if reward is not None:
-                scores.rewards[index] = reward
-                continue
-            scores.failures[reason] += 1
-            if scores.failures[reason] == 1:
-                answer = samples[index].answer
-                logger.warning("a reward failed: %s (sample %d, reference answer %.80r)", reason, index, answer)
-        return scores
+        try:
+            return [SYSTEM.result(future, math.inf) for future in futures]
+        except BaseException:  # an interruption does not wait for functions
+            self.close()
+            raise

@@ -34,9 +34,8 @@ from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt
 from specactor_ray.runs.folder import discard_run_folder
 from specactor_ray.runs.training import TrainingRun, open_run
 from specactor_ray.trainer.data import TaskStream, open_source
-from specactor_ray.trainer.display import TrainingDisplay
 from specactor_ray.trainer.environment import Environment, make_environment
-from specactor_ray.trainer.record import StepRecorder
+from specactor_ray.trainer.record import StepRecorder, TrainingDisplay
 from specactor_ray.trainer.rewards import NEED_ANSWERS, RewardRunner, Scorer
 from specactor_ray.trainer.steps import Saver, TrainingParts, TrainOutcome, run_steps
 
@@ -47,18 +46,12 @@ FIXES = (
 )
 
 
-def train(
-    config: Config,
-    console: Console,
-    display: TrainingDisplay | None = None,
-    enough: Callable[[], bool] = lambda: False,
-) -> TrainOutcome:
+def train(config: Config, console: Console, enough: Callable[[], bool] = lambda: False) -> TrainOutcome:
     """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint).
 
     Args:
         config: The run; `run.name` is set if it has no value. `plan: auto` and `mode: auto` are resolved in a copy
             before anything is written or started.
-        display: Shows the steps. Default: all figures of each, on the console.
         enough: Called after every step; returns whether to end before `trainer.steps`.
 
     Raises:
@@ -81,8 +74,7 @@ def train(
             memory = plan_memory(config)
             check_memory(config, memory, available_bytes(), FIXES)
             announce(config, run, memory, console)
-            display = display or TrainingDisplay(console, config.trainer.steps)
-            return _train(config, run, stream, console, display, enough)
+            return _train(config, run, stream, console, enough)
         except BaseException as error:
             run.close()
             if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists() or run.lost):
@@ -95,12 +87,7 @@ def train(
 
 
 def _train(
-    config: Config,
-    run: TrainingRun,
-    stream: TaskStream,
-    console: Console,
-    display: TrainingDisplay,
-    enough: Callable[[], bool],
+    config: Config, run: TrainingRun, stream: TaskStream, console: Console, enough: Callable[[], bool]
 ) -> TrainOutcome:
     """Start all parts and run the steps."""
     with signals_deferred():  # takes seconds, so only after the checks
@@ -108,11 +95,11 @@ def _train(
         from specactor_ray.rollout.rollout import Rollout
         from specactor_ray.trainer.conversations import Conversations
         from specactor_ray.trainer.experience import AheadMaker, ExperienceMaker
-        from specactor_ray.trainer.trainer_group import TrainerGroup
+        from specactor_ray.trainer.trainer_ranks import TrainerGroup
 
     taught = taught_by_trainer(config)
     with contextlib.ExitStack() as parts:
-        parts.enter_context(display)
+        display = parts.enter_context(TrainingDisplay(console, config.trainer.steps))
         rollout = parts.enter_context(Rollout(config))
         trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
         record = parts.enter_context(StepRecorder(config, run, rollout, display))
@@ -149,11 +136,7 @@ def _tokenizer(config: Config) -> Any:
 
 
 def prepare(config: Config) -> None:
-    """Set values that depend on other sections, and refuse what cannot work.
-
-    Raises:
-        ConfigError: A value is out of range, or a reward function or the environment is missing or does not fit.
-    """
+    """Set values that depend on other sections, and refuse what cannot work. Raises ConfigError."""
     validate_training(config)
     generated = (config.data.path or "").startswith("reasoning_gym:")
     if not config.reward.functions:
@@ -167,12 +150,8 @@ def prepare(config: Config) -> None:
 
 
 def checked_tasks(config: Config) -> TaskStream:
-    """The tasks in their order, from the first one on; at least one of them fits the model.
-
-    Raises:
-        ConfigError, InputError: See `open_source`; or there is no room for prompts, no prompt fits, or the chat
-            template does not support the environment.
-    """
+    """The tasks in their order, from the first one on; at least one of them fits the model, and the chat template
+    supports the environment. Raises ConfigError and InputError."""
     data = config.data
     source = open_source(data, config.sampling.seed)  # its errors are reported before the tokenizer is loaded
     needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]

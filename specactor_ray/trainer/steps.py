@@ -45,12 +45,8 @@ class TrainOutcome:
 
 
 class Saver:
-    """Writes checkpoints of the state of the trainer's weights.
-
-    Args:
-        write: Fills a checkpoint's folder with the trainer's files.
-        saved: Whether `state` needs no saving.
-        check: Raises if this process must not write any more.
+    """Writes checkpoints of the state of the trainer's weights: `write` fills a folder with the trainer's files, unless
+    `check` raises because this process must not write any more. `saved`: whether `state` needs no saving.
     """
 
     def __init__(

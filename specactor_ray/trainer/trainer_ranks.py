@@ -1,22 +1,30 @@
-"""The trainer's ranks, called together as one trainer, independent of their location."""
+"""The trainer's ranks, called together as one trainer; their placement, start and end as Ray actors."""
 
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from specactor_ray.cluster.backend import Demand, cluster_supply, demand_against_supply, make_actor
 from specactor_ray.cluster.calls import Call, Calls
-from specactor_ray.core.errors import ActorLostError, CallError, SpecActorError
+from specactor_ray.cluster.cores import limit_spins
+from specactor_ray.cluster.names import actor_name
+from specactor_ray.config.schema import Config
+from specactor_ray.core.errors import ActorLostError, CallError, ClusterError, SpecActorError
+from specactor_ray.learner.deepspeed_engine import LOOPBACK, Rendezvous
+from specactor_ray.learner.trainer import TrainerSpec
 
 if TYPE_CHECKING:
     from specactor_ray.learner.batching import Sample
     from specactor_ray.learner.engine import SavedPart
     from specactor_ray.transport.messages import WeightSet
-
-logger = logging.getLogger(__name__)
 
 _NO_DEADLINE = float("inf")
 """Deadline of a rank's work: none, since the check of its progress bounds the wait."""
@@ -46,6 +54,12 @@ class TrainerRanks:
         self._calls, self._stall_timeout_s = calls, stall_timeout_s
         self._broken = ""
         self._numbers = itertools.count(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step; returns the metrics of `PolicyUpdater.update`. A step is done once:
@@ -137,15 +151,24 @@ class TrainerRanks:
         Raises:
             SpecActorError: The first error; or a rank makes no progress.
         """
-        watch = _Watch(self._calls, self._ranks, self._stall_timeout_s)
+        progress = [_Progress(self._calls, rank, self._stall_timeout_s) for rank in self._ranks]
         waiting = dict(enumerate(calls))
         while waiting:
-            self._calls.wait(list(waiting.values()), watch.poll_s)
+            self._calls.wait(list(waiting.values()), min(_POLL_S, self._stall_timeout_s / 4))
             for rank in [rank for rank, call in waiting.items() if call.done]:
                 call = waiting.pop(rank)
                 if call.error is not None:
                     raise _explained(call.error, rank, method)
-            watch.look(waiting, method)
+            for rank in waiting:
+                try:
+                    progress[rank].poll()
+                except ActorLostError as error:
+                    raise _explained(error, rank, "heartbeat") from None
+            if stalled := [rank for rank in waiting if progress[rank].stalled]:
+                raise ActorLostError(
+                    f"trainer rank {', '.join(map(str, stalled))}: no progress for {self._stall_timeout_s:g} s in "
+                    f"{method}; it hangs, or one piece of its work takes longer than trainer.stall_timeout_s"
+                )
 
     def _answered(self, calls: Sequence[Call], timeout_s: float) -> bool:
         """Wait for these calls; returns whether all of them ended within `timeout_s` seconds."""
@@ -174,48 +197,31 @@ class TrainerRanks:
         )
 
 
-class _Watch:
-    """Reads the progress of working ranks, and raises if one makes none."""
+class _Progress:
+    """Progress of one working rank, as it reports it."""
 
-    def __init__(self, calls: Calls, ranks: Sequence[Any], stall_timeout_s: float) -> None:
-        self.poll_s = min(_POLL_S, stall_timeout_s / 4)
-        self._calls, self._ranks, self._limit_s = calls, ranks, stall_timeout_s
-        now = calls.clock.now()
-        self._moved_at = [now] * len(ranks)
-        self._counts: list[int | None] = [None] * len(ranks)
-        self._asked: dict[int, Call] = {}
+    def __init__(self, calls: Calls, rank: Any, limit_s: float) -> None:
+        self._calls, self._rank, self._limit_s = calls, rank, limit_s
+        self._count: int | None = None
+        self._moved_at = calls.clock.now()
+        self._asked: Call | None = None
 
-    def look(self, waiting: Mapping[int, Call], method: str) -> None:
-        """Process arrived answers and send new calls; never waits.
+    @property
+    def stalled(self) -> bool:
+        return self._calls.clock.now() - self._moved_at >= self._limit_s
 
-        Raises:
-            ActorLostError: A rank is gone, or made no progress for too long.
-        """
-        now = self._calls.clock.now()
-        for rank in waiting:
-            asked = self._asked.get(rank)
-            if asked is not None and asked.poll():
-                del self._asked[rank]
-                self._take(rank, asked, now)
-            if rank not in self._asked:
-                self._asked[rank] = self._calls.start(self._ranks[rank], "heartbeat", deadline_s=self._limit_s)
-        stalled = [rank for rank in waiting if now - self._moved_at[rank] >= self._limit_s]
-        if stalled:
-            names = ", ".join(map(str, stalled))
-            raise ActorLostError(
-                f"trainer rank {names}: no progress for {self._limit_s:g} s in {method}; it hangs, or one piece of its "
-                "work takes longer than trainer.stall_timeout_s"
-            )
-
-    def _take(self, rank: int, answered: Call, now: float) -> None:
-        if isinstance(answered.error, ActorLostError):
-            raise _explained(answered.error, rank, "heartbeat")
-        if answered.error is not None:
-            logger.debug("trainer rank %d: no heartbeat: %s", rank, answered.error)
+    def poll(self) -> None:
+        """Process an answer that has arrived, and ask again; never waits. Raises ActorLostError."""
+        answered = self._asked
+        if answered is not None and not answered.poll():
             return
-        count = answered.result()
-        if count != self._counts[rank]:
-            self._counts[rank], self._moved_at[rank] = count, now
+        self._asked = self._calls.start(self._rank, "heartbeat", deadline_s=self._limit_s)
+        if answered is None:
+            return
+        if isinstance(answered.error, ActorLostError):
+            raise answered.error
+        if answered.error is None and answered.result() != self._count:
+            self._count, self._moved_at = answered.result(), self._calls.clock.now()
 
 
 def _explained(error: SpecActorError, rank: int, method: str) -> SpecActorError:
@@ -233,3 +239,89 @@ def _size(file: Path) -> int | None:
         return file.stat().st_size
     except OSError:
         return None
+
+
+class TrainerGroup(TrainerRanks):
+    """Places and starts the ranks, and calls them together.
+
+    Ranks with `trainer.cores` or `trainer.gpus` get one placement group; otherwise they share the cores of this node
+    with the verifiers, since trainer and verifiers work in turns.
+
+    Args:
+        checkpoint: Folder of the checkpoint to continue from.
+
+    Raises:
+        ClusterError: There is no room for the ranks.
+        ModelLoadError, ConfigError, SpecActorError: As raised by a rank. Nothing is left running.
+    """
+
+    def __init__(self, config: Config, run: str, checkpoint: Path | None = None) -> None:
+        super().__init__([], Calls(), config.trainer.stall_timeout_s)
+        self._config = config
+        self._group: PlacementGroup | None = None
+        try:
+            self._place()
+            self._ranks = [self._launch(run, rank) for rank in range(config.trainer.ranks)]
+            self._start(checkpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the ranks and free their resources. Idempotent."""
+        ranks = self._ranks
+        super().close()
+        for rank in ranks:
+            ray.kill(rank)
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _place(self) -> None:
+        trainer, cluster = self._config.trainer, self._config.cluster
+        if trainer.cores is None and not trainer.gpus:
+            return
+        demand = Demand("trainer", float(trainer.cores or 1), float(trainer.gpus))
+        supply = cluster_supply()
+        self._group = placement_group([demand.bundle()] * trainer.ranks, strategy="PACK", lifetime=None)
+        if not self._group.wait(cluster.placement_timeout_s):
+            table = demand_against_supply([demand] * trainer.ranks, supply)
+            problem = f"the trainer found no room within {cluster.placement_timeout_s:g} s."
+            raise ClusterError(f"{problem}\n{table}")
+
+    def _launch(self, run: str, rank: int) -> Any:
+        from specactor_ray.actors.trainer import HEARTBEAT, TrainerActor
+
+        trainer = self._config.trainer
+        if self._group is None:
+            strategy: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            cpus = 0.0
+        else:
+            strategy = PlacementGroupSchedulingStrategy(self._group, rank)
+            cpus = float(trainer.cores or 1)
+        return make_actor(
+            TrainerActor,
+            actor_name(run, f"trainer-{rank}"),
+            strategy,
+            self._config.run.log_level,
+            groups={HEARTBEAT: 1},
+            num_cpus=cpus,
+            num_gpus=trainer.gpus,
+            runtime_env={"env_vars": limit_spins()},
+        )
+
+    def _start(self, checkpoint: Path | None) -> None:
+        trainer = self._config.trainer
+        limit_s = self._config.cluster.start_timeout_s
+        asked = [self._calls.start(rank, "find_port", deadline_s=limit_s) for rank in self._ranks]
+        places = self._calls.ask_all(asked)
+        address, port = places[0]
+        if all(place[0] == address for place in places):
+            address = LOOPBACK  # no other machine is involved
+        threads = trainer.cores or max(1, len(os.sched_getaffinity(0)) // trainer.ranks)
+        where = str(checkpoint) if checkpoint is not None else None
+        specs = [
+            TrainerSpec(self._config, where, Rendezvous(rank, trainer.ranks, address, port))
+            for rank in range(trainer.ranks)
+        ]
+        self._call_each("start", [(spec, threads) for spec in specs])

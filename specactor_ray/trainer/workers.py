@@ -3,9 +3,8 @@
 There are two limits. Inside the process an alarm interrupts Python code after `timeout_s` and keeps the process. Code
 that an alarm cannot interrupt (native code, a swallowed exception) is ended with its process some seconds later.
 
-A process is a fresh interpreter that leads its own process group, so a function may fork, start processes or kill
-itself. The group ends with the process, and with the driver. After the end of a process (out of memory, a crash) its
-request is tried again: a request holds all inputs of its result, and any process can execute it.
+A process is a fresh interpreter that leads its own process group, which ends with the process, and with the driver.
+After the end of a process its request is tried again: a request holds all inputs of its result.
 """
 
 from __future__ import annotations

@@ -73,7 +73,6 @@ BAD_REPLIES: dict[str, Any] = {
     "half a message": Reply([{"role": "user"}]),
     "a dict": Reply({"role": "user", "content": "x"}),  # type: ignore[arg-type]
     "as the model": Reply([{"role": "assistant", "content": "x"}]),
-    "an object": Reply([{"role": "user", "content": "x", "more": object()}]),
     "no number": Reply(done=True, reward="much"),  # type: ignore[arg-type]
     "not finite": Reply(done=True, reward=float("nan")),
 }

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from specactor_ray.cluster.calls import Calls
@@ -137,12 +136,7 @@ class ForkedRanks(TrainerRanks):
         ]
         self._call_each("start", [(spec, 1) for spec in specs])
 
-    def __enter__(self) -> ForkedRanks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         super().close()
         for process in self.processes:
             process.end()

@@ -68,7 +68,7 @@ class _Rank:
         with writer.writing(file):
             file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(self.weights), encoding="utf-8")
-        return writer.part()
+        return writer.part
 
     def close(self) -> None:
         pass

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import ActorLostError
 from specactor_ray.core.types import SamplingParams
@@ -30,6 +31,7 @@ from specactor_ray.trainer.experience import ExperienceMaker
 from specactor_ray.trainer.rewards import RewardRunner
 from specactor_ray.transport.messages import RequestStats
 from tests import tiny
+from tests.fakes.trajectories import trajectory
 
 SEED = 7
 
@@ -48,37 +50,22 @@ class Scripted(Generates):
 
     def submit(self, prompt: Any, sampling: Any = None, *, session: str | None = None, **options: Any) -> Handle:
         self.asked.append((prompt, sampling, session or ""))
-        text = self._says(prompt, sampling)
-        handle = Handle(self, "request")
+        text, eos, handle = self._says(prompt, sampling), self.tokenizer.eos_token_id, Handle(self, "request")
         if text == "lost":
             handle.end(ActorLostError("no verifier"))
             return handle
-        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        ids = ids[: sampling.max_tokens]
-        logprobs = tuple(-0.1 * (number + 1) for number in range(len(ids)))
-        finish_reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
-        stats = RequestStats(2, 3, 1, {"ngram": (3, 1)})
-        error = "no room" if text == "fails" else ""
-        handle.end(
-            Trajectory(
-                "r",
-                0,
-                0,
-                tuple(prompt),
-                tuple(ids),
-                logprobs,
-                self.tokenizer.decode(ids, skip_special_tokens=True),
-                finish_reason,
-                sampling,
-                stats,
-                error,
-                weight_version=4,
-            )
+        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], eos][: sampling.max_tokens]
+        turn = trajectory(
+            ids,
+            logprobs=tuple(-0.1 * (number + 1) for number in range(len(ids))),
+            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            finish_reason="stop" if ids[-1] == eos else "length",
+            stats=RequestStats(2, 3, 1, {"ngram": (3, 1)}),
+            error="no room" if text == "fails" else "",
+            weight_version=4,
         )
+        handle.end(turn)
         return handle
-
-    def trajectory(self, ended: Any) -> Trajectory:
-        return ended
 
     def handle(self, request_id: str) -> Handle:
         raise NotImplementedError
@@ -95,15 +82,17 @@ def script(*turns: str) -> Callable[[list[int], SamplingParams], str]:
     return lambda prompt, sampling: turns[min(prompt.count(assistant), len(turns)) - 1]
 
 
-def converse(
-    rollout: Scripted, tasks: Sequence[Task], n: int = 1, max_tokens: int = 64, context: int = 512, **settings: Any
-) -> list[Episode]:
-    environment = {"name": "tests.fakes.environments:Echo", **settings}
+def settings(max_tokens: int = 64, reward: dict[str, Any] | None = None, **sections: Any) -> Config:
+    sections["environment"] = {"name": "tests.fakes.environments:Echo", **sections.get("environment", {})}
+    reward = {"functions": [{"name": "exact_match"}], **(reward or {})}
     sampling = {"max_tokens": max_tokens, "seed": SEED}
-    functions = [{"name": "exact_match"}]
-    config = from_mapping(
-        {"mode": "plain", "environment": environment, "sampling": sampling, "reward": {"functions": functions}}
-    )
+    return from_mapping({"mode": "plain", "reward": reward, "sampling": sampling, **sections})
+
+
+def converse(
+    rollout: Scripted, tasks: Sequence[Task], n: int = 1, max_tokens: int = 64, context: int = 512, **environment: Any
+) -> list[Episode]:
+    config = settings(max_tokens, environment=environment)
     with Conversations(config, rollout.tokenizer, context) as conversations:
         episodes = conversations.run(rollout, tasks, config.sampling, n)
         for episode in episodes:
@@ -115,31 +104,11 @@ def converse(
 def test_samples_of_a_step(failure_value: float | None) -> None:
     """Conversations that failed have no reward, or the configured one; the others of their group go on without them."""
     turns = iter(["bye", "raises", "the red fox", "bye", "bye", "fails"] + ["raises"] * 4)
-    said: dict[int, str] = {}
-
-    def says(prompt: list[int], sampling: SamplingParams) -> str:
-        return said.setdefault(len(said), next(turns, "bye"))
-
-    class Tasks:
-        def __len__(self) -> int:
-            return 9
-
-        def __getitem__(self, index: int) -> Task:
-            return Task(index, "Hi")
-
-    rollout = Scripted(says)
+    rollout = Scripted(lambda prompt, sampling: next(turns, "bye"))
     rollout.max_waiting = 1  # one conversation after the other
-    config = from_mapping(
-        {
-            "mode": "plain",
-            "environment": {"name": "tests.fakes.environments:Echo"},
-            "reward": {"functions": [{"name": "exact_match"}], "failure_value": failure_value},
-            "sampling": {"max_tokens": 64},
-            "data": {"n": 4},
-            "trainer": {"prompts_per_step": 1},
-        }
-    )
-    stream = TaskStream(Tasks(), 0, lambda prompt: 1, 100, shuffle=False)
+    config = settings(data={"n": 4}, trainer={"prompts_per_step": 1}, reward={"failure_value": failure_value})
+    tasks: Any = [Task(index, "Hi") for index in range(9)]
+    stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)
     with Conversations(config, rollout.tokenizer, 512) as conversations, RewardRunner(config.reward) as rewards:
         arguments = (config, make_recipe(config), stream, rewards, lambda _: contextlib.nullcontext(), conversations)
         maker = ExperienceMaker(*arguments)
@@ -150,9 +119,9 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
     own = [int(one.loss_mask.sum()) for one in mixed.samples if one.reward == 1.0]
     words = len(rollout.tokenizer("the red fox bye")["input_ids"])
     assert own[0] >= words and any(not one.loss_mask.all() for one in mixed.samples)
-    assert dict(mixed.environment_failures) == {reason: 1} and mixed.scored == 3 and not mixed.unscored
-    assert mixed.turns == 5 and not mixed.rollout_failures
-    assert dict(failed.rollout_failures) == {"no room": 1} and dict(failed.environment_failures) == {reason: 3}
+    assert dict(mixed.failures["environment"]) == {reason: 1} and mixed.scored == 3 and not mixed.unscored
+    assert mixed.turns == 5 and not mixed.failures["rollout"]
+    assert dict(failed.failures["rollout"]) == {"no room": 1} and dict(failed.failures["environment"]) == {reason: 3}
     assert failed.unscored and len(failed.samples) == (0 if failure_value is None else 3)
 
 
@@ -204,20 +173,7 @@ def test_versions_of_the_weights_are_those_of_the_turns() -> None:
     episode = Episode((0, 0), Task(0, "Hi"), SamplingParams())
 
     def turn(tokens: int, version: int, versions: tuple[tuple[int, int], ...] = ()) -> Trajectory:
-        ids = tuple(range(tokens))
-        return Trajectory(
-            "r",
-            0,
-            0,
-            (1,),
-            ids,
-            (0.0,) * tokens,
-            "",
-            "stop",
-            SamplingParams(),
-            weight_version=version,
-            versions=versions,
-        )
+        return trajectory(range(tokens), weight_version=version, versions=versions)
 
     episode.add_turn(turn(4, 2))
     episode.add_context([9, 9])
@@ -241,7 +197,7 @@ def test_a_conversation_ends_with_its_budget(settings: dict[str, int], turns: in
     episode = one("the red fox sleeps", **settings)
     assert not episode.failure and episode.finish_reason == "length"
     assert turns is None or len(episode.turns) == turns
-    assert own is None or episode.num_own_tokens == own
+    assert own is None or len(episode.own_token_ids) == own
     assert len(episode.prompt) + len(episode.output) <= settings.get("context", 512)
     assert episode.own[-1], "it ends with a turn of the model"
     assert episode.reward == sum(range(len(episode.turns))), "what was given so far"
@@ -291,9 +247,11 @@ def test_a_failure_costs_its_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert len(closed) == len(names), "each instance that was made"
 
 
-def test_a_turn_that_failed_is_no_failure_of_the_environment() -> None:
+def test_turns_that_fail_and_prompts_without_room() -> None:
     episode = one("a", "fails")
     assert episode.error == "no room" and not episode.failure and len(episode.turns) == 1
+    episode = one("bye", context=4)
+    assert "leaves no room for an output" in episode.failure and not episode.turns
 
 
 def test_without_verifiers_the_rollout_ends() -> None:
@@ -313,8 +271,3 @@ def test_an_interruption_does_not_wait_for_environments(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         one("hangs", timeout_s=3600.0, options={"marks": str(tmp_path)})
     thread.join()
-
-
-def test_a_first_prompt_without_room_is_named() -> None:
-    episode = one("bye", context=4)
-    assert "leaves no room for an output" in episode.failure and not episode.turns

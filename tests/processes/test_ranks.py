@@ -1,23 +1,27 @@
-"""Trainer ranks as processes: several DeepSpeed ranks agree with one process, and files bring everything back."""
+"""Trainer ranks as processes: several DeepSpeed ranks agree with one process, files bring everything back and hold data
+only, and no other machine reaches the ranks."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
-from specactor_ray.config.training_schema import OnlineConfig, OnlineWhere
-from specactor_ray.core.errors import ActorLostError, RemoteError
+from specactor_ray.config.training_schema import OnlineConfig, OnlineWhere, TrainerConfig
+from specactor_ray.core.errors import InputError, RemoteError
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
+from specactor_ray.learner import deepspeed_engine
+from specactor_ray.learner.engine import PartWriter, WorkCounter
 from specactor_ray.models.weight_buckets import unpack
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState, find_damage
-from tests.fakes.forked_ranks import ForkedRanks
+from tests.fakes.forked_ranks import ForkedRanks, run_forked
+from tests.ports import free_port
 from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.learner.test_update import config as make_config
 from tests.unit.learner.test_update import make_samples
@@ -139,10 +143,8 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_any_rank(stage: int) -> No
         assert_close(after, weights_of(ranks), atol=1e-6)
 
 
-def test_a_step_is_done_once_and_a_rank_that_stands_still_ends_the_wait(tmp_path: Path) -> None:
-    config = settings()
-    config.trainer.stall_timeout_s = 4.0
-    with ForkedRanks(config) as ranks:
+def test_a_step_is_done_once() -> None:
+    with ForkedRanks(settings()) as ranks:
         with pytest.raises(RemoteError, match=r"trainer rank 0, save: .*TypeError"):
             ranks._call("save", None, 1)
         first = ranks.update(make_samples(8), 0, 0)
@@ -150,8 +152,55 @@ def test_a_step_is_done_once_and_a_rank_that_stands_still_ends_the_wait(tmp_path
         assert ranks.update(make_samples(8, seed=1), 0, 0) == first, "as when its answer was lost"
         assert_close(weights, weights_of(ranks), atol=0.0)
         assert ranks.update(make_samples(8, seed=1), 1, 0) != first
-        os.kill(ranks.processes[0].process.pid or 0, signal.SIGSTOP)
-        with pytest.raises(ActorLostError, match=r"trainer rank 0: no progress for 4 s in update; .*stall_timeout_s"):
-            ranks.update(make_samples(8), 2, 0)
-        with pytest.raises(ActorLostError, match=r"cannot be used any more: .*no progress"):
-            ranks.export_weights(1)
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (Path("ran"),))
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_holds_data_only_and_ranks_listen_where_they_meet(stage: int, tmp_path: Path) -> None:
+    run_forked(save_and_spoil, stage, tmp_path)
+
+
+def save_and_spoil(stage: int, folder: Path) -> None:
+    os.chdir(folder)
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
+    here = deepspeed_engine.Rendezvous(0, 1, deepspeed_engine.LOOPBACK, free_port())
+    deepspeed_engine.join(here, torch.device("cpu"))
+    assert not (folder / "extensions").exists(), "no compiler is needed"
+    listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"}
+    assert listening == {"127.0.0.1"}
+
+    model = torch.nn.Linear(4, 4)
+    engine = deepspeed_engine.DeepSpeedEngine(
+        model, TrainerConfig(zero_stage=stage), here, torch.device("cpu"), WorkCounter()
+    )
+    train_once(engine)
+    with engine.gathered([model.weight]):
+        trained = model.weight.detach().clone()
+    checkpoint = Path("checkpoint")
+    engine.save(checkpoint, PartWriter(checkpoint, WorkCounter()))
+    train_once(engine)
+    engine.load(checkpoint)
+    with engine.gathered([model.weight]):
+        assert torch.equal(model.weight, trained)
+
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    for path in sorted(checkpoint.glob("*/*.pt")):
+        good = path.read_bytes()
+        torch.save({**torch.load(path, weights_only=False), "extra": Evil()}, path)
+        with pytest.raises(InputError, match=r"checkpoint.* is not loaded"):
+            engine.load(checkpoint)
+        assert not Path("ran").exists(), path
+        path.write_bytes(good)
+    engine.close()
+
+
+def train_once(engine: deepspeed_engine.DeepSpeedEngine) -> None:
+    engine.backward(engine._engine(torch.ones(1, 4)).sum(), last=True)
+    engine.step(0.1)

@@ -16,7 +16,8 @@ from specactor_ray.config.training_schema import RewardConfig, RewardFunctionCon
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.leftovers import start_ticks
 from specactor_ray.trainer import workers
-from specactor_ray.trainer.rewards import RewardRunner, RewardSample, Scores
+from specactor_ray.trainer.rewards import RewardRunner, RewardSample
+from specactor_ray.trainer.workers import Outcome
 
 PATIENCE_S = 60.0
 
@@ -30,7 +31,7 @@ def config(name: str, **values: float | None) -> RewardConfig:
     return RewardConfig(functions=[RewardFunctionConfig(where + name)], **values)  # type: ignore[arg-type]
 
 
-def score(name: str, what: list[RewardSample], **values: float | None) -> Scores:
+def score(name: str, what: list[RewardSample], **values: float | None) -> list[Outcome]:
     with RewardRunner(config(name, **values)) as runner:
         return runner.score(what)
 
@@ -50,40 +51,34 @@ def are_gone(marks: Path) -> bool:
 def test_rewards_come_in_the_order_of_the_samples() -> None:
     with RewardRunner(config("length", workers=3)) as runner:
         for _ in range(2):
-            scores = runner.score(samples(20))
-            assert scores.rewards == [(i + 1) / 20 for i in range(20)]
-            assert not scores.failures
-        assert runner.score([]).rewards == []
+            assert runner.score(samples(20)) == [((i + 1) / 20, "") for i in range(20)]
+        assert runner.score([]) == []
 
 
-@pytest.mark.parametrize("value", [None, -1.0])
-def test_what_raises_costs_its_own_sample_only(value: float | None) -> None:
-    scores = score("raises_on_even_length", samples(6), failure_value=value)
-    assert scores.rewards == [1.0, value, 1.0, value, 1.0, value]
-    assert dict(scores.failures) == {"RuntimeError: even": 3}
-
-
-def test_what_hangs_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_GRACE_S", PATIENCE_S)
-    scores = score("hangs", samples(4), timeout_s=0.2)
-    assert scores.rewards == [None] * 4
-    assert dict(scores.failures) == {"took longer than reward.timeout_s (0.2 s)": 4}
-
-
-def test_what_cannot_be_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_GRACE_S", 0.5)
-    scores = score("hangs_hard", samples(3), timeout_s=0.2)
-    assert scores.rewards == [None] * 3
-    assert dict(scores.failures) == {"timed out and had to be killed": 3}
+@pytest.mark.parametrize(
+    ("function", "grace_s", "outcomes"),
+    [
+        ("raises_on_even_length", 5.0, [(1.0, ""), (None, "RuntimeError: even")]),
+        ("hangs", PATIENCE_S, [(None, "took longer than reward.timeout_s (0.2 s)")] * 2),
+        ("hangs_hard", 0.5, [(None, "timed out and had to be killed")] * 2),
+        ("uses_processes", PATIENCE_S, [(3.0, "")] * 2),
+        ("asks_ray", PATIENCE_S, [(0.0, "")] * 2),
+    ],
+)
+def test_what_fails_costs_its_own_sample_only(
+    function: str, grace_s: float, outcomes: list[Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_GRACE_S", grace_s)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # which a function does not get
+    timeout_s = 0.2 if function.startswith("hangs") else 10.0
+    assert score(function, samples(4), timeout_s=timeout_s) == 2 * outcomes
 
 
 def test_a_process_that_dies_is_replaced_a_few_times(tmp_path: Path) -> None:
     """The first sample's process dies once, the second's always."""
     metadata = [{"marks": str(tmp_path), "times": times} for times in (1, 99)]
     dying = [RewardSample("p", "x", str(i), metadata=entry) for i, entry in enumerate(metadata)]
-    scores = score("dies", dying)
-    assert scores.rewards == [1.0, None]
-    assert dict(scores.failures) == {"its process died 3 times": 1}
+    assert score("dies", dying) == [(1.0, ""), (None, "its process died 3 times")]
     assert len(list(tmp_path.glob("1-*"))) == 3
 
 
@@ -92,28 +87,16 @@ def test_forks_of_a_function_harm_nothing_and_end_with_their_process(tmp_path: P
         RewardSample("p", "x", what, metadata={"marks": str(tmp_path)})
         for what in ("sleeps", "exits", "raises", "comes back")
     ]
-    scores = score("forks", 2 * forking)
-    assert scores.rewards == [1.0] * 8
+    assert score("forks", 2 * forking) == [(1.0, "")] * 8
     assert len(list(tmp_path.iterdir())) == 8
     await_that(lambda: are_gone(tmp_path))
-
-
-def test_a_function_may_use_processes() -> None:
-    assert score("uses_processes", samples(2)).rewards == [3.0] * 2
-
-
-def test_a_function_has_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    scores = score("asks_ray", samples(1))
-    assert (scores.rewards, dict(scores.failures)) == ([0.0], {})
 
 
 def test_a_process_that_holds_more_memory_than_is_left_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_LARGE_BYTES", 200 << 20)
     monkeypatch.setattr(workers, "available_bytes", lambda: 100 << 20)
-    scores = score("holds_memory", samples(1))
-    assert dict(scores.failures) == {"its process died 3 times": 1}
-    assert score("length", samples(2)).rewards == [0.5, 1.0]
+    assert score("holds_memory", samples(1)) == [(None, "its process died 3 times")]
+    assert score("length", samples(2)) == [(0.5, ""), (1.0, "")]
 
 
 DRIVER = """

@@ -26,5 +26,5 @@ def test_a_function_cannot_touch_the_cluster(name: str, reward: float, tmp_path:
     config = RewardConfig(functions=[RewardFunctionConfig(f"tests.fakes.reward_functions:{name}")])
     forking = [RewardSample("p", "x", what, metadata={"marks": str(tmp_path)}) for what in ("raises", "comes back")]
     with RewardRunner(config) as runner:
-        assert runner.score(forking).rewards == [reward] * 2
+        assert runner.score(forking) == [(reward, "")] * 2
     assert ray.get(ray.remote(lambda: 1).remote()) == 1

@@ -18,7 +18,7 @@ import torch
 from specactor_ray.actors.trainer import HEARTBEAT
 from specactor_ray.core.errors import ActorLostError
 from specactor_ray.models.weight_buckets import unpack
-from specactor_ray.trainer.trainer_group import TrainerGroup
+from specactor_ray.trainer.trainer_ranks import TrainerGroup
 from tests.fakes.forked_ranks import ForkedRanks
 from tests.processes.test_ranks import assert_close, settings
 from tests.processes.test_ranks import weights_of as forked_weights

@@ -142,8 +142,6 @@ def learn(tasks: Path, folder: Path, algorithm: str, *more: str) -> list[dict[st
     assert outcome.status == "complete" and len(rewards) == 10
     first, last = sum(rewards[:2]) / 2, sum(rewards[-2:]) / 2
     assert last > first + 0.06, f"rewards: {rewards}"
-    report = (outcome.folder / "report.md").read_text()
-    assert f"{algorithm} on" in report and "| 10 |" in report
     return done
 
 

@@ -21,7 +21,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.learner.batching import Sample
 from specactor_ray.models.loading import load_model
-from specactor_ray.trainer.trainer_group import TrainerGroup
+from specactor_ray.trainer.trainer_ranks import TrainerGroup
 from tests.tiny import tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]

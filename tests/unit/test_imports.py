@@ -52,7 +52,7 @@ MAY_IMPORT = {
         "runs/rollout.py",  # shows the cluster's resources
         "integrations/verl.py",
         "integrations/verl_server.py",
-        "trainer/trainer_group.py",
+        "trainer/trainer_ranks.py",
     ),
     "greenlet": ("simulation/kernel.py",),
     "vllm": ("target/vllm_bridge.py", "target/vllm_worker.py", "bench/peers.py"),

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.distill.corpus import CorpusRecord, RecordStore, RolloutRequest, collect
+from specactor_ray.distill.corpus import CorpusRecord, RecordStore, collect
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
+from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from tests.tiny import tiny_prompt_ids, tiny_target
 
@@ -25,9 +26,9 @@ def make_engine(**limits: Any) -> HfEngine:
     return HfEngine(RaggedModel(model, 64 << 20, hidden), [EOS], **limits)
 
 
-def requests(n: int, seed: int, temperature: float = 1.0, max_tokens: int = 40) -> list[RolloutRequest]:
+def requests(n: int, seed: int, temperature: float = 1.0, max_tokens: int = 40) -> list[TargetRequest]:
     return [
-        RolloutRequest(i, ids, SamplingParams(temperature, max_tokens=max_tokens, seed=1000 * seed + i))
+        TargetRequest(str(i), ids, SamplingParams(temperature, max_tokens=max_tokens, seed=1000 * seed + i))
         for i, ids in enumerate(tiny_prompt_ids(n, seed))
     ]
 

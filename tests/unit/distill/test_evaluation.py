@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.evaluation import AcceptanceCounts, replay
 from specactor_ray.draft.lookup import NgramProposer
@@ -21,7 +18,6 @@ from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.target.base import Drafts, TargetRequest
 from specactor_ray.target.hf import HfEngine
 from tests.by_name import ByName
-from tests.fakes import own_proposers as own
 from tests.tiny import tiny_draft
 from tests.unit.distill.recorded import make_engine, recorded
 
@@ -123,15 +119,3 @@ def test_a_step_by_the_definition(tail: list[int], truth: list[int]) -> None:
         assert counts.possible[i] == (i < len(truth))
         assert counts.reached[i] == reached
         assert counts.right[i] == (reached and tail[i] == truth[i])
-
-
-def test_a_perfect_drafter_and_none_at_all() -> None:
-    class Oracle(own.Lookup):
-        def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> range:
-            return range(len(output), len(output) + room)
-
-    record = CorpusRecord(0, (100, 101), tuple(range(21)), SamplingParams(max_tokens=21), "length")
-    perfect = replay(Oracle(SimpleNamespace(window=4, max_batch=None)), [record], 4)
-    assert (perfect.steps, perfect.committed, perfect.by_position) == (4, 20, [1.0] * 4)
-    nothing = replay(NgramProposer(), [record], 4)
-    assert (nothing.steps, nothing.acceptance_length, nothing.by_position) == (20, 1.0, [None] * 4)

@@ -31,7 +31,6 @@ from specactor_ray.distill.eagle import (
     reject_foreign_layers,
     unroll_loss,
 )
-from specactor_ray.distill.evaluation import head_config, replay
 from specactor_ray.distill.training import (
     CHECKPOINT_FILE,
     EagleLearner,
@@ -40,7 +39,6 @@ from specactor_ray.distill.training import (
     batches_of_epoch,
     choose_samples,
     head_for,
-    learning_rate,
     load_learner,
 )
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
@@ -113,40 +111,6 @@ def test_steps_lower_the_held_out_loss_and_leave_alone_what_is_the_targets(from_
     assert equal(trained_weights(new_head(24)), {name: before[name] for name in changed | {"lm_head.weight"}})
 
 
-def test_matches_are_what_the_proposer_hits_after_the_recorded_prefix() -> None:
-    head, (records, store) = new_head(24), recorded("train")
-    records = records[:4]
-    figures = HeadTrainer(head, 2, 1e-3).held_out(records, rollouts("train", 4))
-    proposer, hits, tried = ByName(EagleProposer(EagleRunner(head.requires_grad_(False), 4 << 20))), 0, 0
-    for record in records:
-        states = store.states(record.index)[:, :-64].float().numpy()
-        for position in range(1, len(record.output_token_ids)):
-            known = len(record.prompt_token_ids) + position - 1
-            proposer.open("r", record.prompt_token_ids, record.output_token_ids[:position], record.sampling, 1)
-            proposer.add_features("r", [Features(0, states[:known])])
-            proposer.extend()
-            hits += proposer.tail("r")[1] == record.output_token_ids[position : position + 1]
-            tried += 1
-    # The first token of an output is predicted from inside the prompt: an anchor that no proposer ever has.
-    assert abs(hits - figures["matches"] * figures["tokens"]) <= len(records)
-    assert tried == figures["tokens"] - len(records)
-
-
-def test_a_trained_head_is_right_ahead_and_shared_noise_helps() -> None:
-    records, store = recorded("heldout")
-    drafter = DrafterSpec(method="eagle", model=str(tiny_eagle()), max_batch=16)
-    head = head_config(drafter, str(tiny_target()))
-    assert head is not None
-    lengths = []
-    for shared in (True, False):
-        drafter.shared_noise = shared
-        proposer = build_proposer(drafter, TargetConfig(model=str(tiny_target())), "cpu")
-        states = lambda record: store.states(record.index)[:, : head.feature_size].float().numpy()  # noqa: E731
-        lengths.append(replay(proposer, records[:12], 3, features=states).acceptance_length)
-    assert lengths[0] > max(lengths[1], 1.1)
-    assert replay(proposer, records[:12], 3).accepted == 0, "without states there are no guesses"
-
-
 def test_a_target_of_another_build_is_refused() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -158,28 +122,12 @@ def test_a_target_of_another_build_is_refused() -> None:
     assert hidden_layers_of(model) == (0, 1, 2, HEAD_INPUT)
 
 
-class Clock:
-    """Each look takes a second."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        self.seconds += 1.0
-        return self.seconds
-
-
 def make_loop(folder: Path, wanted: DrafterRecipe, **options: Any) -> TrainLoop:
     trainer = HeadTrainer(new_head(), wanted.depths, wanted.learning_rate)
-    return TrainLoop(trainer, wanted, recorded("train"), recorded("heldout"), folder, Clock(), **options)
+    return TrainLoop(trainer, wanted, *recorded("train"), folder, **options)
 
 
 class TestLoop:
-    def test_training_lowers_the_loss_and_raises_the_match_rate(self, tmp_path: Path) -> None:
-        history = make_loop(tmp_path, recipe()).run().history
-        assert history[-1]["loss"] < 0.8 * history[0]["loss"]
-        assert history[-1]["matches"] > history[0]["matches"] + 0.05
-
     def test_resumed_training_gives_the_same_weights(self, tmp_path: Path) -> None:
         whole = make_loop(tmp_path / "whole", recipe(epochs=2.0))
         whole.run()
@@ -189,26 +137,22 @@ class TestLoop:
                 raise KeyboardInterrupt
 
         for _ in range(2):
-            loop = make_loop(tmp_path / "parts", recipe(epochs=2.0), on_progress=interrupt, checkpoint_s=10.0)
+            loop = make_loop(tmp_path / "parts", recipe(epochs=2.0), on_progress=interrupt, checkpoint_s=0.0)
             loop.resume()
             with pytest.raises(KeyboardInterrupt):
                 loop.run()
         last = make_loop(tmp_path / "parts", recipe(epochs=2.0))
         assert last.resume() and last.state.step == whole.state.step // 2 + 2
-        assert last.run().step == whole.state.step and last.state.tokens == whole.state.tokens
+        last.run()
+        assert (last.state.step, last.state.tokens) == (whole.state.step, whole.state.tokens)
         assert equal(weights_of(whole.trainer), weights_of(last.trainer))
         again = make_loop(tmp_path / "parts", recipe(epochs=2.0))
-        assert again.resume() and again.run().step == whole.state.step, "all passes are done"
+        assert again.resume() and again.fraction == 1.0, "all passes are done"
 
     def test_a_damaged_checkpoint_is_named(self, tmp_path: Path) -> None:
         (tmp_path / CHECKPOINT_FILE).write_bytes(b"PK\x03\x04 nothing of use")
         with pytest.raises(InputError, match=CHECKPOINT_FILE):
             make_loop(tmp_path, recipe()).resume()
-
-
-def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
-    assert [learning_rate(1.0, step, 0.0) for step in (0, 9, 50)] == pytest.approx([0.1, 1.0, 1.0])
-    assert [learning_rate(1.0, 50, fraction) for fraction in (0.5, 1.0)] == pytest.approx([0.5, 0.0])
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 200), st.integers(0, 5), st.integers(0, 3))

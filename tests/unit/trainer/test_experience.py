@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +17,9 @@ from specactor_ray.learner.algorithms import make_recipe
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import AheadMaker, Experience, ExperienceMaker
-from specactor_ray.trainer.rewards import RewardSample, Scores, reward_work
-from specactor_ray.trainer.workers import answer
+from specactor_ray.trainer.rewards import RewardSample, reward_work
+from specactor_ray.trainer.workers import Outcome, answer
+from tests.fakes.trajectories import trajectory
 
 PATIENCE_S = 60.0
 RAISES = "tests.fakes.reward_functions:number_or_raises"
@@ -35,12 +35,8 @@ class Scripted:
         found = []
         for index in range(len(prompts)):
             for number, text in enumerate(next(self._outputs).split()):
-                tokens = tuple(range(number + 1))
                 error = "lost" if text == "!" else ""
-                logprobs = (0.0,) * len(tokens)
-                found.append(
-                    Trajectory("r", index, number, (1, 2), tokens, logprobs, text, "stop", sampling, error=error)
-                )
+                found.append(trajectory(range(number + 1), (index, number), text=text, error=error))
         return found
 
 
@@ -50,21 +46,9 @@ class InProcess:
     def __init__(self, config: Config) -> None:
         self._config = config.reward
 
-    def score(self, samples: Sequence[RewardSample]) -> Scores:
+    def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
         work = reward_work(self._config)
-        results = [answer(work.open(), sample, work) for sample in samples]
-        rewards = [self._config.failure_value if reward is None else reward for reward, _ in results]
-        return Scores(rewards, Counter(problem for reward, problem in results if reward is None))
-
-
-class Numbers:
-    """An endless source of tasks whose answer is 1."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> Task:
-        return Task(index, "prompt", "1")
+        return [answer(work.open(), sample, work) for sample in samples]
 
 
 def collect(outputs: Sequence[str], **settings: Any) -> Experience:
@@ -81,12 +65,10 @@ def collect(outputs: Sequence[str], **settings: Any) -> Experience:
         }
     )
 
-    @contextlib.contextmanager
-    def timed(phase: str) -> Iterator[None]:
-        yield
-
-    stream = TaskStream(Numbers(), 0, lambda prompt: 1, 100, shuffle=False)
-    maker = ExperienceMaker(config, make_recipe(config), stream, InProcess(config), timed)  # type: ignore[arg-type]
+    tasks, scorer = [Task(index, "prompt", "1") for index in range(99)], InProcess(config)
+    stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)  # type: ignore[arg-type]
+    timed = lambda phase: contextlib.nullcontext()  # noqa: E731
+    maker = ExperienceMaker(config, make_recipe(config), stream, scorer, timed)  # type: ignore[arg-type]
     return maker.collect(Scripted(*outputs), config.sampling, 0)
 
 
@@ -107,14 +89,14 @@ def test_what_could_not_be_scored_is_left_out_of_its_group() -> None:
     assert [len(sample.output) for sample in experience.samples] == [1, 3, 4]
     assert advantages(experience) == [0.577, -1.155, 0.577], "as in a group of three"
     assert experience.rewards == [1.0, 0.0, 1.0, 0.0] and len(experience.trajectories) == 8
-    assert dict(experience.reward_failures) == {"RuntimeError: no number": 4}
+    assert dict(experience.failures["reward"]) == {"RuntimeError: no number": 4}
     assert not experience.unscored, "a group of one has no baseline"
 
 
 def test_a_value_for_failures_is_a_choice() -> None:
     experience = collect(["1 x x 1"], reward={"failure_value": 0.0})
     assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and len(experience.samples) == 4
-    assert experience.reward_failures.total() == 2 and not experience.unscored
+    assert experience.failures["reward"].total() == 2 and not experience.unscored
 
 
 @pytest.mark.parametrize("reward", [{}, {"failure_value": 0.0}])
@@ -126,7 +108,7 @@ def test_a_step_without_any_score_says_so(reward: dict[str, float]) -> None:
 
 def test_requests_that_failed_are_left_out() -> None:
     experience = collect(["1 ! 0 !"])
-    assert len(experience.samples) == 2 and dict(experience.rollout_failures) == {"lost": 2}
+    assert len(experience.samples) == 2 and dict(experience.failures["rollout"]) == {"lost": 2}
     nothing = collect(["! ! ! !"])
     assert not nothing.samples and not nothing.unscored, "the rollout failed, not the rewards"
 
@@ -186,17 +168,6 @@ def test_rollouts_run_ahead_as_far_as_they_may(staleness: int, first: int) -> No
     assert sorted(maker.begun) == list(range(first, last)), "and none beyond the last"
     assert all(step - version <= staleness for step, version in maker.begun.items())
     assert any(step > version for step, version in maker.begun.items())
-
-
-def test_nothing_begins_after_the_end() -> None:
-    maker = Maker()
-    for event in maker.allowed.values():
-        event.set()
-    ahead = AheadMaker(maker, 1, 10)
-    ahead.collect("rollout", SamplingParams(), 0)
-    ahead.close()
-    ahead.close()
-    assert set(maker.begun) <= {0, 1}
 
 
 def test_what_a_rollout_raises_arrives_at_its_step() -> None:

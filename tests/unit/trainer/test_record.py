@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +15,12 @@ from rich.console import Console
 
 from specactor_ray.config import Config
 from specactor_ray.core.errors import SpecActorError
-from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
-from specactor_ray.trainer.display import TrainingDisplay, write_report
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import MetricsFile, StepRecorder, numbers, staleness_of, totals_of
+from specactor_ray.trainer.record import StepRecorder, TrainingDisplay, numbers, staleness_of, totals_of
+from tests.fakes.trajectories import trajectory
 
 
 def record(step: int, by_method: dict[str, list[int]]) -> dict[str, Any]:
@@ -45,32 +43,27 @@ RECORDS = [
 ]
 
 
+def test_lines_within_a_step_and_after_it() -> None:
+    text = io.StringIO()
+    display = TrainingDisplay(Console(file=text, width=200), 4)
+    assert display.doing().startswith("starting Ray")
+    display.rollout_progress = lambda: (5, 24)
+    display.begin(1)
+    display.phase("rollout")
+    assert display.doing().startswith("step 1/4: rollout 5/24, ")
+    display.phase("update")
+    assert display.doing().startswith("step 1/4: update, ")
+    display.end(RECORDS[0])
+    assert text.getvalue().startswith("step 1/4: reward 0.500 ±0.50, pass 50%")
+
+
 def test_acceptance_is_tracked_for_each_method_that_drafted() -> None:
     tracked = {name: value for name, value in numbers(RECORDS[1]) if name.startswith("speed/acceptance_rate/")}
     assert tracked == {"speed/acceptance_rate/eagle": 0.45}
 
 
-def test_the_whole_run_has_a_table_of_its_drafters(tmp_path: Path) -> None:
-    totals = totals_of(RECORDS)
-    assert totals["drafters"] == {"eagle": [50, 20], "ngram": [4, 4], "suffix": [0, 0]}
-    config = {"algorithm": {"name": "grpo"}, "data": {"path": "d"}, "target": {"model": "m"}, "mode": "decoupled"}
-    facts = {
-        "run": "r",
-        "status": "complete",
-        "error": "",
-        "steps": 2,
-        "config": config,
-        "hardware": {},
-        "versions": {},
-        "fallbacks": ["torch samples"],
-    }
-    write_report(tmp_path, {**facts, "totals": totals}, RECORDS)
-    text = (tmp_path / "report.md").read_text()
-    assert "Fallbacks: torch samples" in text
-    assert "| eagle | 50 | 20 | 40.0% |" in text and "| ngram | 4 | 4 | 100.0% |" in text
-    assert "| suffix" not in text, "it drafted nothing"
-    write_report(tmp_path, {**facts, "totals": totals_of([record(1, {})])}, [record(1, {})])
-    assert "| drafter |" not in (tmp_path / "report.md").read_text(), "a plain run has no drafters"
+def test_totals_of_drafters() -> None:
+    assert totals_of(RECORDS)["drafters"] == {"eagle": [50, 20], "ngram": [4, 4], "suffix": [0, 0]}
 
 
 UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "skipped", "logprob_gap", "logprob_gap_max"), 0.0)
@@ -93,7 +86,6 @@ def recorder(folder: Path, lease: Lease) -> tuple[TrainingRun, StepRecorder]:
     config.tracking.tensorboard = False
     run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(), None, (lease,))  # type: ignore[arg-type]
     rollout: Any = SimpleNamespace(
-        reset_metrics=lambda: None,
         metrics=RolloutMetrics,
         fallbacks=list,
         drafters=lambda: [{"alarm": True}, {"alarm": False}],
@@ -106,9 +98,9 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     run.metrics_file.symlink_to(tmp_path / "no such folder" / "metrics.jsonl")  # which cannot be written to either
     for step in (1, 2):
         record.begin(step - 1)
-        record.end(step, Experience([], [], []), UPDATE, 0)
+        record.end(step, Experience(), UPDATE, 0)
     summary = record.finish("complete", 0).summary
-    assert (summary["steps"], summary["metrics_failures"], summary["metrics_pending"]) == (2, 3, 2)
+    assert (summary["steps"], summary["metrics_pending"]) == (2, 2)
     assert summary["drafters"] == [{"alarm": True}, {"alarm": False}]
     run.metrics_file.unlink()
     assert record.finish("complete", 0).summary["metrics_pending"] == 0
@@ -119,10 +111,10 @@ def test_nothing_is_written_into_a_run_that_was_taken_over(tmp_path: Path) -> No
     lease = Lease()
     run, record = recorder(tmp_path, lease)
     record.begin(0)
-    record.end(1, Experience([], [], []), UPDATE, 0)
+    record.end(1, Experience(), UPDATE, 0)
     lease.lost = True
     with pytest.raises(SpecActorError, match="taken over"):
-        record.end(2, Experience([], [], []), UPDATE, 0)
+        record.end(2, Experience(), UPDATE, 0)
     assert record.finish("failed", 0).status == "failed"
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert len(run.metrics_file.read_text().splitlines()) == 1
@@ -132,17 +124,19 @@ SCRIPT = """
 import resource, signal, sys
 from pathlib import Path
 from specactor_ray.trainer.record import MetricsFile
+from tests.fakes.trajectories import trajectory
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = MetricsFile(Path(sys.argv[1]))
-assert file.append({"step": 1, "text": "x" * 60})
+file.append({"step": 1, "text": "x" * 60})
+assert not file.pending
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 before = file.path.read_bytes()
 for step in (2, 3):  # the first 20 bytes of the line would have room
-    assert not file.append({"step": step, "text": "y" * 60})
+    file.append({"step": step, "text": "y" * 60})
     assert file.path.read_bytes() == before
-assert (file.failures, [record["step"] for record in file.pending]) == (2, [2, 3])
+assert [record["step"] for record in file.pending] == [2, 3]
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-assert file.append({"step": 4}) and not file.pending
+file.append({"step": 4})
 """
 
 
@@ -154,24 +148,12 @@ def test_records_wait_for_room_and_no_half_line_is_left(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
 
 
-def test_what_was_written_before_stays(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n')
-    file = MetricsFile(path)
-    assert file.append({"step": 2})
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def trajectory(tokens: int, version: int, versions: tuple[tuple[int, int], ...], mask: str = "") -> Trajectory:
-    own, ids = tuple(one == "1" for one in mask), tuple(range(tokens))
-    done = Trajectory("r", 0, 0, (1,), ids, (0.0,) * tokens, "", "stop", SamplingParams())
-    return replace(done, weight_version=version, versions=versions, loss_mask=own)
-
-
 def test_staleness_is_counted_in_own_tokens() -> None:
-    plain, mixed = trajectory(4, 5, ()), trajectory(6, 5, ((3, 1), (4, 5)), mask="110011")
+    plain = trajectory(range(4), weight_version=5)
+    mask = (True, True, False, False, True, True)
+    mixed = trajectory(range(6), weight_version=5, versions=((3, 1), (4, 5)), loss_mask=mask)
     assert plain.own_tokens_by_version() == {5: 4}
     assert mixed.own_tokens_by_version() == {3: 1, 4: 2, 5: 1}
-    experience = Experience([], [plain, mixed], [])
+    experience = Experience(trajectories=[plain, mixed])
     assert staleness_of(experience, 5) == {"staleness_mean": (2 + 2 * 1) / 8, "staleness_max": 2}
-    assert staleness_of(Experience([], [], []), 5) == {"staleness_mean": 0.0, "staleness_max": 0}
+    assert staleness_of(Experience(), 5) == {"staleness_mean": 0.0, "staleness_max": 0}

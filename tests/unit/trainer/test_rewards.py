@@ -92,15 +92,12 @@ def test_extract_answer(pattern: str | None, answer: str) -> None:
     assert extract_answer("  so 3 or <answer>4</answer> ", pattern) == answer
 
 
-def test_a_pattern_that_backtracks_without_end_is_interrupted() -> None:
-    config = RewardConfig(functions=[RewardFunctionConfig("exact_match")], answer_pattern="(a+)+$", timeout_s=0.2)
+@pytest.mark.parametrize("function", ["exact_match", "tests.fakes.reward_functions:catches_all"])
+def test_what_takes_long_is_interrupted(function: str) -> None:
+    """A pattern that backtracks without end, and a function that catches every exception."""
+    pattern = "(a+)+$" if function == "exact_match" else None
+    config = RewardConfig(functions=[RewardFunctionConfig(function)], answer_pattern=pattern, timeout_s=0.2)
     reward, problem = scored(config, RewardSample("prompt", "a" * 60 + "b", "a"))
-    assert reward is None and "reward.timeout_s" in problem
-
-
-def test_a_function_that_catches_every_exception_is_interrupted() -> None:
-    config = RewardConfig(functions=[RewardFunctionConfig("tests.fakes.reward_functions:catches_all")], timeout_s=0.2)
-    reward, problem = scored(config, sample("x"))
     assert reward is None and "reward.timeout_s" in problem
 
 
