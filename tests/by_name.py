@@ -47,3 +47,18 @@ class ByName:
 
     def close(self, name: str, finished: bool = True) -> None:
         self.proposer.close(self.slots.pop(name, _NEVER_OPEN), finished)
+
+
+def extend_fully(drafter: Any) -> None:
+    """Until nothing is left to draft."""
+    for _ in range(200):
+        if not len(drafter.extend()):
+            return
+    raise AssertionError("extend never came to rest")
+
+
+def branches_of(drafter: ByName, name: str) -> list[tuple[int, tuple[int, ...]]]:
+    """The branches that are published with a tail: where they leave it, and their tokens."""
+    found = drafter.tails(np.array([drafter.slots[name]], np.int32)).branches
+    parts = np.split(found.tokens, np.cumsum(found.lengths))[:-1]
+    return [(at, tuple(part.tolist())) for at, part in zip(found.ats.tolist(), parts, strict=True)]

@@ -148,7 +148,7 @@ def _start(work: PeerWork) -> Any:
 
     from specactor_ray.models.cache_size import cache_bytes, room_here
     from specactor_ray.models.loading import locate_model
-    from specactor_ray.target.vllm_bridge import kernel_scan_without_llvmlite
+    from specactor_ray.target.vllm import kernel_scan_without_llvmlite
 
     target = work.config.target
     source, revision = locate_model(target.model)

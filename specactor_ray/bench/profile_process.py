@@ -30,7 +30,7 @@ from specactor_ray.distill.corpus import CorpusRecord, RecordStore, collect
 from specactor_ray.distill.evaluation import AcceptanceCounts, draft_all, replay
 from specactor_ray.draft.proposer import Proposer, common_prefix, packed
 from specactor_ray.plan.costs import CostPoint
-from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest
+from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest, build_engine
 from specactor_ray.target.rows import refuse_impossible
 from specactor_ray.transport.messages import Features
 
@@ -104,8 +104,6 @@ class Measured:
 def measure_share(share: Share, report: Report) -> Measured:
     """Record outputs unless the share has records, then measure verifying, drafting and acceptance; `report` once per
     figure."""
-    from specactor_ray.target.registry import build_engine
-
     config, axes, gpus = roomy(share.config, share.axes), share.axes, share.config.target.gpus
     if not gpus:
         bind_to_cores(tuple(sorted(os.sched_getaffinity(0)))[: share.devices])

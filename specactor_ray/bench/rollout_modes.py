@@ -32,7 +32,7 @@ from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.preflight import check_target, require_devices, require_named, start_notes
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
-from specactor_ray.target.vllm_version import require_vllm
+from specactor_ray.target.vllm_settings import require_vllm
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout

@@ -192,7 +192,7 @@ def _gpus() -> Iterator[Finding]:
 
 def _backends() -> Iterator[Finding]:
     from specactor_ray.models.builtin import SMOLLM2, require_builtin
-    from specactor_ray.target.vllm_version import require_vllm
+    from specactor_ray.target.vllm_settings import require_vllm
 
     on_gpu = bool(gpu_memories())
     where = "GPU" if on_gpu else "CPU"

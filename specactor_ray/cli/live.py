@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -71,7 +70,6 @@ def _watch(console: Console, run: str | None, address: str, interval_s: float) -
     from specactor_ray.rollout.run_client import watch_run
 
     name = None
-    say(make_console(sys.stderr), "looking for the run")
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, auto_refresh=False, vertical_overflow="visible")

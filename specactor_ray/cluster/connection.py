@@ -31,7 +31,7 @@ from specactor_ray.cluster.token import (
     token_for,
 )
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.core.errors import ClusterError, InputError, NoRunError
+from specactor_ray.core.errors import ClusterError, InputError
 from specactor_ray.core.leftovers import make_owned_folder, remove_abandoned
 from specactor_ray.core.signals import blocked, signals_deferred
 
@@ -231,7 +231,7 @@ def _only_run() -> str:
     if len(runs) == 1:
         return runs[0]
     if not runs:
-        raise NoRunError("no run is named, and no run is going on in this cluster")
+        raise InputError("no run is named, and no run is going on in this cluster")
     raise InputError(f"no run is named, and there are {', '.join(runs)}; name one")
 
 
@@ -253,7 +253,7 @@ def _address_of_run(run: str | None) -> str:
     there = "; ".join(f"{address}: {', '.join(runs[address]) or 'no run'}" for address in runs)
     which, fix = (f"run {run!r}", "--address") if run else ("a run", "--run, or --address")
     count = f"{len(found)} clusters" if found else "no cluster"
-    raise (InputError if found else NoRunError)(f"{count} on this machine with {which} ({there}). Fix: give {fix}.")
+    raise InputError(f"{count} on this machine with {which} ({there}). Fix: give {fix}.")
 
 
 def resources_of(address: str) -> str:

@@ -102,13 +102,10 @@ def _raise_first(problems: Iterator[Problem]) -> None:
 
 
 def _of_run_and_cluster(config: Config) -> Iterator[Problem]:
-    name, data, cluster = config.run.name, config.data, config.cluster
+    name, cluster = config.run.name, config.cluster
     if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         fix = "use letters, digits, `.`, `_` and `-`, at most 100, a letter first."
         yield "run.name", f"{clipped(name)} cannot name a folder and actors.", fix
-    if data.path is not None and data.path == data.output:
-        problem = f"{clipped(data.output)} is also data.path; the prompts would be overwritten."
-        yield "data.output", problem, "name another file."
     if cluster.health_timeout_s < cluster.health_interval_s:
         problem = f"{cluster.health_timeout_s} s is shorter than one health check interval: every actor would fail."
         fix = f"use more than cluster.health_interval_s ({cluster.health_interval_s})."

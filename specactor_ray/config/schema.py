@@ -236,7 +236,8 @@ class DrafterConfig:
     length_factor: float = positive(2.0)
     """For `suffix`: most draft tokens per matched token."""
     min_probability: float = below_one(0.1)
-    """For `suffix`: a draft is extended while the estimated probability that all of it is right is at least this."""
+    """For `suffix`: a draft is extended while the estimated probability that all added tokens are right is at least
+    this."""
     online: OnlineConfig = field(default_factory=OnlineConfig)
     """For `eagle`: training on the samples of RL training."""
 
@@ -262,11 +263,9 @@ class SpeculationConfig:
     verify: VerifyPolicy = VerifyPolicy.auto
     """Number of supplied draft tokens that a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft
     whole windows at every step."""
-    draft_wait_s: Auto[float] = limited(  # noqa: RUF009
-        lambda value: 0.0 <= value <= 1e9, "use auto, 0 (never wait) or a number of seconds.", _UNRESOLVED
-    )
-    """`decoupled`: longest wait per step for the first draft token of requests that have none. `auto`: as long as it
-    pays, at most a plain step: cheap drafters beside long steps of few requests (`docs/design/policy.md`). 0: none."""
+    draft_wait_s: float = at_least(0, default=0.0)
+    """`decoupled`: longest wait in seconds per step for the first draft token of requests that have none; it may pay
+    for a cheap drafter beside long steps of few requests (`docs/drafters.md`)."""
     race: RaceName = RaceName.tail
     """When several draft methods race for one request: `off`, `tail` or `always`. In mode `coupled`, in which drafters
     take turns with the verifier, only `always` races. With `always` drafting is never suspended."""
@@ -293,7 +292,7 @@ class ElasticConfig:
 
 @dataclass
 class DataConfig:
-    """Prompts and outputs."""
+    """Prompts."""
 
     path: str | None = not_empty()
     """Prompts: `.jsonl` (objects with `prompt` or chat `messages`) or a text file (one prompt per line). Training also
@@ -302,8 +301,6 @@ class DataConfig:
     """Samples per prompt (the group size)."""
     limit: int | None = at_least(1, default=None)
     """Use only the first prompts, up to this number."""
-    output: str | None = not_empty()
-    """Trajectories as JSONL. Default: `trajectories.jsonl` in the run's folder. Never overwritten."""
     chat: bool = True
     """Wrap `prompt` as one user message of the model's chat template, if it has one."""
     system_prompt: str | None = None

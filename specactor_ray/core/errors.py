@@ -80,10 +80,6 @@ class InputError(UserError):
     """A prompt, a data file or a sampling parameter cannot be used."""
 
 
-class NoRunError(InputError):
-    """There is no run where one is expected."""
-
-
 class RangeError(InputError):
     """The value of a dotted key, in the form of `clipped`, is not allowed; `allowed` is like `be true or false`."""
 

@@ -73,7 +73,6 @@ METRICS: Mapping[str, Metric] = {
     "specactor_requests_in_flight": Metric("Requests that a verifier has."),
     "specactor_requests_waiting": Metric("Requests that no verifier has."),
     "specactor_requests_reissued_total": Metric("Requests issued again, as their verifier was gone or had none of it."),
-    "specactor_requests_moved_total": Metric("Requests moved from one healthy verifier to another."),
     "specactor_journaled_tokens_total": Metric("Output tokens that the driver has."),
     "specactor_weight_version": Metric(
         "Version of the policy's weights: those a verifier has, those the driver's new requests run with.", _ACTOR

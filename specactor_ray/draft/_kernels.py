@@ -1,7 +1,5 @@
-"""Kernels of `slots.py` and `branches.py`, compiled by numba: many slots in one call.
-
-They are in one file for the reason given in `verify/_kernels.py`.
-"""
+"""Kernels of `slots.py` and `branches.py`, compiled by numba: many slots in one call. They are in one file for the
+reason given in `verify/_kernels.py`."""
 
 from __future__ import annotations
 
@@ -86,10 +84,8 @@ def commit(mirror: Any, slots: Any, starts: Any, lengths: Any, tokens: Any) -> A
 
 @_jit
 def _settle(line: Any, known: Any, end: Any, start: Any, tokens: Any) -> Any:
-    """Returns (end of the unchanged part, known tokens, end of the tail) after `tokens` are final from `start` on.
-
-    A contradiction to committed tokens (a moved request, a garbled message) is a gap: the request is opened again.
-    """
+    """Returns (end of the unchanged part, known tokens, end of the tail) after `tokens` are final from `start` on. A
+    contradiction to committed tokens (a moved request, a garbled message) is a gap: the request is opened again."""
     stop = start + len(tokens)
     if agreed(line, tokens, start, start, min(known, stop)) < min(known, stop):
         return -1, known, end
@@ -250,15 +246,12 @@ def plan(
 
 @_jit
 def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budget: int, seconds: Any) -> Any:
-    """The most likely chains of `slots` for `BranchTable.plan`.
+    """The most likely chains of `slots` for `BranchTable.plan`, int32 `(4, m)`, the most likely first: slots; numbers
+    of chains, `MAIN` for a branch to be opened, too; its place in the line, else `FREE`; its candidate, from 1.
 
     The next token of a main chain is needed with the product of the chances of its tokens. That of a branch of
     candidate `f` at the main chain's token `i` is needed with (chance of the tokens before `i`) times (chance that `f`
     is the right one there) times (chance of the branch's further tokens).
-
-    Returns:
-        int32 `(4, m)`, the most likely first: slots; numbers of chains, `MAIN` for a branch to be opened, too; its
-        place in the line, else `FREE`; its candidate, from 1.
     """
     places, width = table.ats.shape[1], table.gaps.shape[2]
     shares = np.zeros((GAPS + 1, 1 + RANKS))

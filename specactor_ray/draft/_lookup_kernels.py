@@ -42,38 +42,34 @@ _jit: Any = kernel(sources=(_kernels, noise))
 
 
 class Log(NamedTuple):
-    """Arrays of a log. They are passed as those of `Lines`."""
+    """Arrays of a log, passed as those of `Lines`: `rows`, int32 `(capacity, LINKS + scopes * levels)`; `heads`, int32
+    `(scopes * levels * buckets,)`, slot + 1 of the newest row, 0 without one, of 2**n buckets; `levels`, int32, context
+    lengths, ascending; `scopes`, 1 (group) or 2 (group and all)."""
 
     rows: np.ndarray
-    """int32 `(capacity, LINKS + scopes * levels)`: rows of the log."""
     heads: np.ndarray
-    """int32 `(scopes * levels * buckets,)`: slot + 1 of the newest row, 0 without one; 2**n buckets."""
     levels: np.ndarray
-    """int32 `(levels,)`: context lengths, ascending."""
     scopes: int
-    """1 (group) or 2 (group and all)."""
 
 
 class Texts(NamedTuple):
-    """Arrays of `LookupProposer` by slot: each request's own text, and its place in the log of the run."""
+    """Arrays of `LookupProposer` by slot: each request's own text, and its place in the log of the run.
+
+    `rows`, int32 `(slots, width, LINKS + levels)`, and `heads`, int32 `(slots, levels * width)`: logs of the own text,
+    with `indexed` tokens (0 begins a new log). In the log of the run: `groups` (-1: it does not use that log), numbers
+    of the last rows, output tokens `written`. `seeds` of the target's noise, the position in it of each line's first
+    token (`bases`), whether it is used (`noisy`).
+    """
 
     rows: np.ndarray
-    """int32 `(slots, width, LINKS + levels)`; `heads` int32 `(slots, levels * width)`: logs of the own text."""
     heads: np.ndarray
     indexed: np.ndarray
-    """Tokens in these logs; 0 begins a new log."""
     groups: np.ndarray
-    """The request's group in the log of the run (-1: it does not use that log), the number of its last row there, and
-    its output tokens there."""
     lasts: np.ndarray
     written: np.ndarray
     seeds: np.ndarray
-    """Seeds of the target's noise, the position in the noise of the first token of each line, and whether it is used.
-    """
     bases: np.ndarray
     noisy: np.ndarray
-    odds: np.ndarray
-    """float64 `(slots, width)`: share of the votes of each tail token."""
 
 
 @_jit
@@ -222,25 +218,20 @@ def _elect(rows: Any, found: Any, votes: Any, key: Any, tokens: Any, ballots: An
 
 
 @_jit
-def _follow(
-    rows: Any, votes: Any, limit: Any, floor: Any, path: Any, noise: Any, scratch: Any, tokens: Any, odds: Any
-) -> Any:
+def _follow(rows: Any, votes: Any, limit: Any, floor: Any, noise: Any, scratch: Any, tokens: Any) -> Any:
     """Follow the elected tokens from the first `votes` rows in `scratch[0]` on, `limit` tokens at most, while the
-    probability of the path, `path` so far, is not below `floor`. Fills `tokens` and their shares of the votes, `odds`.
-    `noise`: (seed, position of the first token, whether it is used); else the majority decides. Returns (drafted
-    tokens, sum of the path probabilities, whether the end of the texts ended the draft).
-    """
-    length, score, found = 0, 0.0, scratch[0]
+    probability of the path is not below `floor`. Fills `tokens`. `noise`: (seed, position of the first token, whether
+    it is used); else the majority decides. Returns (drafted tokens, sum of the path probabilities)."""
+    length, score, path, found = 0, 0.0, 1.0, scratch[0]
     seed, position, noisy = noise
     low, top = np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> _SHIFT)
     while length < limit and votes > 0:
         key = (low, top, np.uint32(position + length))
         token, ballot = _elect(rows, found, votes, key, scratch[1], scratch[2], noisy)
-        share = ballot / (votes + DOUBT)
-        path *= share
+        path *= ballot / (votes + DOUBT)
         if path < floor:
             break
-        tokens[length], odds[length] = token, share
+        tokens[length] = token
         score += path
         length += 1
         alive = 0
@@ -250,7 +241,7 @@ def _follow(
                 found[alive] = following
                 alive += 1
         votes = alive
-    return length, score, votes == 0 and length < limit
+    return length, score
 
 
 @_jit
@@ -260,34 +251,27 @@ def fill(
     """Lengthen the tails of `slots` up to `limits` by the rule of `lookup.py`. `high`, `factor` and `floor`:
     `max_match`, `length_factor` and `min_probability` of `LookupProposer`."""
     lines, texts, log = Lines(*mirror), Texts(*texts), Log(*log)
-    scratch, width = np.empty((3, MAX_VOTES), np.int32), lines.lines.shape[1]
-    tokens, shares = np.empty(width, np.int32), np.empty(width)
+    scratch, tokens = np.empty((3, MAX_VOTES), np.int32), np.empty(lines.lines.shape[1], np.int32)
     for slot in slots:
-        line, odds, group = lines.lines[slot], texts.odds[slot], texts.groups[slot]
-        begin, end, limit, limited = lines.known[slot], np.int64(lines.ends[slot]), np.int64(limits[slot]), factor <= 0
+        line, group = lines.lines[slot], texts.groups[slot]
+        begin, end, limit = lines.known[slot], np.int64(lines.ends[slot]), np.int64(limits[slot])
+        if end >= limit:
+            continue
         own = Log(texts.rows[slot], texts.heads[slot], log.levels, 1)
-        while end < limit:
-            path, guessed, longest, length, best, cut = 1.0, end - begin, 0, 0, 0.0, False
-            for at in range(begin, end):
-                path *= odds[at]
-            noise = (texts.seeds[slot], texts.bases[slot] + end, texts.noisy[slot])
-            for source in range(1 + log.scopes if group >= 0 else 1):
-                if source == 0:
-                    matched, votes = _find(own, 0, begin - 1, line, end, high, scratch[0])
-                else:
-                    newest, scope = (count - 1) % len(log.rows), group if source == 1 else ALL
-                    matched, votes = _find(log, scope, newest, line, end, high, scratch[0])
-                room = limit - end
-                if not limited:
-                    room = min(room, np.int64(factor * max(matched - guessed, 0)) - guessed)
-                rows = own.rows if source == 0 else log.rows
-                size, score, ended = _follow(rows, votes, room, floor, path, noise, scratch, tokens, shares)
-                if score > best and (length == 0 or matched >= longest):
-                    longest, length, best, cut = matched, size, score, ended
-                    line[end : end + size], odds[end : end + size] = tokens[:size], shares[:size]
-            if not limited and length:
-                limit, limited = min(limit, begin + np.int64(factor * (longest - guessed))), True
-            end += length
-            if not length or not cut:
-                break
-        lines.ends[slot] = end
+        guessed, longest, length, best = end - begin, 0, 0, 0.0
+        noise = (texts.seeds[slot], texts.bases[slot] + end, texts.noisy[slot])
+        for source in range(1 + log.scopes if group >= 0 else 1):
+            if source == 0:
+                matched, votes = _find(own, 0, begin - 1, line, end, high, scratch[0])
+            else:
+                newest, scope = (count - 1) % len(log.rows), group if source == 1 else ALL
+                matched, votes = _find(log, scope, newest, line, end, high, scratch[0])
+            room = limit - end
+            if factor > 0.0:
+                room = min(room, np.int64(factor * max(matched - guessed, 0)) - guessed)
+            rows = own.rows if source == 0 else log.rows
+            size, score = _follow(rows, votes, room, floor, noise, scratch, tokens)
+            if score > best and (length == 0 or matched >= longest):
+                longest, length, best = matched, size, score
+                line[end : end + size] = tokens[:size]
+        lines.ends[slot] = end + length

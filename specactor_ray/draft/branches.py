@@ -18,13 +18,11 @@ import numpy as np
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import _kernels as kernels
-from specactor_ray.draft._kernels import FREE as FREE
-from specactor_ray.draft._kernels import GAPS as GAPS
-from specactor_ray.draft._kernels import MAIN as MAIN
-from specactor_ray.draft._kernels import RANKS as RANKS
+from specactor_ray.draft._kernels import FREE, GAPS, MAIN, RANKS
 from specactor_ray.draft.slots import MirrorTable
 from specactor_ray.transport.messages import NO_BRANCHES, Branches
 
+__all__ = ["FREE", "GAPS", "MAIN", "RANKS"]  # names of `_kernels` for other modules
 GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])
 """Ends of the ranges of gaps between scores (logits over temperature, plus noise)."""
 UNKNOWN = np.zeros(0)
@@ -36,11 +34,10 @@ class Chains(NamedTuple):
 
     slots: np.ndarray
     numbers: np.ndarray
-    """`MAIN`, or the number of the branch."""
+    """`MAIN`, or the number of the branch; index in the line at which a branch that begins with this forward leaves the
+    main chain, else `FREE`; tokens that each chain reads, at least 1 (a branch reads one)."""
     begins: np.ndarray
-    """Index in the line at which a branch that begins with this forward leaves the main chain; else `FREE`."""
     counts: np.ndarray
-    """Tokens that each chain reads, at least 1; a branch reads one."""
 
     def at(self, chosen: np.ndarray) -> Chains:
         """The chains chosen by bool `(n,)`."""
@@ -48,7 +45,7 @@ class Chains(NamedTuple):
 
 
 class BranchTable:
-    """Candidates of main chains and up to `most` branches of each slot, beside a `MirrorTable`.
+    """Candidates of the main chains in `mirrors`, and up to `most` branches of each slot.
 
     Rows of the drafter's cache are kept with the branches; the caller defines their meaning. `gaps` and `others` have
     one more place than branches: that of the main chain, the last one. Both are stored at their index in the line
@@ -56,25 +53,23 @@ class BranchTable:
     to the end of the tail it is drafted again, and another token replaces the rest.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, mirrors: MirrorTable, most: int) -> None:
+        self.most, self._mirrors = most, mirrors
         self.ats, self.lengths, self.ranks = np.zeros((3, 0, most), np.int32)
-        """int32 `(slots, most)`: index in the line at which the branch leaves the main chain (`FREE`: no branch); its
-        tokens; the candidate with which it begins, from 1."""
+        """`(slots, most)`: index in the line at which the branch leaves the main chain (`FREE`: no branch); its tokens;
+        the candidate with which it begins, from 1. `rows`: rows of the cache."""
         self.rows = np.zeros((0, most), np.int64)
-        """int64 `(slots, most)`: rows of the cache."""
         self.tokens = np.zeros((0, most, 1), np.int32)
-        """int32 `(slots, most, width)`: tokens of the branches."""
+        """`(slots, most, width)`: tokens of the branches."""
         self.others = np.zeros((0, most + 1, 1, RANKS), np.int32)
-        """int32 `(slots, most + 1, width, RANKS)`: candidates from the second on of each token."""
+        """`(slots, most + 1, width, RANKS)`: candidates from the second on of each token. `gaps`, `(slots, most + 1,
+        width)`: range of the gap between the first two scores; `FREE`: unknown."""
         self.gaps = np.zeros((0, most + 1, 1), np.int32)
-        """int32 `(slots, most + 1, width)`: range of the gap between the first two scores; `FREE`: unknown."""
         self.opened = np.zeros((0, 1), np.int32)
-        """int32 `(slots, width)`: bit `r`: a branch was opened with candidate `r + 1` of the main chain's token."""
+        """`(slots, width)`: bit `r`: a branch was opened with candidate `r + 1` of the main chain's token."""
         self.evidence = np.zeros((2, RANKS + 1, GAPS))
         """Hits and tries of each candidate where those before it were wrong, by range of the gap."""
         self.arrays = _PLANES(self)
-        """Most of these arrays, for kernels."""
 
     def fit(self, slots: int, window: int) -> np.ndarray:
         """Make room for tails of `window` tokens. If the width grows, all branches end; returns their rows."""
@@ -92,11 +87,11 @@ class BranchTable:
         self.arrays = _PLANES(self)
         return freed
 
-    def settle(self, mirrors: MirrorTable, main_rows: np.ndarray, *commits: np.ndarray) -> np.ndarray:
+    def settle(self, main_rows: np.ndarray, *commits: np.ndarray) -> np.ndarray:
         """Compare the branches with commits (see `Proposer.commit`), right before `MirrorTable.commit` of the same.
         `main_rows`, int64 `(slots,)`, change where a branch takes the place of a main chain. Returns freed rows."""
         arrays = [np.array(array, np.int32) for array in commits]
-        freed: np.ndarray = kernels.settle(self.arrays, mirrors.arrays, main_rows, *arrays)
+        freed: np.ndarray = kernels.settle(self.arrays, self._mirrors.arrays, main_rows, *arrays)
         return freed
 
     def release(self, slots: np.ndarray | int) -> np.ndarray:
@@ -108,7 +103,6 @@ class BranchTable:
 
     def plan(
         self,
-        mirrors: MirrorTable,
         tips: np.ndarray,
         reading: np.ndarray,
         ahead: np.ndarray,
@@ -121,36 +115,23 @@ class BranchTable:
         the fewest tokens to read first, then branches of `ahead`. Main chains with room in their tails are taken in any
         case, other chains by the chance that their next token is needed. New branches have one token and no row.
 
-        Args:
-            reading, ahead: bool `(slots,)`: slots that read first, and slots whose chains are extended.
-            backlogs: int64 `(slots,)`: tokens that a main chain reads, at least 1.
-            longest: Most tokens of a line.
-            forward_s: float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... chains; if given, only as many
-                chains are taken as give the most needed tokens per second.
+        `reading`, `ahead`, bool `(slots,)`: slots that read first, and slots whose chains are extended. `backlogs`,
+        int64 `(slots,)`: tokens that a main chain reads, at least 1. `longest`: most tokens of a line. `forward_s`,
+        float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... chains; if given, only as many chains are taken as
+        give the most needed tokens per second.
         """
         slots = reading, ahead, backlogs
-        return Chains(*kernels.plan(self.arrays, mirrors.arrays, tips, longest, forward_s, *slots, budget))
+        return Chains(*kernels.plan(self.arrays, self._mirrors.arrays, tips, longest, forward_s, *slots, budget))
 
     def read(
-        self,
-        mirrors: MirrorTable,
-        tips: np.ndarray,
-        origins: np.ndarray,
-        cached: np.ndarray,
-        chains: Chains,
-        rows: np.ndarray,
+        self, tips: np.ndarray, origins: np.ndarray, cached: np.ndarray, chains: Chains, rows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens that chains read, int32 `(sum of counts,)`; by chain the index in the line of the next token, and
-        whether all tokens before that one are then read.
-
-        Args:
-            origins: int64 `(slots,)`: index in the line of the first token in the cache.
-            cached: int64 `(rows,)`: tokens of each row of the cache.
-            rows: int64 `(n,)`: row of each chain.
-        """
-        slots, numbers, _, counts = chains
+        whether all tokens before that one are then read. int64: `origins` `(slots,)`, index in the line of the first
+        token in the cache; `cached`, tokens of each row of the cache; `rows` `(n,)`, row of each chain."""
+        (slots, numbers, _, counts), mirror = chains, self._mirrors.arrays
         found: tuple[np.ndarray, np.ndarray, np.ndarray]
-        found = kernels.read(self.arrays, mirrors.arrays, tips, origins, cached, slots, numbers, counts, rows)
+        found = kernels.read(self.arrays, mirror, tips, origins, cached, slots, numbers, counts, rows)
         return found
 
     def close_all(self) -> np.ndarray:
@@ -163,28 +144,19 @@ class BranchTable:
         """Give up a branch that has no row."""
         self.ats[slot, number] = FREE
 
-    def append(
-        self, mirrors: MirrorTable, tips: np.ndarray, chains: Chains, tokens: np.ndarray, gaps: np.ndarray
-    ) -> np.ndarray:
+    def append(self, tips: np.ndarray, chains: Chains, tokens: np.ndarray, gaps: np.ndarray) -> np.ndarray:
         """Append the token that each chain drafted, and update `tips`; chains that were given up are left out.
-
-        Args:
-            tokens: int32 `(n, 1 + RANKS)`, or `(n, 1)` without branches: that token and the other candidates, -1 where
-                there is none.
-            gaps: int32 `(n,)`: see `ranges_of`.
-
-        Returns:
-            bool `(n,)`: False where a tail did not change.
-        """
+        `tokens`, int32 `(n, 1 + RANKS)`, or `(n, 1)` without branches: that token and the other candidates, -1 where
+        there is none; `gaps`: see `ranges_of`. Returns bool `(n,)`: False where a tail did not change."""
         changed: np.ndarray
-        changed = kernels.append(self.arrays, mirrors.arrays, tips, chains.slots, chains.numbers, tokens, gaps)
+        changed = kernels.append(self.arrays, self._mirrors.arrays, tips, chains.slots, chains.numbers, tokens, gaps)
         return changed
 
-    def published(self, mirrors: MirrorTable, slots: np.ndarray) -> Branches:
+    def published(self, slots: np.ndarray) -> Branches:
         """Branches with two tokens or more of these slots' tails: the target finds the first token itself."""
         if not len(slots):
             return NO_BRANCHES
-        return Branches(*kernels.published(self.arrays, mirrors.arrays, np.asarray(slots, np.int32)))
+        return Branches(*kernels.published(self.arrays, self._mirrors.arrays, np.asarray(slots, np.int32)))
 
 
 _PLANES = operator.attrgetter(*kernels.Planes._fields)
@@ -199,11 +171,12 @@ def ranges_of(gaps: np.ndarray) -> np.ndarray:
 @functools.cache
 def warm_up() -> None:
     """Compile or load the kernels."""
-    table, mirrors, zero, long = BranchTable(1), MirrorTable(), np.zeros(1, np.int32), np.zeros(1, np.int64)
+    mirrors, zero, long = MirrorTable(), np.zeros(1, np.int32), np.zeros(1, np.int64)
+    table = BranchTable(mirrors, 1)
     mirrors.open(0, (1,), (), SamplingParams(), 4)
     table.fit(1, 4)
-    chains = table.plan(mirrors, mirrors.ends, zero > 0, zero == 0, long + 1, 4)
-    table.read(mirrors, mirrors.ends, long, long, chains, long)
-    table.append(mirrors, mirrors.ends, chains, np.ones((1, 1 + RANKS), np.int32), zero)
-    table.settle(mirrors, long, zero, zero, zero + 1, zero + 2)
-    table.published(mirrors, zero)
+    chains = table.plan(mirrors.ends, zero > 0, zero == 0, long + 1, 4)
+    table.read(mirrors.ends, long, long, chains, long)
+    table.append(mirrors.ends, chains, np.ones((1, 1 + RANKS), np.int32), zero)
+    table.settle(long, zero, zero, zero + 1, zero + 2)
+    table.published(zero)

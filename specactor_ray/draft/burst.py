@@ -86,9 +86,8 @@ class Burst(NamedTuple):
     tokens: np.ndarray
     """The token that each row reads first; `places` and `features` are its sequence position and its features."""
     ends: np.ndarray
-    """Index in the line of the token that each row draws first."""
+    """Index in the line of the token that each row draws first; tokens to draft, 1 to `LONGEST`."""
     shares: np.ndarray
-    """Tokens to draft for each row, at least 1, at most `LONGEST`."""
     places: np.ndarray
     rules: np.ndarray
     """Entries of `Rules.table`."""

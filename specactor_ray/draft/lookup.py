@@ -4,8 +4,8 @@ Let `text` be prompt, committed output and tail, and `known` its part without th
 the outputs of the same prompt; with two scopes all outputs of the run, finished or not. In each source the occurrences
 of the longest match of the end of `text` are followed by vote. A later source replaces an earlier one if its match is
 at least as long and its expected accepted length (the sum of the path's probabilities) is larger; any source replaces
-one without a guess. If the texts end before the window is full, the search continues with the guess as context. Tails
-never enter an index. Other lookups derive from `RowProposer` (`draft/slots.py`). See docs/design/suffix-drafter.md.
+one without a guess. Tails never enter an index. Other lookups derive from `RowProposer` (`draft/slots.py`). See
+docs/design/suffix-drafter.md.
 """
 
 from __future__ import annotations
@@ -57,18 +57,17 @@ class LookupProposer(SlotProposer):
     """Drafts by look-ups, on token ids of any vocabulary.
 
     The outputs of the run are in one `TokenLog`, each behind the end of its prompt, which is context only. An output
-    that is opened again, or is finished elsewhere after it began here, is written again.
-
-    The arguments are keys of `drafters` (`config/schema.py`); None: the default of the method. `history_tokens` 0: only
-    a request's own text is looked up; `length_factor` 0: no limit of the length.
+    that is opened again, or is finished elsewhere after it began here, is written again. The arguments are keys of
+    `drafters` (`config/schema.py`); None: the default of the method. `history_tokens` 0: only a request's own text is
+    looked up; `length_factor` 0: no limit of the length.
     """
 
     vocab_size: int | None = None
     scopes: int
-    """1: outputs of the same prompt are searched. 2: also outputs of all prompts."""
+    """1: outputs of the same prompt are searched. 2: also outputs of all prompts. Then defaults of `history_tokens`,
+    `length_factor`, `min_probability` and `shared_noise`."""
     history: int
     factor, floor, noise = 0.0, 0.0, False
-    """`history` to `noise`: defaults of `history_tokens`, `length_factor`, `min_probability` and `shared_noise`."""
     _by_slot = (*SlotProposer._by_slot, "_indexed", "_groups", "_lasts", "_written", "_seeds", "_bases", "_noisy")
 
     def __init__(
@@ -90,10 +89,9 @@ class LookupProposer(SlotProposer):
         self._log_shape = max(kept, 1), min_match, max_match, self.scopes
         self._log = TokenLog(*self._log_shape)
         self._indexed, self._groups, self._lasts, self._written = np.zeros((4, 0), np.int64)
-        self._seeds, self._bases = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-        self._noisy, self._odds = np.zeros(0, np.bool_), np.zeros((0, 0))
-        self._own_rows, self._own_heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
-        """These ten arrays: see `_lookup_kernels.Texts`."""
+        self._seeds, self._bases, self._noisy = np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_)
+        self._rows, self._heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
+        """These nine arrays: see `_lookup_kernels.Texts`."""
         nothing = np.zeros(0, np.int32)  # compiles or loads the kernels (some seconds on the first run of a machine)
         self._log.write(nothing, 0, -1)
         self._write(nothing)
@@ -121,11 +119,6 @@ class LookupProposer(SlotProposer):
         """Tokens of outputs, with the ends of their prompts, in the history."""
         return min(self._log.count, len(self._log.rows))
 
-    @property
-    def history_bytes(self) -> int:
-        """Bytes reserved for outputs and for the text of open requests, untouched pages included."""
-        return sum(array.nbytes for array in (self._log.rows, self._log.heads, self._own_rows, self._own_heads))
-
     def _enter(self, slot: int, late: bool) -> bool:
         sampling, prompt = self.samplings[slot], self.mirrors.prompt(slot)
         self._seeds[slot], self._noisy[slot] = sampling.seed, self._shared_noise and sampling.temperature > 0.0
@@ -146,12 +139,10 @@ class LookupProposer(SlotProposer):
     def _write(self, slots: np.ndarray) -> None:
         """Add the newly committed tokens to the logs."""
         log, (have, width) = self._log, self.mirrors.lines.shape
-        if self._odds.shape != (have, width):  # the lines have grown: index all texts again
+        if self._rows.shape[:2] != (have, width):  # the lines have grown: index all texts again
             columns = len(log.arrays[2])
-            self._own_rows = np.zeros((have, width, kernels.LINKS + columns), np.int32)
-            self._own_heads = np.zeros((have, columns * width), np.int32)
-            old, self._odds = self._odds, np.zeros((have, width))
-            self._odds[: old.shape[0], : old.shape[1]] = old
+            self._rows = np.zeros((have, width, kernels.LINKS + columns), np.int32)
+            self._heads = np.zeros((have, columns * width), np.int32)
             self._indexed[:] = 0
             slots = np.append(np.flatnonzero(self._placed).astype(np.int32), slots)
         log.count = kernels.advance(self.mirrors.arrays, _TEXTS(self), log.arrays, log.count, slots)
@@ -161,16 +152,12 @@ class LookupProposer(SlotProposer):
         kernels.fill(mirrors.arrays, mirrors.limits, _TEXTS(self), log.arrays, log.count, *self._limits, placed)
 
 
-_TEXTS = operator.attrgetter(
-    "_own_rows", "_own_heads", *(f"_{name}" for name in kernels.Texts._fields if name not in ("rows", "heads"))
-)
+_TEXTS = operator.attrgetter(*(f"_{name}" for name in kernels.Texts._fields))
 
 
 class NgramProposer(LookupProposer):
     """`ngram`: the request's own text and outputs of the same prompt; fills the window wherever there is a match.
-
-    Prompt lookup decoding (Saxena, 2023) with the other samples of the prompt, as in SuffixDecoding.
-    """
+    Prompt lookup decoding (Saxena, 2023) with the other samples of the prompt, as in SuffixDecoding."""
 
     method = "ngram"
     traits = BUILT_IN[method].traits

@@ -1,4 +1,4 @@
-"""The draft loop: drafts ahead of the last known commits and publishes whole tails.
+"""The draft loop: drafts ahead of the last known commits, publishes whole tails, and watches how many are right.
 
 A plain class around a proposer, without Ray: a verifier is a link. Other threads deliver messages and commands; one
 thread calls `run`.
@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
+from specactor_ray.config.methods import Checkpoint, Traits
 from specactor_ray.config.schema import MAX_BRANCHES
 from specactor_ray.core.clock import IDLE_WAIT_S, SYSTEM, Clock, Loop
 from specactor_ray.core.environment import fallbacks
-from specactor_ray.draft.health import Health, checksum
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.plan.costs import StepCost
@@ -31,6 +32,65 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 8
 _MOST_COSTS = 31
 """Most measurements of the seconds per draft token that are kept."""
+ENOUGH = 200
+"""Wrong draft tokens in a row that raise the alarm. With 3% right tokens, one such row in 440 is a false alarm."""
+_SAMPLED = 1024
+"""Most values of a tensor in a checksum, evenly spread."""
+
+
+def checksum(state_dict: Mapping[str, Any]) -> str:
+    """Checksum of names and sampled values of tensors, on any device: eight hex digits, or empty without tensors."""
+    total = 0
+    for name in sorted(state_dict):
+        values = state_dict[name].detach().reshape(-1)
+        sample = values[:: values.numel() // _SAMPLED + 1].float().cpu().numpy()
+        total = crc32(sample.tobytes(), crc32(name.encode(), total))
+    return f"{total:08x}" if state_dict else ""
+
+
+class Health:
+    """Counts since the newest weights, and the alarm of a drafter. Not thread-safe, except `to_dict`. Methods without
+    weights have no alarm: a lookup finds nothing right where outputs do not repeat."""
+
+    def __init__(self, drafter_id: str, method: str, traits: Traits) -> None:
+        self._drafter_id, self._method = drafter_id, method
+        self._has_weights = traits.checkpoint is not Checkpoint.NONE or (traits.draws_noise and not traits.looks_up)
+        self._version, self._checksum = 0, ""
+        self._tried = self._right = self._missed = 0
+        self._seen = (0, 0)
+        self._alarm = False
+
+    def renew(self, version: int, weights: str) -> None:
+        """Begin the counts of new weights with this checksum. An alarm stays until a token is right."""
+        self._version, self._checksum = version, weights
+        self._tried = self._right = self._missed = 0
+
+    def observe(self, tried: int, right: int) -> str:
+        """Take the totals of `Proposer.judged`. Returns a message for the log when the alarm begins or ends."""
+        tries, hits = tried - self._seen[0], right - self._seen[1]
+        if not tries:
+            return ""
+        self._seen = tried, right
+        self._tried, self._right = self._tried + tries, self._right + hits
+        self._missed = 0 if hits else self._missed + tries
+        was, self._alarm = self._alarm, self._has_weights and self._missed >= (1 if self._alarm else ENOUGH)
+        name = f"{self._drafter_id} ({self._method})"
+        if self._alarm and not was:
+            return (
+                f"{name}: none of its last {self._missed} draft tokens was right, with weights of version "
+                f"{self._version} (checksum {self._checksum or 'none'}). Outputs are not affected, their speed is. "
+                "Fix: compare the checksum with those of other drafters (specactor status); check drafters.N.model, "
+                "follow_policy and online of the method, or remove it"
+            )
+        if was and not self._alarm:
+            return f"{name}: its draft tokens are right again, with weights of version {self._version}"
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Method, version and checksum of the weights, draft tokens `tried` and `right` since then, `missed` since the
+        last right one, and `alarm`."""
+        names = ("method", "version", "checksum", "tried", "right", "missed", "alarm")
+        return {name: getattr(self, f"_{name}") for name in names}
 
 
 class DraftLoop(Loop):
@@ -84,9 +144,8 @@ class DraftLoop(Loop):
         counters["cost"] = self._cost.points()
         counters["failures"] = len(self._requests.failures) + len(getattr(self.proposer, "failures", ()))
         counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._links.items()}
-        for name in ("history_tokens", "history_bytes"):
-            if hasattr(self.proposer, name):
-                counters[name] = getattr(self.proposer, name)
+        if hasattr(self.proposer, "history_tokens"):
+            counters["history_tokens"] = self.proposer.history_tokens
         return counters
 
     # ---- the loop ----

@@ -52,7 +52,7 @@ class ModelProposer(SlotProposer):
         capturer: CudaCapturer | None = None,
     ) -> None:
         super().__init__(max_batch)
-        self.branches = BranchTable(branches)
+        self.branches = BranchTable(self.mirrors, branches)
         cache = runner.cache
         self._cache, self._shared_noise, self._ids = cache, shared_noise, runner.ids
         self.vocab_size: int | None = runner.vocab_size
@@ -72,12 +72,12 @@ class ModelProposer(SlotProposer):
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
-            self._cache.free_rows(self.branches.settle(self.mirrors, self._rows, slots, starts, lengths, tokens))
+            self._cache.free_rows(self.branches.settle(self._rows, slots, starts, lengths, tokens))
         return super().commit(slots, starts, lengths, tokens)
 
     def tails(self, slots: np.ndarray) -> Tails:
         tails = super().tails(slots)
-        return tails._replace(branches=self.branches.published(self.mirrors, slots)) if self.branches.most else tails
+        return tails._replace(branches=self.branches.published(slots)) if self.branches.most else tails
 
     @property
     def _tips(self) -> np.ndarray:
@@ -123,8 +123,7 @@ class ModelProposer(SlotProposer):
 
     def _plan(self, reading: np.ndarray, ahead: np.ndarray, backlogs: np.ndarray) -> Chains:
         """See `BranchTable.plan`."""
-        chains = self.mirrors, self._tips, reading, ahead, backlogs
-        return self.branches.plan(*chains, self.budget, self.max_len, self.forward_s)
+        return self.branches.plan(self._tips, reading, ahead, backlogs, self.budget, self.max_len, self.forward_s)
 
     def _forward(self, chains: Chains, most: int) -> tuple[int, list[np.ndarray]]:
         """Draft a token for each of the chains that fit, or up to `most` of them in a burst. Returns the number of rows
@@ -132,9 +131,7 @@ class ModelProposer(SlotProposer):
         chains, rows = self._reserve(chains, self._rows_of(chains))
         if not len(rows):
             return 0, [chains.slots]
-        tokens, ends, complete = self.branches.read(
-            self.mirrors, self._tips, self._origins, self._cache.lengths, chains, rows
-        )
+        tokens, ends, complete = self.branches.read(self._tips, self._origins, self._cache.lengths, chains, rows)
         alike = len(rows) if len(tokens) == len(rows) else 0
         rules, bursts = self._rules.table[chains.slots], self._bursts
         if bursts is not None and alike and complete.all() and bursts.takes(rows, rules):
@@ -170,7 +167,7 @@ class ModelProposer(SlotProposer):
         self._rules.write([slot], [sampling], [-int(self.mirrors.prompts[slot])])
         return True
 
-    def _leave(self, slot: int, finished: bool) -> None:
+    def _leave(self, slot: int) -> None:
         self._cache.free_rows(np.append(self.branches.release(slot), self._rows[slot]))
 
     def _drop_branches(self) -> None:
@@ -228,7 +225,8 @@ class ModelProposer(SlotProposer):
             if numbers[i] == MAIN:  # NaN: a whole window is wrong
                 self.judged[0] += self.mirrors.windows[slots[i]]
             self._give_up_chain(int(slots[i]), int(numbers[i]))
-        return slots[self.branches.append(self.mirrors, self._tips, chains, tokens, ranges_of(gaps))]
+        changed: np.ndarray = slots[self.branches.append(self._tips, chains, tokens, ranges_of(gaps))]
+        return changed
 
 
 class DraftModelProposer(ModelProposer):

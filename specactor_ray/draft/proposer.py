@@ -8,19 +8,24 @@ and the list of built-in methods are in `config/methods.py`. Drafts never change
 from __future__ import annotations
 
 import abc
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of
+from specactor_ray.config.methods import BUILT_IN, NO_TRAITS, class_of, reads_head
 from specactor_ray.core.errors import ConfigError, SpecActorError, clipped, clipped_text
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.transport.messages import NO_BRANCHES, Branches, Features, FinishedOutput
 
 if TYPE_CHECKING:
     from specactor_ray.config.methods import DrafterSpec
-    from specactor_ray.config.schema import TargetConfig
+    from specactor_ray.config.schema import DrafterConfig, TargetConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 class Tails(NamedTuple):
@@ -56,27 +61,45 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return length
 
 
-class Proposer(abc.ABC):
-    """Interface of a draft method.
+class Failures:
+    """Counts failures by the kind of error. Logs the first one of a kind with its traceback, and then the 10th, the
+    100th and so on."""
 
-    A request has a slot, a small number that is reused, from `open` to `close`. Positions are output positions.
-    """
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+
+    def __len__(self) -> int:
+        """Number of failures."""
+        return self._counts.total()
+
+    def add(self, what: str, error: BaseException) -> None:
+        """Count a failure; `what`: name of the failed work in the log."""
+        kind = type(error).__name__
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 1:
+            logger.error("%s; further failures with %s are counted", what, kind, exc_info=error)
+        elif str(count).strip("0") == "1":
+            logger.warning("%s: %s; %d failures with %s so far", what, error, count, kind)
+
+
+class Proposer(abc.ABC):
+    """Interface of a draft method. A request has a slot, a small number that is reused, from `open` to `close`.
+    Positions are output positions."""
 
     method: str
     vocab_size: int | None
     """Number of tokens of the drafter's vocabulary; None: any vocabulary."""
     traits = NO_TRAITS
     budget: int = 0
-    """Most rows of a forward, set before `extend`; 0: unknown, without branches."""
+    """Set before `extend`: most rows of a forward (0: unknown, without branches); `forward_s`, float64 `(budget + 1,)`,
+    seconds of a forward with 0, 1, ... rows (empty: unknown); `burst`, most tokens that models draft for each chain."""
     forward_s: np.ndarray = np.zeros(0)
-    """float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... rows, set before `extend`; empty: unknown."""
     burst: int = 1
-    """Most tokens that models draft for each chain in one `extend`, set before it."""
     drafted: int = 1
-    """Tokens that the newest `extend` drafted for each chain."""
+    """Set by `extend`: tokens that it drafted for each chain; `rows_drafted`, mean rows of its forwards, 0 if a row
+    read more than a token, or a forward changed no tail."""
     rows_drafted: int = 0
-    """Mean rows of a forward of the newest `extend`; 0 if a row read more than a token, or a forward changed no tail.
-    """
     judged: np.ndarray = np.zeros(2, np.int64)
     """int64 `(2,)`: draft tokens of main chains that commits tested after right ones, and how many were right."""
     required: tuple[str, ...] = ("method", "vocab_size")
@@ -92,25 +115,17 @@ class Proposer(abc.ABC):
         sampling: SamplingParams,
         window: int,
     ) -> None:
-        """Start a mirror of this request, replacing one in the same slot.
-
-        Args:
-            slot: 0 or more, and below the largest number of requests ever open at once.
-            request_id: Unique; one that returns continues the same output.
-            window: Most tokens of the tail.
-        """
+        """Start a mirror of this request, replacing one in the same `slot`: 0 or more, and below the largest number of
+        requests ever open at once. A `request_id` that returns continues the same output; `window`: most tokens of the
+        tail."""
 
     @abc.abstractmethod
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Take final output tokens of `n` requests: keep the parts of the tails that agree, drop the rest. Idempotent.
 
-        Args:
-            slots, starts, lengths: int32 `(n,)`; `starts` are output positions of first tokens.
-            tokens: int32 `(sum of lengths,)`, request by request.
-
-        Returns:
-            bool `(n,)`: False where the slot is not open, tokens before `start` are missing (a gap), or the tokens
-            contradict committed tokens; the request is then opened again.
+        int32 `(n,)` each: `slots`, `starts` (output positions of first tokens) and `lengths`; `tokens` are those of all
+        requests in turn. Returns bool `(n,)`: False where the slot is not open, tokens before `start` are missing (a
+        gap), or the tokens contradict committed tokens; the request is then opened again.
         """
 
     @abc.abstractmethod
@@ -168,3 +183,22 @@ def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Pr
         fix = "set method and vocab_size in the class, and call super().__init__() in its constructor."
         raise ConfigError(key, f"{method} is made without {', '.join(missing)}.", fix)
     return proposer
+
+
+def footprint(drafter: DrafterConfig, target: TargetConfig, total: float | None) -> float:
+    """Bytes of weights and cache of one drafter, whose data type is resolved; 0 without a model. `total`: bytes of its
+    GPU; None on the CPU."""
+    from specactor_ray.models.cache_size import count_parameters, drafter_cache_bytes
+    from specactor_ray.models.loading import parse_dtype
+
+    if not drafter.model:
+        return 0.0
+    if reads_head(drafter.method):
+        from specactor_ray.draft.eagle.checkpoint import empty_head
+
+        head = empty_head(drafter.model, target)
+        size, text = sum(parameter.numel() for parameter in head.parameters()), head.config.text
+    else:
+        size, text = count_parameters(drafter.model, drafter.trust_remote_code)
+    itemsize = parse_dtype(drafter.dtype, total is not None).itemsize
+    return float(size * itemsize + drafter_cache_bytes(drafter, text, itemsize, total))

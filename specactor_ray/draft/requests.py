@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.draft.health import Failures
-from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.proposer import Failures, Proposer
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, TailBatch
 

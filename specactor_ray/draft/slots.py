@@ -15,8 +15,7 @@ import numpy as np
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import _kernels
-from specactor_ray.draft.health import Failures
-from specactor_ray.draft.proposer import Proposer, Tails
+from specactor_ray.draft.proposer import Failures, Proposer, Tails
 from specactor_ray.transport.messages import FinishedOutput
 
 _MOST = 2**31 - 1
@@ -153,7 +152,7 @@ class SlotProposer(Proposer):
         """Take resources for a request, at its `open` or, if `late`, at a commit. False: there are none now."""
         return True
 
-    def _leave(self, slot: int, finished: bool) -> None:
+    def _leave(self, slot: int) -> None:
         """Free what `_enter` took; the mirror is still open. Called for requests with a place only."""
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
@@ -192,7 +191,7 @@ class SlotProposer(Proposer):
         if not self.mirrors.is_open(slot):
             return
         try:
-            self._give_up(slot, finished)
+            self._give_up(slot)
         finally:
             self._waiting[slot] = self._unanswered[slot] = False
             self.mirrors.close(slot)
@@ -204,12 +203,12 @@ class SlotProposer(Proposer):
             self._places -= 1
             self._placed[slot], self._waiting[slot] = True, False
 
-    def _give_up(self, slot: int, finished: bool = False) -> None:
+    def _give_up(self, slot: int) -> None:
         """Stop drafting for a request and free its place."""
         if self._placed[slot]:
             self._placed[slot] = False
             self._places += 1
-            self._leave(slot, finished)
+            self._leave(slot)
 
     def _fit(self, slots: int) -> None:
         for name in self._by_slot:

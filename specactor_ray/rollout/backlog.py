@@ -1,4 +1,4 @@
-"""Which verifier gets which request: the waiting ones, those whose verifier failed, and moves at the end of a rollout.
+"""Which verifier gets which request: the waiting ones, and those whose verifier failed.
 
 Pure bookkeeping: no Ray, no clock.
 """
@@ -6,11 +6,9 @@ Pure bookkeeping: no Ray, no clock.
 from __future__ import annotations
 
 import heapq
-from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from specactor_ray.rollout.journal import Journal, JournalEntry
 from specactor_ray.target.base import TargetRequest
@@ -25,13 +23,6 @@ ACQUITTED_AFTER = 16
 """Output tokens beyond the journaled position at the failure: tokens that may have been committed but not journaled."""
 MAX_DEATHS, MOST_DEATHS = 3, 8
 """Smallest and largest number of failures alone, in a row and without progress, that convict."""
-MAX_MOVES = 2
-"""Number of moves after which a request stays."""
-_LEAST_EXPECTED = 32
-"""Smallest number of expected remaining output tokens of a request."""
-_HANDOVER_TOKENS = 16
-"""Cost of a move besides the prefill, in decoded tokens: a few steps without this request, and the tokens that the old
-verifier committed and that are not journaled."""
 
 
 class Backlog:
@@ -59,8 +50,6 @@ class Backlog:
         """Requests that were taken off their verifier."""
         self._fresh: dict[int, OrderedDict[tuple[int, str | None], _Flow]] = {}
         """Priority → stream and session → requests, in the order of their turns."""
-        self._priorities: list[int] = []
-        """The keys of `_fresh`, ascending."""
         self._homes: OrderedDict[str, str] = OrderedDict()
         """Session → verifier."""
 
@@ -72,8 +61,6 @@ class Backlog:
     def add(self, request_ids: Iterable[str]) -> None:
         """Append requests behind all others of their priority and flow."""
         for entry in map(self._journal.entries.__getitem__, request_ids):
-            if entry.priority not in self._fresh:
-                insort(self._priorities, entry.priority)
             flows = self._fresh.setdefault(entry.priority, OrderedDict())
             flows.setdefault((entry.stream, entry.session), OrderedDict())[entry.request_id] = None
             self.single += not entry.stream
@@ -114,21 +101,6 @@ class Backlog:
             batches.setdefault(verifier_id, []).append(self._journal.hand_to(entry.request_id, verifier_id))
         return batches
 
-    def level(self, verifiers: Sequence[str]) -> tuple[list[tuple[Move, int]], Batches]:
-        """Move requests between these verifiers where that pays (`plan_moves`). Returns the moves with the attempts
-        that they end, and the requests to submit."""
-        batches: Batches = {}
-        ended: list[tuple[Move, int]] = []
-        loads = {name: self._journal.load(name) for name in verifiers if not self.quarantine.occupies(name)}
-        for move in plan_moves(loads, self._journal.owned_by):
-            entry = self._journal.entries[move.request_id]
-            ended.append((move, entry.attempt))
-            entry.moves += 1
-            if entry.session is not None:
-                self.set_home(entry.session, move.target)
-            batches.setdefault(move.target, []).append(self._journal.hand_to(move.request_id, move.target))
-        return ended, batches
-
     def release(self) -> None:
         """End one hold."""
         self.holds -= 1
@@ -146,7 +118,6 @@ class Backlog:
         self.quarantine.clear()
         self._again.clear()
         self._fresh.clear()
-        self._priorities.clear()
         self.single = 0
 
     def _take(self, free: Collection[str]) -> JournalEntry | None:
@@ -154,8 +125,7 @@ class Backlog:
         entries, load = self._journal.entries, self._journal.load
         if self._again:
             return entries[self._again.popitem(last=False)[0]]
-        for priority in () if self.holds else self._priorities:
-            flows = self._fresh[priority]
+        for _, flows in () if self.holds else sorted(self._fresh.items()):
             for (_, session), flow in flows.items():
                 home = self._homes.get(session, "") if session is not None else ""
                 if home not in free or load(home) < self._outstanding:
@@ -175,7 +145,6 @@ class Backlog:
             del flows[key]
         if not flows:
             del self._fresh[entry.priority]
-            self._priorities.remove(entry.priority)
 
     def _take_suspects(self, verifiers: Sequence[str], batches: Batches) -> list[str]:
         """Put suspects into `batches`, each group alone; returns the verifiers that may be given ordinary requests."""
@@ -203,11 +172,9 @@ class Quarantine:
     """Suspects: requests whose verifier failed. They run apart from the others, in ever smaller groups, until one is
     alone; each is in a group that waits or at a verifier.
 
-    One request can crash every verifier it is given to. Other requests on that verifier must not fail with it, and
-    requests must not fail for deaths that none of them caused. Sampling is keyed, so a request that killed its verifier
-    kills the next one at the same output position: a suspect that passes that position is acquitted. A suspect that
-    runs alone, makes no progress and loses `MAX_DEATHS` verifiers in a row is the cause; more are needed if verifiers
-    fail without it at the same time, since then there is another problem.
+    Sampling is keyed, so a request that killed its verifier kills the next one at the same output position: a suspect
+    that passes that position is acquitted. A suspect that runs alone, makes no progress and loses `MAX_DEATHS`
+    verifiers in a row is the cause; more are needed if verifiers fail without it at the same time.
     """
 
     def __init__(self) -> None:
@@ -308,72 +275,3 @@ class Quarantine:
     def _wait(self, group: _Group) -> None:
         self._waiting.append(group)
         self._group_of.update(dict.fromkeys(group.members, group))
-
-
-class Move(NamedTuple):
-    """Move of a request from one verifier to another."""
-
-    request_id: str
-    source: str
-    target: str
-
-
-def plan_moves(loads: Mapping[str, int], requests_at: Callable[[str], Iterable[JournalEntry]]) -> list[Move]:
-    """Moves from the fullest to the emptiest verifiers, as long as their loads differ by 2 or more and a move pays.
-
-    A move that does not pay to the emptiest verifier pays to none, now and later in the plan.
-
-    Args:
-        loads: Verifier that can take requests → number of its requests.
-        requests_at: Requests of one of them; called only for verifiers that are too full.
-
-    Returns:
-        Moves to carry out together, each request at most once. The resulting loads cause no move back.
-    """
-    loads, moves = dict(loads), []
-    movable: dict[str, list[JournalEntry]] = {}
-    fullest = [(-load, verifier) for verifier, load in loads.items()]
-    heapq.heapify(fullest)
-    target = min(loads, key=loads.__getitem__, default="")
-    while fullest:
-        _, source = heapq.heappop(fullest)
-        at = loads[source], loads[target]
-        if at[0] - at[1] < 2:
-            break
-        if source not in movable:
-            movable[source] = [entry for entry in requests_at(source) if entry.moves < MAX_MOVES]
-        best = max(movable[source], key=lambda entry: gain(entry, *at), default=None)
-        if best is None or gain(best, *at) <= 0:
-            continue
-        moves.append(Move(best.request_id, source, target))
-        movable[source].remove(best)
-        loads[source] -= 1
-        loads[target] += 1
-        heapq.heappush(fullest, (-loads[source], source))
-        target = min(loads, key=loads.__getitem__)
-    return moves
-
-
-def gain(entry: JournalEntry, source_load: int, target_load: int) -> float:
-    """Saving of a move minus its cost, in positions of a forward pass; a move pays above 0.
-
-    A verify step of b requests takes about `b * v + β` seconds (SpecActor, arXiv 2511.16193, section 4), and a position
-    of a prefill costs about as much as one of a decode step, `v`. Moving one of L requests to a verifier with m saves
-    `(L - 1 - m) * v` per token for the moved request, and as much for all others taken together. It costs `v` for each
-    token of prompt and output that the new verifier has to read, which its m requests wait for as well.
-    """
-    sampling = entry.sampling
-    context = len(entry.prompt_token_ids) + entry.num_tokens if entry.has_begun else 0
-    remaining = expected_remaining(entry.num_tokens, sampling.max_tokens, sampling.ignore_eos)
-    saved = 2.0 * remaining * (source_load - 1 - target_load)
-    return saved - (context + _HANDOVER_TOKENS) * (1 + target_load)
-
-
-def expected_remaining(committed: int, max_tokens: int, ignore_eos: bool = False) -> float:
-    """Expected number of remaining output tokens of a request.
-
-    Output lengths are heavy-tailed: the longer an output is, the more tokens are expected to follow. For a Pareto
-    distribution of exponent 2 the mean rest equals the present length; `max_tokens` bounds it.
-    """
-    room = max(max_tokens - committed, 0)
-    return float(room if ignore_eos else min(room, max(committed, _LEAST_EXPECTED)))

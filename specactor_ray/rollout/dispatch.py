@@ -1,8 +1,7 @@
-"""Hands requests to verifiers, journals their commits, and moves requests off verifiers that die or are crowded.
+"""Hands requests to verifiers, journals their commits, and takes requests off verifiers that die.
 
-Every admitted request is returned exactly once: finished, aborted, or failed with its reason. The cost of a step grows
-with the number of verifiers, the cost of an event is constant; work that grows with the number of requests is done at
-intervals that grow with it.
+Every admitted request is returned exactly once: finished, aborted, or failed with its reason. Work that grows with the
+number of requests is done at intervals that grow with it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _MAX_STALLS = 3
 """Number of stalls after which a request fails."""
 _REFUSED_S = 1.0
 """Seconds for which a verifier that refused a request is given none."""
-_TAIL_INTERVAL_S = 0.1
-"""Time between two checks of the loads when no request waits."""
+_LOOK_INTERVAL_S = 0.1
+"""Time between two checks of notices, shared outputs and stalls."""
 _PASS_INTERVAL_S_PER_REQUEST = 1e-4
 """Time between two passes over the requests, for each of them; a pass takes up to 8 microseconds per request."""
 
@@ -63,8 +62,6 @@ class Dispatcher:
         shares_outputs: bool = False,
     ) -> None:
         self.journal = Journal()
-        self.moves = 0
-        """Number of requests moved from one healthy verifier to another since the start."""
         self.reissues = 0
         """Number of requests issued again since the start because their verifier was gone or did not run them."""
         self._clock = calls.clock
@@ -76,7 +73,7 @@ class Dispatcher:
         self._quarantine = self.backlog.quarantine
         self._ended: list[JournalEntry] = []
         """Requests that have ended since the last step."""
-        self._tail_looked = self._passed = 0.0
+        self._looked = self._passed = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -128,7 +125,7 @@ class Dispatcher:
                 now = self._clock.now()
                 self._submit(self.backlog.hand_out([name for name, link in self._links.items() if link.is_open(now)]))
             self.verifiers.poll()
-        self._look_after_tail()
+        self._look_after_requests()
         if not self._ended:
             self.verifiers.wait()
         for link, lost in self.verifiers.failed_submits():
@@ -137,7 +134,7 @@ class Dispatcher:
             self._journal_events(link, events)
         ended, self._ended = self._ended, []
         if ended and not self.journal.entries:
-            self._sharing.send(at_end=True)
+            self._sharing.send()
         return ended
 
     def abandon(self) -> None:
@@ -267,28 +264,18 @@ class Dispatcher:
     def _miss(self, link: VerifierLink, request_id: str) -> None:
         self._reissue([request_id], f"verifier {link.verifier_id} reported {request_id} with a gap", link)
 
-    def _look_after_tail(self) -> None:
-        """Hand out stalled requests again, and balance the loads when no request waits."""
+    def _look_after_requests(self) -> None:
+        """Send lost notices and finished outputs, and hand out stalled requests again."""
         now, requests = self._clock.now(), len(self.journal.entries)
-        if now - self._tail_looked < _TAIL_INTERVAL_S:
+        if now - self._looked < _LOOK_INTERVAL_S:
             return
-        self._tail_looked = now
+        self._looked = now
         self.verifiers.retry_notices()
         if requests:
             self._sharing.send()
         if now - self._passed >= requests * _PASS_INTERVAL_S_PER_REQUEST:
             self._passed = now
             self._reissue_stalled(now)
-            if not self.backlog:
-                self._level(now)
-
-    def _level(self, now: float) -> None:
-        moves, batches = self.backlog.level([name for name, link in self._links.items() if link.is_open(now)])
-        self.moves += len(moves)
-        for move, attempt in moves:
-            self.verifiers.cancel(self._links[move.source], [(move.request_id, attempt)])
-            logger.info("request %s moves from %s to %s", *move)
-        self._submit(batches)
 
     def _reissue_stalled(self, now: float) -> None:
         """Hand out requests again that have begun and make no progress at a verifier that answers."""

@@ -13,12 +13,11 @@ import logging
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 from specactor_ray.cluster.calls import Call, Calls, translate_ray_error
-from specactor_ray.core.clock import SYSTEM, Thread
+from specactor_ray.core.clock import Thread
 from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Generates, Handle, Token
@@ -29,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 _READ_S = 5.0
 """Longest time a read waits at the actor."""
-_CLOSE_S = 5.0
-_GONE_S = 60.0
-"""Seconds without a read after which a sender is gone: its requests are aborted, as at the end of its process."""
-_MOST_GONE = 65_536
-"""Number of departed senders that are remembered."""
+_CALL_S = 30.0
+"""Longest wait for an answer of the actor, or the end of a thread."""
 _CLOSED = "the connection to the engine is closed"
+_GONE = "its requests were aborted: its process was taken for dead"
 ALL = -1
 """Stands for all requests of a sender, in place of a number."""
 ENGINE = "engine"
 """Name of the actor within its run."""
+DRIVER = "driver"
+"""Name of the driver as a reader; those of senders are random."""
 
 
 class Command(NamedTuple):
@@ -49,8 +48,8 @@ class Command(NamedTuple):
     """Number of the request, counted by its sender."""
     what: str
     """`submit`, `watch` or `drop`, like the methods of an engine."""
-    arguments: dict[str, Any] = {}  # noqa: RUF012 - never changed
-    """Arguments of `Engine.submit`."""
+    arguments: dict[str, Any]
+    """Arguments of `Engine.submit`; else empty."""
 
 
 class OutputPart(NamedTuple):
@@ -68,26 +67,15 @@ class Mail:
 
     def __init__(self) -> None:
         self._first, self._messages, self._arrived = 0, list[Any](), asyncio.Event()
-        self.read_at = SYSTEM.now()
-        """Time of the last read."""
 
-    def put(self, messages: Sequence[Any]) -> None:
-        self._messages.extend(messages)
+    def put(self, message: Any) -> None:
+        self._messages.append(message)
         self._arrived.set()
-
-    def replace(self, message: Any) -> None:
-        """Replace all unconfirmed messages by this one."""
-        self._first, self._messages, self.read_at = self._first + len(self._messages), [message], SYSTEM.now()
-
-    @property
-    def is_left(self) -> bool:
-        """Whether messages have waited for too long, so that the reader is gone."""
-        return bool(self._messages) and SYSTEM.now() - self.read_at > _GONE_S
 
     async def read(self, after: int, timeout_s: float) -> tuple[int, list[Any]]:
         """Number of the first message, and the messages; those before number `after` are discarded."""
         del self._messages[: max(0, after - self._first)]
-        self._first, self.read_at = max(self._first, after), SYSTEM.now()
+        self._first = max(self._first, after)
         if not self._messages:
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
@@ -96,80 +84,61 @@ class Mail:
 
 
 class EngineActor:
-    """Connects the driver of a run with the processes that send it requests; an asynchronous actor."""
+    """Holds the messages between the driver of a run and its senders; an asynchronous actor."""
 
     def __init__(self) -> None:
-        self._commands, self._outputs = Mail(), dict[str, Mail]()
+        self._mails = {DRIVER: Mail()}
+        """Reader → its messages: the driver, and the senders that have not left."""
         self._staying: dict[str, asyncio.Event] = {}
         """Sender → event that is set when it leaves."""
-        self._gone: dict[str, None] = {}
-        """Senders that have left, the newest last."""
         self._watches: set[asyncio.Task[None]] = set()
 
     async def stay(self, sender: str) -> None:
         """Return when the sender leaves. The sender owns the reference of this call."""
-        if sender not in self._gone:
-            await self._staying.setdefault(sender, asyncio.Event()).wait()
+        await self._staying.setdefault(sender, asyncio.Event()).wait()
 
     async def greet(self, sender: str, staying: list[Any]) -> None:
         """Register a sender. `staying` holds the reference of its call of `stay`, which fails when its process ends."""
-        if sender not in self._gone:
+        if sender not in self._mails:
+            self._mails[sender] = Mail()
             watch = asyncio.ensure_future(self._watch(sender, staying[0]))
             self._watches.add(watch)
             watch.add_done_callback(self._watches.discard)
 
     async def leave(self, sender: str) -> None:
         """Remove a sender: its requests are aborted, and their outputs dropped."""
-        if sender in self._gone:
-            return
-        self._gone[sender] = None
-        if len(self._gone) > _MOST_GONE:
-            del self._gone[next(iter(self._gone))]
-        self._staying.pop(sender, asyncio.Event()).set()
-        self._outputs.pop(sender, None)
-        self._commands.put([Command(sender, ALL, "drop")])
+        if self._mails.pop(sender, None) is not None:
+            self._staying.pop(sender, asyncio.Event()).set()
+            self._mails[DRIVER].put(Command(sender, ALL, "drop", {}))
 
     async def _watch(self, sender: str, staying: Any) -> None:
         try:
             await staying
-        except Exception as error:  # noqa: BLE001 - Ray's errors; a sender that still lives is detected by its reads
+        except Exception as error:  # noqa: BLE001 - Ray's errors; those of a living sender's calls do not count
             if isinstance(translate_ray_error(error, "a sender"), ActorLostError):
                 logger.info("a process that sent requests has ended; they are aborted")
                 await self.leave(sender)
 
-    async def send_commands(self, messages: list[Command]) -> None:
-        """Queue messages of a sender for the driver."""
-        self._commands.put(messages)
+    async def send(self, messages: list[tuple[str, Any]]) -> None:
+        """Queue messages, each for one reader; those of a sender that has left are dropped."""
+        for reader, message in messages:
+            if (mail := self._mails.get(reader)) is not None:
+                mail.put(message)
 
-    async def read_commands(self, after: int, timeout_s: float) -> tuple[int, list[Command]]:
-        """Read messages; called by the driver."""
-        return await self._commands.read(after, timeout_s)
-
-    async def send_outputs(self, messages: list[tuple[str, OutputPart]]) -> None:
-        """Queue messages of the driver, each for one sender."""
-        for sender, message in messages:
-            if sender in self._gone:
-                continue
-            self._outputs.setdefault(sender, Mail()).put([message])
-        for sender, mail in self._outputs.items():
-            if mail.is_left:
-                lost = SpecActorError(f"its requests were aborted: no output was taken for {_GONE_S:.0f} s")
-                mail.replace(OutputPart(ALL, [], ended=lost))
-                self._commands.put([Command(sender, ALL, "drop")])
-
-    async def read_outputs(self, sender: str, after: int, timeout_s: float) -> tuple[int, list[OutputPart]]:
-        """Read messages; called by a sender."""
-        return await self._outputs.setdefault(sender, Mail()).read(after, timeout_s)
+    async def read(self, reader: str, after: int, timeout_s: float) -> tuple[int, list[Any]]:
+        """The messages of a reader, see `Mail.read`."""
+        if reader not in self._mails:
+            raise SpecActorError(_GONE)
+        return await self._mails[reader].read(after, timeout_s)
 
 
 class Exchange:
-    """Calls of one side to the actor, in a separate thread. They are repeated until the actor is gone.
+    """Calls of one reader to the actor, in a thread. They are repeated until the actor is gone.
 
     Args:
         calls, actor: The actor, and the calls to it.
-        write: Method that takes a list of messages.
-        read: Method that returns messages, and its first arguments.
-        take: Called with each message, once and in order.
+        reader: Its name.
+        take: Called with each of its messages, once and in order.
         lost: Called when the actor is gone.
     """
 
@@ -177,24 +146,23 @@ class Exchange:
         self,
         calls: Calls,
         actor: Any,
-        write: str,
-        read: tuple[Any, ...],
+        reader: str,
         take: Callable[[Any], None],
         lost: Callable[[SpecActorError], None],
     ) -> None:
-        self._calls, self._actor, self._write, self._read = calls, actor, write, read
+        self._calls, self._actor, self._reader = calls, actor, reader
         self._take, self._lost = take, lost
-        self._outbox: deque[Callable[[], Any]] = deque()
-        """Functions that each make a message."""
+        self._outbox: deque[Callable[[], tuple[str, Any]]] = deque()
+        """Functions that each make a message, with its reader."""
         self._wake = calls.clock.event()
         self._cursor, self._closed = 0, False
         self._thread: Thread | None = None
 
     def start(self) -> None:
         """Begin to read; messages that were put before are sent now."""
-        self._thread = self._calls.clock.spawn(self._run, f"{self._write} engine")
+        self._thread = self._calls.clock.spawn(self._run, "engine messages")
 
-    def put(self, make: Callable[[], Any]) -> None:
+    def put(self, make: Callable[[], tuple[str, Any]]) -> None:
         """Send the result of `make`, which is called in the thread of the exchange; for any thread."""
         self._outbox.append(make)
         self._wake.set()
@@ -204,7 +172,7 @@ class Exchange:
         self._closed = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+            self._thread.join(_CALL_S)
 
     def _run(self) -> None:
         reading: Call | None = None
@@ -212,11 +180,10 @@ class Exchange:
         try:
             while not self._closed or self._outbox or writing is not None:
                 if reading is None:
-                    method, *arguments = self._read
-                    reading = self._start(method, *arguments, self._cursor, _READ_S)
+                    reading = self._start("read", self._reader, self._cursor, _READ_S)
                 if writing is None and self._outbox:
                     makers = [self._outbox.popleft() for _ in range(len(self._outbox))]
-                    writing = self._start(self._write, [make() for make in makers])
+                    writing = self._start("send", [make() for make in makers])
                 self._wake.wait(1.0)
                 self._wake.clear()
                 if reading.poll():
@@ -245,7 +212,7 @@ class Doorman:
         """Sender and number → request that has not ended."""
         self._newest: dict[str, int] = {}
         """Sender → number of its newest request; repeated ones are ignored."""
-        self._exchange = Exchange(calls, actor, "send_outputs", ("read_commands",), self._take, self._lost)
+        self._exchange = Exchange(calls, actor, DRIVER, self._take, self._lost)
         self._exchange.start()
 
     def close(self) -> None:
@@ -286,7 +253,7 @@ class Doorman:
         self._exchange.put(make)
 
     def _send(self, sender: str, part: OutputPart) -> None:
-        self._exchange.put(partial(_same, (sender, part)))
+        self._exchange.put(lambda: (sender, part))
 
     def _lost(self, error: SpecActorError) -> None:
         for handle in list(self._handles.values()):
@@ -310,8 +277,8 @@ class RemoteEngine(Generates):
         self._calls, self._actor = calls, actor
         self._staying = calls.transport.send(actor, "stay", [self._sender])
         """Owned by this process, so that the call fails when the process ends."""
-        self._tell("greet", [self._staying])
-        self._exchange = Exchange(calls, actor, "send_commands", ("read_outputs", self._sender), self._take, self._fail)
+        self._call("greet", [self._staying])
+        self._exchange = Exchange(calls, actor, self._sender, self._take, self._fail)
         self._exchange.start()
 
     def __enter__(self) -> Self:
@@ -326,8 +293,7 @@ class RemoteEngine(Generates):
         number = next(self._count)
         name = options.pop("request_id", None) or f"request-{self._sender}-{number}"
         handle = self._handles[number] = Handle(self, name, number)
-        arguments = {"prompt": prompt, "sampling": sampling, "request_id": name, **options}
-        self._exchange.put(partial(Command, self._sender, number, "submit", arguments))
+        self._send(number, "submit", prompt=prompt, sampling=sampling, request_id=name, **options)
         return handle
 
     def handle(self, request_id: str) -> Handle:
@@ -337,37 +303,34 @@ class RemoteEngine(Generates):
         raise InputError(f"no request {request_id!r} of this process is running")
 
     def drop(self, handle: Handle) -> None:
-        self._send(handle, "drop")
+        if not handle.done():
+            self._send(handle.key, "drop")
 
     def watch(self, handle: Handle) -> None:
-        self._send(handle, "watch")
+        if not handle.done():
+            self._send(handle.key, "watch")
 
     def close(self) -> None:
         """Abort running requests, and leave."""
         if self._closed:
             return
         self._closed = True
-        for handle in list(self._handles.values()):
-            self.drop(handle)
         self._exchange.close()
         with contextlib.suppress(SpecActorError):
-            self._tell("leave").result()
+            self._call("leave")
         self._fail(InputError(_CLOSED))
         self._on_close()
 
-    def _tell(self, method: str, *arguments: Any) -> Call:
-        return self._calls.start(self._actor, method, self._sender, *arguments, deadline_s=_CLOSE_S)
+    def _call(self, method: str, *arguments: Any) -> None:
+        self._calls.ask(self._actor, method, self._sender, *arguments, deadline_s=_CALL_S)
 
-    def _send(self, handle: Handle, what: str) -> None:
-        if not handle.done():
-            self._exchange.put(partial(Command, self._sender, handle.key, what))
+    def _send(self, number: int, what: str, **arguments: Any) -> None:
+        self._exchange.put(lambda: (DRIVER, Command(self._sender, number, what, arguments)))
 
     def _take(self, part: OutputPart) -> None:
-        if part.number == ALL and isinstance(part.ended, SpecActorError):
-            self._fail(part.ended)
-        elif (handle := self._handles.get(part.number)) is None:
+        if (handle := self._handles.get(part.number)) is None:
             return
-        elif part.ended is None and part.first <= len(handle.pushed):
+        if part.ended is None and part.first <= len(handle.pushed):
             handle.push(list(part.tokens[len(handle.pushed) - part.first :]))
         elif part.ended is not None:
             del self._handles[part.number]
@@ -384,13 +347,21 @@ def _own(error: Exception) -> SpecActorError:
     return error if isinstance(error, SpecActorError) else SpecActorError(f"{type(error).__name__}: {error}")
 
 
-def _same(message: Any) -> Any:
-    return message
+def connect_engine(run: str | None = None, address: str = "auto") -> RemoteEngine:
+    """The engine of a run that listens (`Rollout.listen`), for another process of its cluster.
 
+    Args:
+        run: Name of the run; None selects the only run of the cluster.
+        address: `host:port`; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
 
-def connect_engine(run: str | None, address: str) -> RemoteEngine:
-    """See `Engine.connect`."""
+    Raises:
+        ClusterError, InputError: There is no such cluster or run, there are several, or it does not listen.
+    """
     from specactor_ray.cluster.connection import join_run
 
     connection, _, engine = join_run(run, address, ENGINE)
-    return RemoteEngine(Calls(), engine, connection.close)
+    try:
+        return RemoteEngine(Calls(), engine, connection.close)
+    except BaseException:
+        connection.close()
+        raise

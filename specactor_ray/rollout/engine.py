@@ -18,7 +18,7 @@ from specactor_ray.core.clock import Clock, Thread
 from specactor_ray.core.errors import ActorLostError, InputError, OverloadedError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
-from specactor_ray.rollout.door import RemoteEngine, connect_engine
+from specactor_ray.rollout.door import connect_engine
 from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
@@ -59,7 +59,6 @@ class Engine(Generates):
         """Held while the tokenizer encodes or its tokens are read, since it is not thread-safe."""
         self._lock = clock.condition()
         self.open_streams = 0
-        """Number of open streams."""
         self._arriving = self._numbers = self._streams = 0
         """Number of single requests in the inbox; of single requests and streams so far."""
         self._handles: dict[str, Handle] = {}
@@ -70,18 +69,7 @@ class Engine(Generates):
         """Whether no further request is accepted."""
         return self._work.closed
 
-    @staticmethod
-    def connect(run: str | None = None, address: str = "auto") -> RemoteEngine:
-        """The engine of a run that listens (`Rollout.listen`), for another process of its cluster.
-
-        Args:
-            run: Name of the run; None selects the only run of the cluster.
-            address: `host:port`; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
-
-        Raises:
-            ClusterError, InputError: There is no such cluster or run, there are several, or it does not listen.
-        """
-        return connect_engine(run, address)
+    connect = staticmethod(connect_engine)
 
     def submit(
         self,
@@ -221,14 +209,8 @@ class Engine(Generates):
 
     def pause(self, policy: WeightPolicy) -> Future[None]:
         """Hold new requests until `resume`; the policy applies to running ones. The future is done when none runs."""
-        drained: Future[None] = Future()
-
-        def hold() -> None:
-            self._work.dispatcher.hold(policy)
-            self._work.drained.append(drained)
-
-        self._work.put(hold)
-        return drained
+        self._work.put(partial(self._work.dispatcher.hold, policy))
+        return self._work.when(lambda: self._work.dispatcher.is_drained)
 
     def resume(self) -> None:
         """End one `pause`."""
@@ -236,9 +218,7 @@ class Engine(Generates):
 
     def settle(self) -> None:
         """Wait until nothing runs and verifiers have received all cancellations."""
-        settled: Future[None] = Future()
-        self._work.put(lambda: self._work.settled.append(settled))
-        self.clock.result(settled, float("inf"))
+        self.clock.result(self._work.when(lambda: self._work.dispatcher.is_idle), float("inf"))
 
     def forget_counters(self) -> None:
         """Drop the verifiers' counters."""
@@ -283,12 +263,10 @@ class DispatchThread:
         self._inbox: deque[Callable[[], None]] = deque()
         self._thread: Thread | None = None
         self._on_end: dict[str, OnEnd] = {}
-        """Request in the journal → callback at its end. For the dispatch thread, like the next three."""
+        """Request in the journal → callback at its end. For the dispatch thread, like the next two."""
         self._watched: dict[str, Handle] = {}
-        self.drained: list[Future[None]] = []
-        """Futures that are done when no request of an older version of the weights runs."""
-        self.settled: list[Future[None]] = []
-        """Futures that are done when nothing runs and all cancellations have arrived."""
+        self._awaited: list[tuple[Callable[[], bool], Future[None]]] = []
+        """Conditions, and futures that are done when they hold."""
 
     def put(self, command: Callable[[], None]) -> None:
         """Run a command in the dispatch thread, in the order of these calls; for any thread."""
@@ -299,6 +277,12 @@ class DispatchThread:
             if self._thread is None:
                 self._thread = self._clock.spawn(self._run, "dispatch")
         self.dispatcher.verifiers.wake.set()
+
+    def when(self, condition: Callable[[], bool]) -> Future[None]:
+        """A future that is done when the condition holds after a step and all earlier commands; for any thread."""
+        future: Future[None] = Future()
+        self.put(lambda: self._awaited.append((condition, future)))
+        return future
 
     def close(self) -> None:
         """End all requests and the thread; for any thread."""
@@ -373,13 +357,12 @@ class DispatchThread:
 
     def _resolve(self) -> None:
         """Resolve the futures whose conditions hold."""
-        ready: list[Future[None]] = []
-        if self.drained and self.dispatcher.is_drained:
-            ready, self.drained = self.drained, []
-        if self.settled and self.dispatcher.is_idle:
-            ready, self.settled = ready + self.settled, []
-        for one in ready:
-            one.set_result(None)
+        waiting, self._awaited = self._awaited, []
+        for condition, future in waiting:
+            if condition():
+                future.set_result(None)
+            else:
+                self._awaited.append((condition, future))
 
     def _push(self, handle: Handle) -> None:
         if (entry := self.dispatcher.journal.entries.get(handle.key)) is not None:
@@ -397,6 +380,6 @@ class DispatchThread:
     def _fail_all(self, error: BaseException) -> None:
         """Fail all requests and futures, since the thread ends."""
         self._fail_requests(error)
-        waiting, self.drained, self.settled = self.drained + self.settled, [], []
-        for one in waiting:
-            one.set_exception(error)
+        waiting, self._awaited = self._awaited, []
+        for _, future in waiting:
+            future.set_exception(error)

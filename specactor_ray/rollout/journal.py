@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.core.ragged import begins
-from specactor_ray.core.types import SamplingParams, TopTokens
+from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.stops import Stop, StopFinder
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport.messages import Finished, Progress
@@ -53,8 +52,6 @@ class JournalEntry:
     """Verifier that is authoritative for the request now; None while it waits to be handed out."""
     attempt: int = 0
     """Number of times the request was handed to a verifier."""
-    moves: int = 0
-    """Number of moves from one healthy verifier to another."""
     stalls: int = 0
     """Number of times it stopped making progress at a verifier that answered."""
     unconfirmed: int = 0
@@ -111,9 +108,7 @@ class JournalEntry:
 
     def set_prefix(self, token_ids: Sequence[int]) -> None:
         """Set the output tokens that the request begins with."""
-        records = np.zeros(len(token_ids), RECORD)
-        records["token"] = token_ids
-        self.records, self.prefix = bytearray(records.tobytes()), len(token_ids)
+        self.records, self.prefix = bytearray(_packed(token_ids, 0.0)), len(token_ids)
 
     def cut_at_stop(self, stops: StopFinder, begin: int) -> bool:
         """End the output at the first token from number `begin` on that completes a stop text. Returns whether there is
@@ -207,17 +202,19 @@ class Journal:
     def progress(self, message: Progress, now: float = 0.0) -> list[str]:
         """Append committed tokens. Repeated messages and those of other attempts are ignored; returns the requests that
         miss tokens in between. `now` is a time of the clock of `JournalEntry.progress_at`."""
-        packed = np.empty(len(message.tokens), RECORD)
-        packed["token"], packed["logprob"] = message.tokens, message.logprobs
-        records, margins = packed.tobytes(), None
-        if message.margins is not None:
-            margins = message.margins.astype(np.float32).tobytes()
-        if message.tops is not None:
-            self._keep_tops(message, message.tops)
         entries, size, end, gapped = self.entries, RECORD.itemsize, 0, []
         starts, lengths = message.starts.tolist(), message.lengths.tolist()
-        for (request_id, attempt), start, length in zip(message.requests, starts, lengths, strict=True):
-            begin, end = end, end + length
+        records, margins, tops = _packed(message.tokens, message.logprobs), None, b""
+        if message.margins is not None:
+            margins = message.margins.astype(np.float32).tobytes()
+        top_ends = [0] * len(starts)
+        if message.tops is not None:
+            tops = _packed(message.tops.tokens, message.tops.logprobs)
+            top_ends = (np.cumsum(message.lengths * message.tops.counts) * size).tolist()
+        top_end = 0
+        rows = zip(message.requests, starts, lengths, top_ends, strict=True)
+        for (request_id, attempt), start, length, next_top in rows:
+            begin, end, top_begin, top_end = end, end + length, top_end, next_top
             entry = entries.get(request_id)
             if entry is None or entry.attempt != attempt or entry.owner is None:
                 continue
@@ -226,8 +223,11 @@ class Journal:
                 continue
             entry.records += records[size * begin : size * end]
             if margins is not None:
-                entry.margin_bytes = bytearray() if entry.margin_bytes is None else entry.margin_bytes
+                entry.margin_bytes = entry.margin_bytes or bytearray()
                 entry.margin_bytes += margins[4 * begin : 4 * end]
+            if top_end > top_begin:
+                entry.top_bytes = entry.top_bytes or bytearray()
+                entry.top_bytes += tops[top_begin:top_end]
             entry.has_begun = True
             entry.progress_at = now
             self.committed_tokens += length
@@ -236,19 +236,6 @@ class Journal:
                 if self.is_current(request_id, attempt):
                     self.look_for_stop(entries[request_id], start)
         return gapped
-
-    def _keep_tops(self, message: Progress, tops: TopTokens) -> None:
-        """Append the most probable tokens of the tokens that are appended next."""
-        packed = np.empty(len(tops.tokens), RECORD)
-        packed["token"], packed["logprob"] = tops.tokens, tops.logprobs
-        records, firsts = packed.tobytes(), (begins(message.lengths * tops.counts) * RECORD.itemsize).tolist()
-        for number, (request_id, attempt) in enumerate(message.requests):
-            part = records[firsts[number] : firsts[number + 1]]
-            if part and self.is_current(request_id, attempt):
-                entry = self.entries[request_id]
-                if message.starts[number] == entry.num_tokens:
-                    entry.top_bytes = bytearray() if entry.top_bytes is None else entry.top_bytes
-                    entry.top_bytes += part
 
     def look_for_stop(self, entry: JournalEntry, begin: int) -> None:
         """Put the request into `stopped` if a token from number `begin` on completes a stop text."""
@@ -310,3 +297,10 @@ class Journal:
         if owner is not None:
             self._owned.setdefault(owner, {})[entry.request_id] = entry
         entry.owner, entry.has_begun = owner, False
+
+
+def _packed(tokens: Any, logprobs: Any) -> bytes:
+    """These tokens as `RECORD`s."""
+    records = np.empty(len(tokens), RECORD)
+    records["token"], records["logprob"] = tokens, logprobs
+    return records.tobytes()

@@ -11,7 +11,7 @@ from specactor_ray.config.methods import DrafterSpec, drafter_specs, inline_draf
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.environment import gpu_memories
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.draft.footprint import footprint
+from specactor_ray.draft.proposer import footprint
 from specactor_ray.models.cache_size import (
     GIB,
     available_bytes,
@@ -109,14 +109,6 @@ def check_memory(config: Config, plan: Sequence[MemoryItem], available: float, f
         items = "; ".join(f"{item.owner}, {item.what}: {gib(item.num_bytes)}" for item in plan)
         problem = f"the run needs about {gib(total)} ({items}), and {gib(available)} are free."
         raise ConfigError("memory", problem, fix)
-
-
-def memory_lines(config: Config, plan: Sequence[MemoryItem] | None = None) -> list[str]:
-    """Memory need of a run on this machine's CPU (default: a rollout), and free memory; no line for other runs."""
-    if not _judged(config):
-        return []
-    needed = sum(item.num_bytes for item in plan or plan_rollout_memory(config))
-    return [f"memory: about {gib(needed)} will be held, and {gib(available_bytes())} are free now"]
 
 
 def gib(num_bytes: float) -> str:

@@ -69,7 +69,7 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
     - A target on GPUs: decoupled if there are draft actors, and room for them beside verifiers and trainer, else
       coupled. A draft model without GPUs of its own gets one, or else is hosted by the verifiers.
 
-    Plain is never chosen: both modes decide at every step whether drafting pays (`verify/verify_lengths.py`).
+    Plain is never chosen: both modes decide at every step whether drafting pays (`verify/policy.py`).
 
     Args:
         config: Any valid configuration; not changed.

@@ -25,7 +25,7 @@ from specactor_ray.models.loading import load_model_config, load_tokenizer, requ
 from specactor_ray.plan.profile import load_profile
 from specactor_ray.rollout.memory import require_memory, with_cache
 from specactor_ray.rollout.planning import idle_cores, resolve, trainer_cores
-from specactor_ray.target.vllm_version import require_engine_arguments, require_vllm
+from specactor_ray.target.vllm_settings import require_engine_arguments, require_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -182,12 +182,8 @@ def _load_config(key: str, name: str, trust_remote_code: bool) -> Any:
 
 
 def max_prompt_tokens(config: Config, text: Any = None) -> int:
-    """Longest prompt that leaves room for a whole output of `sampling.max_tokens`; ConfigError if there is none. The
-    target's text configuration is read if it is needed and not given."""
-    wanted, longest = config.sampling.max_tokens, config.target.max_model_len
-    context = longest or 1 << 30
-    if wanted < context:  # else the model need not be read
-        context = min(context, context_of(text or load_target_config(config).get_text_config()) or context)
+    """Longest prompt that leaves room for a whole output of `sampling.max_tokens`; ConfigError if there is none."""
+    wanted, longest, context = config.sampling.max_tokens, config.target.max_model_len, context_tokens(config, text)
     if wanted >= context:
         whose = f"target.max_model_len is {longest}" if context == longest else f"{config.target.model} has {context}"
         problem = f"{wanted} leaves no room for a prompt: prompt and output share one context, and {whose}."
@@ -196,10 +192,11 @@ def max_prompt_tokens(config: Config, text: Any = None) -> int:
     return context - wanted
 
 
-def context_tokens(config: Config) -> int:
-    """Most tokens of prompt and output together: `target.max_model_len`, or fewer if the model was made for fewer."""
+def context_tokens(config: Config, text: Any = None) -> int:
+    """Most tokens of prompt and output together: `target.max_model_len`, or fewer if the model was made for fewer. The
+    target's text configuration is read if it is not given."""
     longest = config.target.max_model_len or 1 << 30
-    return min(longest, context_of(load_target_config(config).get_text_config()) or longest)
+    return min(longest, context_of(text or load_target_config(config).get_text_config()) or longest)
 
 
 def start_notes(config: Config) -> list[str]:

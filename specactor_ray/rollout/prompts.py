@@ -206,12 +206,6 @@ def render_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], gener
     return text
 
 
-def tokenize_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text of the template, without additional tokens."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
-
-
 def _not_empty(token_ids: Sequence[Any]) -> tuple[int, ...]:
     if not token_ids:
         raise InputError("the prompt has no tokens")
@@ -280,7 +274,7 @@ class ChatTurns:
                 f"conversation cannot be continued token by token: {self._before[-80:]!r} becomes "
                 f"{whole[: len(self._before)][-80:]!r}. Fix: messages of another role, or a template that appends"
             )
-        ids = tokenize_text(self._tokenizer, whole[self._end :])
+        ids = self._tokenizer(whole[self._end :], add_special_tokens=False, verbose=False)["input_ids"]
         if output and output[-1] in ids:
             at = ids.index(output[-1])
             if not self._tokenizer.decode(ids[:at]).strip() and output[-1] in self._tokenizer.all_special_ids:

@@ -215,9 +215,7 @@ class Rollout(RunClient):
         Args:
             weights: A state dict, an iterable of (name, tensor), the directory of a Hugging Face checkpoint, the result
                 of `prepare_weights`, or a `WeightSet` that a trainer actor has put into the object store.
-            policy: Policy for running requests: `wait` lets them end, `keep` lets them continue with the new weights
-                after their committed tokens, `abort` ends them. Without a policy single requests end first, and no
-                stream may be open.
+            policy: See `WeightPolicy`. Without one single requests end first, and no stream may be open.
 
         Raises:
             InputError: A stream is open and no policy is given, a tensor does not fit the target, or the version of a
@@ -266,11 +264,6 @@ class Rollout(RunClient):
     def address(self) -> str:
         """`host:port` of the Ray cluster, for `cluster.address` of another process."""
         return self._connection.address
-
-    @property
-    def moved_requests(self) -> int:
-        """Number of moves of requests from one healthy verifier to another since the start."""
-        return self.dispatcher.moves
 
     @property
     def reissued_requests(self) -> int:

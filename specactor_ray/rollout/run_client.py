@@ -15,7 +15,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import inline_drafters, traits
 from specactor_ray.config.schema import Config
 from specactor_ray.core.clock import SYSTEM
-from specactor_ray.core.errors import ActorLostError, CallError, ClusterError, InputError, NoRunError, SpecActorError
+from specactor_ray.core.errors import ActorLostError, CallError, InputError, SpecActorError
 from specactor_ray.core.metrics import DRIVER, Row, row, verifier_rows
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
 from specactor_ray.rollout.engine import CLOSED, Engine
@@ -33,12 +33,10 @@ _ASK_S = 60.0
 _COMMAND_S = 300.0
 """Longest wait for verifiers to execute a command."""
 SHUTDOWN_S = 60.0
-_BEGIN_S = 60.0
-"""Longest wait for the start of a run to watch."""
 _ACT_S = 4.0
 """Longest wait for the controller to act on a new number."""
 _LOOK_S = 1.0
-"""Time between two calls that check whether a run has ended."""
+"""Time between two calls that check whether a watched run has ended."""
 _PING_S = 2.0
 """Longest wait for the counters of actors."""
 
@@ -151,7 +149,6 @@ class RunClient:
         yield row("specactor_requests_in_flight", in_flight := journal.owned)
         yield row("specactor_requests_waiting", max(len(journal.entries) - in_flight, 0))
         yield row("specactor_requests_reissued_total", dispatcher.reissues)
-        yield row("specactor_requests_moved_total", dispatcher.moves)
         yield row("specactor_journaled_tokens_total", journal.committed_tokens)
         yield row("specactor_weight_version", self.weight_version, actor=DRIVER)
         yield row("specactor_weight_syncs_total", self._syncs)
@@ -226,9 +223,8 @@ def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]
     return rows
 
 
-# The functions below are for another process of the cluster. `run` is the name of a run; None selects the only one.
-# `address` is `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only cluster on this machine with such a run.
-# They return the name of the run, and one row per actor. Errors: ClusterError, InputError: no such cluster or run.
+# The functions below are for another process of the cluster; `run`, `address` and errors as in `Engine.connect`. They
+# return the name of the run, and one row per actor.
 
 
 def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str) -> tuple[str, list[dict[str, Any]]]:
@@ -266,9 +262,8 @@ def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, An
 
 
 def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the status every `interval_s` seconds until the run ends. Waits a minute for its start."""
-    with contextlib.ExitStack() as held:
-        name, ask, calls = _attach_soon(held, run, address)
+    """Yield the status every `interval_s` seconds until the run ends."""
+    with _attached(run, address) as (name, ask, calls):
         until = SYSTEM.now()
         with contextlib.suppress(CallError):  # the controller ends with its run
             while rows := actors_status(ask, calls):
@@ -277,18 +272,6 @@ def watch_run(run: str | None, address: str, interval_s: float) -> Iterator[tupl
                 while (left := until - SYSTEM.now()) > 0.0:
                     SYSTEM.sleep(min(left, _LOOK_S))
                     ask("view", None)  # a private cluster ends soon after its run
-
-
-def _attach_soon(held: contextlib.ExitStack, run: str | None, address: str) -> tuple[str, Callable[..., Any], Calls]:
-    """Enter `_attached`; without an address, waits for a run that may be starting."""
-    deadline = SYSTEM.now() + _BEGIN_S
-    while True:
-        try:
-            return held.enter_context(_attached(run, address))
-        except (ClusterError, NoRunError):
-            if address != "auto" or SYSTEM.now() > deadline:
-                raise
-            SYSTEM.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager

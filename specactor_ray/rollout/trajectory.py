@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from specactor_ray.core.types import SamplingParams
@@ -14,6 +14,12 @@ from specactor_ray.verify.metrics import StepMetrics
 
 _NOT_SUMS = ("drafted_by_position", "accepted_by_position")
 """Counters with their own way of merging."""
+_IN_ROWS = (
+    *("request_id", "prompt_index", "sample_index", "prompt", "text", "finish_reason", "prompt_token_ids"),
+    *("token_ids", "weight_version"),
+)
+_OPTIONAL = ("error", "stop_reason", "versions")
+"""Fields of a trajectory's row; of these those that are set."""
 _RATIOS = ("acceptance_rate", "acceptance_length", "supply", "supply_share")
 
 
@@ -74,39 +80,18 @@ class Trajectory:
 
     def to_json(self) -> dict[str, Any]:
         """The trajectory as plain data for one line of JSONL."""
-        row: dict[str, Any] = {
-            "request_id": self.request_id,
-            "prompt_index": self.prompt_index,
-            "sample_index": self.sample_index,
-            "prompt": self.prompt,
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "prompt_token_ids": list(self.prompt_token_ids),
-            "token_ids": list(self.token_ids),
-            "logprobs": [round(value, 6) for value in self.logprobs],
-            "seed": self.sampling.seed,
-            "weight_version": self.weight_version,
-            "stats": {
-                "steps": self.stats.steps,
-                "drafted": self.stats.drafted,
-                "accepted": self.stats.accepted,
-                "by_method": {name: list(pair) for name, pair in self.stats.by_method.items()},
-            },
-        }
+        row: dict[str, Any] = {name: getattr(self, name) for name in _IN_ROWS}
+        row["logprobs"] = [round(value, 6) for value in self.logprobs]
+        row["seed"], row["stats"] = self.sampling.seed, asdict(self.stats)
+        row |= {name: value for name in _OPTIONAL if (value := getattr(self, name)) not in (None, "", ())}
         if self.margins is not None:
             row["margins"] = [round(value, 6) for value in self.margins]
-        if self.error:
-            row["error"] = self.error
         if self.top_logprobs is not None:
             row["top_logprobs"] = [
                 [[one, round(max(value, -9999.0), 6)] for one, value in top] for top in self.top_logprobs
             ]
         if self.prompt_logprobs is not None:
             row["prompt_logprobs"] = [round(value, 6) for value in self.prompt_logprobs]
-        if self.stop_reason is not None:
-            row["stop_reason"] = self.stop_reason
-        if self.versions:
-            row["versions"] = [list(pair) for pair in self.versions]
         return row
 
 

@@ -37,13 +37,12 @@ _WAIT_S = 0.25
 """Longest wait for any answer before the view is checked again."""
 _VIEW_INTERVAL_S = 0.5
 _VIEW_TIMEOUT_S = 5.0
-_NOTICE_TIMEOUT_S = 30.0
-_SUBMIT_TIMEOUT_S = 30.0
+_CALL_TIMEOUT_S = 30.0
+"""Longest time for an answer to another call of a verifier."""
 _SUSPECT_INTERVAL_S = 1.0
 """Time between two reports of the same verifier."""
 _MOST_SHARED = 256
 """Most finished outputs that wait for a verifier; the oldest are dropped beyond."""
-_SHARE_TIMEOUT_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
@@ -143,13 +142,13 @@ class Verifiers:
     def submit(self, link: VerifierLink, requests: Sequence[TargetRequest]) -> None:
         """Hand requests to a verifier; see `failed_submits`."""
         wake = self.wake.set
-        call = self._calls.start(link.handle, "submit", list(requests), deadline_s=_SUBMIT_TIMEOUT_S, wake=wake)
+        call = self._calls.start(link.handle, "submit", list(requests), deadline_s=_CALL_TIMEOUT_S, wake=wake)
         link.submits[call] = [(request.request_id, request.attempt) for request in requests]
 
     def notify(self, actor: Any, method: str, *arguments: Any) -> None:
         """Call without waiting for the answer. `retry_notices` must be called regularly, so that it arrives."""
         wake = self.wake.set
-        self._notices.append(self._calls.start(actor, method, *arguments, deadline_s=_NOTICE_TIMEOUT_S, wake=wake))
+        self._notices.append(self._calls.start(actor, method, *arguments, deadline_s=_CALL_TIMEOUT_S, wake=wake))
 
     def retry_notices(self) -> None:
         self._notices = [call for call in self._notices if not call.poll()]
@@ -228,14 +227,13 @@ class Verifiers:
 
 
 class OutputSharing:
-    """Sends finished outputs to the lookups that other verifiers host, one batch at a time to each verifier. Lost ones
-    cost drafts only. Each output goes to at most seven others, those of the same eight in the order of the ids."""
+    """Sends finished outputs to the lookups that other verifiers host. Lost ones cost drafts only. Each output goes to
+    at most seven others, those of the same eight in the order of the ids."""
 
     def __init__(self, calls: Calls, links: Mapping[str, VerifierLink], is_on: bool) -> None:
         self._calls, self._links, self._is_on = calls, links, is_on
         self._waiting: dict[str, deque[FinishedOutput]] = {}
         """Verifier id → outputs to send."""
-        self._sent: dict[str, Call] = {}
 
     def add(self, verifier_id: str, entry: JournalEntry) -> None:
         """Add an output that was finished at this verifier."""
@@ -249,14 +247,12 @@ class OutputSharing:
             for name in others:
                 self._waiting.setdefault(name, deque(maxlen=_MOST_SHARED)).append(output)
 
-    def send(self, at_end: bool = False) -> None:
-        """Send waiting outputs without blocking. `at_end`: also to verifiers that have not confirmed the last batch."""
-        self._sent = {name: call for name, call in self._sent.items() if not (at_end or call.poll())}
-        for name in [name for name in self._waiting if name not in self._sent]:
-            outputs = list(self._waiting.pop(name))
+    def send(self) -> None:
+        """Send the waiting outputs; answers are not awaited."""
+        waiting, self._waiting = self._waiting, {}
+        for name, outputs in waiting.items():
             if link := self._links.get(name):
-                deadline_s = _SHARE_TIMEOUT_S
-                self._sent[name] = self._calls.start(link.handle, "learn", outputs, deadline_s=deadline_s, retry=False)
+                self._calls.start(link.handle, "learn", list(outputs), deadline_s=_CALL_TIMEOUT_S, retry=False)
 
 
 def _give_up(why: str, unfinished: int) -> NoReturn:

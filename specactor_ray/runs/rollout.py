@@ -24,11 +24,10 @@ from specactor_ray.core.progress import Heartbeat, ProgressState, elapsed, rollo
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
 from specactor_ray.runs.folder import SUMMARY_FILE, discard_run_folder, lease_new, save_run_config
-from specactor_ray.runs.trajectories import TRAJECTORIES_FILE, TrajectoryWriter, lease_interrupted, read_finished
+from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -36,32 +35,43 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of trajectories so far, by result."""
+    """Counts of the trajectories that have ended."""
 
-    finished: int = 0
-    failed: int = 0
-    tokens: int = 0
-    """Output tokens of the trajectories that ended."""
-    reasons: Counter[str] = field(default_factory=Counter)
+    total: int
+    """Number of trajectories of the run."""
+    max_tokens: int
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
     """Reason of failure → number of times."""
     failed_prompts: Counter[int] = field(default_factory=Counter)
     """Index of a prompt, from 0 → number of its failures."""
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    max_tokens: int = 0
+    tokens: int = 0
     cut: int = 0
     """Number of outputs that the context ended before `max_tokens`."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Count a trajectory in the form of `Trajectory.to_json`."""
-        self.finish_reasons[row["finish_reason"]] += 1
-        self.tokens += len(row["token_ids"])
-        if row["finish_reason"] == "error":
-            self.failed += 1
-            self.reasons[row.get("error", "")] += 1
+        reason, tokens = row["finish_reason"], len(row["token_ids"])
+        self.finish_reasons[reason] += 1
+        self.tokens += tokens
+        self.cut += reason == "length" and tokens < self.max_tokens
+        if reason == "error":
+            self.failures[row.get("error", "")] += 1
             self.failed_prompts[row["prompt_index"]] += 1
-        else:
-            self.finished += 1
-            self.cut += row["finish_reason"] == "length" and len(row["token_ids"]) < self.max_tokens
+
+    def figures(self) -> dict[str, Any]:
+        """The counts as plain data for the summary."""
+        failed = self.finish_reasons["error"]
+        return {
+            "total": self.total,
+            "finished": self.finish_reasons.total() - failed,
+            "failed": failed,
+            "tokens": self.tokens,
+            "finish_reasons": dict(self.finish_reasons),
+            "failures": dict(self.failures),
+            "failed_prompts": {str(index): count for index, count in sorted(self.failed_prompts.items())},
+            "cut_by_context": self.cut,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +95,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     """Roll out the prompts of `data.path` and write trajectories, summary and configuration.
 
     All checks that need no cluster are made before one is used. An interruption (Ctrl-C, SIGTERM) ends in order: actors
-    stop, finished trajectories are kept, the outcome has `interrupted` set.
-
-    Args:
-        config: The run; `run.name` is set if it has no value. `plan: auto` and `mode: auto` are resolved in a copy
-            before anything is written or started.
-        console: Shows the progress.
+    stop, finished trajectories are kept. Sets `run.name` if it has no value; `console` shows the progress.
 
     Raises:
         UserError: The configuration, the prompts or the cluster are wrong; no file is left behind.
@@ -106,21 +111,18 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         if found is not None:
             held.callback(found[1].release)
         config, lines = refuse_early(config)
-        if config.data.output is not None:  # the run may be continued from another folder
-            config.data.output = str(Path(config.data.output).absolute())
         folder, lease = found or lease_new(config)
         held.callback(lease.release)
         try:
             heartbeat = Heartbeat(
                 elapsed(functools.partial(say, console), f"run {config.run.name}: checking model, prompts and memory")
             )
-            output = config.data.output or folder / TRAJECTORIES_FILE
-            with heartbeat, TrajectoryWriter(output, resume=found is not None) as writer:
+            with heartbeat, TrajectoryWriter(folder) as writer:
                 there = read_finished(writer, prompts, config) if found else []
                 save_run_config(config, folder)
                 check_target(config)
                 encoded = _encode(config, prompts)
-                for line in (*lines, *_cut_outputs(config, encoded), *memory_lines(config)):
+                for line in (*lines, *_cut_outputs(config, encoded)):
                     say(console, line)
                 return _run(config, prompts, encoded, folder, writer, there, console, heartbeat)
         except BaseException as error:
@@ -149,11 +151,7 @@ def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[st
 
 
 def _encode(config: Config, prompts: Sequence[Prompt]) -> list[Encoded]:
-    """The prompts as token ids. Those that cannot be encoded fail alone, at their turn.
-
-    Raises:
-        ModelLoadError: See `_tokenizer_for`.
-    """
+    """The prompts as token ids. Those that cannot be encoded fail alone, at their turn."""
     load = functools.partial(load_tokenizer, trust_remote_code=config.target.trust_remote_code)
     return encode_prompts(_tokenizer_for(config, prompts, load), prompts, config.data.chat)
 
@@ -190,9 +188,9 @@ def _run(
 
     begin, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
     say(console, f"run {config.run.name}: starting {config.mode.value} actors; results go to {folder}")
-    total, tally = len(prompts) * config.data.n, Tally(max_tokens=config.sampling.max_tokens)
+    tally = Tally(len(prompts) * config.data.n, config.sampling.max_tokens)
     if there:
-        say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")
+        say(console, f"run {config.run.name}: resumed, {len(there)} of {tally.total} trajectories are there")
     for note in start_notes(config):
         say(console, note)
     for row in there:
@@ -201,7 +199,6 @@ def _run(
     summary: dict[str, Any] = {}
     with Rollout(config) as rollout:
         heartbeat.stop()
-        writer.keep_empty = True
         start_seconds, begin = time.monotonic() - begin, time.monotonic()
         where = f"--run {rollout.run_name} --address {rollout.address}"
         say(console, f"run {rollout.run_name}: from another terminal, specactor status {where}")
@@ -226,7 +223,7 @@ def _run(
                 "started": started,
                 "start_seconds": round(start_seconds, 3),
                 "resumed": len(there),
-                **_figures(rollout, tally, total, time.monotonic() - begin),
+                **_figures(rollout, tally, time.monotonic() - begin),
                 "output": str(writer.where.resolve()),
             }
             write_json(folder / SUMMARY_FILE, summary)
@@ -245,18 +242,18 @@ def _consume(
     skip = {(row["prompt_index"], row["sample_index"]) for row in there}
 
     def read() -> ProgressState:
-        metrics = rollout.metrics()
-        done = tally.finished + tally.failed
-        return ProgressState(done, tally.failed, rollout.committed_tokens, metrics.acceptance_length, metrics.supply)
+        metrics, ended = rollout.metrics(), tally.finish_reasons
+        figures = rollout.committed_tokens, metrics.acceptance_length, metrics.supply
+        return ProgressState(ended.total(), ended["error"], *figures)
 
-    with rollout_progress(console, "rollout", len(prompts) * rollout.config.data.n, read):
+    with rollout_progress(console, "rollout", tally.total, read):
         for trajectory in rollout.stream(prompts, skip=skip, encoded=encoded):
             row = trajectory.to_json()
             writer.write(row)
             tally.add(row)
 
 
-def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict[str, Any]:
+def _figures(rollout: Rollout, tally: Tally, seconds: float) -> dict[str, Any]:
     tokens, actors = rollout.committed_tokens, list[dict[str, Any]]()
     with contextlib.suppress(Exception):  # the controller does not answer
         actors = rollout.status()
@@ -264,17 +261,7 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
         "seconds": round(seconds, 3),
         "tokens": tokens,
         "tokens_per_s": round(tokens / max(seconds, 1e-9), 3),
-        "trajectories": {
-            "total": total,
-            "finished": tally.finished,
-            "failed": tally.failed,
-            "tokens": tally.tokens,
-            "finish_reasons": dict(tally.finish_reasons),
-            "failures": dict(tally.reasons),
-            "failed_prompts": {str(index): count for index, count in sorted(tally.failed_prompts.items())},
-            "cut_by_context": tally.cut,
-        },
-        "moved_requests": rollout.moved_requests,
+        "trajectories": tally.figures(),
         "reissued_requests": rollout.reissued_requests,
         "metrics": rollout.metrics().to_dict(),
         "config": yaml.safe_load(to_yaml(rollout.config)),

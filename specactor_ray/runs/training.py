@@ -17,7 +17,6 @@ from specactor_ray.config import Config
 from specactor_ray.config.load import load_config, save_config
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.config.training_schema import AlgorithmName, Schedule, TrainerBackend
-from specactor_ray.core.clock import SYSTEM, Clock
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import parse_json, read_foreign, remove_if_empty, write_text
 from specactor_ray.models.loading import load_model_config
@@ -97,23 +96,13 @@ class TrainingRun:
         """Whether its state can be restored: it is a checkpoint of this run, or the very beginning."""
         return self.state.step == 0 or (self.checkpoint is not None and self.checkpoint.parent == self.store.folder)
 
-    @property
-    def lost(self) -> bool:
-        """Whether another process has taken over the run."""
-        return any(lease.lost for lease in self.leases)
-
-    def check_lease(self) -> None:
-        """Raise SpecActorError if another process has taken over the run: nothing may be written any more."""
-        for lease in self.leases:
-            lease.check()
-
     def close(self) -> None:
         """Release the run for other processes. Idempotent."""
         for lease in self.leases:
             lease.release()
 
 
-def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM, keep_dtype: bool = False) -> TrainingRun:
+def open_run(config: Config, tasks: int | None = None, keep_dtype: bool = False) -> TrainingRun:
     """Create the run's folder, or find the one to continue in, by `resume`. Sets `run.name`. No other process can open
     the run until it is closed, or its process ends.
 
@@ -127,8 +116,8 @@ def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM, ke
     """
     now, section = TrainState(model=model_facts(config.target), settings=settings_of(config, tasks)), config.checkpoint
     with run_dir_errors(Path(config.run.dir)), contextlib.ExitStack() as undo:
-        found = lease_unfinished(config, METRICS_FILE, _continues(config), clock) if config.resume == "auto" else None
-        folder, lease = found or lease_new(config, clock)
+        found = lease_unfinished(config, METRICS_FILE, _continues(config)) if config.resume == "auto" else None
+        folder, lease = found or lease_new(config)
         undo.callback(remove_if_empty, folder, folder.parent)
         undo.callback(lease.release)
         config.run.name, leases = folder.name, [lease]
@@ -137,7 +126,7 @@ def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM, ke
                 config.target.dtype = load_config(folder / CONFIG_FILE).target.dtype
         where = Path(section.dir).expanduser() if section.dir else folder / CHECKPOINTS
         if section.dir:
-            leases.append(RunLease(where, "checkpoint.dir", clock))
+            leases.append(RunLease(where, "checkpoint.dir"))
             undo.callback(leases[-1].release)
         store = CheckpointStore(where, section.keep_last, section.keep_best)
         state, checkpoint = (_continue if found else _begin)(config, folder, store, now)

@@ -58,7 +58,7 @@ class SimulatedProposer(SlotProposer):
         self._name, self._clock, self._world, self._random = name, clock, world, random
         self._time = world.draft_time(method)
         self.traits = Traits(looks_up=self._time.is_lookup, branches=branches > 0)
-        self.branches = BranchTable(0 if self._time.is_lookup else branches)
+        self.branches = BranchTable(self.mirrors, 0 if self._time.is_lookup else branches)
         """Branches; their `rows` are numbers of tokens in the cache."""
         self._cached, self._anchors = np.zeros((2, 0), np.int64)
         """`(slots,)`: number of tokens of main chains in the cache; for an EAGLE head, number of those that are based
@@ -85,13 +85,13 @@ class SimulatedProposer(SlotProposer):
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
-            self.branches.settle(self.mirrors, self._cached, slots, starts, lengths, tokens)
+            self.branches.settle(self._cached, slots, starts, lengths, tokens)
         return super().commit(slots, starts, lengths, tokens)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         np.minimum.at(self._cached, slots, same if self._time.fusion is None else self._anchors[slots])
 
-    def _leave(self, slot: int, finished: bool) -> None:
+    def _leave(self, slot: int) -> None:
         self.branches.release(slot)
 
     def _fit(self, slots: int) -> None:
@@ -127,7 +127,7 @@ class SimulatedProposer(SlotProposer):
         reads = _kernels.reads(placed, self._cached, mirrors.arrays)
         none = np.zeros((2, len(placed)), np.int64)
         budget = 0 if reads else self.budget
-        return self.branches.plan(mirrors, mirrors.ends, none[0] > 0, placed, none[1], budget, forward_s=self.forward_s)
+        return self.branches.plan(mirrors.ends, none[0] > 0, placed, none[1], budget, forward_s=self.forward_s)
 
     def _draft(self, chains: Chains) -> np.ndarray:
         """Run one forward: a token for each chain. Returns bool `(slots,)`: slots with changed tails."""
@@ -136,7 +136,7 @@ class SimulatedProposer(SlotProposer):
             return changed
         at = (self._known, self._ranks, self._cached, mirrors.arrays, table.arrays, chains.slots, chains.numbers)
         ends, prefill, tokens, gaps = _kernels.draft(*at, self.vocab_size, 1 + RANKS)
-        table.append(mirrors, mirrors.ends, chains, tokens, gaps)
+        table.append(mirrors.ends, chains, tokens, gaps)
         changed[chains.slots] = True
         common = mirrors.known // _PAGE * _PAGE  # of all chains of a request: each branch begins past the known tokens
         shared = int((ends - common[chains.slots]).sum() + common[np.unique(chains.slots)].sum())
@@ -161,7 +161,7 @@ class SimulatedProposer(SlotProposer):
         tails = super().tails(slots)
         if self._name in self._world.corrupt:
             return tails._replace(tokens=self._nonsense(len(tails.tokens)), branches=self._corrupt(len(slots)))
-        return tails._replace(branches=self.branches.published(self.mirrors, slots)) if self.branches.most else tails
+        return tails._replace(branches=self.branches.published(slots)) if self.branches.most else tails
 
     def _corrupt(self, tails: int) -> Branches:
         """Branches of a corrupt drafter at arbitrary places."""

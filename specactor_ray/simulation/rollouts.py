@@ -35,7 +35,7 @@ _FIRST_SEED = 1_000_000
 _FIGURES = (
     *("variant", "mode", "devices", "draft_devices", "rollout_s", "tokens", "tokens_per_s"),
     *("tokens_per_s_and_device", "ended_s", "latency_s"),
-    *("peak_streams", "peak_stream_tokens", "peak_stream_bytes", "moves", "events"),
+    *("peak_streams", "peak_stream_tokens", "peak_stream_bytes", "events"),
 )
 """Attributes of a `Result` in reports."""
 
@@ -65,7 +65,6 @@ class Result:
     """`daily`: seconds that draft actors held their devices, summed over devices."""
     draft_actors: list[tuple[float, float]] = field(default_factory=list)
     """`daily`: (seconds since midnight, devices of draft actors from then on)."""
-    moves: int = 0
     events: int = 0
     digest: int = 0
     spans: list[Span] = field(default_factory=list)
@@ -149,7 +148,7 @@ class SimulatedRollouts(VirtualRun):
         if result.drafting_s:
             verifying, drafting = result.devices - result.draft_devices, result.drafting_s / result.rollout_s
             result.devices, result.draft_devices = verifying + drafting, drafting
-        result.metrics, result.moves = self.client.metrics(), self.client.dispatcher.moves
+        result.metrics = self.client.metrics()
         self.client.shutdown()
         self._done = True
 

@@ -1,4 +1,4 @@
-"""Interface of target engines, which run requests on the target model.
+"""Interface of target engines, which run requests on the target model, and the configured engine.
 
 One `step` runs one forward over prefill chunks and over the draft tails of all running rows, and commits for each row
 the longest draft prefix that equals the target's samples plus one token of the target. Engines use no Ray. A request
@@ -8,13 +8,16 @@ has a row from `add` to its end or `remove`; drafts and results are arrays with 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.environment import fitting_dtype
 from specactor_ray.core.types import SamplingParams, TopTokens
 
 
@@ -39,9 +42,8 @@ class Drafts(NamedTuple):
     rows: np.ndarray
     """int32 `(n,)`: numbers of the rows, each once."""
     lengths: np.ndarray
-    """int32 `(n,)`: draft tokens of each row."""
+    """int32: draft tokens of each row, `(n,)`, and `(sum(lengths),)` of all rows, row by row."""
     tokens: np.ndarray
-    """int32 `(sum(lengths),)`: draft tokens of all rows, row by row."""
 
     @classmethod
     def of(cls, tails: Mapping[int, Sequence[int]]) -> Drafts:
@@ -75,11 +77,10 @@ class States(NamedTuple):
     """Hidden states of consecutive sequence positions of `n` rows, row by row."""
 
     rows: np.ndarray
-    """int32 `(n,)`: numbers of the rows, each once."""
+    """int32 `(n,)`: numbers of the rows, each once; sequence position of each row's first state, 0 for the first token
+    of the prompt; states of each row, at least 1."""
     starts: np.ndarray
-    """int32 `(n,)`: sequence position of each row's first state; 0 is the first token of the prompt."""
     lengths: np.ndarray
-    """int32 `(n,)`: states of each row, at least 1."""
     states: np.ndarray
     """`(sum(lengths), layers * hidden)`: float32 or float16; bfloat16 is sent as int16 (`models/weight_buckets.py`)."""
 
@@ -90,12 +91,8 @@ class States(NamedTuple):
             yield row, start, states.copy()
 
 
-def _no_integers() -> np.ndarray:
-    return np.zeros(0, np.int32)
-
-
-def _no_floats() -> np.ndarray:
-    return np.zeros(0, np.float32)
+_no_integers = functools.partial(np.zeros, 0, np.int32)
+_no_floats = functools.partial(np.zeros, 0, np.float32)
 
 
 @dataclass(slots=True)
@@ -103,11 +100,10 @@ class StepResult:
     """Tokens and costs of one engine step for `n` rows. Rows that were only prefilled are not included."""
 
     rows: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: numbers of the rows, each once."""
+    """int32 `(n,)`: numbers of the rows, each once; output position of each row's first token; number of committed
+    tokens, 0 for a row that ends with an error."""
     starts: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: output position of each row's first token."""
     lengths: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: number of committed tokens; 0 for a row that ends with an error."""
     tokens: np.ndarray = field(default_factory=_no_integers)
     """int32 `(sum(lengths),)`: for each row accepted draft tokens, then one recovered (first mismatch) or bonus (all
     matched) token; cut at a stop."""
@@ -117,9 +113,9 @@ class StepResult:
     margins: np.ndarray | None = None
     """float32, as `tokens`: perturbed top-2 margins, if the engine records them."""
     drafted: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: number of verified draft tokens, up to an accepted one that ends the output."""
+    """int32 `(n,)`: number of verified draft tokens, up to an accepted one that ends the output; number of these that
+    equal the target's samples."""
     accepted: np.ndarray = field(default_factory=_no_integers)
-    """int32 `(n,)`: number of draft tokens that equal the target's samples."""
     finish: np.ndarray = field(default_factory=_no_integers)
     """uint8 `(n,)`: `Finish` of each row. Rows that are not running have left the engine."""
     errors: dict[int, str] = field(default_factory=dict)
@@ -156,17 +152,12 @@ class TargetEngine(Protocol):
     def add(self, row: int, request: TargetRequest) -> Finish | None:
         """Queue a request for admission, unless its committed tokens end its output.
 
-        Args:
-            row: Its number from now on: a small number that no other request of the engine has; it may be used again
-                when the request has ended.
-            request: The request.
-
-        Returns:
-            The end of the output by the committed tokens, in which case nothing was queued; else None.
+        `row` is its number from now on: a small one that no other request of the engine has, and that may be used again
+        when the request has ended. Returns the end of the output by the committed tokens, if nothing was queued.
 
         Raises:
-            InputError: The request can never run (token id out of range, prompt longer than the context, more cache
-                than the memory budget). Nothing was queued; other requests are unaffected.
+            InputError: The request can never run (token id out of range, prompt longer than the context or the cache).
+                Nothing was queued; other requests are unaffected.
         """
 
     def remove(self, row: int) -> None:
@@ -183,24 +174,37 @@ class TargetEngine(Protocol):
         ignored."""
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """Replace the weights (Hugging Face names → tensors) and drop caches of the old ones.
-
-        Raises:
-            InputError: A name or shape does not fit; nothing was changed.
-        """
+        """Replace the weights (Hugging Face names → tensors) and drop caches of the old ones. InputError: a name or
+        shape does not fit; nothing was changed."""
 
     def reset_prefix_cache(self) -> None:
         """Drop the contexts of ended requests; for benchmarks."""
 
     def sleep(self) -> None:
-        """Free the cache's memory until `wake`; for trainers that share the device.
-
-        Raises:
-            InputError: Requests are running.
-        """
+        """Free the cache's memory until `wake`, for trainers that share the device. InputError: requests run."""
 
     def wake(self) -> None:
         """Allocate the memory again. Idempotent."""
 
     def close(self) -> None:
         """Free memory and end helper processes. The engine cannot be used afterwards."""
+
+
+def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: float = 0.0) -> TargetEngine:
+    """Load the configured target. ModelLoadError: its model cannot be loaded or served. ConfigError: of `require_vllm`.
+
+    `device`: `cpu` or `cuda`; vLLM uses the device of its build. `max_drafts`: most draft tokens of a request in one
+    step, 0 if none are ever verified. `hosted`: bytes of the GPU for drafters beside the engine.
+    """
+    from specactor_ray.models.cache_size import GIB, cache_bytes, room_here
+
+    config = replace(config, dtype=fitting_dtype(config.dtype, device != "cpu", config.backend))
+    if config.kv_cache_gb is None:
+        config = replace(config, kv_cache_gb=cache_bytes(config, room_here(config, hosted)) / GIB)
+    if config.backend == "vllm":
+        from specactor_ray.target.vllm import VllmEngine
+
+        return VllmEngine(config, max_drafts)
+    from specactor_ray.target.hf import HfEngine
+
+    return HfEngine.from_config(config, device)

@@ -9,7 +9,6 @@ again.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,22 +16,18 @@ import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.ragged import begins, enlarged, places
+from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import TopTokens
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.weight_buckets import to_wire
 from specactor_ray.sampling.keyed import Found, verify_arrays, warm_up
 from specactor_ray.sampling.probable import logprobs_of, most_probable
+from specactor_ray.target.admission import Admission
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
-from specactor_ray.target.prefixes import PrefixCache
 from specactor_ray.target.rows import EngineRows
 
-_FIRST_RESERVATION = 128
-"""Output tokens for which cache is reserved when a request is admitted; the reservation grows later."""
 _MOST_SCORED = 512
 """Most positions of a prompt per forward when its log-probabilities are computed: all their logits are in memory."""
-_LEAST_SHARED = 32
-"""Least remaining tokens of a prefill for which another request with the same context waits."""
 
 
 class _Plan(NamedTuple):
@@ -60,16 +55,8 @@ class _Plan(NamedTuple):
 
 
 class HfEngine:
-    """`TargetEngine` over a `RaggedModel`.
-
-    Args:
-        model: The model with its cache; owned by the engine.
-        eos_token_ids: Ids that end an output unless the request ignores them.
-        max_model_len: Most prompt + output tokens of a request; None takes the model's own limit.
-        max_batch: Most requests admitted at once.
-        max_step_tokens: Most positions in one forward, at least `max_batch`.
-        record_margins: Record perturbed top-2 margins.
-    """
+    """`TargetEngine` over a `RaggedModel`, which it owns with its cache. `eos_token_ids` end an output unless the
+    request ignores them; the other arguments are keys of `target` (`config/schema.py`)."""
 
     def __init__(
         self,
@@ -83,20 +70,15 @@ class HfEngine:
         self._model = model
         self.vocab_size = model.vocab_size
         self.max_model_len = min(max_model_len or model.max_positions, model.max_positions, model.cache.slots)
-        self.max_batch, self.max_step_tokens = max_batch, max(max_step_tokens, max_batch)
+        self.max_step_tokens = max(max_step_tokens, max_batch)
         self.record_margins = record_margins
         self.weight_version = 0
-        self.preemptions = 0
         self._asleep = False
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids, model.device)
-        self._context = np.zeros((0, 0), np.int32)
-        """int32 `(rows, tokens)`: prompt and output tokens of each row."""
-        self._cached: dict[int, int] = {}
-        """Admitted row → its row in the cache, in the order of admission."""
+        # Drafters that read states get those of every position, so none may be taken from another request.
+        self._admission = Admission(self._rows, model.cache, max_batch, shares=not model.exports_states)
         self._scores: dict[int, np.ndarray] = {}
         """Row → requested log-probabilities of its prompt's tokens from the second on."""
-        self._waiting: deque[int] = deque()
-        self._prefixes = PrefixCache(model.cache)
         warm_up(model.device, model.dtype, record_margins=record_margins)
 
     @classmethod
@@ -114,26 +96,25 @@ class HfEngine:
     def add(self, row: int, request: TargetRequest) -> Finish | None:
         if (finish := self._rows.open(row, request)) is not None:
             return finish
-        tokens = [*request.prompt_token_ids, *request.committed_token_ids]
-        self._fit(row, len(tokens))
-        self._context[row, : len(tokens)] = tokens
-        self._waiting.append(row)
+        self._admission.add(row, [*request.prompt_token_ids, *request.committed_token_ids])
         if request.sampling.prompt_logprobs:
             self._scores[row] = np.zeros(len(request.prompt_token_ids) - 1, np.float32)
         return None
 
     def remove(self, row: int) -> None:
         self._scores.pop(row, None)
-        if not self._rows.close(row):
-            return
-        if row in self._cached:
-            self._retain(row, self._num_cached(row))
-        else:
-            self._waiting.remove(row)
+        if self._rows.close(row):
+            self._admission.remove(row)
 
     def decoding(self) -> np.ndarray:
-        rows, cached = self._admitted()
-        return rows[self._rows.length[rows] - cached == 1]
+        rows, cached = self._admission.admitted()
+        decoding: np.ndarray = rows[self._rows.length[rows] - cached == 1]
+        return decoding
+
+    @property
+    def preemptions(self) -> int:
+        """Number of requests that lost their cache to older ones."""
+        return self._admission.preemptions
 
     def has_work(self) -> bool:
         return bool(self._rows.requests)
@@ -141,23 +122,23 @@ class HfEngine:
     def close(self) -> None:
         for row in list(self._rows.requests):
             self.remove(row)
-        self._prefixes.clear()
+        self._admission.prefixes.clear()
         del self._model
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
         self.weight_version = version
-        self._prefixes.clear()
-        self._model.cache.truncate(self._cache_rows(self._admitted()[0]), 0)
+        self._admission.prefixes.clear()
+        self._model.cache.truncate(self._admission.cache_rows(self._admission.admitted()[0]), 0)
 
     def reset_prefix_cache(self) -> None:
-        self._prefixes.clear()
+        self._admission.prefixes.clear()
 
     def sleep(self) -> None:
         if self.has_work():
             raise InputError("the engine cannot sleep while requests are running")
         self._asleep = True
-        self._prefixes.clear()
+        self._admission.prefixes.clear()
         self._model.sleep()
 
     def wake(self) -> None:
@@ -168,7 +149,7 @@ class HfEngine:
     # ---- the step ----
 
     def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
-        self._admit()
+        self._admission.admit(alone=self._scores)  # log-probabilities of prompts need every position
         plan = self._plan(drafts)
         if not len(plan.rows):
             return StepResult()
@@ -176,7 +157,8 @@ class HfEngine:
         counts = plan.context + plan.drafted
         num_logits = np.where(plan.scored > 0, counts, plan.sampled)
         tails = drafts.tokens[places(plan.firsts, plan.drafted)]
-        output = self._model.forward(self._cache_rows(plan.rows), counts, self._tokens(plan, counts, tails), num_logits)
+        tokens, cache_rows = self._tokens(plan, counts, tails), self._admission.cache_rows(plan.rows)
+        output = self._model.forward(cache_rows, counts, tokens, num_logits)
         forward_s = time.perf_counter() - begin
         begin = time.perf_counter()
         rows, drafted = plan.rows[plan.samples], plan.drafted[plan.samples]
@@ -194,64 +176,9 @@ class HfEngine:
             result.states = states._replace(states=to_wire(states.states))
         return result
 
-    def _admitted(self) -> tuple[np.ndarray, np.ndarray]:
-        """Admitted rows, int32, and the number of their tokens in the cache."""
-        rows = np.fromiter(self._cached, np.int32, len(self._cached))
-        return rows, self._model.cache.lengths[self._cache_rows(rows)]
-
-    def _cache_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Cache rows of admitted rows, int64 `(n,)`."""
-        return np.array([self._cached[row] for row in rows.tolist()], np.int64)
-
-    def _admit(self) -> None:
-        later, prefilling = list[int](), self._prefilling() if self._waiting else set[bytes]()
-        while self._waiting and len(self._cached) < self.max_batch:
-            row = self._waiting.popleft()
-            tokens = self._context[row, : self._rows.length[row] - 1]
-            if (key := tokens.tobytes()) in prefilling and row not in self._scores:
-                later.append(row)  # forks the prefix that another request is computing
-            elif not self._open(row, tokens):
-                later.append(row)
-                break
-            elif not self._model.exports_states and len(tokens) - self._num_cached(row) >= _LEAST_SHARED:
-                prefilling.add(key)
-        self._waiting.extendleft(reversed(later))
-
-    def _prefilling(self) -> set[bytes]:
-        """Contexts of admitted requests with much prefill left."""
-        if self._model.exports_states:
-            return set()
-        rows, cached = self._admitted()
-        rows = rows[self._rows.length[rows] - 1 - cached >= _LEAST_SHARED]
-        return {self._context[row, : self._rows.length[row] - 1].tobytes() for row in rows.tolist()}
-
-    def _open(self, row: int, tokens: np.ndarray) -> bool:
-        """Assign a cache row to a request, with as many of its tokens as are cached. False: there is no room."""
-        cache, room = self._model.cache, min(int(self._rows.limit[row]), len(tokens) + 1 + _FIRST_RESERVATION)
-        # Drafters that read states get those of every position; log-probabilities of prompts need every position, too.
-        all_computed = self._model.exports_states or row in self._scores
-        source, common = (-1, 0) if all_computed else self._prefixes.longest(tokens)
-        cached = int(cache.fork(np.array([source]), np.array([common]))[0]) if common else cache.new_row()
-        if not self._make_room(cached, room):
-            cache.free(cached)
-            return False
-        self._cached[row] = cached
-        self._prefixes.add(cached, tokens, lambda: self._context[row, : cache.lengths[cached]])
-        return True
-
-    def _num_cached(self, row: int) -> int:
-        return int(self._model.cache.lengths[self._cached[row]])
-
-    def _make_room(self, cached: int, tokens: int) -> bool:
-        """`PagedCache.reserve`, which evicts rows of ended requests if necessary."""
-        while not self._model.cache.reserve(cached, tokens):
-            if not self._prefixes.evict():
-                return False
-        return True
-
     def _plan(self, drafts: Drafts) -> _Plan:
         """Plan a step: decoding rows first, with one token each; then their tails; prefill chunks fill the rest."""
-        rows, cached = self._admitted()
+        rows, cached = self._admission.admitted()
         pending = self._rows.length[rows] - cached
         order = np.argsort(pending > 1, kind="stable")
         rows, cached, pending = rows[order], cached[order], pending[order]
@@ -266,46 +193,14 @@ class HfEngine:
             unscored = np.maximum(scores - cached, 0)
             most = np.where(unscored > 0, np.minimum(pending, _MOST_SCORED), pending)
         context = np.clip(budget - (np.cumsum(most) - most), 0, most)
-        planned = (context > 0) & self._reserve(rows, cached + context, drafted)
+        planned = (context > 0) & self._admission.reserve(rows, cached + context, drafted)
         plan = _Plan(rows, cached, context, context == pending, drafted, firsts, np.minimum(unscored, context))
         return _Plan(*(column[planned] for column in plan))
-
-    def _reserve(self, rows: np.ndarray, tokens: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-        """Make room in the cache: drop tails, then preempt the newest requests. Returns bool `(n,)`: rows with room.
-
-        Args:
-            rows: Admitted rows.
-            tokens: Tokens of their contexts, in the cache and in this forward.
-            drafted: Draft tokens after them; set to 0 where they are dropped.
-        """
-        cache, preemptions = self._model.cache, self.preemptions
-        short = tokens + drafted > cache.room(self._cache_rows(rows))
-        for i in np.flatnonzero(short).tolist():
-            cached = self._cached.get(row := int(rows[i]))
-            if cached is None or self._make_room(cached, int(tokens[i] + drafted[i])):
-                continue
-            drafted[i] = 0
-            while not self._make_room(cached, int(tokens[i])) and self._preempt_newest() != row:
-                pass
-        if preemptions == self.preemptions:
-            return np.ones(len(rows), np.bool_)
-        return np.array([row in self._cached for row in rows.tolist()], np.bool_)
-
-    def _preempt_newest(self) -> int:
-        """Return the newest running request to the queue; its tokens stay, and its cache is recomputed.
-
-        With keyed sampling the continuation is the same. Returns its row.
-        """
-        row, cached = self._cached.popitem()
-        self._prefixes.free(cached)
-        self._waiting.appendleft(row)
-        self.preemptions += 1
-        return row
 
     def _tokens(self, plan: _Plan, counts: np.ndarray, tails: np.ndarray) -> np.ndarray:
         """Input tokens of the plan, int32, row by row."""
         tokens, offsets = np.empty(counts.sum(), np.int32), begins(counts)[:-1]
-        context = self._context[np.repeat(plan.rows, plan.context), places(plan.cached, plan.context)]
+        context = self._admission.context[np.repeat(plan.rows, plan.context), places(plan.cached, plan.context)]
         tokens[places(offsets, plan.context)] = context
         tokens[places(offsets + plan.context, plan.drafted)] = tails
         return tokens
@@ -316,7 +211,7 @@ class HfEngine:
         complete = dict[int, np.ndarray]()
         for i in np.flatnonzero(plan.scored).tolist():
             row, begin, count = int(plan.rows[i]), int(plan.cached[i]), int(plan.scored[i])
-            tokens = self._context[row, begin + 1 : begin + 1 + count]
+            tokens = self._admission.context[row, begin + 1 : begin + 1 + count]
             part = logits[offsets[i] : offsets[i] + count]
             self._scores[row][begin : begin + count] = logprobs_of(part, tokens)
             if begin + count == len(self._scores[row]):
@@ -334,35 +229,20 @@ class HfEngine:
         return found, most_probable(logits, firsts, found, rows, rules)
 
     def _commit(self, rows: np.ndarray, drafted: np.ndarray, found: Found, tops: TopTokens | None) -> StepResult:
-        before = self._rows.length[rows]
+        before, admission = self._rows.length[rows], self._admission
         result = self._rows.commit(rows, drafted, found, self.record_margins, tops)
         if len(rows):
-            self._fit(0, int(self._rows.length[rows].max()))
-        self._context[np.repeat(rows, result.lengths), places(before, result.lengths)] = result.tokens
+            admission.fit(0, int(self._rows.length[rows].max()))
+        admission.context[np.repeat(rows, result.lengths), places(before, result.lengths)] = result.tokens
         running = rows[result.finish == Finish.RUNNING]
-        self._model.cache.truncate(self._cache_rows(running), self._rows.length[running] - 1)
+        self._model.cache.truncate(admission.cache_rows(running), self._rows.length[running] - 1)
         for row, finish in zip(rows.tolist(), result.finish.tolist(), strict=True):
-            if finish != Finish.RUNNING:
-                self._end(row, failed=finish == Finish.ERROR)
+            if finish == Finish.RUNNING:
+                continue
+            self._rows.close(row)
+            self._scores.pop(row, None)
+            if finish == Finish.ERROR:
+                admission.discard(row)
+            else:
+                admission.release(row, int(self._rows.length[row]) - 1)
         return result
-
-    def _end(self, row: int, failed: bool) -> None:
-        """Release the row of an ended request."""
-        self._rows.close(row)
-        self._scores.pop(row, None)
-        if failed:
-            self._prefixes.free(self._cached.pop(row))
-        else:
-            self._retain(row, int(self._rows.length[row]) - 1)
-
-    def _retain(self, row: int, tokens: int) -> None:
-        """Keep this many tokens of an ended request in the cache, for requests that begin with them."""
-        cached = self._cached.pop(row)
-        self._model.cache.truncate(np.array([cached]), tokens)
-        self._prefixes.retain(cached, self._context[row, :tokens])
-
-    def _fit(self, row: int, tokens: int) -> None:
-        """Make room for a row and this many tokens."""
-        for axis, needed in enumerate((row + 1, tokens)):
-            if self._context.shape[axis] < needed:
-                self._context = enlarged(self._context, axis, max(needed, 2 * self._context.shape[axis], 32))

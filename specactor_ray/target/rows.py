@@ -22,14 +22,8 @@ _FIRST_ROWS = 32
 
 
 class EngineRows:
-    """The requests of an engine. Arrays grow with the largest row.
-
-    Args:
-        vocab_size: Upper bound of token ids, exclusive.
-        max_model_len: Most prompt and output tokens of a request.
-        eos_token_ids: Ids that end an output unless the request ignores them.
-        device: Device that reads the sampling rules.
-    """
+    """The requests of an engine, in arrays that grow with the largest row. `eos_token_ids` end an output unless the
+    request ignores them; `device` reads the sampling rules."""
 
     def __init__(
         self, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int], device: torch.device | None = None
@@ -38,14 +32,9 @@ class EngineRows:
         self._eos = np.array(sorted(eos_token_ids), np.int64)
         self.requests: dict[int, TargetRequest] = {}
         """Row → its request, in the order of their addition."""
-        self.prompt = np.zeros(_FIRST_ROWS, np.int32)
-        """int32 `(rows,)`: prompt tokens."""
-        self.length = np.zeros(_FIRST_ROWS, np.int32)
-        """int32 `(rows,)`: prompt and output tokens."""
-        self.limit = np.zeros(_FIRST_ROWS, np.int32)
-        """int32 `(rows,)`: most prompt and output tokens, by max_tokens and by the context."""
-        self.exported = np.zeros(_FIRST_ROWS, np.int32)
-        """int32 `(rows,)`: number of sequence positions whose states were exported."""
+        self.prompt, self.length, self.limit, self.exported = np.zeros((4, _FIRST_ROWS), np.int32)
+        """int32 `(rows,)`: prompt tokens; prompt and output tokens; most of these, by max_tokens and by the context;
+        number of sequence positions whose states were exported."""
         self._minds_eos = np.zeros(_FIRST_ROWS, np.bool_)
         self._stops: dict[int, Sequence[int]] = {}
         """Row → its own stop ids, if it has any."""
@@ -53,14 +42,8 @@ class EngineRows:
         """Sampling rules by row; positions are those in the sequence."""
 
     def open(self, row: int, request: TargetRequest) -> Finish | None:
-        """Open a row for a request, unless its committed tokens end its output.
-
-        Returns:
-            The end of the output by the committed tokens; None if they do not end it.
-
-        Raises:
-            InputError: The request can never run, or the row is in use.
-        """
+        """Open a row for a request, unless its committed tokens end its output: then the end is returned. InputError:
+        the request can never run, or the row is in use."""
         if row in self.requests:
             raise InputError(f"row {row} holds request {self.requests[row].request_id}")
         refuse_impossible(request, self._vocab_size, self._max_model_len)
@@ -95,17 +78,11 @@ class EngineRows:
         return self.requests.pop(row, None) is not None
 
     def cut(self, rows: np.ndarray, drafts: Drafts, most: int, budget: int) -> tuple[np.ndarray, np.ndarray]:
-        """Select the drafts that may be verified in these rows: a draft ends before a token outside the vocabulary, and
-        leaves room for the token that the target adds.
+        """Select the drafts that may be verified in these rows, which decode: a draft ends before a token outside the
+        vocabulary, and leaves room for the token that the target adds.
 
-        Args:
-            rows: int32 `(n,)` rows that decode.
-            drafts: Drafts of any rows.
-            most: Most draft tokens of a row.
-            budget: Most draft tokens of all rows; the first rows take them.
-
-        Returns:
-            int64 `(n,)`: begin of each row's drafts in `drafts.tokens`, and how many of them count.
+        `most`: draft tokens of a row; `budget`: draft tokens of all rows, of which the first rows take theirs. Returns
+        int64 `(n,)`: begin of each row's drafts in `drafts.tokens`, and how many of them count.
         """
         if not len(drafts.tokens) or most <= 0:
             firsts, lengths = np.zeros((2, len(rows)), np.int64)
@@ -131,15 +108,9 @@ class EngineRows:
         record_margins: bool,
         tops: TopTokens | None = None,
     ) -> StepResult:
-        """Commit the target's samples for these rows, up to their ends. The caller closes rows that have ended.
-
-        Args:
-            rows: int32 `(n,)`.
-            drafted: `(n,)` draft tokens that were verified.
-            found: Samples, in the order of the rows.
-            record_margins: Whether `found` has margins.
-            tops: The most probable tokens at the positions of `found`.
-        """
+        """Commit the target's samples for these rows, int32 `(n,)`, up to their ends. The caller closes rows that have
+        ended. `drafted`: draft tokens that were verified; `record_margins`: whether `found` has margins; `tops`: the
+        most probable tokens at the positions of `found`."""
         counts, tokens, column = found.counts, found.tokens, np.arange(found.width)
         ends = (tokens[:, :, None] == self._eos).any(axis=2) & self._minds_eos[rows, None]
         if self._stops:
@@ -176,11 +147,8 @@ class EngineRows:
         """Export the final states of a forward that were not exported before; states that are computed again after a
         preemption are left out. Called after `commit`.
 
-        Args:
-            states: `(sum(counts), width)`, an array or a tensor; from a GPU only exported states are copied.
-            rows: int32 `(n,)`.
-            firsts: Sequence position of each row's first state.
-            counts: States of each row.
+        `states`: `(sum(counts), width)`, an array or a tensor, of `counts` positions of each row from `firsts` on; from
+        a GPU only exported states are copied.
         """
         offsets = begins(counts)[:-1] - firsts
         known, end = self.exported[rows], np.minimum(firsts + counts, self.length[rows] - 1)

@@ -1,93 +1,185 @@
 """Target engine over vLLM: vLLM's scheduler, paged attention and kernels; this package's drafts, keyed sampling
 (`vllm_worker.py`) and stops (`rows.py`). vLLM ends outputs at their length only.
+
+Only this module and `vllm_worker.py`, its counterpart in vLLM's workers, import vLLM and use its non-public parts, in
+the versions of `vllm_settings.TESTED_VERSIONS`. This module uses `EngineCore`, stepped directly; `running` and
+`update_draft_token_ids` of its scheduler; `sample_tokens` of its executor. `tests/vllm/test_contract.py` names the part
+when one of them changes. `docs/design/vllm.md` gives the reasons.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import logging
+import os
+import shutil
+import sys
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core.errors import InputError
-from specactor_ray.core.ragged import places
-from specactor_ray.models.cache_size import GIB, beside_the_cache, device_bytes
-from specactor_ray.models.loading import load_eos_token_ids, resolve_model, weight_shapes
+from specactor_ray.core.environment import fall_back
+from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, clipped
+from specactor_ray.core.ragged import begins, places
+from specactor_ray.core.types import TopTokens
+from specactor_ray.models.loading import load_eos_token_ids, weight_shapes
 from specactor_ray.models.packed_linear import check_names_and_shapes
+from specactor_ray.sampling.keyed import Found
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 from specactor_ray.target.rows import EngineRows
-from specactor_ray.target.vllm_bridge import CoreSettings, EngineCoreHandle
+from specactor_ray.target.vllm_settings import (
+    KEY,
+    engine_arguments,
+    folder_of,
+    record_shared_memory,
+    remove_what_killed_ones_left,
+    require_vllm,
+    set_environment,
+    shared_memory,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class CoreStep:
+    """The sampler's report of one step: the `n` rows of its batch, those that only prefilled included."""
+
+    rows: np.ndarray
+    """int32 `(n,)`: rows of the batch. int64 `(n,)`: sequence position of each row's first position in the forward;
+    number of its positions there; number of draft tokens among these. bool `(n,)`: whether it sampled."""
+    firsts: np.ndarray
+    counts: np.ndarray
+    drafted: np.ndarray
+    sampled: np.ndarray
+    found: Found
+    """Tokens that the sampled rows may commit."""
+    states: np.ndarray | None = None
+    """`(sum(counts), layers * hidden)`: hidden states, if exported."""
+    tops: TopTokens | None = None
+    """The most probable tokens at the positions of `found`."""
+    sampling_s: float = 0.0
+    prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    """Row whose prompt is complete → requested log-probabilities of its tokens from the second on; set in the engine's
+    process."""
+
+
+_NONE = np.zeros(0, np.int64)
+_NOTHING = CoreStep(_NONE, _NONE, _NONE, _NONE, _NONE > 0, Found(np.empty((0, 5), np.int64)))
+"""A step that sampled nothing."""
 
 
 class VllmEngine:
-    """`TargetEngine` over vLLM's engine core in this process.
-
-    Args:
-        settings: Settings of the core.
-        eos_token_ids: Ids that end an output unless the request ignores them.
+    """`TargetEngine` over vLLM's engine core in this process. Arguments: see `engine_arguments`.
 
     Raises:
-        ConfigError: vLLM is missing or has an untested version.
+        ConfigError: vLLM is missing, has an untested version, or refuses a value of `target.engine_arguments`.
         ModelLoadError: vLLM does not support the model with these settings.
     """
 
-    def __init__(self, settings: CoreSettings, eos_token_ids: Sequence[int] = ()) -> None:
-        self._core = EngineCoreHandle(settings)
-        self._settings = settings
-        self.vocab_size, self.max_model_len = self._core.vocab_size, self._core.max_model_len
-        self.weight_version = 0
-        self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids)
+    def __init__(self, config: TargetConfig, max_drafts: int) -> None:
+        require_vllm()
+        set_environment(config)
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+        if config.gpus:
+            fall_back(logger, "vLLM runs its V1 model runner, which takes drafts from the host; V2 does not yet")
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.abstract import Executor
+
+        remove_what_killed_ones_left()
+        others = shared_memory()
+        arguments = engine_arguments(config, max_drafts, f"{__name__}.{NothingProposed.__name__}")
+        try:
+            settings = EngineArgs(**arguments).create_engine_config()
+            with kernel_scan_without_llvmlite():
+                self._core = EngineCore(settings, Executor.get_class(settings), log_stats=False)
+        except (ValueError, RuntimeError) as error:  # vLLM's checks of the model and its settings raise both
+            _name_argument(error, config.engine_arguments)
+            fix = " Fix: raise target.kv_cache_gb (what vLLM calls its cache memory), or lower target.max_model_len."
+            reason = " ".join(str(error).split())[:400] or type(error).__name__
+            hint = fix if "cache" in str(error).lower() else ""
+            raise ModelLoadError(f"vllm cannot serve {config.model}: {reason}{hint}") from error
+        self._config, self._max_drafts = config, max_drafts
+        self._done: CoreStep | None = None
+        self._watch(self._core.model_executor)
+        self._ids: dict[int, str] = {}
+        """Row → its request's id in vLLM, which is never used twice, since vLLM drops an id one step late."""
+        self._row_of: dict[str, int] = {}
+        self._numbers = itertools.count()
+        self._drafted = False
+        """Whether the last step had drafts."""
         self._decoding: np.ndarray | None = None
         """Rows that decode; None after a change."""
+        self._record = record_shared_memory(others) if config.tensor_parallel > 1 else None
+        self.vocab_size = int(settings.model_config.get_vocab_size())
+        self.max_model_len = int(settings.model_config.max_model_len)
+        self.weight_version = 0
+        eos = load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code)
+        self._rows = EngineRows(self.vocab_size, self.max_model_len, eos)
 
-    @classmethod
-    def from_config(cls, config: TargetConfig, max_drafts: int) -> VllmEngine:
-        """Load the configured model.
+    def _watch(self, executor: Any) -> None:
+        """Read the data that the worker attaches to vLLM's outputs."""
+        sample_tokens = executor.sample_tokens
 
-        Args:
-            config: The target's section, with a data type and a cache size.
-            max_drafts: Most draft tokens of a request in one step.
-        """
-        cache = int(config.kv_cache_gb * GIB)
-        share = (beside_the_cache(config) + cache) / device_bytes() if config.gpus else None
-        settings = CoreSettings(
-            str(resolve_model(config.model)),
-            config.dtype,
-            config.max_model_len,
-            config.max_batch,
-            config.max_step_tokens,
-            cache,
-            max_drafts,
-            tuple(config.hidden_layers),
-            config.record_margins,
-            config.trust_remote_code,
-            config.compiled,
-            config.tensor_parallel,
-            config.cores,
-            None if share is None else min(1.0, share),
-            config.engine_arguments,
-        )
-        return cls(settings, load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code))
+        def sample(*args: Any, **options: Any) -> Any:
+            output = sample_tokens(*args, **options)
+            self._done = getattr(output, KEY, None)
+            return output
+
+        executor.sample_tokens = sample
 
     def add(self, row: int, request: TargetRequest) -> Finish | None:
         if (finish := self._rows.open(row, request)) is not None:
             return finish
-        sampling, committed = request.sampling, len(request.committed_token_ids)
-        context = [*request.prompt_token_ids, *request.committed_token_ids]
-        self._core.add(row, context, sampling, len(request.prompt_token_ids), sampling.max_tokens - committed)
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        sampling = request.sampling
+        rule = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, sampling.logprobs]
+        keyed = {"row": row, "base": sampling.first_position - len(request.prompt_token_ids), "rule": rule}
+        params = VllmSamplingParams(
+            temperature=0.0,
+            max_tokens=sampling.max_tokens - len(request.committed_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={KEY: keyed},
+            prompt_logprobs=0 if sampling.prompt_logprobs else None,
+        )
+        self._ids[row] = core_id = f"{row}#{next(self._numbers)}"
+        self._row_of[core_id] = row
+        queued = EngineCoreRequest(
+            request_id=core_id,
+            prompt_token_ids=[*request.prompt_token_ids, *request.committed_token_ids],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(queued))
         return None
 
     def remove(self, row: int) -> None:
         if self._rows.close(row):
-            self._core.abort(row)
+            core_id = self._ids.pop(row)
+            del self._row_of[core_id]
+            self._core.abort_requests([core_id])
             self._decoding = None
 
     def decoding(self) -> np.ndarray:
         if self._decoding is None:
-            self._decoding = self._core.decoding()
+            running = [one for one in self._core.scheduler.running if one.num_tokens - one.num_computed_tokens == 1]
+            self._decoding = np.array([self._row_of[one.request_id] for one in running], np.int32)
         return self._decoding
 
     def has_work(self) -> bool:
@@ -95,12 +187,12 @@ class VllmEngine:
 
     def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
         begin = time.perf_counter()
-        rows, most = self.decoding(), self._settings.max_drafts
-        firsts, lengths = self._rows.cut(rows, drafts, most, self._settings.max_step_tokens - len(rows))
+        rows = self.decoding()
+        firsts, lengths = self._rows.cut(rows, drafts, self._max_drafts, self._config.max_step_tokens - len(rows))
         self._decoding = None
-        done = self._core.step(rows, lengths, drafts.tokens[places(firsts, lengths)])
+        done = self._step(rows, lengths, drafts.tokens[places(firsts, lengths)])
         forward_s = time.perf_counter() - begin - done.sampling_s
-        margins, sampled = self._settings.record_margins, done.sampled
+        margins, sampled = self._config.record_margins, done.sampled
         result = self._rows.commit(done.rows[sampled], done.drafted[sampled], done.found, margins, done.tops)
         if done.states is not None:
             result.states = self._rows.export(done.states, done.rows, done.firsts, done.counts)
@@ -113,17 +205,42 @@ class VllmEngine:
         result.num_tokens, result.num_prefill_tokens = int(done.counts.sum()), int(context[context > 1].sum())
         return result
 
+    def _step(self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> CoreStep:
+        """Run one step with exactly these drafts for all decoding rows; `lengths`: draft tokens of each row."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        if len(tokens) or self._drafted:  # drops the last drafts of requests that were not scheduled with them
+            flat, ends = tokens.tolist(), begins(lengths).tolist()
+            ids = [self._ids[row] for row in rows.tolist()]
+            lists = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
+            self._core.scheduler.update_draft_token_ids(DraftTokenIds(ids, lists))
+        self._drafted = len(tokens) > 0
+        self._done = None
+        groups, _ = self._core.step_fn()  # without `post_step`, which would call the proposer
+        if self._done is None:
+            return _NOTHING
+        for one in [one for group in groups.values() for one in group.outputs]:
+            if one.new_prompt_logprobs_tensors is not None:
+                scores = one.new_prompt_logprobs_tensors.logprobs[:, 0]
+                self._done.prompt_logprobs[self._row_of[one.request_id]] = scores.numpy()
+        return self._done
+
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         shapes, tied = self._expected_weights
         shared = {name: state_dict[source] for name, source in tied.items() if source in state_dict}
         check_names_and_shapes({**shared, **state_dict}, shapes)
-        self._core.load_weights(state_dict)
+        if self._config.tensor_parallel == 1:
+            self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state_dict.items())})
+        else:
+            with folder_of(state_dict) as folder:
+                self._core.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self._core.reset_prefix_cache(reset_running_requests=True)
         self.weight_version, self._decoding = version, None
 
     @functools.cached_property
     def _expected_weights(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Shapes and ties of weights, which no update changes."""
-        return weight_shapes(self._settings.model, trust_remote_code=self._settings.trust_remote_code)
+        return weight_shapes(self._config.model, trust_remote_code=self._config.trust_remote_code)
 
     def reset_prefix_cache(self) -> None:
         self._core.reset_prefix_cache()
@@ -131,16 +248,63 @@ class VllmEngine:
     def sleep(self) -> None:
         if self.has_work():
             raise InputError("the engine cannot sleep while requests are running")
-        self._core.sleep()
+        self._core.sleep(level=1)
 
     def wake(self) -> None:
-        self._core.wake()
-
-    def count_graphs(self, counts: dict[str, int]) -> None:
-        """See `EngineCoreHandle.count_graphs`."""
-        self._core.count_graphs(counts)
+        self._core.wake_up()
 
     def close(self) -> None:
         for row in list(self._rows.requests):
             self.remove(row)
-        self._core.close()
+        self._core.shutdown()
+        if self._record is not None:
+            shutil.rmtree(self._record, ignore_errors=True)
+
+
+class NothingProposed:
+    """A proposer that only makes vLLM reserve room for drafts; `step` passes the drafts to the scheduler."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        del vllm_config
+
+    def load_model(self, *args: Any) -> None:
+        del args
+
+    def propose(self, sampled_token_ids: Sequence[Any], *args: Any, **kwargs: Any) -> list[list[int]]:
+        del args, kwargs
+        return [[] for _ in sampled_token_ids]
+
+
+def _name_argument(error: Exception, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError where vLLM's error is about a value of `target.engine_arguments`."""
+    from pydantic import ValidationError
+
+    for problem in error.errors() if isinstance(error, ValidationError) else ():
+        name = str(problem["loc"][-1]) if problem["loc"] else ""
+        if name in arguments:
+            what = f"{clipped(arguments[name])} is refused by vLLM: {problem['msg']}."
+            fix = "use a value that vLLM takes, or leave it out."
+            raise ConfigError(f"target.engine_arguments.{name}", what, fix) from error
+
+
+@contextlib.contextmanager
+def kernel_scan_without_llvmlite() -> Iterator[None]:
+    """Hide llvmlite (numba) from vLLM's CPU build, which searches all modules for kernels to replace and fails at one
+    of llvmlite's objects."""
+    from vllm.triton_utils import dispatcher
+
+    def others() -> dict[str, Any]:
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] != "llvmlite"}
+
+    class Modules:
+        """Replaces `sys` in that search."""
+
+        modules = property(lambda self: others())
+
+    real, dispatcher.sys = dispatcher.sys, Modules()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about attributes of torch that the search reads
+            yield
+    finally:
+        dispatcher.sys = real

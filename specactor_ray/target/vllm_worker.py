@@ -26,7 +26,8 @@ from specactor_ray.models.weight_buckets import to_wire
 from specactor_ray.sampling.keyed import verify_arrays, warm_up
 from specactor_ray.sampling.probable import most_probable
 from specactor_ray.sampling.rules import Rules
-from specactor_ray.target.vllm_bridge import KEY, CoreStep
+from specactor_ray.target.vllm import CoreStep
+from specactor_ray.target.vllm_settings import KEY
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -94,13 +95,8 @@ class _Sampler(Sampler):
 
 
 class KeyedSampler:
-    """Replaces vLLM's sampler and rejection sampler.
-
-    Args:
-        runner: vLLM's model runner.
-        hidden_layers: As in `RaggedModel`: decoder layers whose output states are exported, in this order.
-        record_margins: Record perturbed top-2 margins.
-    """
+    """Replaces vLLM's sampler and rejection sampler of its model `runner`. `hidden_layers`: as in `RaggedModel`, those
+    whose output states are exported, in this order."""
 
     def __init__(self, runner: Any, hidden_layers: tuple[int, ...], record_margins: bool) -> None:
         self._runner, self._layers, self._margins = runner, hidden_layers, record_margins

@@ -169,8 +169,7 @@ class StepRecorder:
 
     def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None:
         """Record a finished step in all outputs. Its checkpoint is written later, so that none is ahead of the records;
-        its time counts for the next step. Raises SpecActorError if another process has taken over the run."""
-        self._run.check_lease()
+        its time counts for the next step. Records that the disk refuses are kept and written with the next step."""
         now = time.perf_counter()
         seconds = {**self._seconds, "step": now - (self._began or now)}
         self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
@@ -192,9 +191,9 @@ class StepRecorder:
                 logger.error("step %d was not tracked: %s", step, error)
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
-        """Write the summary, if the disk accepts it; nothing if the run was taken over."""
+        """Write the summary, if the disk accepts it."""
         self._display.stop()
-        if not self._run.lost and self._metrics.pending:
+        if self._metrics.pending:
             self._metrics.append()
         records = self._written() + self._metrics.pending
         summary = {
@@ -212,11 +211,10 @@ class StepRecorder:
             "versions": versions(),
             "hardware": hardware(),
         }
-        if not self._run.lost:
-            try:
-                write_json(self._run.summary_file, summary)
-            except OSError as error:
-                logger.error("the summary could not be written: %s", error)
+        try:
+            write_json(self._run.summary_file, summary)
+        except OSError as error:
+            logger.error("the summary could not be written: %s", error)
         return TrainOutcome(status, self._run.folder, summary)
 
     def _tensorboard(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:

@@ -18,7 +18,6 @@ from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
-from specactor_ray.draft.footprint import empty_head
 from specactor_ray.models.cache_size import available_bytes, count_parameters, itemsize_of
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.memory import (
@@ -26,7 +25,6 @@ from specactor_ray.rollout.memory import (
     MemoryItem,
     check_memory,
     gib,
-    memory_lines,
     plan_rollout_memory,
 )
 from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
@@ -77,7 +75,7 @@ def train(config: Config, console: Console, enough: Callable[[], bool] = lambda:
             return _train(config, run, stream, console, enough)
         except BaseException as error:
             run.close()
-            if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists() or run.lost):
+            if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists()):
                 discard_run_folder(run.folder)
                 if isinstance(error, KeyboardInterrupt):
                     say(console, "interrupted before the first step; nothing was kept")
@@ -120,7 +118,7 @@ def _train(
                 trainer=trainer,
                 maker=ahead or maker,
                 record=record,
-                saver=Saver(run.store, trainer.save, run.state, run.is_saved, run.check_lease),
+                saver=Saver(run.store, trainer.save, run.state, run.is_saved),
                 taught=None if taught is None else taught.method,
                 say=lambda line: say(console, line),
                 enough=enough,
@@ -180,8 +178,6 @@ def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], con
     """Print the run, the checkpoint it continues from, and its memory need."""
     for item in memory:
         say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
-    for line in memory_lines(config, memory):
-        say(console, line)
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")
@@ -214,7 +210,10 @@ def plan_memory(config: Config) -> list[MemoryItem]:
 
 def _held_by_learner(drafter: DrafterConfig, target: TargetConfig) -> float:
     """Bytes of a head, of gradients and moments of all but its embedding, and of its hidden states, in float32."""
-    head = empty_head(drafter, target)
+    from specactor_ray.draft.eagle.checkpoint import empty_head
+
+    assert drafter.model is not None  # validated
+    head = empty_head(drafter.model, target)
     size = sum(parameter.numel() for parameter in head.parameters())
     trained = size - head.embed_tokens.weight.numel()
     states = drafter.online.buffer_tokens * head.config.feature_size

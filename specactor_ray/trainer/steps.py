@@ -45,9 +45,7 @@ class TrainOutcome:
 
 
 class Saver:
-    """Writes checkpoints of the state of the trainer's weights: `write` fills a folder with the trainer's files, unless
-    `check` raises because this process must not write any more. `saved`: whether `state` needs no saving.
-    """
+    """Writes checkpoints of the trainer's weights: `write` fills a folder; `saved`: `state` needs no saving."""
 
     def __init__(
         self,
@@ -55,7 +53,6 @@ class Saver:
         write: Callable[[Path], None],
         state: TrainState,
         saved: bool,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.state = state
         """State after the last complete update."""
@@ -63,7 +60,7 @@ class Saver:
         """Number of checkpoints that could not be written."""
         self.problem = ""
         """Reason why the last wanted checkpoint is missing; empty if it exists."""
-        self._store, self._write, self._check = store, write, check
+        self._store, self._write = store, write
         self._saved_step = state.step if saved else -1
         self._updating = False
 
@@ -79,14 +76,13 @@ class Saver:
         """Save the state unless it is saved. Returns whether it is; `problem` has the reason if not.
 
         Raises:
-            SpecActorError: The trainer failed, or another process has taken over the run.
+            SpecActorError: The trainer failed.
         """
         if self.state.step == self._saved_step:
             return True
         if self._updating:
             self.problem = f"the update after step {self.state.step} was broken off, and the weights are between steps"
             return False
-        self._check()
         try:
             self._store.save(self.state, self._write)
         except OSError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
@@ -70,8 +69,6 @@ class Link(Generic[M]):
         self.failed: BaseException | None = None
         """Why the consumer is gone for good; None while it is not. A failed link stays failed: make a new one."""
         self._retries = self._rejected = 0
-        self.trip_s = math.inf
-        """Seconds of the shortest delivery, there and back."""
 
     @property
     def is_free(self) -> bool:
@@ -132,7 +129,6 @@ class Link(Generic[M]):
 
     def _settle(self, error: BaseException | None) -> None:
         """Mark the newest delivery as arrived, or as lost for good."""
-        self.trip_s = min(self.trip_s, self._clock.now() - self._sent_at)
         self._flying, self._pause_s = None, _RETRY_S
         if isinstance(error, ActorLostError):
             self.failed = error

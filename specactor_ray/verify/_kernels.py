@@ -66,7 +66,7 @@ def take_tails(
 
     A tail is compared with the committed tokens. If all of them agree, the rest is usable; else the longest branch that
     agrees takes its place. A tail is dropped if it claims more committed tokens than there are, has no tokens left, or
-    is older or smaller than the present tail: by base, then by the rest of the main chain, then by branch tokens.
+    is older or shorter than the present tail: by base, then by the rest of the main chain.
     """
     generation, committed, base, length, tail = table.generation, table.committed, table.base, table.length, table.tail
     flat, most, window = _flat(table), table.branch_at.shape[2], tail.shape[2]
@@ -92,12 +92,8 @@ def take_tails(
             left = sizes[best] - (behind - right) if best != FREE else 0
         if behind > 0 and left == 0:
             continue
-        mine = (seat * len(generation) + row) * most
-        if bases[i] == base[seat, row]:
-            more = _tokens_of(ats, sizes, b, last, behind) if best == FREE else 0
-            held = _tokens_of(flat[0], flat[1], mine, mine + most, 0)
-            if left < length[seat, row] or (left == length[seat, row] and more < held):
-                continue
+        if bases[i] == base[seat, row] and left < length[seat, row]:
+            continue
         left = min(left, window)
         base[seat, row], length[seat, row] = bases[i], left
         if best != FREE:
@@ -109,6 +105,7 @@ def take_tails(
             for k in range(left):
                 tail[seat, row, k] = tokens[first + behind + k]
         if most > 0:
+            mine = (seat * len(generation) + row) * most
             _keep(ats, sizes, branch_tokens, b, last, at, behind, left, flat, mine, mine + most, window)
     return unknown
 
@@ -127,15 +124,6 @@ def _agreed(tokens: Any, first: int, truth: Any, most: int) -> int:
     while count < most and tokens[first + count] == output[row, start + count]:
         count += 1
     return count
-
-
-@_inlined
-def _tokens_of(ats: Any, sizes: Any, begin: int, end: int, least: int) -> int:
-    """Number of tokens of the branches that leave their main chain at or past `least`."""
-    total = 0
-    for b in range(begin, end):
-        total += sizes[b] if ats[b] >= least else 0
-    return total
 
 
 @_inlined

@@ -1,7 +1,6 @@
 """The verifier's side of drafting: the table of requests, the drafters in its seats, and the messages between them.
 
-Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `verify_lengths.py`,
-`waiting.py` and `racing.py`.
+Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `policy.py` and `racing.py`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import Branches, CommitBatch, DraftOpen, Features, TailBatch
 from specactor_ray.verify._kernels import Committed
+from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import Assigner
 from specactor_ray.verify.table import Acceptance, RequestTable
-from specactor_ray.verify.verify_lengths import Drafter, DraftPolicy
 
 _KEPT_POSITIONS = 2048
 """Number of newest positions of each request whose hidden states are kept for drafters that join later."""
@@ -161,14 +160,9 @@ class DrafterSeat(Drafter):
 
 
 class Drafting:
-    """Drafting for the requests of one verifier.
-
-    Args:
-        verifier_id: Incarnation id of the verifier, to which drafters answer.
-        coupled: Whether drafters take turns with the verifier on its cores.
-        window: Most draft tokens of a request, if a drafter has a larger window than that of `config`.
-        acceptance, cost: Estimates; default: learned, without a prior.
-    """
+    """Drafting for the requests of one verifier: drafters answer to its incarnation id, and if `coupled` they take
+    turns with it on its cores. `window`: most draft tokens of a request, if a drafter has a larger window than that of
+    `config`. `acceptance`, `cost`: estimates; default: learned, without a prior."""
 
     def __init__(
         self,
@@ -245,7 +239,6 @@ class Drafting:
         news since their last turn at their turn only."""
         for seat in self._seats.values():
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
-            seat.trip_s = seat.link.trip_s
             if models_turn or not seat.takes_turns:
                 seat.link.offer(functools.partial(seat.news, self.verifier_id))
             else:

@@ -21,20 +21,15 @@ from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.policy import Seconds
 from specactor_ray.verify.requests import Requests
-from specactor_ray.verify.verify_lengths import Seconds
 
 logger = logging.getLogger(__name__)
 
 
 class VerifyLoop(Loop):
-    """Drives one target engine.
-
-    Args:
-        engine: The target; after the begin of `run` only the loop's thread uses it.
-        drafting: Drafts and decisions.
-        hosted: Drafters of this process, run between two steps (docs/design/inline.md). `set_drafters` sets others.
-    """
+    """Drives one target engine, which only the loop's thread uses after the begin of `run`. `hosted`: drafters of this
+    process, run between two steps (docs/design/inline.md); `set_drafters` sets others."""
 
     def __init__(
         self, engine: TargetEngine, drafting: Drafting, hosted: Sequence[HostedDrafter] = (), clock: Clock = SYSTEM
@@ -199,7 +194,7 @@ class VerifyLoop(Loop):
         if not len(rows) or self._suspension.is_on:
             return 0.0
         begin = self._clock.now()
-        self._await_tails(rows)
+        self._await_tails(rows, begin)
         if self._has_models and (rounds := drafting.policy.plan_rounds(rows)):
             drafting.flush()
             while rounds and (drafted := self._draft(rounds)):
@@ -212,20 +207,17 @@ class VerifyLoop(Loop):
         Returns the number of drafted tokens, or 0 without work."""
         return max((drafter.loop.take_turn(most) for drafter in self._hosted), default=0)
 
-    def _await_tails(self, rows: np.ndarray) -> None:
-        """Wait for tails of requests without one, where that pays: drafters of other processes run ahead."""
-        policy, begin = self._drafting.policy, self._clock.now()
-        rows, left = policy.plan_wait(rows)
-        if left <= 0.0:
-            return
-        until = begin + left
-        while left > 0.0 and not self._stopping.is_set() and policy.silent(rows).any():
+    def _await_tails(self, rows: np.ndarray, begin: float) -> None:
+        """Wait up to `speculation.draft_wait_s` for tails of requests without one, since drafters of other processes
+        run ahead."""
+        until = begin + self._drafting.policy.wait_s
+        while (left := until - self._clock.now()) > 0.0 and not self._stopping.is_set():
+            if not self._drafting.policy.silent(rows).any():
+                return
             self._drafting.flush()
             self._wake.wait(left)
             self._wake.clear()
             self._drafting.take_messages()
-            left = until - self._clock.now()
-        policy.waited(rows, self._clock.now() - begin)
 
     def _load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         if version <= self._engine.weight_version:

@@ -12,7 +12,7 @@ import numpy as np
 from specactor_ray.target.base import StepResult
 
 if TYPE_CHECKING:
-    from specactor_ray.verify.verify_lengths import Seconds
+    from specactor_ray.verify.policy import Seconds
 
 COUNTS = (
     "row_steps", "committed_tokens", "supplied_tokens", "supplied_row_steps", "drafted_tokens", "accepted_tokens",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.verify.verify_lengths import DraftPolicy
+from specactor_ray.verify.policy import DraftPolicy
 
 REVISE_EVERY = 16
 """Steps between two revisions of all requests."""

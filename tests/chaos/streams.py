@@ -228,7 +228,6 @@ def _figures(rollout: Rollout, streams: Streams, watch: Watch) -> dict[str, Any]
         "weight_versions": streams.weights.version,
         "tokens": rollout.committed_tokens,
         "reissued_requests": rollout.reissued_requests,
-        "moved_requests": rollout.moved_requests,
         "incarnations": len(watch.incarnations),
     }
 

@@ -64,8 +64,6 @@ class TestUserErrors:
         "no such prompts": (["data.path=none.jsonl"], "there is no file none.jsonl"),
         "empty prompts": (["data.path=empty.jsonl"], "empty.jsonl: no prompts in it"),
         "no data.path": (["data.path=null"], "data.path: is not set."),
-        "existing output": (["data.path=good.jsonl", "data.output=there.jsonl"], "there.jsonl exists and is never"),
-        "output in a file": (["data.path=good.jsonl", "data.output=there.jsonl/x"], "there.jsonl is not a folder"),
         "a mistyped key of a prompt": (
             ["data.path=typo.jsonl"],
             "typo.jsonl, line 2: expected an object with one of "
@@ -83,7 +81,6 @@ class TestUserErrors:
             ["data.path=good.jsonl", "run.dir=/proc/x"],
             "cannot be written to (No such file or directory); name another folder",
         ),
-        "output in no folder": (["data.path=good.jsonl", "data.output=no/x.jsonl"], "data.output: there is no folder"),
     }
 
     @pytest.mark.parametrize("name", CASES)

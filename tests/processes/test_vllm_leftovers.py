@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from specactor_ray.core.leftovers import SHARED_MEMORY
-from specactor_ray.target import vllm_bridge
+from specactor_ray.target import vllm_settings
 
 ROOT = Path(__file__).parents[2]
 
 VERIFIER = """
 import subprocess, sys, torch
 from multiprocessing import shared_memory
-from specactor_ray.target import vllm_bridge
+from specactor_ray.target import vllm_settings
 segment = lambda: shared_memory.SharedMemory(create=True, size=4096)
 foreign = segment()
-others = vllm_bridge._shared_memory()
+others = vllm_settings.shared_memory()
 assert others == {foreign.name}
 own = segment()
 RANK = '''
@@ -34,8 +34,8 @@ sys.stdin.read()
 '''
 rank = subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 of_rank = rank.stdout.readline().strip()
-record = vllm_bridge.record_shared_memory(others)
-with vllm_bridge._folder_of({"a": torch.ones(3)}) as folder:
+record = vllm_settings.record_shared_memory(others)
+with vllm_settings.folder_of({"a": torch.ones(3)}) as folder:
     print(foreign.name, own.name, of_rank, record, folder, flush=True)
     sys.stdin.read()
 """
@@ -45,7 +45,7 @@ def test_shared_memory_and_weights_of_a_killed_verifier_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(vllm_bridge.tempfile, "tempdir", None)
+    monkeypatch.setattr(vllm_settings.tempfile, "tempdir", None)
     process = subprocess.Popen(
         [sys.executable, "-c", VERIFIER],
         cwd=ROOT,
@@ -58,12 +58,12 @@ def test_shared_memory_and_weights_of_a_killed_verifier_are_removed(
     foreign, *rest = process.stdout.readline().split()
     own, of_rank, record, weights = (SHARED_MEMORY / rest[0], SHARED_MEMORY / rest[1], Path(rest[2]), Path(rest[3]))
     try:
-        vllm_bridge.remove_what_killed_ones_left()
+        vllm_settings.remove_what_killed_ones_left()
         assert all(path.exists() for path in (own, of_rank, record, weights / "model.safetensors"))
         os.killpg(process.pid, signal.SIGKILL)  # and so Python's own tidier with it
         process.communicate()
         assert own.exists() and of_rank.exists()
-        vllm_bridge.remove_what_killed_ones_left()
+        vllm_settings.remove_what_killed_ones_left()
         assert not any(path.exists() for path in (own, of_rank, record, weights.parent))
         assert (SHARED_MEMORY / foreign).exists()
     finally:
@@ -72,6 +72,6 @@ def test_shared_memory_and_weights_of_a_killed_verifier_are_removed(
 
 
 def test_weights_are_gone_when_they_were_read() -> None:
-    with vllm_bridge._folder_of({"a": torch.ones(3)}) as folder:
+    with vllm_settings.folder_of({"a": torch.ones(3)}) as folder:
         assert [path.name for path in Path(folder).iterdir()] == ["model.safetensors"]
     assert not Path(folder).parent.exists()

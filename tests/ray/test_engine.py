@@ -19,7 +19,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import InputError
 from specactor_ray.models.loading import load_model
-from specactor_ray.rollout.door import ALL, EngineActor, RemoteEngine
+from specactor_ray.rollout.door import ALL, DRIVER, EngineActor, RemoteEngine
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from tests.plain_decoding import cut_at_stops
@@ -189,15 +189,15 @@ def test_the_requests_of_a_process_that_dies_are_dropped(rollout: Rollout) -> No
     @ray.remote(num_cpus=0, max_retries=0)
     def sender(actor: Any) -> None:
         RemoteEngine(Calls(), actor).submit([1])
-        ray.get(actor.read_commands.remote(0, 60.0))  # the request is there
+        ray.get(actor.read.remote(DRIVER, 0, 60.0))  # the request is there
         os._exit(1)
 
     actor = start_here(rollout.run_name, "door", EngineActor)
     with pytest.raises(ray.exceptions.WorkerCrashedError):
         ray.get(sender.remote(actor), timeout=120.0)
     commands: list[Any] = []
-    while len(commands) < 2:  # no output waits, so it is not the time without a read that ends it
-        commands = ray.get(actor.read_commands.remote(0, 60.0), timeout=120.0)[1]
+    while len(commands) < 2:
+        commands = ray.get(actor.read.remote(DRIVER, 0, 60.0), timeout=120.0)[1]
     assert [(one.what, one.number) for one in commands] == [("submit", 0), ("drop", ALL)]
     ray.kill(actor)
 

@@ -68,13 +68,11 @@ class BruteForceLog:
         group: int | None,
         noise: Noise | None,
         floor: float,
-        path: float = 1.0,
-    ) -> tuple[int, list[int], list[float], float, bool]:
-        """(match length, tokens, odds, score, whether the texts ended)."""
+    ) -> tuple[int, list[int], float]:
+        """(match length, tokens, score)."""
         length, rows = self.occurrences(context, group)
         tokens: list[int] = []
-        odds: list[float] = []
-        score = 0.0
+        score, path = 0.0, 1.0
         while rows and len(tokens) < limit:
             votes: dict[int, int] = {}
             for row in rows:
@@ -87,8 +85,7 @@ class BruteForceLog:
             path *= votes[winner] / (len(rows) + DOUBT)
             if path < floor:
                 break
-            odds.append(votes[winner] / (len(rows) + DOUBT))
             tokens.append(winner)
             score += path
             rows = [n for row in rows if row.token == winner and (n := self.following(row)) is not None]
-        return length, tokens, odds, score, not rows and len(tokens) < limit
+        return length, tokens, score

@@ -129,31 +129,24 @@ def random_batches(rng: np.random.Generator, count: int, vocabs: list[int], filt
         yield x, offsets, tails, params, positions, bool(rng.random() < 0.4)
 
 
-def test_rows_are_those_of_the_numba_form(small_blocks: None) -> None:
-    rng = np.random.default_rng(1)
-    rows, wrong = 0, []
-    for batch in random_batches(rng, 64, [1, 2, 7, 40, 300, 511, 512, 513, 1030], filtered=False):
+VOCABS = {False: [1, 2, 7, 40, 300, 511, 512, 513, 1030], True: [40, 200, 3, 300, 1, 600]}
+"""Sizes of vocabularies for requests without filters, and with them."""
+
+
+@pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 64, 1000), (True, 10, 140)])
+def test_rows_are_those_of_the_numba_form(small_blocks: None, filtered: bool, batches: int, least: int) -> None:
+    rng, rows, wrong = np.random.default_rng(1 + filtered), 0, []
+    for batch in random_batches(rng, batches, VOCABS[filtered], filtered):
         compared, found = differences(*batch)
         rows, wrong = rows + compared, wrong + found
     assert not wrong
-    assert rows >= 1000
-
-
-def test_filtered_rows_are_those_of_the_numba_form(small_blocks: None) -> None:
-    rng = np.random.default_rng(2)
-    rows, wrong = 0, []
-    for batch in random_batches(rng, 10, [40, 200, 3, 300, 1, 600], filtered=True):
-        compared, found = differences(*batch)
-        rows, wrong = rows + compared, wrong + found
-    assert not wrong
-    assert rows >= 140
+    assert rows >= least
 
 
 @pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 10, 200), (True, 3, 60)])
 def test_candidates_are_those_of_the_numba_form(small_blocks: None, filtered: bool, batches: int, least: int) -> None:
     rng, rows, wrong = np.random.default_rng(3), 0, []
-    vocabs = [40, 200, 3, 300, 1, 600] if filtered else [1, 2, 3, 7, 40, 300, 511, 512, 513, 1030]
-    for logits, _, _, params, positions, _ in random_batches(rng, batches, vocabs, filtered):
+    for logits, _, _, params, positions, _ in random_batches(rng, batches, VOCABS[filtered], filtered):
         rows, wrong = rows + len(logits), wrong + ranked_otherwise(logits, params, positions)
     assert not wrong
     assert rows >= least

@@ -10,10 +10,15 @@ import pytest
 import torch
 
 from specactor_ray.config.rules import REFUSED, SET_BY_KEYS
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.target.vllm_bridge import CoreSettings, _engine_arguments
-from specactor_ray.target.vllm_graphs import capture_sizes
-from specactor_ray.target.vllm_version import TESTED_VERSIONS, require_engine_arguments, require_vllm
+from specactor_ray.target.vllm_settings import (
+    TESTED_VERSIONS,
+    capture_sizes,
+    engine_arguments,
+    require_engine_arguments,
+    require_vllm,
+)
 from tests.tiny import tiny_vllm_target
 from tests.vllm import needs_vllm
 
@@ -62,21 +67,24 @@ def test_engine_arguments_are_known_without_importing_vllm() -> None:
 def test_engine_arguments_reach_the_engine() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = {"block_size": 32}
-    settings = CoreSettings(str(tiny_vllm_target()), "float32", 128, 4, 64, 1 << 24, 3, engine_arguments=arguments)
-    config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
+    config = EngineArgs(**arguments_of(3, engine_arguments={"block_size": 32})).create_engine_config()
     assert config.cache_config.block_size == 32 and config.scheduler_config.max_num_seqs == 4
 
 
+def arguments_of(drafts: int, max_batch: int = 4, max_step_tokens: int = 64, **more: Any) -> dict[str, Any]:
+    sizes = {"max_model_len": 128, "max_batch": max_batch, "max_step_tokens": max_step_tokens, "kv_cache_gb": 1 / 64}
+    config = TargetConfig(str(tiny_vllm_target()), "vllm", dtype="float32", **sizes, **more)
+    return engine_arguments(config, drafts, "specactor_ray.target.vllm.NothingProposed")
+
+
 @pytest.mark.parametrize("drafts", [0, 8])
-@pytest.mark.parametrize("more", [{}, {"tensor_parallel": 2}, {"hidden_layers": (0, 2)}, {"compiled": False}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"tensor_parallel": 2}, {"hidden_layers": [0, 2]}, {"compiled": False}], ids=str)
 def test_engines_of_every_mode_can_be_configured(drafts: int, more: dict[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    settings = CoreSettings(str(tiny_vllm_target()), "float32", 128, 4, 64, 1 << 24, drafts, **more)
-    config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
+    config = EngineArgs(**arguments_of(drafts, **more)).create_engine_config()
     assert config.num_speculative_tokens == drafts and not config.use_v2_model_runner
-    assert config.parallel_config.world_size == settings.tensor_parallel
+    assert config.parallel_config.world_size == more.get("tensor_parallel", 1)
     assert config.scheduler_config.async_scheduling is False
 
 
@@ -89,8 +97,7 @@ def test_graphs_on_a_gpu_are_those_that_are_asked_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda cls: True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    settings = CoreSettings(str(tiny_vllm_target()), "float32", 128, 128, 2048, 1 << 24, 8, engine_arguments=given)
-    arguments = _engine_arguments(settings)
+    arguments = arguments_of(8, 128, 2048, engine_arguments=given)
     graphs = EngineArgs(**{**arguments, "enable_sleep_mode": False}).create_engine_config().compilation_config
     graphs.adjust_cudagraph_sizes_for_spec_decode(9)  # as the model runner does
     if given:

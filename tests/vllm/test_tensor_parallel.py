@@ -19,11 +19,11 @@ from specactor_ray.config import Config
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_vllm_target
-from tests.unit.engine_conformance import Driver, noisy_oracle, requests
+from tests.unit.engine_conformance import Driver, answers, noisy_tails, requests
 from tests.unit.target.test_hf_engine import load
 from tests.unit.target.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
-from tests.vllm.test_vllm_engine import answers_of, make, states_of
+from tests.vllm.test_vllm_engine import make, states_of
 from tests.vllm.test_vllm_rollout import NGRAM, config, plain_truth, tokens_of
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
@@ -54,8 +54,8 @@ class TestInThisProcess:
         self, engine: Driver, temperature: float, filters: dict[str, Any]
     ) -> None:
         batch, reference = requests(8, temperature, **filters), make_hf(load(tiny_vllm_target()), hidden_layers=LAYERS)
-        truth, plain = answers_of(reference, batch), answers_of(engine, batch)
-        drafted = answers_of(engine, batch, noisy_oracle(truth.tokens, 4, engine.vocab_size))
+        truth, plain = answers(reference, batch), answers(engine, batch)
+        drafted = answers(engine, batch, noisy_tails(truth.tokens, 4, engine.vocab_size))
         assert plain.tokens == drafted.tokens == truth.tokens
         assert sum(output.num_accepted for output in drafted.outputs) > 50
         for request_id, expected in truth.logprobs.items():
@@ -67,12 +67,12 @@ class TestInThisProcess:
         model = load(tiny_vllm_target())
         model.load_state_dict({name: tensor * 1.3 for name, tensor in original.items()})
         batch = requests(4, 1.0)
-        before = answers_of(engine, batch).tokens
+        before = answers(engine, batch).tokens
         engine.load_weights(1, model.state_dict())
-        after = answers_of(engine, batch).tokens
-        assert after != before and after == answers_of(make_hf(model), batch).tokens
+        after = answers(engine, batch).tokens
+        assert after != before and after == answers(make_hf(model), batch).tokens
         engine.load_weights(2, original)
-        assert answers_of(engine, batch).tokens == before
+        assert answers(engine, batch).tokens == before
 
 
 @pytest.mark.ray

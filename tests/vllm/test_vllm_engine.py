@@ -7,24 +7,32 @@ import gc
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.loading import load_eos_token_ids
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.vllm import VllmEngine
-from specactor_ray.target.vllm_bridge import CoreSettings
 from tests.exact_distribution import assert_sampled_from
 from tests.tiny import tiny_prompt_ids, tiny_vllm_target
-from tests.unit.engine_conformance import Collected, Driver, Guess, ModelConformance, noisy_oracle, requests, run
+from tests.unit.engine_conformance import (
+    Collected,
+    Driver,
+    Guess,
+    ModelConformance,
+    answers,
+    noisy_tails,
+    requests,
+    run,
+)
 from tests.unit.target.test_hf_engine import load
 from tests.unit.target.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
@@ -41,12 +49,11 @@ def raw(**limits: Any) -> VllmEngine:
         "max_model_len": 256,
         "max_batch": 16,
         "max_step_tokens": 512,
-        "kv_cache_bytes": 32 << 20,
-        "max_drafts": 64,
+        "kv_cache_gb": 1 / 32,
         "compiled": False,  # starts faster
         **limits,
     }
-    engine = VllmEngine(CoreSettings(**settings), load_eos_token_ids(settings["model"]))
+    engine = VllmEngine(TargetConfig(**settings), max_drafts=64)
     _engines.append(engine)
     return engine
 
@@ -101,14 +108,14 @@ def test_tokens_come_from_the_targets_distribution(filters: dict[str, Any], qual
         TargetRequest(f"r{i}", ids, replace(sampling, seed=7000 + i)) for i, ids in enumerate(tiny_prompt_ids(6) * 50)
     ]
     engine = _distribution_engine()
-    truth = answers_of(engine, batch).tokens
+    truth = answers(engine, batch).tokens
     rng = random.Random(9)
     drafts: dict[str, Guess] = {
         "oracle": lambda rid, done: truth[rid][done : done + 4],
         "random": lambda rid, done: [rng.randrange(engine.vocab_size) for _ in range(4)],
-        "mixed": noisy_oracle(truth, 9, engine.vocab_size),
+        "mixed": noisy_tails(truth, 9, engine.vocab_size),
     }
-    collected = answers_of(engine, batch, drafts[quality])
+    collected = answers(engine, batch, drafts[quality])
     accepted = sum(output.num_accepted for output in collected.outputs)
     assert accepted > 500 or quality == "random"
     outputs = [(request.prompt_token_ids, collected.tokens[request.request_id]) for request in batch]
@@ -120,12 +127,6 @@ def _distribution_engine() -> Driver:
     return make()
 
 
-def answers_of(engine: Driver, batch: Sequence[TargetRequest], drafts: Guess | None = None) -> Collected:
-    for request in batch:
-        engine.add(request)
-    return run(engine, drafts)
-
-
 def test_hidden_states_are_those_of_hf() -> None:
     """Also with drafts, and when a prompt comes in pieces."""
     layers = (0, 3, HEAD_INPUT)
@@ -135,7 +136,7 @@ def test_hidden_states_are_those_of_hf() -> None:
     for engine in (reference, vllm):
         for request in batch:
             engine.add(request)
-        drafts = noisy_oracle(collected[0].tokens, 2, engine.vocab_size) if collected else None
+        drafts = noisy_tails(collected[0].tokens, 2, engine.vocab_size) if collected else None
         collected.append(run(engine, drafts))
     theirs, ours = collected
     assert ours.tokens == theirs.tokens
@@ -181,16 +182,10 @@ def test_weights_are_replaced_and_restored_and_bad_ones_change_nothing() -> None
 def test_sleeping_is_refused_with_requests_and_changes_nothing() -> None:
     engine = make()
     batch = requests(3, 1.0)
-
-    def answers() -> dict[str, list[int]]:
-        for request in batch:
-            engine.add(request)
-        return run(engine).tokens
-
-    before = answers()
+    before = answers(engine, batch).tokens
     engine.sleep()
     engine.wake()
-    assert answers() == before
+    assert answers(engine, batch).tokens == before
     engine.wake()
     engine.add(batch[0])
     with pytest.raises(InputError, match="running"):
@@ -203,11 +198,9 @@ def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> 
     engine = make(max_model_len=96)
     short, long = requests(2, 0.0, max_tokens=400, ignore_eos=True)
     prompt = (long.prompt_token_ids * 40)[: 96 - 4]
-    engine.add(short)
-    truth = run(engine).tokens["r0"]
-    engine.add(short)
-    engine.add(TargetRequest("long", prompt, long.sampling))
-    collected = run(engine, lambda rid, done: truth[done : done + 4] if rid == "r0" else [1, 2, 3, 4])
+    truth = answers(engine, [short]).tokens["r0"]
+    batch = [short, TargetRequest("long", prompt, long.sampling)]
+    collected = answers(engine, batch, lambda rid, done: truth[done : done + 4] if rid == "r0" else [1, 2, 3, 4])
     assert collected.tokens["r0"] == truth and len(collected.tokens["long"]) == 4
     long_ends = next(i for i, output in enumerate(collected.outputs) if output.request_id == "long")
     assert any(o.request_id == "r0" and o.num_accepted == 4 for o in collected.outputs[: long_ends + 2])
@@ -215,7 +208,7 @@ def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> 
 
 def test_a_step_without_drafts_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _distribution_engine()
-    runner = engine.engine._core._core.model_executor.driver_worker.worker.model_runner
+    runner = engine.engine._core.model_executor.driver_worker.worker.model_runner
     calls: list[str] = []
     for name in ("_calc_spec_decode_metadata", "propose_draft_token_ids"):
         real = getattr(runner, name)
@@ -264,31 +257,27 @@ def test_a_step_moves_logits_alone_between_devices(monkeypatch: pytest.MonkeyPat
 def test_memory_pressure_preempts_without_changing_tokens() -> None:
     batch = requests(6, 1.0, max_tokens=180, ignore_eos=True)
     results, preempted = [], []
-    for cache_bytes in (32 << 20, 400 << 10):
-        engine = make(kv_cache_bytes=cache_bytes)
+    for kilobytes in (32 << 10, 400):
+        engine = make(kv_cache_gb=kilobytes / (1 << 20))
         for request in batch:
             engine.add(request)
         decoded: set[str] = set()
         collected = Collected()
         while engine.has_work():
             decoding = set(engine.decoding())
-            preempted.append((cache_bytes, decoded - decoding - set(collected.reasons)))
+            preempted.append((kilobytes, decoded - decoding - set(collected.reasons)))
             decoded |= decoding
             collected.step(engine)
         results.append(collected.tokens)
     assert results[0] == results[1]
-    assert {size for size, requests_ in preempted if requests_} == {400 << 10}, "only the small cache is short of room"
+    assert {size for size, requests_ in preempted if requests_} == {400}, "only the small cache is short of room"
 
 
 def test_logits_that_cannot_be_sampled_from_end_their_requests_alone() -> None:
     engine = make()
     original = load(tiny_vllm_target()).state_dict()
     engine.load_weights(1, {**original, "lm_head.weight": original["lm_head.weight"] * float("nan")})
-    for request in requests(2, 1.0):
-        engine.add(request)
-    collected = run(engine)
+    collected = answers(engine, requests(2, 1.0))
     assert set(collected.reasons.values()) == {"error"} and all("NaN" in text for text in collected.errors.values())
     engine.load_weights(2, original)
-    for request in requests(2, 1.0):
-        engine.add(request)
-    assert set(run(engine).reasons.values()) <= {"stop", "length"}
+    assert set(answers(engine, requests(2, 1.0)).reasons.values()) <= {"stop", "length"}

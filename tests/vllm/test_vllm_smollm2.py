@@ -13,7 +13,7 @@ from specactor_ray.rollout.prompts import encode_prompt, read_prompts
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.target.vllm import VllmEngine
-from tests.unit.engine_conformance import Collected, Driver, noisy_oracle, run
+from tests.unit.engine_conformance import Collected, Driver, answers, noisy_tails
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -35,9 +35,7 @@ def batch() -> list[TargetRequest]:
 
 
 def collect(engine: Driver, requests: list[TargetRequest], drafted: Collected | None = None) -> Collected:
-    for request in requests:
-        engine.add(request)
-    return run(engine, noisy_oracle(drafted.tokens, 1, engine.vocab_size) if drafted else None)
+    return answers(engine, requests, noisy_tails(drafted.tokens, 1, engine.vocab_size) if drafted else None)
 
 
 def test_32_prompts_are_answered_alike() -> None:

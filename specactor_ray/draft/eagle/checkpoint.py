@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers
@@ -48,25 +49,26 @@ _LAYERS: _Kind = (
 
 
 def read_head_config(name: str, target: str, *, trust_remote_code: bool = False) -> EagleHeadConfig:
-    """Read the shape of the head in directory `name` and check it against the target.
-
-    Raises:
-        ModelLoadError: There is no head, it has another type, or it was made for another target; both are named.
-    """
+    """Read the shape of the head in directory `name`. ModelLoadError: there is no head, it has another type, or it was
+    made for another target; both are named."""
     model = load_model_config(target, trust_remote_code=trust_remote_code).get_text_config()
     config = _parse(require_head(Path(name).expanduser()) / "config.json", model)
     _reject_other_target(config, name, target, model)
     return config
 
 
+def empty_head(name: str, target: TargetConfig) -> EagleHead:
+    """The head in directory `name` without its weights."""
+    config = read_head_config(name, target.model, trust_remote_code=target.trust_remote_code)
+    with torch.device("meta"):
+        return EagleHead(config)
+
+
 def load_head(
     name: str, target: str, *, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False
 ) -> EagleHead:
-    """Load a head; its embedding is the target's if the checkpoint has none.
-
-    Raises:
-        ModelLoadError: As `read_head_config`; or weights are missing or unknown, or have another shape.
-    """
+    """Load a head; its embedding is the target's if the checkpoint has none. ModelLoadError: as `read_head_config`; or
+    weights are missing or unknown, or have another shape."""
     config = read_head_config(name, target, trust_remote_code=trust_remote_code)
     weights = {_our_name(key): tensor for key, tensor in _read_weights(Path(name).expanduser()).items()}
     weights.pop("t2d", None)
@@ -141,11 +143,7 @@ def target_embedding(target: str, *, trust_remote_code: bool = False) -> torch.T
 
 
 def _value(path: Path, facts: Mapping[str, Any], key: str, kind: _Kind, default: Any = None) -> Any:
-    """The value at a key of a section of `config.json`, or the default.
-
-    Raises:
-        ModelLoadError: The value has another type.
-    """
+    """The value at a key of a section of `config.json`, or the default. ModelLoadError: it has another type."""
     value, (is_right, allowed) = facts.get(key), kind
     if value is not None and not is_right(value):
         raise ModelLoadError(f"{path}: {key} is {value!r:.80}, not {allowed}.")

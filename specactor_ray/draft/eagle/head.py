@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ class EagleHeadConfig:
     def vocab_size(self) -> int:
         """Vocabulary size of the target."""
         return int(self.layer["vocab_size"])
+
+    @property
+    def text(self) -> SimpleNamespace:
+        """The configuration of the layer in the form of a model's."""
+        return SimpleNamespace(**{**self.layer, "num_hidden_layers": 1})
 
     @property
     def feature_size(self) -> int:

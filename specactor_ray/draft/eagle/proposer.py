@@ -26,7 +26,6 @@ from specactor_ray.core.ragged import places
 from specactor_ray.draft.branches import MAIN, Chains
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.head import EagleHead
-from specactor_ray.draft.footprint import head_text
 from specactor_ray.draft.model import ModelProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.cpu_layers import fuse
@@ -160,7 +159,7 @@ class EagleProposer(ModelProposer):
         trust = target.trust_remote_code
         head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
         total = None if device == "cpu" else device_bytes(device)
-        cache = drafter_cache_bytes(config, head_text(head), head.fc.weight.itemsize, total)
+        cache = drafter_cache_bytes(config, head.config.text, head.fc.weight.itemsize, total)
         return cls(EagleRunner(head, cache), config.max_batch, config.shared_noise, config.branches)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -213,8 +212,8 @@ class EagleProposer(ModelProposer):
         self._begin_anew(slot, 0)
         return True
 
-    def _leave(self, slot: int, finished: bool) -> None:
-        super()._leave(slot, finished)
+    def _leave(self, slot: int) -> None:
+        super()._leave(slot)
         self._unread.pop(slot, None)
         self.mirrors.ends[slot] = self.mirrors.known[slot]
 

@@ -353,7 +353,7 @@ class TestStatus:
 def test_mistakes_are_refused_before_anything_starts(
     drafters: int, peers: bool, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specactor_ray.target.vllm_version.DISTRIBUTIONS", ())
+    monkeypatch.setattr("specactor_ray.target.vllm_settings.DISTRIBUTIONS", ())
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     report = tmp_path / "bench.json"
     if "exists" in problem:

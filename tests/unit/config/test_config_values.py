@@ -117,7 +117,6 @@ class TestReferences:
             (["run.name=${data.${oc.env:SECRET}}"], "run.name"),
             (['run.name=${oc.decode:"[${oc.env:SECRET}"}'], "run.name"),
             (["data.options.a=${oc.env:SECRET}", "target.dtype=${data.options.a}"], "target.dtype"),
-            (["data.path=${oc.env:SECRET}", "data.output=${data.path}"], "data.output"),
             (["drafters=[{method: '${oc.env:SECRET}'}]"], "drafters.0.method"),
             (["cluster.address=${oc.env:SECRET}"], "cluster.address"),
             (["reward.functions=[{weight: '${oc.env:SECRET}'}]"], "reward.functions.0.weight"),
@@ -168,7 +167,7 @@ def test_a_mistyped_method_is_answered_with_the_one_that_was_meant(method: str, 
 
 
 @pytest.mark.parametrize(
-    "override", ["speculation.draft_wait_s=AUTO", "speculation.window=Auto", "mode=AUTO", "target.max_batch=aut"]
+    "override", ["speculation.branches=AUTO", "speculation.window=Auto", "mode=AUTO", "target.max_batch=aut"]
 )
 def test_a_misspelled_word_is_hinted(override: str) -> None:
     with pytest.raises(ConfigError, match=r"Did you mean auto\?"):

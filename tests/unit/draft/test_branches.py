@@ -25,7 +25,8 @@ class Drafting:
     def __init__(self, slots: int, most: int, window: int, seed: int) -> None:
         self.rng = random.Random(seed)
         self.seed, self.window, self.slots = seed, window, np.arange(slots, dtype=np.int32)
-        self.mirrors, self.table = MirrorTable(), BranchTable(most)
+        self.mirrors = MirrorTable()
+        self.table = BranchTable(self.mirrors, most)
         self.numbers, self.judged, self.rescued = itertools.count(), [0, 0], 0
         self.cache: dict[int, list[int]] = {}
         self.rows = np.array([self.new_row([]) for _ in range(slots)], np.int64)
@@ -63,7 +64,7 @@ class Drafting:
         ahead = self.mirrors.known >= 0
         backlogs = np.ones(len(ahead), np.int64)
         slots = ~ahead, ahead, backlogs
-        return self.table.plan(self.mirrors, self.mirrors.ends, *slots, budget, forward_s=forward_s)
+        return self.table.plan(self.mirrors.ends, *slots, budget, forward_s=forward_s)
 
     def extend(self, budget: int) -> Chains:
         mirrors, table = self.mirrors, self.table
@@ -78,7 +79,7 @@ class Drafting:
             self.cache[row] = line
             tokens.append(self.candidates(slot, line))
         drafted = np.array(tokens, np.int32).reshape(-1, 1 + RANKS)
-        table.append(mirrors, mirrors.ends, chains, drafted, np.zeros(len(tokens), np.int32))
+        table.append(mirrors.ends, chains, drafted, np.zeros(len(tokens), np.int32))
         return chains
 
     def commit(self, counts: Sequence[int]) -> None:
@@ -95,7 +96,7 @@ class Drafting:
             right = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
             self.judged = [self.judged[0] + min(right + 1, tested), self.judged[1] + right]
         before = self.rows.copy()
-        for row in self.table.settle(mirrors, self.rows, *arrays).tolist():
+        for row in self.table.settle(self.rows, *arrays).tolist():
             del self.cache[row]
         self.rescued += int((self.rows != before).sum())
         same, _ = mirrors.commit(*arrays)
@@ -154,7 +155,7 @@ def test_a_commit_that_does_not_fit_changes_nothing() -> None:
     contradiction = (gap[0], np.zeros(1, np.int32), np.full(1, 2, np.int32), np.array([wrong, 1], np.int32))
     unknown = (np.full(1, 99, np.int32), *gap[1:])
     for arrays in (gap, contradiction, unknown):
-        assert not len(drafting.table.settle(drafting.mirrors, drafting.rows, *arrays))
+        assert not len(drafting.table.settle(drafting.rows, *arrays))
         for name in ("ats", "tokens", "rows"):
             assert np.array_equal(kept[name], getattr(drafting.table, name))
     drafting.check()
@@ -206,14 +207,14 @@ def test_those_that_read_come_between_main_chains_and_branches(budget: int) -> N
         drafting.extend(0)
     table, mirrors = drafting.table, drafting.mirrors
     reading, backlogs = np.array([True, False, True, False]), np.array([7, 1, 3, 1])
-    slots, numbers, begins, counts = table.plan(mirrors, mirrors.ends, reading, ~reading, backlogs, budget)
+    slots, numbers, begins, counts = table.plan(mirrors.ends, reading, ~reading, backlogs, budget)
     mains = slots[numbers == MAIN]
     assert mains[-2:].tolist() == [2, 0] and set(mains[:-2].tolist()) <= {1, 3}
     assert counts[len(mains) - 2 : len(mains)].tolist() == [3, 7] and counts.sum() == len(counts) + 8
     assert (numbers[: len(mains)] == MAIN).all() and (begins[: len(mains)] == FREE).all()
     assert set(slots[len(mains) :].tolist()) <= {1, 3} and (begins[len(mains) :] != FREE).all()
     assert len(slots) == max(budget, 4) or budget == 99
-    full = table.plan(mirrors, mirrors.limits, reading, ~reading, backlogs, budget)
+    full = table.plan(mirrors.limits, reading, ~reading, backlogs, budget)
     assert MAIN not in full.numbers.tolist(), "no main chain has room"
 
 
@@ -244,7 +245,7 @@ def test_small_parts() -> None:
     assert ranges_of(np.array([0.0, 0.2, 2.0, 100.0, np.inf])).tolist() == [0, 1, 4, 7, 7]
     chains = Chains(*np.array([[3, 1], [MAIN, MAIN], [FREE, FREE], [1, 1]], np.int32))
     assert chains.at(np.array([False, True])).slots.tolist() == [1]
-    table = BranchTable(2)
+    table = BranchTable(MirrorTable(), 2)
     assert not len(table.fit(1, 3))
     table.ats[0, 1], table.rows[0, 1] = 4, 77
     assert table.fit(2, 9).tolist() == [77] and (table.ats == FREE).all() and table.tokens.shape == (2, 2, 16)

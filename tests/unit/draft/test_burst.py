@@ -21,12 +21,12 @@ from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.transport.messages import Features
 from tests.attention import attending
 from tests.batches import news, opening
-from tests.by_name import ByName
+from tests.by_name import ByName, branches_of, extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.fakes.clocks import HandClock
 from tests.tiny import tiny_prompt_ids
 from tests.unit.draft.test_draft_loop import loop_of
-from tests.unit.draft.test_draft_model import branches_of, check_branches, expected_tail, load
+from tests.unit.draft.test_draft_model import check_branches, expected_tail, load
 from tests.unit.draft.test_eagle import head, states_of
 from tests.unit.models.test_ragged_attention import NoKernel, Watch
 
@@ -86,13 +86,6 @@ def drafts(drafter: ModelProposer, slots: int) -> list[Any]:
     parts = np.split(found.branches.tokens, np.cumsum(found.branches.lengths)[:-1])
     columns = found.branches.tails.tolist(), found.branches.ats.tolist(), [part.tolist() for part in parts]
     return [tails, sorted(zip(*columns, strict=False))]
-
-
-def extend_fully(drafter: ModelProposer) -> None:
-    for _ in range(200):
-        if not len(drafter.extend()):
-            return
-    raise AssertionError("extend never came to rest")
 
 
 def history(drafter: ModelProposer, seed: int, branches: int, most: int, prompt: int = 0, turns: int = 10) -> list[Any]:

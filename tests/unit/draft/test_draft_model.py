@@ -15,7 +15,7 @@ from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.seeds import own_noise
-from tests.by_name import ByName
+from tests.by_name import ByName, branches_of, extend_fully
 from tests.tiny import tiny_draft, tiny_prompt_ids
 
 
@@ -48,13 +48,6 @@ def expected_tail(
     return tuple(tail)
 
 
-def branches_of(drafter: ByName, name: str) -> list[tuple[int, list[int]]]:
-    """The branches that are published with a tail: where they leave it, and their tokens."""
-    found = drafter.tails(np.array([drafter.slots[name]], np.int32)).branches
-    parts = np.split(found.tokens, np.cumsum(found.lengths))[:-1]
-    return list(zip(found.ats.tolist(), [part.tolist() for part in parts], strict=True))
-
-
 def check_branches(
     model: torch.nn.Module, drafter: ByName, name: str, prompt: tuple[int, ...], sampling: SamplingParams
 ) -> int:
@@ -83,13 +76,6 @@ def check_empty(drafter: ByName) -> None:
         drafter.close(name)
     cache = drafter._model.cache
     assert cache.free_slots == cache.slots and sorted(cache._free_rows) == list(range(len(cache.lengths)))
-
-
-def extend_fully(drafter: ByName) -> None:
-    for _ in range(200):
-        if not drafter.extend():
-            return
-    raise AssertionError("extend never came to rest")
 
 
 @pytest.mark.parametrize("branches", [0, 4])
@@ -155,20 +141,6 @@ def test_branches_push_out_no_main_chain(reference: torch.nn.Module) -> None:
     for i, prompt in enumerate(prompts):
         assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompt, output[:end], sampling, 5)
         check_branches(reference, drafter, f"r{i}", prompt, sampling)
-    check_empty(drafter)
-
-
-def test_branches_leave_their_pages_to_a_request_that_is_opened() -> None:
-    probe = RaggedModel(load(), 16 << 20)
-    drafter = proposer(probe.cache.bytes_per_token * 16 * 17, branches=8)
-    sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=400)
-    drafter.open("a", (5, 6, 7), (), sampling, 5)
-    extend_fully(drafter)
-    assert branches_of(drafter, "a") and drafter._model.cache.free_slots < 9 * 16
-    drafter.open("b", (5, 6, 7), (), sampling, 5)
-    assert drafter._placed.sum() == 2 and not branches_of(drafter, "a")
-    extend_fully(drafter)
-    assert len(drafter.tail("a")[1]) == len(drafter.tail("b")[1]) == 5
     check_empty(drafter)
 
 

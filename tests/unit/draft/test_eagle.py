@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
+from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.transport.messages import Features
-from tests.by_name import ByName
+from tests.by_name import ByName, branches_of, extend_fully
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
 
 WINDOW = 4
@@ -80,16 +80,6 @@ def expected_tail(
     return tuple(guessed)
 
 
-def extend_fully(drafter: ByName) -> list[str]:
-    reported = []
-    for _ in range(200):
-        changed = drafter.extend()
-        reported += changed
-        if not changed:
-            return reported
-    raise AssertionError("extend never came to rest")
-
-
 class Sequence:
     """A request whose true states are drawn beforehand, committed piece by piece."""
 
@@ -111,6 +101,11 @@ class Sequence:
         self.sent = self.received = end
         return [Features(begin, self.states[begin:end])]
 
+    def begin(self, drafter: ByName, token: int) -> None:
+        """Open it, and commit its first token."""
+        drafter.open(self.name, self.prompt, (), self.sampling, WINDOW)
+        self.commit(drafter, [token])
+
     def commit(self, drafter: ByName, fresh: list[int], repeat: int = 0, late: bool = False) -> None:
         start = len(self.output)
         self.output += fresh
@@ -127,13 +122,6 @@ class Sequence:
         return expected_tail(reference, *history, along)
 
 
-def branches_of(drafter: ByName, name: str) -> list[tuple[int, tuple[int, ...]]]:
-    """Branches that are published: place in the tail, tokens."""
-    found = drafter.tails(np.array([drafter.slots[name]], np.int32)).branches
-    parts = np.split(found.tokens, np.cumsum(found.lengths)[:-1])
-    return [(at, tuple(part.tolist())) for at, part in zip(found.ats.tolist(), parts, strict=False)]
-
-
 @pytest.mark.parametrize("branches", [0, 1, 6])
 @pytest.mark.parametrize("seed", range(4))
 def test_tails_and_branches_after_any_history_are_those_of_a_fresh_computation(seed: int, branches: int) -> None:
@@ -141,8 +129,7 @@ def test_tails_and_branches_after_any_history_are_those_of_a_fresh_computation(s
     drafter = eagle(branches=branches)
     requests = [Sequence(number, rng.choice([0.0, 1.0])) for number in range(4)]
     for request in requests:
-        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-        request.commit(drafter, [rng.randrange(400)])
+        request.begin(drafter, rng.randrange(400))
     for _ in range(8):
         for _ in range(rng.randint(0, 6)):
             drafter.proposer.budget = rng.randint(0, 12)
@@ -177,8 +164,7 @@ def test_tails_and_branches_after_any_history_are_those_of_a_fresh_computation(s
 def test_the_branch_that_agrees_is_the_tail_at_once_and_is_then_drafted_again() -> None:
     drafter, reference, request = eagle(branches=4), head(), Sequence(0, 1.0)
     drafter.proposer.budget = 99
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [7])
+    request.begin(drafter, 7)
     for _ in range(4):
         extend_fully(drafter)
         _, tail = drafter.tail(request.name)
@@ -191,34 +177,10 @@ def test_the_branch_that_agrees_is_the_tail_at_once_and_is_then_drafted_again() 
     assert drafter.tail(request.name) == (len(request.output), request.expected(reference))
 
 
-def test_a_taught_head_goes_on_with_its_branches() -> None:
-    """Entries of old weights stay; tails and commits are those of a head without branches."""
-    plain, other = eagle(), eagle(branches=4)
-    other.proposer.budget = 99
-    taught, mine, its = head(), Sequence(0, 1.0), Sequence(0, 1.0)
-    for drafter, request in ((plain, mine), (other, its)):
-        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-        request.commit(drafter, [7])
-    for number in range(4):
-        for drafter in (plain, other):
-            extend_fully(drafter)
-        assert branches_of(other, its.name) and plain.tail(mine.name) == other.tail(its.name)
-        with torch.no_grad():
-            taught.lm_head.weight.copy_(taught.lm_head.weight.roll(number + 1, 0))
-        for drafter in (plain, other):
-            drafter.load_weights(number, trained_weights(taught))
-        at, branch = branches_of(other, its.name)[0]
-        fresh = [*other.tail(its.name)[1][:at], branch[0]]
-        mine.commit(plain, fresh)
-        its.commit(other, fresh)
-        assert other.tail(its.name)[1] == branch[1:]
-
-
 def test_a_tail_that_ends_with_the_output_is_drafted_again() -> None:
     drafter, request = eagle(branches=4), Sequence(0, 1.0)
     request.sampling, drafter.proposer.budget = replace(request.sampling, max_tokens=WINDOW + 1), 99
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [7])
+    request.begin(drafter, 7)
     extend_fully(drafter)
     _, before = drafter.tail(request.name)
     request.commit(drafter, [before[0]])
@@ -232,8 +194,7 @@ def test_a_long_prompt_is_read_in_parts() -> None:
     request = Sequence(2, 1.0)
     request.prompt, request.states = tuple(request.prompt * 40)[:900], states_of(1000, 9)
     drafter.proposer.max_len = 1000
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [8])
+    request.begin(drafter, 8)
     extend_fully(drafter)
     expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
     assert drafter.tail(request.name) == (1, expected)
@@ -281,8 +242,7 @@ def test_draws_over_the_draft_vocabulary_are_those_over_the_whole_one(branches: 
         drafter = ByName(EagleProposer(runner, branches=branches))
         drafter.proposer.budget = 99
         for request in (Sequence(0, 0.0), Sequence(1, 1.0), Sequence(2, 1.0)):
-            drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-            request.commit(drafter, [7])
+            request.begin(drafter, 7)
             extend_fully(drafter)
             seen.append((drafter.tail(request.name), branches_of(drafter, request.name)))
     assert found[0] == found[1] and any(tail for _, tail in [one for one, _ in found[0]])

@@ -6,24 +6,24 @@ import pytest
 import torch
 
 from specactor_ray.config.methods import Checkpoint, Traits
-from specactor_ray.draft.health import ENOUGH, Health, checksum, is_alarmed
+from specactor_ray.draft.loop import ENOUGH, Health, checksum
 
 MODEL = Traits(checkpoint=Checkpoint.MODEL)
 
 
 @pytest.mark.parametrize(
-    ("traits", "was", "missed", "alarm"),
+    ("traits", "missed", "alarm"),
     [
-        (MODEL, False, ENOUGH - 1, False),
-        (MODEL, False, ENOUGH, True),
-        (MODEL, True, 1, True),
-        (MODEL, True, 0, False),
-        (Traits(draws_noise=True), False, ENOUGH, True),  # a model of a user's own
-        (Traits(), False, 10**9, False),
+        (MODEL, ENOUGH - 1, False),
+        (MODEL, ENOUGH, True),
+        (Traits(draws_noise=True), ENOUGH, True),  # a model of a user's own
+        (Traits(), 10**9, False),
     ],
 )
-def test_the_alarm_is_for_weights_that_are_never_right(traits: Traits, was: bool, missed: int, alarm: bool) -> None:
-    assert is_alarmed(traits, was, missed) is alarm
+def test_the_alarm_is_for_weights_that_are_never_right(traits: Traits, missed: int, alarm: bool) -> None:
+    health = Health("d-0", "d", traits)
+    health.observe(missed, 0)
+    assert health.to_dict()["alarm"] is alarm
 
 
 def test_an_alarm_is_logged_at_its_begin_and_its_end() -> None:

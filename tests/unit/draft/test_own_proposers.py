@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import io
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs, is_hosted, traits
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, SpeculationConfig, TargetConfig, VerifyPolicy
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.distill.card import DrafterRecipe
-from specactor_ray.distill.corpus import CorpusRecord
-from specactor_ray.distill.evaluation import measure
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.proposer import Proposer, build_proposer, packed
+from specactor_ray.draft.proposer import Proposer, build_proposer
 from specactor_ray.rollout.preflight import export_what_drafters_read
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Finished, FinishedOutput, Progress
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
 from tests.fakes.loops import engine, truth_of
-from tests.fakes.own_proposers import Learner, Lookup
+from tests.fakes.own_proposers import Learner
 from tests.tiny import tiny_draft, tiny_target
 from tests.unit.engine_conformance import requests
 
@@ -166,22 +160,6 @@ def test_a_noisy_model_of_ones_own_is_made_with_its_checkpoint_and_its_noise(sha
     assert bench.verifier.metrics.accepted_tokens
 
 
-def test_a_noisy_model_of_ones_own_is_measured_with_both_noises() -> None:
-    config = config_of({"method": own("Noisy"), "model": str(tiny_draft())}, {"method": own("Lookup")})
-    batch = requests(2, 1.0)
-    outputs = truth_of(batch)
-    records = [
-        CorpusRecord(index, one.prompt_token_ids, tuple(outputs[one.request_id]), one.sampling, "length")
-        for index, one in enumerate(batch)
-    ]
-    recipe = DrafterRecipe(config.target.model, window=4)
-    corpus: Any = SimpleNamespace(held_out=lambda: {"heldout": records}, recipe=recipe)
-    console = Console(file=io.StringIO())
-    noisy, lookup = (measure(one, corpus, console) for one in config.drafters)
-    assert [row["noise"] for row in noisy] == ["shared", "own"]
-    assert [row["noise"] for row in lookup] == ["-"]
-
-
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -216,19 +194,6 @@ def test_a_section_that_contradicts_the_class_is_refused(section: dict[str, Any]
 def test_a_class_that_makes_no_proposer_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_proposer(config_of({"method": own(name)}).drafters[0], TargetConfig(), "cpu")
-
-
-def test_failures_of_a_kind_are_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    proposer = Lookup(DrafterConfig(method=own("Lookup"), window=4))
-    guesses = iter([[1.5, 2.0]] * 12 + [[[1, 2], [3, 4]]])
-    proposer.guess = lambda *_: next(guesses)  # type: ignore[method-assign]
-    proposer.open(0, "r", [1, 2], [], SamplingParams(max_tokens=64), 4)
-    for position in range(13):
-        proposer.commit(*packed([(0, position, [7])]))
-        assert proposer.extend().tolist() == [0] and not len(proposer.tails(np.zeros(1, np.int32)).tokens)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 3 and "no draft for request r; further failures with TypeError" in lines[0]
-    assert "10 failures with TypeError" in lines[1] and "ValueError" in lines[2]
 
 
 def test_classes_are_not_imported_where_nothing_is_drafted() -> None:

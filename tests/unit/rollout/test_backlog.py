@@ -23,11 +23,15 @@ def waiting(number: int, loads: dict[str, int] | None = None) -> tuple[Journal, 
         for index in range(load):
             journal.add(JournalEntry(f"{verifier}/{index}", (1,), SamplingParams()))
             journal.hand_to(f"{verifier}/{index}", verifier)
-    names = [f"r{index}" for index in range(number)]
-    for name in names:
-        journal.add(JournalEntry(name, (1,), SamplingParams()))
-    backlog.add(names)
+    fill(journal, backlog, [(None, 0, 0)] * number)
     return journal, backlog
+
+
+def fill(journal: Journal, backlog: Backlog, requests: Sequence[tuple[str | None, int, int]]) -> None:
+    """Add requests `r0`, `r1`, ... of these sessions, priorities and streams."""
+    for number, (session, priority, stream) in enumerate(requests):
+        journal.add(JournalEntry(f"r{number}", (1,), SamplingParams(), session, priority, stream))
+    backlog.add(f"r{number}" for number in range(len(requests)))
 
 
 @given(st.integers(0, 30), st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 7)))
@@ -70,20 +74,10 @@ def test_suspects_get_a_verifier_of_their_own_and_the_emptiest_is_kept_for_them(
     assert [request.request_id for request in first["b"]] == ["r2", "r3"] and backlog
 
 
-def test_clear_forgets_all() -> None:
-    journal, backlog = waiting(3)
-    journal.clear()
-    backlog.clear()
-    assert not backlog and backlog.hand_out(["a"]) == {}
-
-
 def queued(requests: Sequence[tuple[str | None, int, int]]) -> tuple[Journal, Backlog]:
-    """Requests `r0`, `r1`, ... of these sessions, priorities and streams."""
     journal = Journal()
     backlog = Backlog(journal, 10**6)
-    for number, (session, priority, stream) in enumerate(requests):
-        journal.add(JournalEntry(f"r{number}", (1,), SamplingParams(), session, priority, stream))
-    backlog.add(journal.entries)
+    fill(journal, backlog, requests)
     return journal, backlog
 
 

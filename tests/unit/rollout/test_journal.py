@@ -54,20 +54,6 @@ def finished(num_tokens: int, request_id: str = "r", error: str = "", attempt: i
 
 
 class TestProgress:
-    def test_tokens_and_logprobs_are_appended(self) -> None:
-        journal = owned()
-        assert journal.progress(progress(0, 3)) == journal.progress(progress(3, 1)) == []
-        kept = journal.entries["r"]
-        assert tuple(kept.token_ids) == OUTPUT[:4]
-        assert kept.logprobs == [-100.0, -101.0, -102.0, -103.0]
-        assert journal.committed_tokens == 4
-
-    def test_margins_grow_with_the_tokens(self) -> None:
-        journal = owned()
-        journal.progress(progress(0, 2, margins=True))
-        journal.progress(progress(2, 1, margins=True))
-        assert journal.entries["r"].margins == [100.0, 101.0, 102.0]
-
     def test_rows_of_one_step_are_judged_one_by_one(self) -> None:
         journal = Journal()
         for name in "abcd":
@@ -76,13 +62,11 @@ class TestProgress:
         rows = (("a", 1, 0, 2), ("b", 2, 0, 3), ("c", 1, 1, 1), ("x", 1, 0, 1), ("d", 1, 0, 4))
         assert journal.progress(step(*rows, margins=True)) == ["c"]
         assert [tuple(journal.entries[name].token_ids) for name in "abcd"] == [OUTPUT[:2], (), (), OUTPUT[:4]]
-        assert [journal.entries[name].margins for name in "abcd"] == [
-            [100.0, 101.0],
-            None,
-            None,
-            [*map(float, OUTPUT[:4])],
-        ]
-        assert journal.committed_tokens == 6
+        margins = [journal.entries[name].margins for name in "abcd"]
+        assert margins == [[100.0, 101.0], None, None, [*map(float, OUTPUT[:4])]]
+        assert journal.entries["a"].logprobs == [-100.0, -101.0] and journal.committed_tokens == 6
+        assert not journal.progress(step(("a", 1, 2, 1), margins=True))
+        assert journal.entries["a"].margins == [100.0, 101.0, 102.0]
 
     def test_the_smallest_and_greatest_values_are_kept_as_they_are(self) -> None:
         journal, token, logprob = owned(), 2**31 - 1, np.float32(-1e-30)
@@ -118,54 +102,6 @@ def test_an_attempt_has_begun_with_its_own_first_progress() -> None:
     assert kept.has_begun and kept.progress_at == 9.0
 
 
-class TestFinish:
-    def test_only_with_all_tokens(self) -> None:
-        journal = owned()
-        journal.progress(progress(0, 2))
-        assert journal.finish(finished(3)) is None
-        assert "r" in journal.entries
-        journal.progress(progress(2, 1))
-        ended = journal.finish(finished(3))
-        assert ended is not None and ended.finished is not None and ended.finished.finish_reason == "stop"
-        assert journal.entries == {} and journal.load("v-1#a") == 0
-
-    def test_an_error_ends_it_with_what_there_is(self) -> None:
-        journal = owned()
-        journal.progress(progress(0, 2))
-        ended = journal.finish(finished(9, error="the prompt is too long"))
-        assert ended is not None and tuple(ended.token_ids) == OUTPUT[:2]
-
-    def test_ending_from_the_rollouts_side_needs_no_owner(self) -> None:
-        journal = owned()
-        journal.release("r")
-        assert journal.end(finished(0, error="gone")).finished == finished(0, error="gone")
-        assert journal.entries == {} and journal.load("v-1#a") == 0
-
-    def test_two_requests_of_one_name_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="r is in the journal already"):
-            owned().add(entry())
-
-
-class TestAttempts:
-    def test_the_next_owner_continues_after_the_journaled_tokens(self) -> None:
-        journal = owned("v-1#a")
-        journal.progress(progress(0, 3))
-        assert journal.release("r").request_id == "r"
-        request = journal.hand_to("r", "v-2#c")
-        assert request.committed_token_ids == OUTPUT[:3] and request.prompt_token_ids == (1, 2, 3)
-        assert (request.attempt, request.weight_version) == (2, 7)
-        journal.progress(progress(3, 1))
-        assert journal.committed_tokens == 3, "the old owner came back"
-        journal.progress(progress(3, 1, attempt=2))
-        assert journal.committed_tokens == 4
-
-    def test_clear_forgets_owners_too(self) -> None:
-        journal = owned("v-1#a")
-        journal.clear()
-        assert journal.load("v-1#a") == 0 and not journal.is_current("r", 1)
-        journal.add(entry())  # the same name may be used again
-
-
 @dataclass
 class _Model:
     """What the journal should know of one request."""
@@ -180,6 +116,15 @@ class _Expected:
     requests: dict[str, _Model] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
+
+
+def test_names_are_used_once_until_they_are_cleared() -> None:
+    journal = owned("v-1#a")
+    with pytest.raises(ValueError, match="r is in the journal already"):
+        journal.add(entry())
+    journal.clear()
+    assert journal.load("v-1#a") == 0 and not journal.is_current("r", 1)
+    journal.add(entry())
 
 
 class JournalMachine(RuleBasedStateMachine):
@@ -205,6 +150,7 @@ class JournalMachine(RuleBasedStateMachine):
             request = self.journal.hand_to(name, verifier)
             model.owner, model.attempt = verifier, model.attempt + 1
             assert (request.committed_token_ids, request.attempt) == (OUTPUT[: model.length], model.attempt)
+            assert (request.prompt_token_ids, request.weight_version) == ((1, 2, 3), 7)
 
     @rule(name=requests)
     def release(self, name: str) -> None:

@@ -18,7 +18,7 @@ from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.rollout import memory, preflight
 from specactor_ray.rollout.preflight import export_what_drafters_read, require_named, warn_without_drafters
 from specactor_ray.rollout.rollout import Rollout
-from specactor_ray.target import vllm_version
+from specactor_ray.target import vllm_settings
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -26,7 +26,7 @@ LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "
 
 @pytest.fixture(autouse=True)
 def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_version.importlib.metadata, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(vllm_settings.importlib.metadata, "version", lambda name: "0.32.0")
 
 
 def check(monkeypatch: pytest.MonkeyPatch, model: Any, **target: Any) -> None:
@@ -54,22 +54,26 @@ def test_ranks_share_heads_evenly(monkeypatch: pytest.MonkeyPatch, ranks: int, f
     assert error.value.key == "target.tensor_parallel" and "1, 2, 4, 12" in error.value.fix
 
 
-def test_a_context_beyond_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(monkeypatch, LlamaConfig(**LLAMA, max_position_embeddings=512), max_model_len=512)
-    with pytest.raises(ConfigError, match="513, but m was made for 512 tokens") as error:
-        check(monkeypatch, LlamaConfig(**LLAMA, max_position_embeddings=512), max_model_len=513)
-    assert error.value.key == "target.max_model_len"
-    with pytest.raises(ConfigError, match="513, but m was made for 512 tokens"):
-        check(monkeypatch, LlamaConfig(**LLAMA, max_position_embeddings=512), max_model_len=513, backend="hf")
-
-
-def test_a_model_of_stretched_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM serves it beyond the context that it names, `hf` does not."""
-    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+@pytest.mark.parametrize(("backend", "stretched", "fits"), [("vllm", 0, 0), ("vllm", 1, 1), ("hf", 0, 0), ("hf", 1, 0)])
+def test_a_context_beyond_the_models(monkeypatch: pytest.MonkeyPatch, backend: str, stretched: int, fits: int) -> None:
+    """vLLM serves stretched positions beyond the context that the model names, `hf` does not."""
+    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4} if stretched else None
     model = LlamaConfig(**LLAMA, max_position_embeddings=512, rope_parameters=scaling)
-    check(monkeypatch, model, max_model_len=513)
-    with pytest.raises(ConfigError, match="513, but m was made for 512 tokens"):
-        check(monkeypatch, model, max_model_len=513, backend="hf")
+    check(monkeypatch, model, max_model_len=512, backend=backend)
+    if fits:
+        check(monkeypatch, model, max_model_len=513, backend=backend)
+        return
+    with pytest.raises(ConfigError, match=r"target\.max_model_len: 513, but m was made for 512 tokens"):
+        check(monkeypatch, model, max_model_len=513, backend=backend)
+
+
+def test_models_that_do_not_only_decode_or_are_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"^target\.model: There is no directory '/nowhere'\. Fix: "):
+        preflight.check_target(config_with(model="/nowhere"))
+    with pytest.raises(ModelLoadError, match=r"drafters\.1\.model: There is no EAGLE head"):
+        export_what_drafters_read(config(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="encoder-decoder"):
+        check(monkeypatch, BartConfig())
 
 
 def test_a_cache_that_holds_no_whole_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +89,10 @@ def test_a_cache_that_holds_no_whole_request(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="holds 0 tokens") as error:
         check(monkeypatch, model, kv_cache_gb=200 / 2**20)
     assert "max_model_len" not in error.value.fix
+    check(monkeypatch, model, backend="hf", kv_cache_gb=144 / 2**20)
+    check(monkeypatch, model, backend="hf", kv_cache_gb=16 / 2**20, max_model_len=16)
+    with pytest.raises(ConfigError, match="holds 128 tokens of m in blocks of 16, and a request may have 129"):
+        check(monkeypatch, model, backend="hf", kv_cache_gb=143 / 2**20)
 
 
 def test_a_cache_is_that_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,20 +105,6 @@ def test_a_cache_is_that_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = (config_with(model=str(tiny_target()), kv_cache_gb=1.0, tensor_parallel=ranks) for ranks in (1, 2))
     one, two = (memory.plan_rollout_memory(plan)[0].num_bytes for plan in plans)
     assert two - one == pytest.approx(2**30 + 2 * memory.PROCESS_BYTES)
-
-
-def test_a_cache_that_holds_no_output_of_hf(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = LlamaConfig(**LLAMA, max_position_embeddings=4096)
-    check(monkeypatch, model, backend="hf", kv_cache_gb=144 / 2**20)
-    with pytest.raises(ConfigError, match="holds 128 tokens of m in blocks of 16, and a request may have 129") as error:
-        check(monkeypatch, model, backend="hf", kv_cache_gb=143 / 2**20)
-    check(monkeypatch, model, backend="hf", kv_cache_gb=16 / 2**20, max_model_len=16)
-    assert error.value.key == "target.kv_cache_gb"
-
-
-def test_models_that_do_not_only_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="encoder-decoder"):
-        check(monkeypatch, BartConfig())
 
 
 def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +134,6 @@ def test_a_cache_of_what_is_free_that_holds_no_request(monkeypatch: pytest.Monke
     config = from_mapping({"mode": "plain", "target": {"model": str(tiny_target()), "backend": "vllm"}})
     with pytest.raises(ConfigError, match=r"target\.kv_cache_gb: 0.0002\d* holds 128 tokens"):
         Rollout(config)
-
-
-@pytest.mark.parametrize("backend", ["hf", "vllm"])
-def test_a_missing_model_is_named_with_its_key(backend: str) -> None:
-    with pytest.raises(ModelLoadError, match=r"^target\.model: There is no directory '/nowhere'\. Fix: "):
-        preflight.check_target(config_with(model="/nowhere", backend=backend))
 
 
 def test_a_start_that_compiles_is_announced() -> None:
@@ -187,15 +175,12 @@ def head(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_head_whose_card_names_another_target_is_refused(head: Path) -> None:
+def test_the_card_of_a_head_names_its_target(head: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of another shape is refused, one of the same shape warned of."""
     target = identify(str(tiny_target()))
     write_card(head, "eagle", replace(target, name="llama-x", num_layers=16), {}, [])
     with pytest.raises(ConfigError, match=r"drafters\.1\.model.*llama-x with num_layers=16.*num_layers=4"):
         export_what_drafters_read(config(head))
-
-
-def test_a_head_of_a_target_of_the_same_shape_is_warned_of(head: Path, caplog: pytest.LogCaptureFixture) -> None:
-    target = identify(str(tiny_target()))
     write_card(head, "eagle", target, {}, [])
     with caplog.at_level(logging.WARNING):
         assert export_what_drafters_read(config(head)).target.hidden_layers
@@ -203,11 +188,6 @@ def test_a_head_of_a_target_of_the_same_shape_is_warned_of(head: Path, caplog: p
         write_card(head, "eagle", replace(target, name="llama-x", config_hash="0" * 16), {}, [])
         export_what_drafters_read(config(head))
     assert "drafters.1.model" in caplog.text and "llama-x" in caplog.text
-
-
-def test_a_head_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"drafters\.1\.model: There is no EAGLE head"):
-        export_what_drafters_read(config(tmp_path / "missing"))
 
 
 def test_a_head_and_a_model_are_not_taken_for_each_other(head: Path) -> None:

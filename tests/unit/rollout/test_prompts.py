@@ -36,28 +36,16 @@ def error_of(path: Path) -> str:
 
 
 class TestReading:
-    def test_prompt_and_messages(self, tmp_path: Path) -> None:
+    def test_prompts_messages_and_token_ids_behind_a_byte_order_mark_among_blank_lines(self, tmp_path: Path) -> None:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
-        lines = [{"prompt": "Say hello."}, {"messages": messages, "id": 7}]
-        path = write(tmp_path, "\n".join(json.dumps(line) for line in lines))
-        assert read_prompts(path) == ["Say hello.", messages]
-
-    def test_token_ids(self, tmp_path: Path) -> None:
-        path = write(tmp_path, '{"prompt_token_ids": [5, 0, 511]}\n{"prompt": "a"}\n')
-        assert read_prompts(path) == [[5, 0, 511], "a"]
-
-    def test_blank_lines_a_byte_order_mark_and_windows_line_ends(self, tmp_path: Path) -> None:
-        path = write(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
-        assert read_prompts(path) == ["a", "b"]
+        lines = [{"prompt": "Say hello."}, {"messages": messages, "id": 7}, {"prompt_token_ids": [5, 0, 511]}]
+        path = write(tmp_path, "\ufeff" + "\r\n\r\n".join(json.dumps(line) for line in lines) + "\nbroken\n")
+        assert read_prompts(path, limit=3) == ["Say hello.", messages, [5, 0, 511]]
 
     def test_a_text_file_is_one_prompt_a_line(self, tmp_path: Path) -> None:
         path = write(tmp_path, "Name a river.\n\n  Name a hill.\r\n{not json}\n", "prompts.txt")
         assert [str(prompt).strip() for prompt in read_prompts(path)] == ["Name a river.", "Name a hill.", "{not json}"]
         assert not any(str(prompt).endswith("\r") for prompt in read_prompts(path))
-
-    def test_limit(self, tmp_path: Path) -> None:
-        path = write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\nbroken\n')
-        assert read_prompts(path, limit=2) == ["a", "b"]
 
     @example(["a\u2028b", "c\x0bd\x85e"])
     @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=5))
@@ -70,19 +58,10 @@ class TestReading:
 
     @pytest.mark.parametrize("path", PROMPT_FILES, ids=lambda path: path.stem)
     def test_the_prompt_sets_of_the_repository(self, path: Path) -> None:
+        assert len(PROMPT_FILES) == 6
         prompts = read_prompts(path)
         assert len(prompts) == 16
         assert len({json.dumps(prompt) for prompt in prompts}) == 16
-
-    def test_there_are_prompt_sets(self) -> None:
-        assert [path.stem for path in PROMPT_FILES] == [
-            "arithmetic",
-            "calculator",
-            "chat",
-            "demo",
-            "editing",
-            "repetition",
-        ]
 
 
 class TestErrors:
@@ -119,16 +98,10 @@ class TestErrors:
     def test_no_prompts(self, tmp_path: Path, content: str, name: str) -> None:
         assert "no prompts in it" in error_of(write(tmp_path, content, name))
 
-    def test_no_file(self, tmp_path: Path) -> None:
+    def test_files_that_hold_none(self, tmp_path: Path) -> None:
         assert f"there is no file {tmp_path / 'none.jsonl'}" in error_of(tmp_path / "none.jsonl")
-
-    def test_a_folder(self, tmp_path: Path) -> None:
         assert "is a folder" in error_of(tmp_path)
-
-    def test_a_table(self, tmp_path: Path) -> None:
         assert "x.csv is a table; write its rows as JSONL" in error_of(write(tmp_path, "prompt,answer\na,b\n", "x.csv"))
-
-    def test_not_text(self, tmp_path: Path) -> None:
         problem = error_of(write(tmp_path, b"ab\ncd\xff\xfe"))
         assert "line 2: not UTF-8 text (byte 5 of the file). Fix: save it as UTF-8" in problem
 
@@ -162,18 +135,23 @@ class TestEncoding:
         assert len(encode_prompt(tokenizer, "long " * 2000, chat)) > tokenizer.model_max_length
         assert not caplog.records
 
-    def test_text_without_a_tokenizer(self) -> None:
+    @pytest.mark.parametrize(
+        ("prompt", "problem"),
+        [
+            ([], "no tokens"),
+            ("ok \ud800", "half a surrogate pair at character 3"),
+            ([{"role": "user", "content": "ok \ud800"}], "half a surrogate pair at character 3"),
+        ],
+    )
+    def test_prompts_that_cannot_be_encoded(self, tokenizer: Any, prompt: Any, problem: str) -> None:
+        with pytest.raises(InputError, match=problem):
+            encode_prompt(tokenizer, prompt, chat=False)
+
+    def test_text_needs_a_tokenizer_and_messages_a_template(self) -> None:
         with pytest.raises(InputError, match="no tokenizer"):
             encode_prompt(None, "hello", chat=True)
-
-    def test_no_tokens(self, tokenizer: Any) -> None:
-        with pytest.raises(InputError, match="no tokens"):
-            encode_prompt(tokenizer, [], chat=True)
-
-    def test_half_a_surrogate_pair_is_an_error_of_this_prompt(self, tokenizer: Any) -> None:
-        for prompt in ("ok \ud800", [{"role": "user", "content": "ok \ud800"}]):
-            with pytest.raises(InputError, match="half a surrogate pair at character 3"):
-                encode_prompt(tokenizer, prompt, chat=False)
+        with pytest.raises(InputError, match="no chat template"):
+            encode_prompt(tokenizer_with(None), [{"role": "user", "content": "hi"}], chat=True)
 
     def test_text_parts_are_joined(self, tokenizer: Any) -> None:
         parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": "and 3."}]
@@ -201,35 +179,19 @@ class TestEncoding:
         with pytest.raises(InputError, match=problem):
             encode_prompt(tokenizer, messages, chat=True)
 
-    def test_messages_without_a_template(self, tokenizer: Any) -> None:
-        class Bare:
-            chat_template = None
 
-        with pytest.raises(InputError, match="no chat template"):
-            encode_prompt(Bare(), [{"role": "user", "content": "hi"}], chat=True)
-
-
-class TestSamples:
-    def samples(self, n: int, skip: set[tuple[int, int]]) -> list:
-        """What becomes of three prompts of which the second has no token ids."""
-        encoded = encode_prompts(None, [[5], [], [6, 7]], chat=False)
-        assert encoded == [((5,), ""), ((), "the prompt has no tokens"), ((6, 7), "")]
-        sampling = [SamplingParams(seed=seed) for seed in (3, 4, 5)]
-        return list(samples_of(encoded, sampling, n, skip, "7-"))
-
-    def test_each_has_a_name_a_seed_and_the_reason_why_it_cannot_run(self) -> None:
-        samples = self.samples(4, set())
-        assert len(samples) == 12
-        assert samples[0][0].prompt_token_ids is samples[3][0].prompt_token_ids
-        for entry, reason in samples:
-            prompt, sample = entry.place
-            assert entry.request_id == f"7-{prompt}-{sample}"
-            assert entry.sampling.seed == derive_seed(3 + prompt, prompt, sample)
-            assert reason == ("the prompt has no tokens" if prompt == 1 else "")
-
-    def test_what_is_skipped_is_left_out(self) -> None:
-        samples = self.samples(2, {(0, 0), (1, 0), (1, 1)})
-        assert [entry.place for entry, _ in samples] == [(0, 1), (2, 0), (2, 1)]
+def test_samples_have_names_seeds_and_the_reason_why_they_cannot_run() -> None:
+    encoded = encode_prompts(None, [[5], [], [6, 7]], chat=False)
+    assert encoded == [((5,), ""), ((), "the prompt has no tokens"), ((6, 7), "")]
+    sampling = [SamplingParams(seed=seed) for seed in (3, 4, 5)]
+    samples = list(samples_of(encoded, sampling, 2, {(0, 0), (1, 0)}, "7-"))
+    assert [entry.place for entry, _ in samples] == [(0, 1), (1, 1), (2, 0), (2, 1)]
+    assert samples[2][0].prompt_token_ids is samples[3][0].prompt_token_ids
+    for entry, reason in samples:
+        prompt, sample = entry.place
+        assert entry.request_id == f"7-{prompt}-{sample}"
+        assert entry.sampling.seed == derive_seed(3 + prompt, prompt, sample)
+        assert reason == ("the prompt has no tokens" if prompt == 1 else "")
 
 
 LIKE_CHATML = (  # a default system message, and a line break behind the end of a turn

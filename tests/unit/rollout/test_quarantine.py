@@ -138,8 +138,9 @@ def test_progress_past_the_deadly_position_acquits(progress: int, acquitted: boo
 def test_the_acquitted_are_not_tried_again_for_the_same_death() -> None:
     quarantine = Quarantine()
     quarantine.accuse("first", {"a": 0, "b": 0, "c": 0, "d": 0})
-    assert quarantine.take("v") == ["a", "b"]
+    assert quarantine.take("v") == quarantine.members_at("v") == ["a", "b"] and not quarantine.members_at("first")
     quarantine.progress("a", ACQUITTED_AFTER)
+    assert quarantine.members_at("v") == ["b"]
     assert quarantine.accuse("v", {"a": 20, "b": 0}) == []
     assert not quarantine.is_suspect("a") and quarantine.is_suspect("b")
 
@@ -159,15 +160,3 @@ def test_those_that_end_while_they_wait_are_not_handed_out() -> None:
     assert quarantine.waiting == 1 and quarantine.take("v") == ["b"]
     quarantine.clear()
     assert not quarantine.is_suspect("b") and not quarantine.occupies("v") and not quarantine.waiting
-
-
-def test_members_are_those_that_run_at_a_verifier_and_are_suspected_still() -> None:
-    quarantine = Quarantine()
-    quarantine.accuse("first", {"a": 0, "b": 0, "c": 0})
-    assert quarantine.members_at("v") == []
-    quarantine.take("v")
-    assert quarantine.members_at("v") == ["a", "b"] and quarantine.members_at("first") == []
-    quarantine.forget("a")
-    assert quarantine.members_at("v") == ["b"]
-    quarantine.excuse("v")
-    assert quarantine.members_at("v") == []

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.journal import RECORD, Journal, JournalEntry
@@ -97,17 +96,6 @@ def test_the_first_token_that_completes_a_stop_text_is_found_in_any_parts(made: 
     assert ended > 200
 
 
-def test_a_character_of_several_tokens_completes_a_stop_text_with_its_last_one() -> None:
-    tokenizer = byte_level()
-    tokens = tokenizer("so: 漢字!")["input_ids"]
-    finder = StopTexts(tokenizer).finder(SamplingParams(stop=("漢",)))
-    assert finder is not None
-    stop = finder.find(np.array(tokens), 0)
-    assert stop is not None and len(tokens) > stop.num_tokens
-    assert tokenizer.decode(tokens[: stop.num_tokens]) == "so: 漢" and stop.cut == 1
-    assert "\N{REPLACEMENT CHARACTER}" in tokenizer.decode(tokens[: stop.num_tokens - 1])
-
-
 def test_the_earliest_stop_text_counts_and_may_be_included() -> None:
     tokenizer = byte_level()
     tokens = np.array(tokenizer("the red fox sleeps.")["input_ids"])
@@ -154,19 +142,6 @@ def test_an_output_is_cut_at_its_stop_text_whatever_arrives_together(prefix: int
     assert output.text == "the re"[left:] and output.stop_reason == "d fox s"
     assert len(output.token_ids) == len(output.logprobs) == len(output.margins or ())
     assert tokenizer.decode(tokens[:prefix] + list(output.token_ids)).startswith("the red fox s")
-
-
-def test_a_stop_text_that_a_prefix_holds_already_does_not_end_the_rest() -> None:
-    tokenizer = byte_level()
-    tokens = tokenizer("the red fox sleeps by the red river.")["input_ids"]
-    sampling = SamplingParams(stop=("fox",))
-    assert journaled(tokenizer, sampling, tokens, [40], 10).token_ids == tuple(tokens[10:])
-
-
-def test_without_a_tokenizer_stop_texts_are_refused() -> None:
-    with pytest.raises(InputError, match="the model has no tokenizer; end outputs by"):
-        StopTexts(None).finder(SamplingParams(stop=("x",)))
-    assert StopTexts(None).finder(SamplingParams()) is None
 
 
 def test_an_output_that_cannot_be_decoded_fails_alone() -> None:

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
-import subprocess
-import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,19 +33,16 @@ def save(store: CheckpointStore, step: int, reward: float = 0.0) -> Path:
     return store.save(TrainState(step=step, position=3 * step, reward=reward), writer(f"weights of {step}"))
 
 
-def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "c", 2, False)
-    path = save(store, 5, 0.25)
-    assert store.newest_sound() == (path, TrainState(step=5, position=15, reward=0.25))
-    assert (path / "weights" / "model.bin").read_text() == "weights of 5"
-    assert not list((tmp_path / "c").glob(".*"))
-
-
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_the_newest_and_the_best_sound_ones_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 2, True)
     for step, reward in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.2), (5, 0.4)):
-        save(store, step, reward)
-    assert [path.name for path in store.all()] == ["step-000002", "step-000004", "step-000005"]
+        path = save(store, step, reward)
+    assert store.newest_sound() == (path, TrainState(step=5, position=15, reward=0.4))
+    assert (path / "weights" / "model.bin").read_text() == "weights of 5"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-000002", "step-000004", "step-000005"]
+    (path / "weights" / "model.bin").unlink()
+    save(store, 6)
+    assert [path.name for path in store.all()] == ["step-000002", "step-000004", "step-000006"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove", "manifest"])
@@ -89,35 +81,6 @@ def test_a_failed_save_leaves_the_older_one_and_no_trace(tmp_path: Path) -> None
     assert find_damage(sound) is None
 
 
-def test_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:
-    """A real limit on the size of files, in a process of its own."""
-    script = f"""
-import sys
-from pathlib import Path
-from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
-store = CheckpointStore(Path({str(tmp_path)!r}), 1, False)
-def write(size):
-    def fill(folder):
-        (folder / "weights").mkdir()
-        (folder / "weights" / "model.bin").write_bytes(b"x" * size)
-    return fill
-store.save(TrainState(step=1), write(1000))
-try:
-    store.save(TrainState(step=2), write(100_000))
-except OSError:
-    sys.exit(7)
-"""
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    done = subprocess.run([sys.executable, "-c", script], preexec_fn=limit)
-    assert done.returncode == 7
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-    assert find_damage(tmp_path / "step-000001") is None
-
-
 def test_going_on_from_an_earlier_step_removes_the_later_ones(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 5, False)
     for step in (1, 2, 3):
@@ -144,45 +107,6 @@ def test_rotten_files_are_damage_and_never_in_the_way(file: str, content: str, t
     assert [path.name for path in store.all()] == ["step-000001", "step-000003"], "the best one is kept"
 
 
-@pytest.mark.parametrize(
-    "values", ['"step": "2"', '"step": -1', '"reward": "high"', '"settings": []', '"position": null']
-)
-def test_a_state_of_other_types_is_damage_even_if_its_sum_is_right(values: str, tmp_path: Path) -> None:
-    path = save(CheckpointStore(tmp_path, 1, False), 2)
-    (path / "state.json").write_text("{" + values + "}")
-    relist(path, "state.json")
-    problem = find_damage(path)
-    assert problem is not None and "state.json" in problem
-
-
-def relist(path: Path, name: str, as_name: str | None = None) -> None:
-    """Put the file into the manifest with its right size and sum."""
-    entry = ((path / name).stat().st_size, zlib.crc32((path / name).read_bytes()))
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, as_name or name: entry}))
-
-
-@pytest.mark.parametrize("how", ["parent", "absolute", "link"])
-def test_a_manifest_cannot_name_files_outside_its_folder(how: str, tmp_path: Path) -> None:
-    path = save(CheckpointStore(tmp_path, 1, False), 2)
-    (tmp_path / "other").write_text("not of this checkpoint")
-    if how == "link":
-        (path / "other").symlink_to(tmp_path / "other")
-        relist(path, "other")
-    else:
-        relist(path, "../other", "../other" if how == "parent" else str(tmp_path / "other"))
-    problem = find_damage(path)
-    assert problem is not None and "outside its folder" in problem
-
-
-def test_damaged_checkpoints_take_no_sound_ones_place(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2, False)
-    save(store, 1)
-    (save(store, 2) / "weights" / "model.bin").unlink()
-    save(store, 3)
-    assert [path.name for path in store.all()] == ["step-000001", "step-000003"]
-
-
 def test_a_checkpoint_without_weights_is_none(tmp_path: Path) -> None:
     """As when the ranks wrote into a folder of the same name on another node."""
     store = CheckpointStore(tmp_path, 1, False)
@@ -204,14 +128,6 @@ def test_a_folder_with_another_name_is_no_checkpoint(tmp_path: Path) -> None:
     assert path in store.all() and [p.name for p in store.all()][-1] == "step-1000000"
     store.remove_after(0)
     assert store.all() == []
-
-
-def test_a_checkpoint_says_who_wrote_it_under_its_sums(tmp_path: Path) -> None:
-    path = save(CheckpointStore(tmp_path, 1, False), 2)
-    state = json.loads((path / "state.json").read_text())
-    assert set(state["written_by"]) == {"host", "user", "pid"}
-    (path / "state.json").write_text(json.dumps({**state, "written_by": {"host": "else", "user": "u", "pid": 1}}))
-    assert find_damage(path) is not None
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])

@@ -128,11 +128,10 @@ def test_the_published_point_of_skyrl() -> None:
 
 def test_a_step_waits_for_a_cheap_head_beside_long_steps() -> None:
     """Measured: an accepted length of 1.43 coupled, 1.19 decoupled without a wait, 1.41 with one of 8 ms."""
-    names = ["coupled", "no_wait", "waits_8ms", "decoupled"]
+    names = ["coupled", "decoupled", "waits_8ms"]
     found = results_of(FOLDER / "eagle_two_cores.yaml", ["workload.requests=6"], names=names)
-    lengths = [one.metrics.acceptance_length for one in found]
-    assert lengths == pytest.approx([1.43, 1.19, 1.41, 1.41], rel=0.05)
-    assert found[3].tokens_per_s > 1.04 * found[1].tokens_per_s
+    assert [one.metrics.acceptance_length for one in found] == pytest.approx([1.43, 1.19, 1.41], rel=0.05)
+    assert found[2].tokens_per_s > 1.04 * found[1].tokens_per_s
 
 
 def test_the_smallest_one_runs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.hf import HfEngine
 from tests.tiny import tiny_prompt_ids, tiny_target
-from tests.unit.engine_conformance import Collected, Driver, ModelConformance, noisy_oracle, noisy_tails, requests, run
+from tests.unit.engine_conformance import Collected, Driver, ModelConformance, answers, noisy_tails, requests, run
 
 
 def load(folder: Path | None = None) -> Any:
@@ -47,9 +46,7 @@ class TestConformance(ModelConformance):
 def test_greedy_equals_generate() -> None:
     batch = requests(6, 0.0, max_tokens=40)
     engine = make()
-    for request in batch:
-        engine.add(request)
-    ours = run(engine)
+    ours = answers(engine, batch)
     model = load()
     for request in batch:
         prompt = torch.tensor([request.prompt_token_ids])
@@ -60,9 +57,7 @@ def test_greedy_equals_generate() -> None:
 def test_logprobs_are_those_of_a_fresh_forward() -> None:
     batch = requests(4, 0.8, max_tokens=24, top_k=30)
     engine = make()
-    for request in batch:
-        engine.add(request)
-    ours = run(engine)
+    ours = answers(engine, batch)
     model = load()
     for request in batch:
         tokens = ours.tokens[request.request_id]
@@ -76,17 +71,10 @@ def test_logprobs_are_those_of_a_fresh_forward() -> None:
 def test_memory_pressure_preempts_without_changing_tokens() -> None:
     batch = requests(4, 1.0, max_tokens=300, ignore_eos=True)
     roomy = make()
-    for request in batch:
-        roomy.add(request)
-    truth = run(roomy)
+    truth = answers(roomy, batch)
     probe = RaggedModel(load(), 64 << 20)
     tight = make(cache_bytes=probe.cache.bytes_per_token * 128 * 7)
-    for request in batch:
-        tight.add(request)
-    assert run(tight, noisy_oracle(truth.tokens, 3, tight.vocab_size)).tokens == truth.tokens
-    for request in batch:
-        tight.add(request)
-    assert run(tight, noisy_tails(truth.tokens, random.Random(3), tight.vocab_size)).tokens == truth.tokens
+    assert answers(tight, batch, noisy_tails(truth.tokens, 3, tight.vocab_size)).tokens == truth.tokens
     assert tight.preemptions > 0
     tight.reset_prefix_cache()
     assert tight._model.cache.free_slots == tight._model.cache.slots, "cache was leaked"
@@ -120,8 +108,7 @@ def test_the_next_turn_prefills_only_what_is_new() -> None:
         "second", (*first.prompt_token_ids, *output, *new), SamplingParams(1.0, max_tokens=20, seed=5)
     )
     assert turns.prefilled(second) == 1 + len(new)  # the last token of the output was sampled, but never fed
-    fresh.add(second)
-    alone = run(fresh)
+    alone = answers(fresh, [second])
     assert turns.collected.tokens["second"] == alone.tokens["second"]
     assert turns.collected.logprobs["second"] == alone.logprobs["second"]
 
@@ -134,8 +121,7 @@ def test_samples_of_a_prompt_share_its_prefill() -> None:
     assert shared.prefilled(*batch) == len(prompt)  # the others feed their last prompt token alone
     for one in batch:
         fresh = make()
-        fresh.add(one)
-        truth |= run(fresh).tokens
+        truth |= answers(fresh, [one]).tokens
     assert shared.collected.tokens == truth
 
 
@@ -151,8 +137,7 @@ def test_a_prefix_of_a_running_request_is_shared_while_it_runs() -> None:
     assert engine.step(None).result.num_prefill_tokens == 0, "all but the last token were cached"
     rest = run(engine)
     other.add(first)
-    other.add(branch)
-    apart = run(other)
+    apart = answers(other, [branch])
     assert rest.tokens["r0"] == apart.tokens["r0"][-len(rest.tokens["r0"]) :]
     assert apart.tokens["branch"][-len(rest.tokens["branch"]) :] == rest.tokens["branch"]
 
@@ -198,24 +183,20 @@ def test_a_prompt_beyond_the_budget_is_refused() -> None:
 def test_unsampleable_logits_fail_that_request_alone() -> None:
     engine = make()
     batch = requests(3, 1.0)
-    for request in batch:
-        engine.add(request)
-    truth = run(engine).tokens
+    truth = answers(engine, batch).tokens
     forward = engine._model.forward
 
     def poisoned(rows: Any, counts: Any, tokens: Any, num_logits: Any) -> Any:
         output = forward(rows, counts, tokens, num_logits)
         ends = np.cumsum(num_logits)
         for row, count, end in zip(rows, num_logits, ends, strict=True):
-            if row == engine._cached.get(engine.row("r1")):
+            if row == engine._admission._cached.get(engine.row("r1")):
                 with torch.inference_mode():
                     output.logits[end - count : end] = float("nan")
         return output
 
     engine._model.forward = poisoned
-    for request in batch:
-        engine.add(request)
-    collected = run(engine)
+    collected = answers(engine, batch)
     assert collected.reasons["r1"] == "error" and collected.errors["r1"]
     assert {rid: collected.tokens[rid] for rid in ("r0", "r2")} == {rid: truth[rid] for rid in ("r0", "r2")}
 
@@ -226,12 +207,8 @@ def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None
     engine = make(hidden_layers=[0, 3, HEAD_INPUT], **limits)
     tight = "cache_bytes" in limits
     batch = requests(3, 1.0, max_tokens=300 if tight else 20, ignore_eos=tight)
-    for request in batch:
-        engine.add(request)
-    truth = run(engine)
-    for request in batch:
-        engine.add(request)
-    collected = run(engine, noisy_tails(truth.tokens, random.Random(2), 512))
+    truth = answers(engine, batch)
+    collected = answers(engine, batch, noisy_tails(truth.tokens, 2, 512))
     assert (engine.preemptions > 0) == tight
     model = load()
     for request in batch:
@@ -257,23 +234,17 @@ def test_load_weights_replaces_and_restores() -> None:
     engine = make()
     original = {name: tensor.clone() for name, tensor in load().state_dict().items()}
     batch = requests(4, 1.0)
-    for request in batch:
-        engine.add(request)
-    before = run(engine).tokens
+    before = answers(engine, batch).tokens
     changed = {name: tensor * 1.3 for name, tensor in original.items()}
     engine.load_weights(1, changed)
     assert engine.weight_version == 1
-    for request in batch:
-        engine.add(request)
-    assert run(engine).tokens != before
+    assert answers(engine, batch).tokens != before
     with pytest.raises(InputError, match="missing"):
         engine.load_weights(2, {name: t for name, t in original.items() if "layers.1" not in name})
     with pytest.raises(InputError, match="shape"):
         engine.load_weights(2, {**original, "model.norm.weight": torch.ones(3)})
     engine.load_weights(2, original)
-    for request in batch:
-        engine.add(request)
-    assert run(engine).tokens == before
+    assert answers(engine, batch).tokens == before
 
 
 def test_new_weights_in_mid_request_equal_a_fresh_start_from_there() -> None:
@@ -331,7 +302,7 @@ def test_other_architectures_match_their_own_forward(config_class: str, override
     engine = Driver(HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20)))
     for i, prompt in enumerate(prompts):
         engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
-    drafted = run(engine, noisy_oracle(expected, 4, 256))
+    drafted = run(engine, noisy_tails(expected, 4, 256))
     assert drafted.tokens == expected and any(output.num_accepted for output in drafted.outputs)
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from specactor_ray.config import Config
-from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
@@ -69,22 +67,10 @@ def test_totals_of_drafters() -> None:
 UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "skipped", "logprob_gap", "logprob_gap_max"), 0.0)
 
 
-class Lease:
-    """A lease that can be taken away."""
-
-    lost = False
-
-    def check(self) -> None:
-        if self.lost:
-            raise SpecActorError("taken over")
-
-    def release(self) -> None: ...
-
-
-def recorder(folder: Path, lease: Lease) -> tuple[TrainingRun, StepRecorder]:
+def recorder(folder: Path) -> tuple[TrainingRun, StepRecorder]:
     config = Config()
     config.tracking.tensorboard = False
-    run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(), None, (lease,))  # type: ignore[arg-type]
+    run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(), None, ())
     rollout: Any = SimpleNamespace(
         metrics=RolloutMetrics,
         fallbacks=list,
@@ -94,7 +80,7 @@ def recorder(folder: Path, lease: Lease) -> tuple[TrainingRun, StepRecorder]:
 
 
 def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) -> None:
-    run, record = recorder(tmp_path, Lease())
+    run, record = recorder(tmp_path)
     run.metrics_file.symlink_to(tmp_path / "no such folder" / "metrics.jsonl")  # which cannot be written to either
     for step in (1, 2):
         record.begin(step - 1)
@@ -105,19 +91,6 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     run.metrics_file.unlink()
     assert record.finish("complete", 0).summary["metrics_pending"] == 0
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
-
-
-def test_nothing_is_written_into_a_run_that_was_taken_over(tmp_path: Path) -> None:
-    lease = Lease()
-    run, record = recorder(tmp_path, lease)
-    record.begin(0)
-    record.end(1, Experience(), UPDATE, 0)
-    lease.lost = True
-    with pytest.raises(SpecActorError, match="taken over"):
-        record.end(2, Experience(), UPDATE, 0)
-    assert record.finish("failed", 0).status == "failed"
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert len(run.metrics_file.read_text().splitlines()) == 1
 
 
 SCRIPT = """

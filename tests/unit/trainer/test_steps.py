@@ -254,14 +254,6 @@ def test_a_run_that_learns_nothing_stops_with_a_checkpoint(world: World) -> None
     assert "step-000003" in world.saved
 
 
-def test_a_run_that_was_taken_over_writes_no_checkpoint(world: World) -> None:
-    saver = Saver(world.store, world.save, TrainState(step=1), False, lambda: world.happens("check"))
-    world.fail["check", 1] = SpecActorError("taken over")
-    with pytest.raises(SpecActorError, match="taken over"):
-        saver.save()
-    assert world.saved == {}
-
-
 def test_the_steps_need_neither_ray_nor_torch() -> None:
     code = "import sys, specactor_ray.trainer.steps as s; print(sorted({'ray', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -126,16 +126,6 @@ def test_a_delivery_past_its_deadline_is_given_up_and_its_late_end_disturbs_noth
     assert wire.link.failed is None, "given up already"
 
 
-def test_the_shortest_delivery_is_timed() -> None:
-    wire = Wire()
-    assert wire.link.trip_s == float("inf")
-    for seconds in (0.3, 0.1, 0.2):
-        wire.offer("news")
-        wire.clock.seconds += seconds
-        wire.futures[-1].set_result(None)
-    assert wire.link.trip_s == pytest.approx(0.1)
-
-
 def test_a_message_that_the_consumer_rejects_is_dropped_and_the_link_stays(caplog: pytest.LogCaptureFixture) -> None:
     wire = Wire()
     wire.offer("bad")

@@ -13,30 +13,40 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.config.methods import Checkpoint, DrafterSpec, Traits
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.draft import loop as draft_loop
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.health import ENOUGH, checksum
 from specactor_ray.draft.lookup import NgramProposer
-from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.draft.loop import DraftLoop, checksum
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.draft.slots import RowProposer
 from specactor_ray.plan.costs import StepCost
+from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Features
 from specactor_ray.verify import racing
 from specactor_ray.verify.drafting import Drafting, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.verify_lengths import DraftPolicy
-from specactor_ray.verify.waiting import Suspension
+from specactor_ray.verify.policy import DraftPolicy, Suspension
 from tests.fakes.loops import Bench, eagle, engine, proposers, ragged, truth_of
 from tests.fakes.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 from tests.unit.engine_conformance import requests
+
+
+def decoded(bench: Bench, batch: Sequence[TargetRequest], times: int = 1, lossy: bool = True) -> dict[str, Any]:
+    """Counters after these requests, whose tokens are those of plain decoding; ends the bench."""
+    try:
+        for _ in range(times):
+            assert bench.run(batch) == truth_of(batch)
+        if not lossy:  # else a message that closes requests may be lost
+            bench.await_closed()
+        return bench.verifier.snapshot()
+    finally:
+        bench.close()
 
 
 @pytest.mark.parametrize("failing", [False, True])
@@ -64,19 +74,14 @@ def test_an_engine_is_closed_when_its_loop_ends(failing: bool) -> None:
 def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> None:
     batch = requests(10, temperature)
     bench = Bench(proposers(kind), layout == "inline", hosts=layout, draft_wait_s=0.05)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        bench.await_closed()
-        snapshot = bench.verifier.snapshot()
-    finally:
-        bench.close()
+    snapshot = decoded(bench, batch, lossy=False)
     assert snapshot["accepted_tokens"] > 0, "no draft was ever accepted, so nothing was tested"
     assert snapshot["committed_tokens"] == sum(f.num_tokens for f in bench.finished.values())
     by_request = [f.stats for f in bench.finished.values()]
     assert sum(stats.accepted for stats in by_request) == snapshot["accepted_tokens"]
     drafters = [loop.snapshot() for loop in bench.drafts.values()]
     if kind == "suffix":
-        assert all(drafter["history_bytes"] > drafter["history_tokens"] > 0 for drafter in drafters)
+        assert all(drafter["history_tokens"] > 0 for drafter in drafters)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +116,7 @@ def test_races_and_reconfigurations_change_no_token(
     drafters = {name: proposer for name, proposer in {**proposers("all"), "liar": Liar()}.items() if name in names}
     faults = random.Random(len(names)) if lossy else None
     bench = Bench(drafters, layout == "inline", faults, hosts=layout, race=race, draft_wait_s=0.01)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        snapshot = bench.verifier.snapshot()
-    finally:
-        bench.close()
+    snapshot = decoded(bench, batch)
     assert snapshot["drafted_tokens"] > 0
     assert sum(snapshot["drafted_by_position"]) == snapshot["drafted_tokens"]
     assert sum(snapshot["accepted_by_position"]) == snapshot["accepted_tokens"]
@@ -139,11 +140,7 @@ def test_branches_change_no_token(
     drafter: Proposer = Forker() if lies else DraftModelProposer(ragged(tiny_draft()), branches=4)
     batch, faults = requests(8, temperature), None if inline else random.Random(3)
     bench = Bench({"d-0": drafter}, inline, faults, branches=4, draft_wait_s=0.02)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        snapshot = bench.verifier.snapshot()
-    finally:
-        bench.close()
+    snapshot = decoded(bench, batch)
     assert not snapshot["malformed"]
     if inline:  # apart, it is a matter of time what arrives
         assert snapshot["refuted_tails"] and snapshot["arrival_rescues"] + snapshot["commit_rescues"]
@@ -160,14 +157,7 @@ def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatc
     batch = requests(10, 1.0)
     drafters = {**proposers("all"), "ngram-0": NgramProposer(2, 6, 1 << 20, 64)}
     bench = Bench(drafters, layout == "inline", hosts=layout, verify=VerifyPolicy.auto)
-    try:
-        for _ in range(2):
-            assert bench.run(batch) == truth_of(batch)
-        bench.await_closed()
-        snapshot = bench.verifier.snapshot()
-        lookup = bench.drafts["ngram-0"].snapshot()
-    finally:
-        bench.close()
+    snapshot, lookup = decoded(bench, batch, times=2, lossy=False), bench.drafts["ngram-0"].snapshot()
     assert 0 < snapshot["suspended_steps"] < snapshot["steps"]
     assert snapshot["accepted_tokens"] > 0
     assert lookup["history_tokens"] > snapshot["committed_tokens"] / 2, "lookups learn in suspensions, too"
@@ -179,11 +169,7 @@ def test_a_model_is_told_at_its_turn_what_happened_since(monkeypatch: pytest.Mon
     monkeypatch.setattr(DraftPolicy, "plan_rounds", lambda self, rows: next(turns))
     batch = requests(2, 1.0, max_tokens=400, ignore_eos=True)
     bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        verifier, twin = bench.verifier.snapshot(), bench.drafts["twin"].snapshot()
-    finally:
-        bench.close()
+    verifier, twin = decoded(bench, batch), bench.drafts["twin"].snapshot()
     assert (twin["opens"], twin["resyncs"]) == (len(batch), 0)
     assert verifier["accepted_tokens"] > 50
 
@@ -196,14 +182,10 @@ def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> Non
         name: tensor + 0.1 for name, tensor in trained_weights(load_head(str(tiny_eagle()), str(tiny_target()))).items()
     }
     pupil.load_weights(5, weights)
-    try:
-        taught = bench.verifier.teach("eagle", 5, weights)
-        other = bench.verifier.teach("draft_model", 6, weights)  # of a method that it does not host
-        assert bench.run(batch) == truth_of(batch)
-        assert taught.result(30) is other.result(30) is None
-    finally:
-        bench.close()
-    health = bench.verifier.snapshot()["inline"]["eagle-0"]["health"]
+    taught = bench.verifier.teach("eagle", 5, weights)
+    other = bench.verifier.teach("draft_model", 6, weights)  # of a method that it does not host
+    health = decoded(bench, batch)["inline"]["eagle-0"]["health"]
+    assert taught.result(30) is other.result(30) is None
     assert (health["version"], health["checksum"]) == (5, checksum(weights))
     states = torch.ones(1, head._runner.config.feature_size)
     now, before, then = (one._runner.fuse(states) for one in (head, fresh, pupil))
@@ -227,58 +209,6 @@ def test_a_hosted_drafter_that_cannot_take_new_weights_holds_up_no_update() -> N
     assert verifier.snapshot()["inline"]["twin"]["health"]["version"] == 0
 
 
-class Parrot(RowProposer):
-    """Guesses the truth, as long as its weights say so."""
-
-    method, vocab_size = "parrot", None
-    traits = Traits(checkpoint=Checkpoint.MODEL)
-
-    def __init__(self, truth: Mapping[str, Sequence[int]]) -> None:
-        super().__init__()
-        self._truth, self._off = truth, 0
-
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        self._off = int(state_dict["off"])
-
-    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
-        return [(token + self._off) % 512 for token in self._truth[self.request_ids[slot]][len(output) :][:1]]
-
-
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "apart"])
-def test_an_alarm_is_raised_while_a_drafter_is_never_right(inline: bool, caplog: pytest.LogCaptureFixture) -> None:
-    batch = requests(10, 1.0)
-    bench = Bench({"parrot-0": Parrot(truth_of(batch))}, inline, draft_wait_s=0.05)
-    (loop,) = bench.drafts.values()
-
-    def run_until(version: int, alarm: bool) -> dict[str, Any]:
-        """Runs the requests until the alarm is on, or off."""
-        deadline = time.monotonic() + 60.0
-        while True:
-            assert bench.run(batch) == truth_of(batch)
-            health: dict[str, Any] = loop.snapshot()["health"]
-            if health["version"] == version and health["tried"] and health["alarm"] is alarm:
-                return health
-            assert time.monotonic() < deadline, health
-
-    def load(version: int, off: int) -> None:
-        weights = {"off": torch.tensor(off)}
-        (bench.verifier.teach("parrot", version, weights) if inline else loop.load_weights(version, weights)).result(30)
-
-    try:
-        assert run_until(0, alarm=False)["right"] > 0
-        load(1, 1)
-        dead = run_until(1, alarm=True)
-        load(2, 0)
-        well = run_until(2, alarm=False)
-    finally:
-        bench.close()
-    assert dead["right"] == 0 and dead["missed"] == dead["tried"] >= ENOUGH
-    assert well["right"] > 0 and well["checksum"] != dead["checksum"]
-    warning, end = (record.getMessage() for record in caplog.records if "parrot-0 (parrot)" in record.getMessage())
-    assert "none of its last" in warning and "version 1" in warning
-    assert "right again" in end and "version 2" in end
-
-
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
 def test_a_head_is_told_each_state_once_and_before_it_drafts(inline: bool) -> None:
     """With every commit come the states that it made known, so that the head never guesses from older ones."""
@@ -298,12 +228,7 @@ def test_a_head_is_told_each_state_once_and_before_it_drafts(inline: bool) -> No
 
     head, batch = eagle(Reader), requests(10, 1.0)
     bench = Bench({"eagle-0": head}, inline, draft_wait_s=0.05)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        accepted = bench.verifier.snapshot()["accepted_tokens"]
-    finally:
-        bench.close()
-    assert accepted and head.steps > 100 and head.behind == head.repeated == 0
+    assert decoded(bench, batch)["accepted_tokens"] and head.steps > 100 and head.behind == head.repeated == 0
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "apart"])
@@ -336,12 +261,10 @@ def test_weights_that_come_in_the_middle_of_outputs_change_no_token(inline: bool
     thread.start()
     batch = requests(10, 1.0)
     try:
-        assert bench.run(batch) == truth_of(batch)
-        counts = bench.verifier.snapshot()
+        counts = decoded(bench, batch)
     finally:
         stop.set()
         thread.join()
-        bench.close()
     assert all(head.taught > 3 for head in heads.values()), "none came while requests ran, so nothing was tested"
     assert counts["accepted_tokens"] > 0
 
@@ -352,11 +275,7 @@ def test_a_lying_or_crashing_drafter_is_only_slow(inline: bool, raises: bool) ->
     batch = requests(8, 1.0)
     drafters = {"liar": (Crasher if raises else Liar)()}
     bench = Bench(drafters, inline, draft_wait_s=0.05)
-    try:
-        assert bench.run(batch) == truth_of(batch)
-        snapshot = bench.verifier.snapshot()
-    finally:
-        bench.close()
+    snapshot = decoded(bench, batch)
     assert snapshot["accepted_tokens"] <= 0.1 * snapshot["drafted_tokens"]
 
 
@@ -376,8 +295,7 @@ def test_drafters_come_and_go_while_requests_run() -> None:
     thread = threading.Thread(target=churn, daemon=True)
     thread.start()
     try:
-        assert bench.run(batch) == truth_of(batch)
+        decoded(bench, batch)
     finally:
         stop.set()
         thread.join()
-        bench.close()

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig
 from specactor_ray.plan.costs import StepCost
+from specactor_ray.verify.policy import Drafter, DraftPolicy
 from specactor_ray.verify.racing import REVISE_EVERY, SWITCH_SHARE, Assigner, Places, draft_ladder
 from specactor_ray.verify.table import Acceptance, RequestTable
-from specactor_ray.verify.verify_lengths import Drafter, DraftPolicy
 from tests.unit.verify.tables import ints, request
 
 METHODS = ("ngram", "draft_model", "eagle", "suffix")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.target.base import StepResult
 from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.policy import Seconds
 from specactor_ray.verify.table import RequestTable
-from specactor_ray.verify.verify_lengths import Seconds
 
 
 def record_rows(metrics: StepMetrics, *rows: tuple[int, int, int, int]) -> None:

