@@ -8,8 +8,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from specactor_ray.models.cpu_attention import PageRows, attend_pages
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+options_of = st.fixed_dictionaries(
+    {},
+    optional={
+        "scaling": st.sampled_from([0.05, 0.3]),
+        "window": st.sampled_from([1, 7, 64, 100, 200]),
+        "softcap": st.sampled_from([0.01, 0.7, 30.0]),
+        "sinks": st.just(True),
+    },
+)
+
+
+def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    return {**options, "sinks": torch.linspace(-3, 3, heads)} if "sinks" in options else options
 
 
 @dataclass

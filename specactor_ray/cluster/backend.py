@@ -130,12 +130,9 @@ class RayBackend:
     def __init__(self) -> None:
         self.calls = Calls()
         self.reaper: Reaper = ActorReaper()
-        self.suffix = random_suffix
+        self.suffix, self.supply = random_suffix, cluster_supply
         self._here = ray.get_runtime_context().get_node_id()
         self._cores: dict[str, Future[tuple[str, tuple[int, ...]]]] = {}
-
-    def supply(self) -> list[NodeSupply]:
-        return cluster_supply()
 
     def request(self, name: str, demand: Demand) -> PlacementGroup:
         return placement_group([demand.bundle()], strategy="PACK", name=name, lifetime=None)

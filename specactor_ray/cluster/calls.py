@@ -44,11 +44,7 @@ class Transport(Protocol):
         """The references that are done; waits up to `timeout_s` seconds for the first. References must be distinct."""
 
     def take(self, reference: Any, what: str = "the call") -> Any:
-        """The result of a reference that is done; `what` names it in errors.
-
-        Raises:
-            SpecActorError: As the actor raised it, or a `CallError`.
-        """
+        """The result of a reference that is done; `what` names it in errors. Raises as `Call.result`."""
 
     def delivery(self, reference: Any) -> Delivery:
         """The call as a delivery of a `Link`; its exception is an error of this package."""

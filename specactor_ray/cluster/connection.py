@@ -9,23 +9,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray.job_config import JobConfig
 
 from specactor_ray.cluster.discovery import clusters_to_look_into, probe, resolve_address
-from specactor_ray.cluster.module_path import worker_job_config
 from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, run_and_actor
 from specactor_ray.cluster.token import (
     PRIVATE_FOLDER,
     new_token,
     note_address,
     read_token,
-    remove_with_token,
     shown,
     token_for,
 )
@@ -128,13 +129,30 @@ def _quiet() -> dict[str, Any]:
     return {**quiet, "job_config": worker_job_config()}
 
 
+def worker_job_config() -> Any:
+    """Job settings for Ray with which its workers search modules in the same order as this process.
+
+    By default Ray puts the current folder first in its workers. Inside a Ray job the working folder is the submitted
+    code, and Ray's order is kept: the result is None.
+    """
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        return None
+
+    class SamePath(JobConfig):
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True  # then Ray adds no folders of its own
+
+    # Each entry is put before the earlier ones.
+    return SamePath(_py_driver_sys_path=[os.path.abspath(entry) for entry in reversed(sys.path)])
+
+
 def _start_private_cluster(config: ClusterConfig) -> Connection:
     cpus = config.num_cpus if config.num_cpus is not None else len(os.sched_getaffinity(0))
     base = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONGEST_TEMP_DIR - 20 else "/tmp"
     remove_abandoned(PRIVATE_FOLDER, base)
     with contextlib.ExitStack() as held:
         folder = make_owned_folder(PRIVATE_FOLDER, base)
-        held.callback(remove_with_token, folder)
+        held.callback(shutil.rmtree, folder, ignore_errors=True)
         held.enter_context(shown({**_ray_settings(), **new_token(folder)}))
         held.callback(ray.shutdown)
         try:

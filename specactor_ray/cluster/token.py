@@ -11,7 +11,6 @@ import contextlib
 import ipaddress
 import os
 import secrets
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -47,12 +46,6 @@ def new_token(folder: Path) -> dict[str, str]:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
     return _from_file(path)
-
-
-def remove_with_token(folder: Path) -> None:
-    """Remove the folder of a private cluster, its token first."""
-    (folder / _TOKEN_FILE).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def note_address(folder: Path, address: str) -> None:

@@ -6,7 +6,6 @@ import ast
 import functools
 import inspect
 import itertools
-import math
 import textwrap
 import types
 import typing
@@ -34,14 +33,13 @@ def limited(allows: Callable[[Any], bool], fix: str, default: Any) -> Any:
 
 
 def at_least(smallest: int, default: Any) -> Any:
-    """A number of `smallest` or more."""
-    return limited(lambda value: smallest <= value < math.inf, f"use {smallest} or more.", default)
+    """A number of `smallest` or more, below 2**31: larger ones overflow arrays, timers or Ray's resources."""
+    return limited(lambda value: smallest <= value < 2**31, f"use {smallest} or more, below 2**31.", default)
 
 
-def positive(default: Any, up_to: float = math.inf) -> Any:
-    """A finite number above 0 and at most `up_to`."""
-    limit = "" if up_to == math.inf else f" and at most {up_to:g}"
-    return limited(lambda value: 0.0 < value <= up_to and value < math.inf, f"use a number above 0{limit}.", default)
+def positive(default: Any, up_to: float = 1e9) -> Any:
+    """A number above 0 and at most `up_to`."""
+    return limited(lambda value: 0.0 < value <= up_to, f"use a number above 0 and at most {up_to:g}.", default)
 
 
 def below_one(default: Any) -> Any:

@@ -1,35 +1,35 @@
 """Strict loading: defaults < YAML file < dotlist overrides, then type and range checks.
 
-The user's settings are gathered in one plain tree (dicts and lists), which is compared with the dataclasses of
-`schema.py` key by key, so that every message has the full key as it was written, including list indices.
-OmegaConf then converts the values (`"2"` for an integer, names for enums) and resolves `${...}` references.
+The user's settings are gathered in one plain tree (dicts and lists), in which OmegaConf resolves `${...}` references.
+It is then converted to the dataclasses of `schema.py` key by key, so that every message has the full key as it was
+written, including list indices.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import re
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, make_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specactor_ray.config.fields import (
     choices,
+    default_of,
     describe,
     field_types,
     list_element,
     type_in_words,
     without_none,
 )
-from specactor_ray.config.references import KeyPath, dotted, resolve, texts, value_at, without_values
+from specactor_ray.config.references import resolved, value_at, without_values
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import AUTO, Config
 from specactor_ray.core.errors import ConfigError, RangeError, clipped, clipped_text, did_you_mean
@@ -42,17 +42,8 @@ S = TypeVar("S")
 _FROM_ENVIRONMENT = "_from_environment"
 """Attribute of a loaded configuration, and of copies of it: path of each key whose value came from the environment →
 (its `${...}` text, its value)."""
-_MOST_LEVELS = 32
-_UNREADABLE = (
-    yaml.YAMLError,
-    OmegaConfBaseException,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    ValueError,
-)
-"""Errors of PyYAML and OmegaConf for invalid texts: a number of thousands of digits, a tag without a value."""
+_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, ValueError)
+"""Errors of PyYAML and OmegaConf for invalid texts, such as a tag that does not fit its value."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -76,15 +67,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Like `load_config`, from nested dicts and lists in place of a file. `settings` is not changed."""
-    tree = _checked_tree(settings, overrides, Config)
-    config, read = _convert(tree, Config)
-    config.data.options = _plain(config.data.options)  # a reference may stand for a section
-    config.environment.options = _plain(config.environment.options)
-    config.target.engine_arguments = _plain(config.target.engine_arguments)
-    try:
-        validate(config)
-    except ConfigError as error:
-        raise without_values(error, tree) from None
+    config, read = _loaded(settings, overrides, Config)
     setattr(config, _FROM_ENVIRONMENT, {path: (text, value_at(config, path)) for path, text in read.items()})
     return config
 
@@ -93,7 +76,7 @@ def load_as(schema: type[S], source: Path | Mapping[str, Any], overrides: Sequen
     """Like `load_config`, for another schema: a dataclass of such sections. Relations between keys are not checked.
     Shipped files of this schema are in `folder` of `conf`."""
     settings = _read_yaml(source, folder) if isinstance(source, Path) else source
-    return _convert(_checked_tree(settings, overrides, schema), schema)[0]
+    return _loaded(settings, overrides, schema)[0]
 
 
 def to_yaml(config: Config) -> str:
@@ -166,26 +149,20 @@ def yaml_problem(error: Exception) -> str:
     """`line 3, column 7: found duplicate key mode`, without the parser's multi-line report."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = str(getattr(error, "problem", None) or error).splitlines()[0].partition(";")[0].rstrip(".")
-    if isinstance(error, AttributeError | LookupError):  # of PyYAML, at !!timestamp or !!bool before another value
-        problem = "a tag does not fit its value"
-    if isinstance(error, RecursionError):
-        problem = "its values are nested too deeply"
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else clipped_text(problem)
 
 
 # ---- trees ----
 
 
-def _plain(value: Any, levels: int = _MOST_LEVELS) -> Any:
+def _plain(value: Any) -> Any:
     """Plain dicts with text keys and lists, in which `${...}` references are kept."""
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value)
-    if isinstance(value, Mapping | list | tuple) and not levels:
-        raise ConfigError("configuration", f"its values are nested more than {_MOST_LEVELS} deep.", "nest them less.")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, levels - 1) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, levels - 1) for item in value]
+        return [_plain(item) for item in value]
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return value.name if isinstance(value, Enum) else value
@@ -200,19 +177,21 @@ def _literal(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _checked_tree(settings: Mapping[str, Any], overrides: Sequence[str], schema: type) -> Tree:
-    tree = _plain(settings)
+def _loaded(settings: Mapping[str, Any], overrides: Sequence[str], schema: type[S]) -> tuple[S, dict[Any, str]]:
+    """The settings as a dataclass; path → text of the references that read the environment."""
     if isinstance(overrides, str | Mapping) or not all(isinstance(item, str) for item in overrides):
         raise ConfigError("overrides", f"{clipped(overrides)} is no list of texts.", "write ['KEY=VALUE', ...].")
+    tree = _plain(settings)
     for item in overrides:
         _apply_override(tree, item, schema)
-    tree = _plain(tree)
-    for path, text in texts(tree):
-        if text == MISSING:
-            raise ConfigError(dotted(path), f"{text!r} is no value.", "write one, or leave the key out.")
-    _check_section(tree, schema, "", schema)
-    checked: Tree = tree
-    return checked
+    found, read = resolved(tree, lambda: _merged(_plain(schema()), tree))
+    try:
+        config = _section(schema, found, "", schema)
+        if isinstance(config, Config):
+            validate(config)
+    except ConfigError as error:
+        raise without_values(error, tree) from None
+    return config, read
 
 
 # ---- overrides ----
@@ -226,13 +205,12 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
         raise ConfigError(item, "an override without `=`.", _what_was_meant(item))
     if not all(key.split(".")):
         raise ConfigError(item, "an override without a key.", "write SECTION.KEY=VALUE.")
-    holder, last = _holder_of(tree, key.split("."), schema)
-    value = _override_value(key, text)
-    old = holder[last]
-    if old and value is None and is_dataclass(_annotation(key.split("."), schema)):
+    node, slot, annotation = _place(tree, key.split("."), schema)
+    old, value = node[slot], _override_value(key, text)
+    if old and value is None and is_dataclass(annotation):
         problem = "an override without a value would drop all that is set in this section."
         raise ConfigError(key, problem, f"write {key}.KEY=VALUE, or '{key}={{KEY: VALUE}}', which keeps other keys.")
-    holder[last] = _merged(old, value)
+    node[slot] = _merged(old, value)
 
 
 def _what_was_meant(item: str) -> str:
@@ -261,24 +239,26 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
 
 
-def _holder_of(tree: Tree, parts: list[str], schema: type) -> tuple[Any, Any]:
-    """The dict or list that holds the last part of a key, and that part as its key or index. Sections that the user has
-    not written are created; list elements are not."""
+def _place(tree: Tree, parts: list[str], schema: Any) -> tuple[Any, Any, Any]:
+    """The dict or list that holds the last part of a key, that part as its key or index, and its annotation. Sections
+    that the user has not written are created; list elements are not."""
     node: Any = tree
-    for number, part in enumerate(parts):
-        is_last, slot, here = number == len(parts) - 1, part, ".".join(parts[:number])
+    annotation, slot = schema, None
+    for number, part in enumerate(parts, 1):
+        slot, here = part, ".".join(parts[: number - 1])
+        section = is_dataclass(annotation)
+        annotation = field_types(annotation).get(part) if section else list_element(annotation)
         if isinstance(node, list):
             slot = _index(node, here, part)
         elif not isinstance(node, dict):
             problem = f"{here} is set to {clipped(node)}, which has no keys."
             raise ConfigError(".".join(parts), problem, "override the section as a whole, or correct the file.")
         elif node.get(part) is None:
-            is_list = list_element(_annotation(parts[: number + 1], schema)) is not None
-            node[part] = None if is_last else [] if is_list else {}  # the default of every list is empty
-        if is_last:
-            break
-        node = node[slot]
-    return node, slot
+            is_list = list_element(annotation) is not None
+            node[part] = None if number == len(parts) else [] if is_list else {}  # the default of every list is empty
+        if number < len(parts):
+            node = node[slot]
+    return node, slot, annotation
 
 
 def _index(values: list[Any], key: str, part: str) -> Any:
@@ -290,45 +270,74 @@ def _index(values: list[Any], key: str, part: str) -> Any:
     raise ConfigError(f"{key}.{part}", problem, f"give the whole list, for example '{key}=[{example}]'.")
 
 
-def _annotation(parts: list[str], schema: Any) -> Any:
-    """The annotation of a key; None if the schema has no such key."""
-    annotation = schema
-    for part in parts:
-        if (element := list_element(annotation)) is not None:  # `part` is the index of an element
-            annotation = element
-        else:
-            section: Any = annotation if is_dataclass(annotation) else None
-            annotation = field_types(section).get(part) if section else None
-    return annotation
-
-
 # ---- types ----
 
 
-def _check_section(tree: Any, section: Any, prefix: str, schema: Any) -> None:
-    """Reject unknown keys and values of the wrong type; empty sections (`target:` and nothing) are dropped."""
+def _section(section: Any, tree: Any, prefix: str, schema: Any, default: Any = None) -> Any:
+    """The section that a tree describes; other values are those of `default`, or of the class."""
     if not isinstance(tree, dict):
         fix = f"write it as {type_in_words(section)}."
         raise ConfigError(prefix.rstrip("."), f"{clipped(tree)} is not a section.", fix)
     types = field_types(section)
-    for name, value in list(tree.items()):
-        key = prefix + name
+    for name in tree:
         if name not in types:
             raise _unknown_key(name, list(types), prefix, schema)
-        annotation, element = types[name], list_element(types[name])
-        if is_dataclass(annotation) and value is None:
-            del tree[name]
-        elif is_dataclass(annotation):
-            _check_section(value, annotation, f"{key}.", schema)
-        elif not is_dataclass(element):
-            tree[name] = _as_word(annotation, value)
-            _check_value(section, name, annotation, tree[name], key)
-        elif not isinstance(value, list):
+    values = {} if default is None else {one.name: getattr(default, one.name) for one in fields(section)}
+    for one in fields(section):
+        kind, key, given = types[one.name], prefix + one.name, tree.get(one.name)
+        if is_dataclass(kind):
+            factory: Any = one.default_factory
+            mine = None if factory is kind else default_of(one)
+            values[one.name] = _section(kind, {} if given is None else given, f"{key}.", schema, mine)
+        elif one.name in tree:
+            values[one.name] = _value(kind, given, key, schema)
+    try:
+        return section(**values)
+    except RangeError as error:  # raised by `SamplingParams`
+        raise ConfigError(error.key, f"{error.value} is not allowed.", f"it must {error.allowed}.") from None
+
+
+def _value(annotation: Any, value: Any, key: str, schema: Any) -> Any:
+    element = list_element(annotation)
+    if is_dataclass(element):
+        if not isinstance(value, list):
             example = f"{key}: [{{{fields(element)[0].name}: ...}}]"
             raise ConfigError(key, f"{clipped(value)} is not a list.", f"write a list of sections: {example}")
-        else:
-            for index, item in enumerate(value):
-                _check_section(item, element, f"{key}.{index}.", schema)
+        return [_section(element, item, f"{key}.{index}.", schema) for index, item in enumerate(value)]
+    try:
+        return _converted(annotation, value)
+    except (KeyError, OverflowError, TypeError, ValueError):
+        kind, optional = without_none(annotation)
+        words = choices(annotation) or ([AUTO] if optional and kind in (int, float) else [])
+        hint = did_you_mean(value.lower(), words) if isinstance(value, str) else ""
+        what = "not one of its values" if choices(annotation) else "of the wrong type or not allowed"
+        fix = f"{key} is {type_in_words(annotation)}."
+        raise ConfigError(key, f"{clipped(value)} is {what}.{hint}", fix) from None
+
+
+def _converted(annotation: Any, value: Any) -> Any:
+    """The value as the annotation has it. Raises KeyError, OverflowError, TypeError or ValueError for another one."""
+    kind, optional = without_none(annotation)
+    element = list_element(kind)
+    if optional and (value is None or (value == AUTO and kind in (int, float))):  # null is the default of numbers
+        return None
+    if element is not None and isinstance(value, list):
+        return [_converted(element, item) for item in value]
+    if kind is bool:
+        return _TRUTH[value.lower() if isinstance(value, str) else value]
+    if choices(kind):
+        word = ("off", "on")[value] if isinstance(value, bool) else value  # YAML reads an unquoted `off` as false
+        return kind[word]
+    allowed = {int: (int, str), float: (int, float, str), str: (str, int, float, bool)}.get(kind)
+    if allowed is not None and type(value) in allowed:
+        return kind(value)
+    if kind is Any or (typing.get_origin(kind) is dict and isinstance(value, dict)):
+        return value
+    raise TypeError
+
+
+_TRUTH = {0: False, 1: True, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+"""Forms of a truth value; 0 and 1 equal false and true."""
 
 
 def _unknown_key(name: str, valid: list[str], prefix: str, schema: type) -> ConfigError:
@@ -336,56 +345,3 @@ def _unknown_key(name: str, valid: list[str], prefix: str, schema: type) -> Conf
     elsewhere = [one.key for one in describe(schema) if one.key.endswith(f".{name}")]
     hint = f" Did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else did_you_mean(name, valid, prefix)
     return ConfigError(prefix + name, f"unknown key.{hint}", f"the keys of the {section} are {', '.join(valid)}.")
-
-
-def _as_word(annotation: Any, value: Any) -> Any:
-    """Correct values that YAML reads differently: it reads an unquoted `off` or `on` of a choice as a truth value;
-    `auto` for a number is null, its default."""
-    kind, optional = without_none(annotation)
-    if value == AUTO and optional and kind in (int, float):
-        return None
-    word = "on" if value else "off"
-    return word if isinstance(value, bool) and word in choices(annotation) else value
-
-
-@functools.cache
-def _probe(section: Any, name: str) -> Any:
-    """A structure of this key only: merging into the whole section copies all of it."""
-    return OmegaConf.structured(make_dataclass("Probe", [(name, field_types(section)[name], MISSING)]))
-
-
-def _check_value(section: Any, name: str, annotation: Any, value: Any, key: str) -> None:
-    kind, optional = without_none(annotation)
-    # OmegaConf accepts any number as a truth value; 2 is more likely a mistake.
-    wrong = kind is bool and isinstance(value, int | float) and value not in (0, 1)
-    try:
-        OmegaConf.merge(_probe(section, name), {name: value})
-    except (OmegaConfBaseException, OverflowError, TypeError, ValueError):
-        wrong = True
-    if wrong:
-        words = choices(annotation) or ([AUTO] if optional and kind in (int, float) else [])
-        hint = did_you_mean(value.lower(), words) if isinstance(value, str) else ""
-        what = "not one of its values" if choices(annotation) else "of the wrong type or not allowed"
-        raise ConfigError(key, f"{clipped(value)} is {what}.{hint}", f"{key} is {type_in_words(annotation)}.")
-
-
-@functools.cache
-def _defaults(schema: Any) -> Any:
-    node = OmegaConf.structured(schema)  # takes 20 ms for `Config`; a copy takes 3
-    for name in node:
-        if OmegaConf.is_config(section := node._get_node(name)):
-            OmegaConf.set_readonly(section, None)  # OmegaConf 2.3 makes frozen sections read-only
-    return node
-
-
-def _convert(tree: Tree, schema: type[S]) -> tuple[S, dict[KeyPath, str]]:
-    """The typed configuration, and the references in the tree that read the environment (see `resolve`)."""
-    key: Any = schema  # for the type checker: a class is hashable
-    node = OmegaConf.unsafe_merge(copy.deepcopy(_defaults(key)), tree)
-    read = resolve(tree, node)
-    try:
-        config: Any = OmegaConf.to_object(node)
-    except RangeError as error:  # raised by `SamplingParams`
-        refused = ConfigError(error.key, f"{error.value} is not allowed.", f"it must {error.allowed}.")
-        raise without_values(refused, tree) from None
-    return config, read

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from importlib.metadata import version
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from specactor_ray.core.errors import ConfigError, clipped
@@ -17,7 +18,6 @@ KeyPath = tuple[str | int, ...]
 _IS_2_3 = version("omegaconf").startswith("2.3.")
 _register: Any = getattr(OmegaConf, "register_new_resolver" if _IS_2_3 else "register_resolver")
 """OmegaConf 2.3 has another function under the name of 2.4."""
-_FIX = "mend it, or what it refers to."
 
 
 def texts(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
@@ -34,42 +34,42 @@ def references(tree: Any) -> list[tuple[KeyPath, str]]:
     return [(path, text) for path, text in texts(tree) if "${" in text]
 
 
-def resolve(tree: Any, node: Any) -> dict[KeyPath, str]:
-    """Resolve the references of `tree`, as written by the user, in `node`, the OmegaConf configuration made of it.
-    Returns path → text of those that read the environment, directly or through others.
+def resolved(tree: Any, whole: Callable[[], Any]) -> tuple[Any, dict[KeyPath, str]]:
+    """A tree with values in place of references, and path → text of those that read the environment, directly or
+    through others. `whole` makes the tree with the defaults, to which they refer.
 
     Raises:
-        ConfigError: A reference cannot be resolved, or stands for a value of the wrong type.
+        ConfigError: A reference cannot be resolved.
     """
+    written = references(tree)
+    if not written:
+        return tree, {}
     reads: list[str] = []
 
     def read(name: str, *default: Any) -> Any:
         reads.append(name)
         return oc.env(name, *default)
 
+    found, from_environment, path = copy.deepcopy(tree), {}, written[0][0]
     _register("oc.env", read, replace=True)
-    found = {}
     try:
-        for path, text in references(tree):
+        for path, _ in written:
+            OmegaConf.create([value_at(tree, path)])
+        node = OmegaConf.create(whole(), flags={"allow_objects": True})
+        for path, text in written:
             reads.clear()
-            _resolve_one(node, path, text)
+            value = value_at(node, path)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            value_at(found, path[:-1])[path[-1]] = value
             if reads:
-                found[path] = text
+                from_environment[path] = text
+    except (OmegaConfBaseException, ArithmeticError, RecursionError, TypeError, ValueError):
+        # The errors of OmegaConf quote values resolved so far, which may be secrets.
+        text = clipped(dict(written)[path])
+        raise ConfigError(dotted(path), f"{text} cannot be resolved.", "mend it, or what it refers to.") from None
     finally:
         _register("oc.env", oc.env, replace=True)
-    return found
-
-
-def _resolve_one(node: Any, path: KeyPath, text: str) -> None:
-    """Resolve one reference. The errors of OmegaConf quote values resolved so far, which may be secrets."""
-    try:
-        value = value_at(node, path)
-        if OmegaConf.is_config(value):
-            OmegaConf.to_container(value, resolve=True)
-    except ValidationError:
-        raise ConfigError(dotted(path), f"{clipped(text)} stands for a value of the wrong type.", _FIX) from None
-    except (OmegaConfBaseException, ArithmeticError, RecursionError, TypeError, ValueError):
-        raise ConfigError(dotted(path), f"{clipped(text)} cannot be resolved.", _FIX) from None
+    return found, from_environment
 
 
 def without_values(error: ConfigError, tree: Any) -> ConfigError:

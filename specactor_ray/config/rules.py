@@ -1,4 +1,4 @@
-"""Rules between configuration keys, and bounds of all values; `schema.py` has the ranges of single keys."""
+"""Rules between configuration keys; `schema.py` has the ranges of single keys."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any
 
 from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
 from specactor_ray.config.methods import ALL_KEYS, BUILT_IN, is_hosted, is_named, reject_keys_against_traits
@@ -21,12 +19,6 @@ _TRAINING_SECTIONS = ("algorithm", "reward", "environment", "trainer", "checkpoi
 """Sections that `validate_training` checks."""
 _SMALLEST_SHARE = 0.01
 """Smallest share of a core. Ray counts in ten-thousandths; less than a hundredth is no meaningful share."""
-_LARGEST = 1.0e9
-"""Largest number that need not be whole: seconds, gigabytes, weights."""
-_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
-"""NUL and surrogates: characters that UTF-8 or files cannot represent."""
-_FREE_NUMBERS = ("sampling.", "data.options.", "environment.options.", "target.engine_arguments.")
-"""Keys with other bounds: those of `SamplingParams`, and of the libraries that read the others."""
 
 SET_BY_KEYS = {
     "model": "target.model",
@@ -78,7 +70,6 @@ def validate(config: Config) -> None:
     Raises:
         ConfigError: The first problem found, with its key and the fix.
     """
-    _raise_first(_unwritable_values(config))
     reject_values_not_allowed(config, "", left_out=_TRAINING_SECTIONS)
     for problems in (_of_run_and_cluster, _of_target, _of_engine_arguments, _of_drafting):
         _raise_first(problems(config))
@@ -100,41 +91,14 @@ def validate_training(config: Config) -> None:
     """Check what `validate` leaves out because a rollout does not need it. Raises as `validate`."""
     for name in _TRAINING_SECTIONS:
         reject_values_not_allowed(getattr(config, name), f"{name}.")
+    for index, function in enumerate(config.reward.functions):
+        reject_values_not_allowed(function, f"reward.functions.{index}.")
     _raise_first(_of_training(config))
 
 
 def _raise_first(problems: Iterator[Problem]) -> None:
     for key, problem, fix in problems:
         raise ConfigError(key, problem, fix)
-
-
-def _unwritable_values(config: Config) -> Iterator[Problem]:
-    """Texts that files and terminals cannot represent, and numbers too large for arrays, timers and Ray."""
-    for key, value in _leaves(config, ""):
-        if isinstance(value, str) and _UNWRITABLE.search(value):
-            yield key, f"{clipped(value)} holds a NUL or is not valid UTF-8.", "write it in UTF-8, without \\0."
-        if isinstance(value, int):
-            bits = 64 if key.startswith(_FREE_NUMBERS) else 31
-            if abs(value) >= 2**bits:
-                yield key, f"{clipped(value)} is too large.", f"use a number below 2**{bits}."
-        elif isinstance(value, float) and not key.startswith(_FREE_NUMBERS) and not abs(value) <= _LARGEST:
-            yield key, f"{value!r} is out of range.", f"use a finite number, at most {_LARGEST:g}."
-
-
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Key and value of everything below a section, including the user's own keys."""
-    if is_dataclass(node):
-        items: Any = ((field.name, getattr(node, field.name)) for field in fields(node))
-    elif isinstance(node, dict):
-        yield from ((key, name) for name in node)
-        items = node.items()
-    elif isinstance(node, list | tuple):
-        items = enumerate(node)
-    else:
-        yield key, node
-        return
-    for name, value in items:
-        yield from _leaves(value, f"{key}.{name}" if key else name)
 
 
 def _of_run_and_cluster(config: Config) -> Iterator[Problem]:

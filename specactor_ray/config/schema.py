@@ -1,6 +1,6 @@
 """Every configuration key, with its type, allowed values, default and meaning; `rules.py` has relations between keys.
 
-The dataclasses here are OmegaConf structured configs: a YAML file or a dotlist override may set exactly these keys.
+A YAML file or a dotlist override may set exactly these keys.
 This module imports nothing heavy.
 """
 
@@ -177,20 +177,6 @@ class TargetConfig:
             self.max_step_tokens = max(self.max_batch, 2048 if self.gpus else 512)
 
 
-def _open_target() -> TargetConfig:
-    """The default of a schema: values that depend on `gpus` are open, since a file may still set it."""
-    target = TargetConfig()
-    target.cores = target.max_batch = target.max_step_tokens = _UNRESOLVED
-    return target
-
-
-def open_config() -> Config:
-    """The whole configuration, with `_open_target`."""
-    config = Config()
-    config.target = _open_target()
-    return config
-
-
 @dataclass
 class DrafterConfig:
     """One draft method: inside every verifier (`hosted`), or with its own draft actors."""
@@ -354,7 +340,7 @@ class Config:
     """Output folder and name of the run."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Ray cluster, and placement of actors on it."""
-    target: TargetConfig = field(default_factory=_open_target)
+    target: TargetConfig = field(default_factory=TargetConfig)
     """The target model and its verifiers."""
     drafters: list[DrafterConfig] = field(default_factory=list)
     """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
@@ -382,6 +368,3 @@ class Config:
     """`never` starts a new run. `auto` continues the run of run.name, or without it the latest in run.dir that was not
     finished; if there is none it starts a new one. Training continues from the newest sound checkpoint, or from the one
     whose folder is named here."""
-
-    def __post_init__(self) -> None:
-        self.target.__post_init__()

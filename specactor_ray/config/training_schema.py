@@ -100,7 +100,7 @@ class RewardFunctionConfig:
     name: str = "exact_match"
     """`reasoning_gym` (the task's own scorer), `math` (math-verify), `exact_match`, `length`, or a function of your own
     as `package.module:function`."""
-    weight: float = 1.0
+    weight: float = limited(math.isfinite, "use a finite number.", default=1.0)
     """Factor of its value in the sum."""
 
 

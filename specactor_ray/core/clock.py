@@ -73,12 +73,7 @@ class Clock(Protocol):
         """Start a daemon thread."""
 
     def result(self, future: Future[T], timeout_s: float) -> T:
-        """Wait for a future and return its result.
-
-        Raises:
-            TimeoutError: The future was not done within `timeout_s` seconds.
-            Exception: Exception of the future.
-        """
+        """Result of a future after at most `timeout_s` seconds. Raises TimeoutError, or the exception of the future."""
 
 
 _WAKE_S = 1.0

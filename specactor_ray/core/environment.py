@@ -26,7 +26,8 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Processor, usable cores of this process, vector instructions and memory of this machine."""
-    info = _cpuinfo()
+    pairs = (line.partition(":") for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines())
+    info = {key.strip(): value.strip() for key, _, value in pairs}
     flags = set(info.get("flags", "").split())
     return {
         "cpu": info.get("model name", platform.processor() or platform.machine()),
@@ -35,6 +36,15 @@ def hardware() -> dict[str, Any]:
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(terse=True),
     }
+
+
+def memory_limit() -> tuple[float, float]:
+    """Memory limit and use of this process's container, in bytes; an infinite limit if there is none."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        return float((folder / "memory.max").read_text()), float((folder / "memory.current").read_text())
+    except (OSError, ValueError):  # the limit is the word `max`
+        return float("inf"), 0.0
 
 
 def fitting_dtype(dtype: str, on_gpu: bool, backend: str = "hf") -> str:
@@ -70,16 +80,6 @@ def count_gpus() -> int:
     """Number of GPUs of a Ray cluster on this machine: those of the driver that are in CUDA_VISIBLE_DEVICES."""
     count, visible = len(gpu_memories()), os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if visible is None else min(count, sum(one not in ("", "NoDevFiles") for one in visible.split(",")))
-
-
-def _cpuinfo() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; empty if there is none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def fall_back(logger: logging.Logger, what: str) -> None:

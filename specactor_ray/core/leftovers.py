@@ -52,7 +52,7 @@ def remove_abandoned(prefix: str, base: str | Path) -> None:
         if not lives:
             logger.info("removing %s, left by a process that was killed", folder)
             _remove_segments(folder)
-            _remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def note_segments(folder: Path, names: set[str]) -> None:
@@ -95,14 +95,3 @@ def _remove_segments(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 if "/" not in name and path.lstat().st_uid == os.getuid():
                     path.unlink()
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder. The owner's name comes last, so that the rest is removed next time if it cannot be now."""
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != _OWNER:
-                path.unlink(missing_ok=True)
-        shutil.rmtree(folder)

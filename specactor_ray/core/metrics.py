@@ -94,9 +94,8 @@ def row(name: str, value: float, **labels: str) -> Row:
 def verifier_rows(actor_id: str, counters: Mapping[str, Any]) -> Iterator[Row]:
     """Metrics of a verifier and of its hosted drafters; `counters` is `VerifyLoop.snapshot`."""
     actor = _seat(actor_id)
-    for name in ("steps", "suspended_steps", "row_steps", "supplied_row_steps"):
-        yield row(f"specactor_{name}_total", counters[name], actor=actor)
-    for name in ("committed_tokens", "drafted_tokens", "accepted_tokens"):
+    tokens = ("committed_tokens", "drafted_tokens", "accepted_tokens")
+    for name in ("steps", "suspended_steps", "row_steps", "supplied_row_steps", *tokens):
         yield row(f"specactor_{name}_total", counters[name], actor=actor)
     for part in ("forward", "sampling", "waiting", "protocol"):
         yield row("specactor_step_seconds_total", counters[f"{part}_s"], actor=actor, part=part)

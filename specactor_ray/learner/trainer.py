@@ -27,7 +27,7 @@ from specactor_ray.learner.engine import (
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_model, load_tokenizer, parse_dtype
-from specactor_ray.models.weight_buckets import WeightBucket, pack, plan_buckets
+from specactor_ray.models.weight_buckets import WeightBucket, grouped, pack
 
 WEIGHTS, ENGINE = "weights", "engine"
 """Folders of a checkpoint: the model in the format of transformers, and the engine's training state."""
@@ -88,10 +88,8 @@ class Trainer:
         """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0. All ranks iterate
         over it together."""
         dtype = parse_dtype(self._config.target.dtype)
-        named = list(self.engine.policy.model.named_parameters())
-        sizes = [_numel(parameter) * dtype.itemsize for _, parameter in named]
-        for part in plan_buckets(sizes, self._config.trainer.weight_bucket_mb * 2**20):
-            chosen = [named[index] for index in part]
+        named, most_bytes = self.engine.policy.model.named_parameters(), self._config.trainer.weight_bucket_mb * 2**20
+        for chosen in grouped(named, lambda parameter: _numel(parameter) * dtype.itemsize, most_bytes):
             with self.engine.gathered([parameter for _, parameter in chosen]):
                 yield pack(chosen, dtype) if self.rank == 0 else None
             self.progress.tick()

@@ -12,10 +12,10 @@ import numba
 import numpy as np
 
 from specactor_ray.core.jit import c_function, kernel
-from specactor_ray.models import lane_functions, lanes
-from specactor_ray.models.lane_functions import exp, narrow, rotate, tanh, widen
-from specactor_ray.models.lanes import BFLOAT16, FLOAT16, FLOAT32, LANES, SIZE, add_product, load, splat, store
-from specactor_ray.models.openmp import padded
+from specactor_ray.models import _cpu_layers_numba, lanes
+from specactor_ray.models._cpu_layers_numba import exp, narrow, rotate, tanh, widen
+from specactor_ray.models.lanes import BFLOAT16, FLOAT32, LANES, SIZE, add_product, load, splat, store
+from specactor_ray.models.threads import padded
 
 BLOCK = 64
 """Keys between two rescalings of a query's sums."""
@@ -24,7 +24,7 @@ TILE = 32
 _FEW = 8
 """Number of rows up to which each strip of rows reads values from their pages, instead of once into float32."""
 
-_jit: Any = kernel(sources=[lanes, lane_functions])
+_jit: Any = kernel(sources=[lanes, _cpu_layers_numba])
 
 
 _FIELDS = (
@@ -106,8 +106,7 @@ def _load_rows(call: Any, row: Any, begin: Any, count: Any, source: Any, page_st
 def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: Any, columns: Any) -> None:
     """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`."""
     width, source = call.width, call.keys + head * call.key_head
-    in_place = call.page_size % LANES == 0 and call.kind != FLOAT16
-    in_place = in_place and call.dim % (LANES if call.kind == FLOAT32 else 2 * LANES) == 0
+    in_place = call.page_size % LANES == 0 and call.dim % (LANES if call.kind == FLOAT32 else 2 * LANES) == 0
     for i in range(0, count, LANES):
         n, target = min(count - i, LANES), columns + 4 * i
         if in_place and n == LANES:
@@ -194,7 +193,7 @@ def _read(call: Any, scratch: Any, head: Any, at: Any, count: Any, first: Any, e
     row, positions, rows = lanes.int64_at(owners, at), positions + 8 * at, count * group
     at *= 4 * group
     query, sums, tops, totals = query + at * width, sums + at * value_width, tops + at, totals + at
-    if rows <= _FEW and call.kind != FLOAT16 and call.value_dim == value_width:
+    if rows <= _FEW and call.value_dim == value_width:
         values = np.int64(0)
     oldest = lanes.int64_at(positions, 0)
     for i in range(1, count):
@@ -287,7 +286,7 @@ def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first:
         narrow(sums + 4 * i * value_width, divisor, call.query_kind, call.value_dim, target)
 
 
-@c_function(numba.from_dtype(CALL), sources=[lanes, lane_functions])
+@c_function(numba.from_dtype(CALL), sources=[lanes, _cpu_layers_numba])
 def attend(address: Any) -> None:
     """Run a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
     call, tickets = numba.carray(address, 1)[0], lanes.address_of(address)

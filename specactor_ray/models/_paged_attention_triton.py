@@ -48,14 +48,7 @@ class Shape(NamedTuple):
 
 @functools.cache
 def shape_of(itemsize: int, key_dim: int, value_dim: int, group: int, page_size: int, shared_memory: int) -> Shape:
-    """The shape of a layer's tiles.
-
-    Args:
-        itemsize: Bytes of a number.
-        key_dim, value_dim: Numbers of a head.
-        group: Query heads that read the same keys.
-        page_size: Tokens of a page.
-        shared_memory: Most bytes per program.
+    """The shape of a layer's tiles; `group`: query heads that read the same keys; sizes in bytes, numbers and tokens.
 
     Raises:
         ModelLoadError: The kernels do not support such a layer.
@@ -90,19 +83,13 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
-    """Attention of packed rows, causal within each row. Nothing waits for the device; a CUDA graph can hold the call.
+    """`cpu_attention.attend_pages` on GPUs. Nothing waits for the device; a CUDA graph can hold the call.
 
     Args:
-        query: `(N, heads, key_dim)`.
-        keys, values: `(pages, page_size, kv_heads, key_dim)` and `(pages, page_size, kv_heads, value_dim)`.
         starts: int32 `(rows + 1,)`: where the queries of each row begin.
         lengths: int32 `(rows,)`: keys of each row; its queries are at the last ones.
         pages: int32 `(rows, most pages)`: pages of each row.
         most_queries, most_keys: Most queries and most keys of a row, or more.
-        scaling: Factor of the products of queries and keys.
-        window: Number of newest positions that are seen, the query's own included; None: all.
-        softcap: Bound of the scores, by a hyperbolic tangent.
-        sinks: `(heads,)`: scores of one more key, which has no value.
         programs: Most programs that share the splits of a tile; None: as many as keep the device busy. The bits do
             not depend on it.
 

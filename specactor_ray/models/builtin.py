@@ -7,18 +7,16 @@ copied once into a clean Llama, which is kept in the cache directory.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import io
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.files import cache_dir, flush_entry, locked
+from specactor_ray.core.files import cache_dir, locked
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +28,8 @@ _RECIPE_VERSION = 1  # increased when the conversion gives other files
 
 
 def builtin_dir(name: str) -> Path:
-    """The built-in model as a directory in the Hugging Face format (float32), converted on the first call.
-
-    Raises:
-        ModelLoadError: The package with the file is not installed, or the cache directory cannot be written.
-    """
+    """The built-in model as a directory in the Hugging Face format (float32), converted on the first call. Raises
+    ModelLoadError if the package is not installed or the cache directory cannot be written."""
     final = _converted(name)
     try:
         return cached_dir(final, convert_smollm2)
@@ -46,11 +41,7 @@ def builtin_dir(name: str) -> Path:
 
 
 def require_builtin(name: str) -> Path | None:
-    """The folder of a built-in model; None if it is not converted yet.
-
-    Raises:
-        ModelLoadError: The package with the file is not installed.
-    """
+    """The folder of a built-in model; None if it is not converted yet. Raises as `gguf_file`."""
     folder = _converted(name)
     if folder.is_dir():
         return folder
@@ -63,11 +54,8 @@ def _converted(name: str) -> Path:
 
 
 def gguf_file() -> Path:
-    """The model file in the installed package, found without an import of the package (which needs a server).
-
-    Raises:
-        ModelLoadError: The package is not installed or has no such file.
-    """
+    """The model file in the installed package, found without an import of the package (which needs a server). Raises
+    ModelLoadError if there is none."""
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -83,7 +71,8 @@ def convert_smollm2(folder: Path) -> None:
     """Write weights, configuration, generation configuration and tokenizer into `folder`."""
     path = gguf_file()
     logger.info("converting %s; this is done once", path.name)
-    with quiet_transformers(), _without_gguf_bars():
+    # transformers' own switches leave some progress bars on.
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
         _save_model(path, folder)
         _save_tokenizer(path, folder)
 
@@ -93,8 +82,7 @@ def _save_model(path: Path, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    with contextlib.redirect_stderr(io.StringIO()):  # transformers has no switch for this progress bar
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     settings = loaded.config.to_dict()
     for key in ("quantization_config", "_model_name_or_path"):  # transformers does not save with the first one
         settings.pop(key, None)
@@ -126,20 +114,6 @@ def _save_tokenizer(path: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _without_gguf_bars() -> Iterator[None]:
-    """Hide the tqdm bars of transformers' GGUF reader, which transformers' switch for bars leaves on."""
-    from transformers import modeling_gguf_pytorch_utils
-
-    reader: Any = modeling_gguf_pytorch_utils
-    shown = reader.tqdm
-    reader.tqdm = functools.partial(shown, disable=True)
-    try:
-        yield
-    finally:
-        reader.tqdm = shown
-
-
-@contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Hide transformers' progress bars and advice, which would be in the logs of actors."""
     from transformers.utils import logging as transformers_logging
@@ -156,48 +130,20 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def cached_dir(final: Path, build: Callable[[Path], None]) -> Path:
-    """The folder `final`, built on the first call.
-
-    Args:
-        final: Path of the folder; its name should change with its contents.
-        build: Fills an empty folder. Called in at most one process at a time per `final`.
-
-    Raises:
-        OSError: The disk cannot be written to or is full.
-        Exception: Any error of `build`; nothing is left behind then.
-    """
+    """The folder `final`, which `build` fills on the first call, in one process at a time; nothing is left behind if it
+    raises."""
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
     with locked(final.parent / f".{final.name}.lock"):
         if final.is_dir():  # another process built it while this one waited
             return final
-        _remove_leftovers(final)
-        temporary = Path(tempfile.mkdtemp(prefix=_temporary_prefix(final), dir=final.parent))
+        partial = final.with_name(f".{final.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed
+        partial.mkdir()
         try:
-            build(temporary)
-            _flush(temporary)
-            temporary.rename(final)
-            flush_entry(final.parent)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            build(partial)
+            partial.rename(final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return final
-
-
-def _temporary_prefix(final: Path) -> str:
-    return f".{final.name}.tmp-"
-
-
-def _remove_leftovers(final: Path) -> None:
-    """Remove folders of killed builds; safe under the lock, since no build of this folder can be running."""
-    for leftover in final.parent.glob(f"{_temporary_prefix(final)}*"):
-        logger.info("removing %s, left by a build that was killed", leftover)
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """Flush to disk, and make readable for all users: temporary folders and safetensors files are private."""
-    for path in [*folder.rglob("*"), folder]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
-        flush_entry(path)

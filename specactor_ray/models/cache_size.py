@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.core.environment import memory_limit
 from specactor_ray.models.loading import load_empty_model, load_model_config, parse_dtype
 
 GIB = 2**30
@@ -56,12 +57,8 @@ def token_bytes(text: Any, itemsize: int, ranks: int = 1) -> int:
 
 
 def cache_bytes(target: TargetConfig, room: float) -> float:
-    """Cache of one rank: `target.kv_cache_gb`, or the size for `max_batch` requests of full length, within `room`.
-
-    Args:
-        target: The section `target`.
-        room: See `room_on_cpu` and `room_on_gpu`.
-    """
+    """Cache of one rank: `target.kv_cache_gb`, or the size for `max_batch` requests of full length, within `room` (see
+    `room_on_cpu` and `room_on_gpu`)."""
     if target.kv_cache_gb is not None:
         return target.kv_cache_gb * GIB
     text = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
@@ -120,16 +117,8 @@ def available_bytes() -> float:
     """Available memory of this machine, within the limit of its container."""
     import psutil
 
-    free = float(psutil.virtual_memory().available)
-    try:
-        with (
-            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
-            open("/sys/fs/cgroup/memory.current", encoding="ascii") as used,
-        ):
-            free = min(free, float(limit.read()) - float(used.read()))
-    except (OSError, ValueError):
-        pass
-    return free
+    limit, used = memory_limit()
+    return min(float(psutil.virtual_memory().available), limit - used)
 
 
 def _in_blocks(length: int, rows: int) -> int:

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.files import MOST_BYTES, parse_json, read_foreign
+from specactor_ray.core.files import parse_json, read_foreign
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-
-_PARTS = re.compile(r"(layers?|blocks|experts)$")
-"""Keys of `config.json` with counts of parts that are built one by one."""
-
-_MOST_PARTS = 1 << 12
-
 _COPY_AGAIN = "Fix: name the directory that `save_pretrained` wrote, or copy the missing files into it."
 
 
 def check_model_dir(path: Path) -> list[Path]:
-    """All weight files of a directory with a configuration; files without an end, such as devices, are refused.
-
-    Raises:
-        ModelLoadError: A file is missing or not a regular file; the message names it.
-    """
-    _reject_endless_files(path)
+    """All weight files of a directory with a configuration."""
     read_config(path)
     return weight_files(path)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The weight files of a directory, all files of its index.
-
-    Raises:
-        ModelLoadError: A file is missing, there are none, or a file has no end; the message names it.
-    """
-    _reject_endless_files(path)
+    """The weight files of a directory, all files of its index."""
     shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}
     missing = sorted(shard for shard in shards if not (path / shard).is_file())
     if missing:
@@ -51,11 +33,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Contents of `config.json` in a directory.
-
-    Raises:
-        ModelLoadError: There is none, or it cannot be read.
-    """
+    """Contents of `config.json` in a directory."""
     file = path / "config.json"
     if not file.is_file():
         raise ModelLoadError(f"The model directory {path} has no config.json. {_COPY_AGAIN}")
@@ -65,16 +43,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{file} is not valid JSON: {error}. {_COPY_AGAIN}") from error
     if not isinstance(facts, dict):
         raise ModelLoadError(f"{file} is not valid: it holds no keys. {_COPY_AGAIN}")
-    reject_endless_parts(path, facts)
     return facts
 
 
 def require_tokenizer(name: str) -> None:
-    """Refuse a directory without tokenizer files.
-
-    Raises:
-        ModelLoadError: It has none.
-    """
+    """Refuse a directory without tokenizer files."""
     path = Path(name).expanduser()
     wanted = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if path.is_dir() and not any((path / file).is_file() for file in wanted):
@@ -85,11 +58,7 @@ def require_tokenizer(name: str) -> None:
 
 
 def require_head(folder: Path) -> Path:
-    """The folder of an EAGLE head.
-
-    Raises:
-        ModelLoadError: The folder has no configuration, or that of a model.
-    """
+    """The folder of an EAGLE head."""
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
     if not describes_head(folder):
@@ -101,34 +70,8 @@ def require_head(folder: Path) -> Path:
 
 
 def describes_head(folder: Path) -> bool:
-    """Whether the `config.json` in a directory is that of an EAGLE head, of either format, and not that of a model.
-
-    Raises:
-        ModelLoadError: There is none, or it cannot be read.
-    """
+    """Whether the `config.json` in a directory is that of an EAGLE head, of either format, and not that of a model."""
     return not {"draft_vocab_size", "speculators_model_type"}.isdisjoint(read_config(folder))
-
-
-def _reject_endless_files(path: Path) -> None:
-    """Refuse files other than regular ones: transformers opens any with the right name, and a FIFO or a device never
-    ends."""
-    for file in path.iterdir():
-        if file.is_fifo() or file.is_char_device() or file.is_block_device() or file.is_socket():
-            raise ModelLoadError(f"{file} is not a regular file. {_COPY_AGAIN}")
-        if file.suffix == ".json" and file.is_file() and file.stat().st_size > MOST_BYTES:
-            raise ModelLoadError(f"{file} is larger than {MOST_BYTES >> 20} MiB. {_COPY_AGAIN}")
-
-
-def reject_endless_parts(where: Path | str, facts: Any) -> None:
-    """Refuse huge counts of layers, which are built one by one before their size is checked."""
-    if not isinstance(facts, dict):
-        return
-    for key, value in facts.items():
-        if isinstance(value, int) and value > _MOST_PARTS and _PARTS.search(str(key)):
-            raise ModelLoadError(
-                f"{where}: {key} is {value!s:.20} in config.json, and at most {_MOST_PARTS} are built. {_COPY_AGAIN}"
-            )
-        reject_endless_parts(where, value)
 
 
 def _shards_of(index: Path) -> set[str]:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.models.openmp import KINDS, padded, run, workspace
 from specactor_ray.models.paged_cache import Groups
+from specactor_ray.models.threads import KINDS, padded, run, workspace
 
 _WORK_PER_THREAD = 200_000
 """Multiplications (queries x heads x keys x dim) per thread from which another thread pays: some 10 us."""
@@ -35,25 +35,17 @@ class PageRows:
         starts: int64 `(rows + 1,)`: where each row's queries begin.
         lengths: int64 `(rows,)`: keys of each row, those of its queries included.
         groups: Rows with common pages, which are then read once; None: there are none. No bit depends on it.
-
-    Raises:
-        InputError: Shapes or dtypes do not fit each other.
     """
 
     def __init__(
         self, pages: np.ndarray, starts: np.ndarray, lengths: np.ndarray, groups: Groups | None = None
     ) -> None:
-        rows = len(lengths)
-        if pages.dtype != np.int32 or starts.dtype != np.int64 or lengths.dtype != np.int64:
-            raise InputError("pages are int32; starts and lengths are int64")
-        if len(pages) != rows or len(starts) != rows + 1:
-            raise InputError(f"{len(pages)} rows of pages, {len(starts)} starts and {rows} lengths do not fit")
         self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths, *(groups or ()))]
         addresses = [array.ctypes.data for array in self._arrays]
         self.queries, self.longest = int(starts[-1]), int(lengths.max(initial=0))
         self.page_columns = pages.shape[1]
         self.pages, self.starts, self.lengths = addresses[:3]
-        self.groups = (rows, 0, 0, 0) if groups is None else (len(groups.pages), *addresses[3:])
+        self.groups = (len(lengths), 0, 0, 0) if groups is None else (len(groups.pages), *addresses[3:])
         """Number of groups, addresses of their arrays."""
 
 
@@ -72,7 +64,7 @@ def attend_pages(
     """Causal attention of packed rows over a paged cache; query j of n sees its row's keys [0, length - n + j].
 
     Args:
-        query: `(N, heads, dim)` float32, bfloat16 or float16; positions behind the last row's are padding.
+        query: `(N, heads, dim)` float32 or bfloat16; positions behind the last row's are padding.
         keys: `(num_pages, page_size, kv_heads, dim)`, one of these dtypes, the last dimension contiguous.
         values: `(num_pages, page_size, kv_heads, value_dim)`, of the dtype of `keys`.
         rows: Rows and pages.
@@ -86,13 +78,13 @@ def attend_pages(
         `(N, heads, value_dim)` in the dtype of `query`; zeros at padding.
 
     Raises:
-        InputError: Shapes or dtypes do not fit each other.
+        InputError: A dtype is not supported.
     """
     compiled = _attention()
-
     tokens, heads, dim = query.shape
     page_size, kv_heads, value_dim = values.shape[1:]
-    _check(query, keys, values, rows)
+    if query.dtype not in KINDS or keys.dtype not in KINDS:
+        raise InputError(f"attention on CPUs takes float32 and bfloat16, not {query.dtype} and {keys.dtype}")
     if query.stride(2) != 1:
         query = query.contiguous()
     if sinks is not None:
@@ -127,18 +119,13 @@ def store_pages(
     slots: torch.Tensor,
     rotary: Rotary | None = None,
 ) -> None:
-    """Write keys and values of new tokens into pages.
+    """Write the first keys `(N, kv_heads, dim)` and values `(N, kv_heads, value_dim)` of new tokens into pages.
 
     Args:
-        key: `(N, kv_heads, dim)`; the first `len(slots)` tokens are stored.
-        value: `(N, kv_heads, value_dim)`, likewise.
-        keys: `(num_pages, page_size, kv_heads, dim)`.
-        values: `(num_pages, page_size, kv_heads, value_dim)`.
         slots: int64 `(tokens,)`: page times page size plus place in the page.
         rotary: Rotates the keys.
     """
     compiled = compiled_layers()
-
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
     heads, dim = key.shape[1:]
     value_dim = value.shape[2]
@@ -176,23 +163,3 @@ def _angles(rotary: Rotary | None) -> tuple[int, int, int, int, int]:
         return 0, 0, 0, 0, 0
     cos, sin = rotary
     return cos.data_ptr(), sin.data_ptr(), cos.element_size() * cos.stride(0), KINDS[cos.dtype], cos.shape[1]
-
-
-def _check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PageRows) -> None:
-    if query.dtype not in KINDS or keys.dtype not in KINDS or keys.dtype != values.dtype:
-        raise InputError(
-            f"attention on CPUs takes float32, bfloat16 and float16; query, keys and values are of {query.dtype}, "
-            f"{keys.dtype} and {values.dtype}"
-        )
-    shape = keys.shape
-    if shape[:3] != values.shape[:3] or shape[3] != query.shape[2] or query.shape[1] % shape[2]:
-        raise InputError(
-            f"query {tuple(query.shape)}, keys {tuple(shape)} and values {tuple(values.shape)} do not fit each other"
-        )
-    if rows.queries > len(query) or rows.longest > rows.page_columns * shape[1]:
-        raise InputError(
-            f"rows of {rows.queries} queries and up to {rows.longest} keys do not fit {len(query)} queries and "
-            f"{rows.page_columns} pages of {shape[1]} keys"
-        )
-    if keys.stride(3) != 1 or values.stride(3) != 1:
-        raise InputError("the last dimension of keys and values is not contiguous")

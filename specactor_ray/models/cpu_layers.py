@@ -16,9 +16,9 @@ from torch import nn
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.models.cpu_attention import compiled_layers
-from specactor_ray.models.openmp import KINDS, run
 from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch
+from specactor_ray.models.threads import KINDS, run
 
 _NUMBERS_PER_THREAD = 100_000
 """Numbers per thread from which another thread pays: some 10 us."""
@@ -26,58 +26,32 @@ _NORM, _GATE = struct.Struct("=8qdq"), struct.Struct("=5q")
 
 
 def fuse(model: nn.Module, forward: Callable[[], object]) -> None:
-    """Replace the modules of a model whose compiled forms agree with them in a forward.
+    """Replace the modules of a model with packed linears whose compiled forms agree with them in `forward`."""
+    forms = {module: found for module in model.modules() if (found := list(_forms(module)))}
+    ran: set[nn.Module] = set()
 
-    Args:
-        model: A model whose linears are packed.
-        forward: Runs the model over a cache.
-    """
-    trials = [_Trial(module, forms) for module in model.modules() if (forms := list(_forms(module)))]
+    def compare(module: nn.Module, args: Any, kwargs: Any, expected: Any) -> None:
+        ran.add(module)
+        forms[module] = [form for form in forms[module] if _agrees(form, expected, args, kwargs)]
+
+    hooks = [module.register_forward_hook(compare, with_kwargs=True) for module in forms]
     try:
         forward()
     finally:
-        for trial in trials:
-            trial.end()
+        for hook in hooks:
+            hook.remove()
+    for module in ran:
+        if forms[module]:
+            module.forward = forms[module][0]  # type: ignore[method-assign]
 
 
-class _Trial:
-    """Runs a module and its compiled forms on the same arguments."""
-
-    def __init__(self, module: nn.Module, forms: list[Any]) -> None:
-        self._module, self._forms, self._original, self._ran = module, forms, module.forward, False
-        module.forward = self._run  # type: ignore[method-assign]
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = _Recorder(kwargs["ragged_batch"]) if isinstance(kwargs.get("ragged_batch"), RaggedBatch) else None
-        expected = self._original(*args, **({**kwargs, "ragged_batch": recorder} if recorder else kwargs))
-        self._ran = True
-        self._forms = [form for form in self._forms if _agrees(form, recorder, expected, args, kwargs)]
-        return expected
-
-    def end(self) -> None:
-        self._module.__dict__.pop("forward")
-        if self._ran and self._forms:
-            self._module.forward = self._forms[0]  # type: ignore[method-assign]
-
-
-class _Recorder:
-    """A batch that records the attention rules of a layer."""
-
-    def __init__(self, batch: RaggedBatch) -> None:
-        self._batch = batch
-        self.rules: AttentionRules | None = None
-
-    def attend(self, layer: int, query: Any, key: Any, value: Any, rules: AttentionRules) -> torch.Tensor:
-        self.rules = rules
-        return self._batch.attend(layer, query, key, value, rules)
-
-
-def _agrees(form: Any, recorder: _Recorder | None, expected: Any, args: Any, kwargs: Any) -> bool:
+def _agrees(form: Any, expected: Any, args: Any, kwargs: Any) -> bool:
     """Whether a form takes these arguments and gives the module's result up to a few roundings."""
     if isinstance(form, _Attention):
-        if recorder is None or recorder.rules is None:
+        rules = getattr(kwargs.get("ragged_batch"), "rules", None)
+        if rules is None:
             return False
-        form.rules = recorder.rules
+        form.rules = rules
     try:
         found = form(*args, **kwargs)
     except (TypeError, InputError):

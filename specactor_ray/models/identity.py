@@ -31,10 +31,7 @@ _NOT_THE_METHOD = (
 
 def model_identity(name: str, dtype: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """Name, data type, and a hash of the model's configuration (its shape, not its weights: those change in training).
-
-    Raises:
-        ModelLoadError: There is no such model.
-    """
+    Raises ModelLoadError if there is no such model."""
     path = Path(name).expanduser() / "config.json"
     if path.is_file():
         config = read_config(path.parent)
@@ -47,11 +44,7 @@ def model_identity(name: str, dtype: str, trust_remote_code: bool = False) -> di
 
 
 def method_identity(drafter: DrafterConfig) -> dict[str, Any]:
-    """Identity of a draft method's figures: its settings, and its model if it has one.
-
-    Raises:
-        ModelLoadError: There is no such model.
-    """
+    """Identity of a draft method's figures: its settings, and its model if it has one. Raises as `model_identity`."""
     settings = {name: value for name, value in vars(drafter).items() if name not in _NOT_THE_METHOD}
     if not drafter.model:
         del settings["dtype"]

@@ -31,9 +31,9 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 from specactor_ray.core.jit import kernel
 
 LANES = 16
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+FLOAT32, BFLOAT16 = 0, 1
 """Kinds of numbers in memory."""
-SIZE = (4, 2, 2)
+SIZE = (4, 2)
 """Bytes of a number of each kind."""
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -121,6 +121,7 @@ def _pick(builder: Any, first: Any, second: Any, lanes: Any) -> Any:
 
 
 def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x y + z, rounded once."""
     kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), [x, y, z])
 
@@ -134,19 +135,10 @@ def _widened(builder: Any, address: Any) -> Any:
 # --- numbers in memory --------------------------------------------------------------------------------------------
 
 
-@_operation(_lanes, _i64)
-def load(builder: Any, address: Any) -> Any:
-    return _read(builder, address)
-
-
-@_operation(types.void, _lanes, _i64)
-def store(builder: Any, value: Any, address: Any) -> None:
-    _write(builder, value, address)
-
-
-@_operation(_lanes, _i64)
-def load_bfloat16(builder: Any, address: Any) -> Any:
-    return _widened(builder, address)
+load = _operation(_lanes, _i64)(_read)
+store = _operation(types.void, _lanes, _i64)(_write)
+load_bfloat16 = _operation(_lanes, _i64)(_widened)
+set_float32 = _operation(types.void, _f32, _i64)(_write)
 
 
 @_operation(types.void, _lanes, _i64)
@@ -158,18 +150,6 @@ def store_bfloat16(builder: Any, value: Any, address: Any) -> None:
     nan = builder.fcmp_unordered("uno", value, value)
     kept = builder.lshr(builder.select(nan, _constant(_I32, 0x7FC00000), rounded), _constant(_I32, 16))
     _write(builder, builder.trunc(kept, _SHORTS), address)
-
-
-@_operation(_lanes, _i64)
-def load_float16(builder: Any, address: Any) -> Any:
-    halves = builder.bitcast(_read(builder, address, _SHORTS), ir.VectorType(ir.HalfType(), LANES))
-    return builder.fpext(halves, _VECTOR)
-
-
-@_operation(types.void, _lanes, _i64)
-def store_float16(builder: Any, value: Any, address: Any) -> None:
-    halves = builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES))
-    _write(builder, builder.bitcast(halves, _SHORTS), address)
 
 
 @intrinsic
@@ -215,32 +195,16 @@ def float32_at(builder: Any, address: Any) -> Any:
     return _read(builder, address, _F32)
 
 
-@_operation(types.void, _f32, _i64)
-def set_float32(builder: Any, value: Any, address: Any) -> None:
-    _write(builder, value, address)
-
-
 # --- numbers in registers -----------------------------------------------------------------------------------------
-
-
-@_operation(_lanes, _f32)
-def splat(builder: Any, value: Any) -> Any:
-    return _spread(builder, value)
-
-
-@_operation(_lanes, _lanes, _lanes, _lanes)
-def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x y + z, rounded once."""
-    return _fused(builder, x, y, z)
-
-
-@_operation(_lanes, _lanes, _lanes)
-def maximum(builder: Any, x: Any, y: Any) -> Any:
-    return _larger(builder, x, y)
 
 
 def _larger(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+splat = _operation(_lanes, _f32)(_spread)
+fma = _operation(_lanes, _lanes, _lanes, _lanes)(_fused)
+maximum = _operation(_lanes, _lanes, _lanes)(_larger)
 
 
 @_operation(_lanes, _lanes, _f32, _lanes, _lanes)

@@ -21,7 +21,7 @@ from specactor_ray.core.environment import fitting_dtype
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
-from specactor_ray.models.checkpoint_files import check_model_dir, reject_endless_parts, require_tokenizer
+from specactor_ray.models.checkpoint_files import check_model_dir, require_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +36,6 @@ _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 def resolve_model(name: str) -> Path | str:
     """Location of a model: a directory (converted first, for a built-in name), or the unchanged Hugging Face id, with
     its `@revision` if it has one.
-
-    Raises:
-        ModelLoadError: The directory lacks its configuration or weights, there is no such path, or the built-in
-            model cannot be made.
     """
     return builtin_dir(name) if _is_builtin(name) else _find_model(name)
 
@@ -49,9 +45,6 @@ def require_model(name: str) -> Path | None:
 
     Returns:
         The folder with its `config.json`; None if it must be converted or downloaded first.
-
-    Raises:
-        ModelLoadError: As `resolve_model`; or there is no such id in the local cache, and the Hub cannot be reached.
     """
     if _is_builtin(name):
         return require_builtin(name)
@@ -109,9 +102,6 @@ def load_model(
         dtype: `float32`, `bfloat16`, `float16` or `auto`.
         trust_remote_code: Run model code of the checkpoint.
         attn_implementation: A name in transformers' attention registry; None takes transformers' choice.
-
-    Raises:
-        ModelLoadError: The model is missing, incomplete, damaged, or has a type that cannot be loaded.
     """
     _import_compiled_modules()
     from transformers import AutoModelForCausalLM
@@ -128,11 +118,7 @@ def load_model(
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model.
-
-    Raises:
-        ModelLoadError: The tokenizer's files are missing or cannot be read.
-    """
+    """The tokenizer of a model."""
     require_tokenizer(name)
     _import_compiled_modules()
     from transformers import AutoTokenizer
@@ -142,22 +128,12 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def load_model_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's configuration alone (vocabulary size, context, layers); reads no weights.
-
-    Raises:
-        ModelLoadError: As for `load_model`.
-    """
+    """The model's configuration alone (vocabulary size, context, layers); reads no weights."""
     _import_compiled_modules()
+    from transformers import AutoConfig
+
     with _open(name, trust_remote_code) as (source, access):
-        return _read_model_config(source, access)
-
-
-def _read_model_config(source: Path | str, access: dict[str, Any]) -> PretrainedConfig:
-    from transformers import AutoConfig, PretrainedConfig
-
-    if isinstance(source, str):  # that of a directory was checked when it was found
-        reject_endless_parts(source, PretrainedConfig.get_config_dict(source, **access)[0])
-    return AutoConfig.from_pretrained(source, **access)
+        return AutoConfig.from_pretrained(source, **access)
 
 
 def _import_compiled_modules() -> None:
@@ -172,17 +148,13 @@ def _import_compiled_modules() -> None:
 
 
 def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model on the `meta` device, without weights.
-
-    Raises:
-        ModelLoadError: As for `load_model`.
-    """
+    """The model on the `meta` device, without weights."""
     _import_compiled_modules()
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with _open(name, trust_remote_code) as (source, access), torch.device("meta"):
-        config = _read_model_config(source, access)
+        config = AutoConfig.from_pretrained(source, **access)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
 
@@ -190,9 +162,6 @@ def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTraine
 def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Hugging Face names and shapes of all weights, and names that share their values (each → its source). Reads no
     weights.
-
-    Raises:
-        ModelLoadError: As for `load_model`.
     """
     model = load_empty_model(name, trust_remote_code=trust_remote_code)
     model.tie_weights()
@@ -207,11 +176,7 @@ def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[s
 
 
 def load_eos_token_ids(name: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:
-    """End-of-sequence ids of a model, without a load of its weights.
-
-    Raises:
-        ModelLoadError: As for `load_model`.
-    """
+    """End-of-sequence ids of a model, without a load of its weights."""
     from transformers import GenerationConfig
 
     config = load_model_config(name, trust_remote_code=trust_remote_code)
@@ -233,11 +198,7 @@ def eos_token_ids(generation: GenerationConfig | None, config: PretrainedConfig)
 
 
 def parse_dtype(name: str, on_gpu: bool = False) -> torch.dtype:
-    """`torch.float32` for `float32` and so on; `auto` by the device.
-
-    Raises:
-        ModelLoadError: The name is none of `DTYPE_NAMES`.
-    """
+    """`torch.float32` for `float32` and so on; `auto` by the device."""
     import torch
 
     name = fitting_dtype(name, on_gpu)

@@ -56,6 +56,8 @@ class RaggedBatch:
 
     def __init__(self, cache: PagedCache, rows: np.ndarray, counts: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
         self.cache, self.counts = cache, counts
+        self.rules: AttentionRules | None = None
+        """Rules of the layer whose attention ran last."""
         cached, size = cache.lengths[rows], cache.page_size
         self.starts = begins(counts)
         """int64 `(n + 1,)`: begin of each row's queries."""
@@ -92,7 +94,7 @@ class RaggedBatch:
         Args:
             rotary: Cosines and sines `(N, angles)` for queries and keys that are not rotated yet; on CPUs only.
         """
-        cache, used = self.cache, self.num_tokens
+        cache, used, self.rules = self.cache, self.num_tokens, rules
         attention = attention_for(cache.device)
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if attention is attend_on_cpu:

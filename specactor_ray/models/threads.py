@@ -1,4 +1,6 @@
-"""Number of threads of a forward on a CPU: that of the cores that no other process occupies.
+"""Threads of forwards on CPUs: PyTorch's OpenMP pool, as many threads as there are cores that no other process uses.
+
+Compiled functions use the same pool, since a second one would compete with it.
 
 A forward ends with its slowest thread. On a core that another process uses for a share f of the time, a thread takes
 1 / (1 - f) as long, and so does the whole forward; worse, threads that spin between operations and the other process
@@ -7,13 +9,19 @@ compete for the core. Results do not depend on the number of threads (see `model
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
+import psutil
 import torch
+
+from specactor_ray.core.jit import CFunction
 
 _PERIOD_S = 0.5
 """Seconds over which the use of the cores is averaged; the kernel counts it in ticks of 10 ms."""
@@ -77,7 +85,7 @@ def thread_count() -> ThreadCount | None:
         return None
     try:
         return ThreadCount(cores, read_busy_s)
-    except (OSError, ValueError, IndexError):
+    except (OSError, AttributeError, IndexError):
         return None
 
 
@@ -85,15 +93,50 @@ def read_busy_s(cores: Collection[int]) -> float:
     """Seconds that processes, interrupts and the kernel have spent on these cores (Linux).
 
     Niced processes count only if this one is niced, too, as workers of Ray are by default: else they yield the core.
-
-    Raises:
-        OSError, ValueError, IndexError: `/proc/stat` cannot be read, or has another form.
     """
-    ticks, niced = 0, os.getpriority(os.PRIO_PROCESS, 0) > 0
-    with open("/proc/stat", encoding="ascii") as file:
-        for line in file:
-            name, *columns = line.split()
-            if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
-                user, nice, system, _, _, interrupts, soft_interrupts = map(int, columns[:7])
-                ticks += user + niced * nice + system + interrupts + soft_interrupts
-    return ticks / os.sysconf("SC_CLK_TCK")
+    niced, times = os.getpriority(os.PRIO_PROCESS, 0) > 0, psutil.cpu_times(percpu=True)
+    used = (times[core] for core in cores)
+    return float(sum(one.user + niced * one.nice + one.system + one.irq + one.softirq for one in used))
+
+
+# ---- compiled functions ----
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+"""Data types that compiled functions read and write → their kind."""
+
+_local = threading.local()
+
+
+def padded(count: int) -> int:
+    """The next multiple of 16."""
+    return -(-count // 16) * 16
+
+
+def run(function: CFunction, call: bytes, threads: int = 1) -> None:
+    """Run a `c_function` on the same call in every thread of a team; the call's bytes hold the counters of tasks."""
+    team = _team() if threads > 1 else None
+    if team is None:
+        function.call(call)
+    else:
+        team(function.address, call, threads, 0)
+
+
+def workspace(size: int) -> int:
+    """Address of at least `size` bytes that belong to the calling thread."""
+    made: tuple[int, int, torch.Tensor] | None = getattr(_local, "workspace", None)
+    if made is None or made[0] < size:
+        room = torch.empty(size, dtype=torch.uint8)
+        made = _local.workspace = size, room.data_ptr(), room
+    return made[1]
+
+
+@functools.cache
+def _team() -> Callable[[int, bytes, int, int], None] | None:
+    """`GOMP_parallel` of PyTorch's OpenMP library; None if that is not GNU OpenMP."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"))
+        team = library.GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    team.argtypes, team.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return team

@@ -26,7 +26,7 @@ from specactor_ray.core.progress import Heartbeat, elapsed
 from specactor_ray.core.signals import interruption
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import locate_model, weight_shapes
-from specactor_ray.models.policy_weights import WeightLayout, Weights
+from specactor_ray.models.weight_buckets import WeightLayout, Weights
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.door import ENGINE, Doorman, EngineActor
 from specactor_ray.rollout.journal import JournalEntry

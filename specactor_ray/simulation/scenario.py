@@ -15,7 +15,7 @@ from specactor_ray.config.fields import at_least, limited, positive, reject_valu
 from specactor_ray.config.load import load_as
 from specactor_ray.config.methods import BUILT_IN, acting_drafters
 from specactor_ray.config.rules import validate
-from specactor_ray.config.schema import Config, ModeName, open_config
+from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
 from specactor_ray.rollout.planning import Devices, resolve_mode
@@ -175,7 +175,7 @@ class ScenarioConfig:
     python: PythonConfig = field(default_factory=PythonConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     steps: StepsConfig = field(default_factory=StepsConfig)
-    config: Config = field(default_factory=open_config)
+    config: Config = field(default_factory=Config)
     """Configuration of the package. `target.model` and `drafters.N.model` are names of shapes in
     `conf/simulation/hardware/models.yaml`."""
     variants: dict[str, Any] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from specactor_ray.cluster.module_path import worker_job_config
+from specactor_ray.cluster.connection import worker_job_config
 from specactor_ray.cluster.names import NAMESPACE
 
 

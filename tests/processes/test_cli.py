@@ -13,11 +13,8 @@ import pytest
 import yaml
 
 from specactor_ray.cli import main as cli
-from specactor_ray.cli.bench import parse_modes
-from specactor_ray.cli.live import parse_scale
-from specactor_ray.cli.options import parse_numbers
 from specactor_ray.config.load import from_mapping, load_config
-from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.schema import Config
 from tests.fakes.forked_command import specactor
 from tests.tiny import tiny_draft, tiny_target
 
@@ -67,8 +64,6 @@ class TestUserErrors:
         "no such prompts": (["data.path=none.jsonl"], "there is no file none.jsonl"),
         "empty prompts": (["data.path=empty.jsonl"], "empty.jsonl: no prompts in it"),
         "no data.path": (["data.path=null"], "data.path: is not set."),
-        "unknown key": (["data.paht=good.jsonl"], "data.paht: unknown key. Did you mean data.path?"),
-        "a seed of 5,000 digits": (["sampling.seed=" + "1" * 5000], "sampling.seed: '1111"),
         "a mistyped key of a prompt": (
             ["data.path=typo.jsonl"],
             "typo.jsonl, line 2: expected an object with one of "
@@ -76,10 +71,6 @@ class TestUserErrors:
         ),
         "a configuration without --config": (["local_cpu"], "an override without `=`. Fix: write --config local_cpu."),
         "prompts without a key": (["good.jsonl"], "an override without `=`. Fix: write data.path=good.jsonl."),
-        "a key without its section": (
-            ["model=x"],
-            "model: unknown key. Did you mean target.model or drafters.N.model?",
-        ),
         "tasks of training": (
             ["data.path=hf:x/y"],
             "data.path: hf:x/y names tasks, which only `specactor train` reads",
@@ -180,7 +171,6 @@ class TestUserErrors:
         "unknown mode": (["--modes", "plain,fast"], "--modes: 'fast' is not a mode; the modes are plain, coupled"),
         "no plain": (["--modes", "decoupled"], "--modes must contain plain"),
         "batch 0": (["--batch", "4,0"], "--batch: '0' is no whole number"),
-        "batch of words": (["--batch", "many"], "--batch: 'many' is no whole number"),
         "malformed line": (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
         "no GPU": (["target.gpus=1", "cluster.num_gpus=0"], "target.gpus: the run needs 1 GPU(s) in all"),
         "no folder": (["--output", "/proc/x/bench.json"], "--output: /proc/x cannot be written to"),
@@ -218,7 +208,7 @@ class TestUserErrors:
         done = specactor(folder, "submit", "--address", "http://127.0.0.1:1", *elsewhere)
         assert "no Ray job server answers at http://127.0.0.1:1" in error_line(done)
 
-    @pytest.mark.parametrize("item", ["ngram", "ngram=", "=2", "ngram=-1", "ngram=two"])
+    @pytest.mark.parametrize("item", ["ngram", "=2", "ngram=-1"])
     def test_scale(self, folder: Path, item: str) -> None:
         assert f"{item!r} is not METHOD=N" in error_line(specactor(folder, "scale", item, "--run", "x"))
 
@@ -245,19 +235,8 @@ class TestConfigCommand:
         (folder / "again.yaml").write_text(done.stdout)
         assert load_config(folder / "again.yaml") == load_config(LOCAL, ["target.max_batch=3", "data.path=good.jsonl"])
 
-    def test_what_comes_from_the_environment_is_not_printed(self, folder: Path) -> None:
-        options = 'data.options={a: {token: "${oc.env:SECRET}"}, b: "${data.options.a}"}'
-        done = specactor(folder, "config", "mode=plain", options, SECRET="hunter2")
-        assert done.returncode == 0 and "${oc.env:SECRET}" in done.stdout and "hunter2" not in done.stdout
-        done = specactor(folder, "config", "mode=plain", "target.max_batch=${oc.env:SECRET}", SECRET="hunter2")
-        assert "target.max_batch: '${oc.env:SECRET}' stands for" in error_line(done) and "hunter2" not in done.stderr
-
-    def test_the_keys_are_explained(self, folder: Path) -> None:
-        text = specactor(folder, "config", "--help-keys").stdout
-        for expected in ("speculation.draft_wait_s", "drafters.N.method", "one of auto, plain, coupled, decoupled"):
-            assert expected in text
-
-    def test_only_the_keys_that_are_asked_for(self, folder: Path) -> None:
+    def test_the_keys_that_are_asked_for_are_explained(self, folder: Path) -> None:
+        assert "one of auto, plain, coupled, decoupled" in specactor(folder, "config", "--help-keys").stdout
         text = specactor(folder, "config", "--help-keys", "Max_Batch", "draft_wait").stdout
         assert "target.max_batch" in text and "drafters.N.max_batch" in text and "speculation.draft_wait_s" in text
         assert "target.model" not in text
@@ -318,21 +297,6 @@ class TestJobs:
         monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
         cli.run_as_job(["rollout"], ["--config", LOCAL])
         assert seen[1] == ["rollout", "--config", LOCAL]
-
-
-class TestParsing:
-    def test_batches(self) -> None:
-        assert parse_numbers("--batch", "1, 4,16,4") == [1, 4, 16]
-
-    def test_modes(self) -> None:
-        assert parse_modes("plain, decoupled") == [ModeName.plain, ModeName.decoupled]
-
-    def test_scale(self) -> None:
-        assert parse_scale(["ngram=2", "draft_model=0", "eagle=auto"]) == {
-            "ngram": 2,
-            "draft_model": 0,
-            "eagle": None,
-        }
 
 
 def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path) -> None:

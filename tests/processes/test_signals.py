@@ -72,31 +72,6 @@ def test_a_signal_does_not_tear_the_end_of_a_connection(number: signal.Signals) 
     assert done
 
 
-LOOKS_AT_THE_TOKEN = """
-import sys
-from pathlib import Path
-from specactor_ray.cluster.token import PRIVATE_FOLDER, new_token, remove_with_token
-from specactor_ray.core.leftovers import make_owned_folder
-
-def look(event, arguments):
-    if event == "shutil.rmtree":
-        print(sorted(path.name for path in folder.iterdir()))
-
-folder = make_owned_folder(PRIVATE_FOLDER, sys.argv[1])
-new_token(folder)
-sys.addaudithook(look)
-remove_with_token(folder)
-print(folder.exists())
-"""
-
-
-def test_the_token_of_a_private_cluster_goes_before_its_folder(tmp_path: Path) -> None:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, "-c", LOOKS_AT_THE_TOKEN, str(tmp_path)]
-    output = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=clean, check=True).stdout
-    assert output == "['owner']\nFalse\n"
-
-
 def test_without_a_handler_in_python_sigterm_is_left_alone() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray leaves a handler of its own behind
     try:

@@ -17,7 +17,7 @@ PROGRAM = """
 import os, psutil, stat, subprocess, sys, ray
 from specactor_ray.cluster.connection import connect
 from specactor_ray.cluster.discovery import probe
-from specactor_ray.cluster.module_path import put_current_folder_last
+from specactor_ray.cli.main import put_current_folder_last
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError
 

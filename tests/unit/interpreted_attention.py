@@ -25,27 +25,17 @@ from specactor_ray.models.ragged_attention import attend_on_cpu, attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.attention import attending
 from tests.fakes.capturer import FakeCapturer
-from tests.page_attention import attend, reference, same_bits, sequence
+from tests.page_attention import TOLERANCE, attend, options_of, reference, same_bits, sequence, with_sinks
 from tests.unit.draft.test_burst import MAKERS, history
 from tests.unit.interpreted_kernels import quick_interpreter  # noqa: F401
 from tests.unit.models.test_ragged_attention import load
 from tests.unit.target import test_hf_engine
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 SPLIT = 128
 
 heads_of = st.sampled_from([(1, 1), (6, 2), (9, 3), (28, 4), (20, 1)])
 dims = st.sampled_from([(64, 64), (8, 8), (80, 80), (24, 40), (96, 16), (128, 128)])
-options_of = st.fixed_dictionaries(
-    {},
-    optional={
-        "scaling": st.sampled_from([0.05, 0.3]),
-        "window": st.sampled_from([1, 7, 64, 200]),
-        "softcap": st.sampled_from([0.7, 30.0]),
-        "sinks": st.just(True),
-    },
-)
 pages_of = st.sampled_from([16, 48, 64, 256])
 
 
@@ -88,10 +78,6 @@ def on_gpu(
 
 
 attend_paged = functools.partial(attend, run=on_gpu)
-
-
-def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
-    return {**options, "sinks": torch.linspace(-3, 3, heads)} if "sinks" in options else options
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

@@ -74,6 +74,7 @@ MAY_IMPORT = {
         "trainer/",
         "bench/peers.py",
         "bench/gpu_check/",
+        "cli/doctor.py",
         "cli/train_drafter.py",
         "integrations/trl.py",
     ),

@@ -50,13 +50,6 @@ def test_nodes_on_one_machine_share_their_cores() -> None:
         book.take("b", 1, "ngram-1")
 
 
-def test_an_owner_takes_once() -> None:
-    book = ledger(a=[0, 1])
-    book.take("a", 1, "x")
-    with pytest.raises(ValueError, match="holds cores already"):
-        book.take("a", 1, "x")
-
-
 def test_shares_are_put_together_and_never_beside_a_whole() -> None:
     book = ledger(a=[0, 1, 2])
     book.take("a", 1, "verifier-0")
@@ -71,18 +64,6 @@ def test_shares_are_put_together_and_never_beside_a_whole() -> None:
         book.take("a", 1, "verifier-1")
     book.release("eagle-0")
     assert book.take("a", 1, "verifier-1") == (2,)
-
-
-def test_ten_tenths_fill_a_core() -> None:
-    book = ledger(a=[0, 1])
-    assert {book.take("a", 0.1, str(number)) for number in range(10)} == {(0,)}
-    assert book.take("a", 0.1, "one more") == (1,)
-
-
-@pytest.mark.parametrize("count", [1.5, -1, -0.5])
-def test_neither_whole_nor_a_share(count: float) -> None:
-    with pytest.raises(ValueError, match="neither"):
-        ledger(a=[0, 1]).take("a", count, "x")
 
 
 SIZES = st.sampled_from([0.1, 0.25, 0.3, 0.5, 0.6, 0.75, 0.9, 1.0, 2.0, 3.0])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import http.server
 import io
-import json
-import socket
-import threading
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-import ray
 from ray._private.runtime_env.packaging import create_package
 from rich.console import Console
 
@@ -44,39 +41,21 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-class JobServer(http.server.BaseHTTPRequestHandler):
-    """The part of Ray's job server that a submission uses."""
+def test_the_given_address_wins_over_those_of_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's client prefers its own variable to the address that it is given."""
+    used: list[tuple[str, str]] = []
 
-    def do_GET(self) -> None:
-        self.answer({"version": "4", "ray_version": ray.__version__, "ray_commit": ""})
+    def client(address: str) -> Any:
+        used.append((address, os.environ["RAY_API_SERVER_ADDRESS"]))
+        return Mock(submit_job=lambda **_: "job1")
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer({"job_id": "1", "submission_id": "job1"})
-
-    def answer(self, fields: dict[str, str]) -> None:
-        body = json.dumps(fields)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_arguments: Any) -> None:
-        pass
-
-
-def test_the_given_address_wins_over_ray_address_and_is_the_one_shown(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), JobServer) as ours, socket.socket() as other:
-        other.bind(("127.0.0.1", 0))  # and does not listen
-        threading.Thread(target=ours.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{ours.server_port}"
-        monkeypatch.chdir(folder)
-        monkeypatch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{other.getsockname()[1]}")
-        console = Console(file=io.StringIO(), width=200)
-        assert submit("train", [], address, None, False, console) == 0
-        ours.shutdown()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.5:8265")
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://10.0.0.6:8265")
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", client)
+    address, console = "http://127.0.0.1:1", Console(file=io.StringIO(), width=200)
+    assert submit("train", [], address, None, False, console) == 0
+    assert used == [(address, address)]
     assert f"RAY_API_SERVER_ADDRESS={address} ray job stop job1" in console.file.getvalue()  # type: ignore[attr-defined]
 
 

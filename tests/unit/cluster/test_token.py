@@ -75,28 +75,29 @@ def listener() -> Iterator[Listener]:
 FOREIGN = "0.0.0.0"
 
 
-def test_a_saved_token_is_not_sent_elsewhere(listener: Listener) -> None:
+def test_a_saved_token_is_sent_elsewhere_only_by_the_users_choice(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"{FOREIGN}:{listener.port}"
     with pytest.raises(ClusterError, match="clusters on this machine only; RAY_AUTH_MODE=token sends it all the same"):
-        status_of_run(None, f"{FOREIGN}:{listener.port}")
-    assert listener.seen == [""]
-    assert "RAY_AUTH_MODE" not in os.environ
-
-
-def test_a_saved_token_is_sent_where_the_user_says_so(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+        status_of_run(None, address)
+    assert listener.seen == [""] and "RAY_AUTH_MODE" not in os.environ
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with pytest.raises(ClusterError, match="not the cluster's"):
-        connect(ClusterConfig(address=f"{FOREIGN}:{listener.port}"))
-    assert listener.seen == ["", f"Bearer {SECRET}"]
+        connect(ClusterConfig(address=address))
+    assert listener.seen == ["", "", f"Bearer {SECRET}"]
 
 
-def test_on_this_machine_a_token_is_sent_to_who_asks_for_one(listener: Listener) -> None:
-    with pytest.raises(ClusterError, match="not the cluster's"):
-        connect(ClusterConfig(address=f"127.0.0.1:{listener.port}"))
-    assert listener.seen == ["", f"Bearer {SECRET}"]
-    listener.refuse = False
-    with pytest.raises(ClusterError, match=r"runs Ray 0\.0"):
-        connect(ClusterConfig(address=f"127.0.0.1:{listener.port}"))
-    assert listener.seen[2:] == [""]
+def test_on_this_machine_a_token_is_sent_if_it_is_required(listener: Listener) -> None:
+    for refuse, problem, seen in (
+        (True, "not the cluster's", ["", f"Bearer {SECRET}"]),
+        (False, r"runs Ray 0\.0", [""]),
+    ):
+        listener.refuse = refuse
+        listener.seen.clear()
+        with pytest.raises(ClusterError, match=problem):
+            connect(ClusterConfig(address=f"127.0.0.1:{listener.port}"))
+        assert listener.seen == seen
 
 
 def test_a_dashboard_elsewhere_is_not_sent_a_saved_token() -> None:

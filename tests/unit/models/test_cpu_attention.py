@@ -1,7 +1,5 @@
 """Attention over pages on CPUs: right to float64, and the same bits in every company."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -10,13 +8,13 @@ from hypothesis import strategies as st
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import begins
-from specactor_ray.models import cpu_attention, openmp
+from specactor_ray.models import cpu_attention
+from specactor_ray.models import threads as pool
 from specactor_ray.models.cpu_attention import PageRows, attend_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from tests.page_attention import Sequence, attend, reference, same_bits, sequence
+from tests.page_attention import TOLERANCE, Sequence, attend, options_of, reference, same_bits, sequence, with_sinks
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,19 +25,6 @@ def compiled_before() -> None:
 
 heads_of = st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1), (40, 1)])
 dims = st.sampled_from([(64, 64), (16, 16), (8, 8), (80, 80), (24, 40), (96, 16), (128, 128)])
-options_of = st.fixed_dictionaries(
-    {},
-    optional={
-        "scaling": st.sampled_from([0.05, 0.3]),
-        "window": st.sampled_from([1, 7, 64, 100]),
-        "softcap": st.sampled_from([0.01, 0.7, 30.0]),
-        "sinks": st.just(True),
-    },
-)
-
-
-def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
-    return {**options, "sinks": torch.linspace(-3, 3, heads)} if "sinks" in options else options
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,8 +87,8 @@ def test_reading_common_pages_once_changes_no_bit(seed, heads, dim, dtype, page_
     lengths = cache.lengths[packed] + counts
     assert cache.reserve_rows(packed, lengths).all()
     generator = torch.Generator().manual_seed(seed)
-    for pool in (cache.keys[0], cache.values[0]):
-        pool.copy_(torch.randn(pool.shape, generator=generator))
+    for numbers in (cache.keys[0], cache.values[0]):
+        numbers.copy_(torch.randn(numbers.shape, generator=generator))
     query = torch.randn(int(counts.sum()), count, dim[0], generator=generator).to(dtype)
     table, groups = cache.page_table(packed, lengths), cache.groups(packed)
     outputs = [
@@ -115,7 +100,7 @@ def test_reading_common_pages_once_changes_no_bit(seed, heads, dim, dtype, page_
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert openmp._team() is not None, "PyTorch for Linux runs on GNU OpenMP"
+    assert pool._team() is not None, "PyTorch for Linux runs on GNU OpenMP"
     monkeypatch.setattr(cpu_attention, "_WORK_PER_THREAD", 1)
     parts = [(sequence(seed, 400, 9, 3, 64, 64, dtype), 400 - count, 400) for seed, count in enumerate((1, 5, 200, 1))]
     before, outputs = torch.get_num_threads(), []
@@ -159,22 +144,6 @@ def test_views_are_read_in_place() -> None:
     assert same_bits(output, attend([(one, 0, 20)])[0])
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    one = sequence(6, 10, 4, 2, 32, 32, torch.float32)
-    keys, values = one.key[None], one.value[None]
-    pages, starts, lengths = np.zeros((1, 1), np.int32), np.array([0, 10]), np.array([10])
-    given_ = {"query": one.query, "keys": keys, "values": values}
-    attend_pages(**given_, rows=PageRows(pages, starts, lengths))
-    for changed, complaint in (
-        ({"query": one.query.double()}, "float64"),
-        ({"keys": keys.bfloat16()}, "bfloat16"),
-        ({"query": one.query[:, :3]}, "do not fit"),
-        ({"query": one.query[:9]}, "10 queries"),
-        ({"rows": PageRows(pages, starts, lengths + 1)}, "11 keys"),
-        ({"keys": keys.transpose(2, 3).contiguous().transpose(2, 3)}, "contiguous"),
-    ):
-        with pytest.raises(InputError, match=complaint):
-            attend_pages(**{"rows": PageRows(pages, starts, lengths), **given_, **changed})
-    for wrong in ((pages.astype(np.int64), starts, lengths), (pages, starts, lengths[:0])):
-        with pytest.raises(InputError):
-            PageRows(*wrong)
+def test_other_data_types_are_refused() -> None:
+    with pytest.raises(InputError, match="float32 and bfloat16, not torch"):
+        attend([(sequence(6, 10, 4, 2, 32, 32, torch.float16), 0, 10)])

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from specactor_ray.models import cpu_layers, openmp
+from specactor_ray.models import cpu_layers
 from specactor_ray.models.cpu_attention import store_pages
 from specactor_ray.models.cpu_layers import _GatedMlp, _RmsNorm
 from specactor_ray.models.packed_linear import PackedLinear, cheapest_row_counts
 from specactor_ray.models.ragged_model import RaggedModel
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def rotated(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -150,14 +150,3 @@ def test_row_counts_whose_bits_differ_are_padded(dtype: torch.dtype) -> None:
     for rows, count in enumerate(cheapest_row_counts([layer])):
         padded = torch.cat([x[:rows], torch.zeros(count - rows, 1536, dtype=dtype)])
         assert torch.equal(layer(padded)[:rows], together[:rows])
-
-
-def test_a_team_needs_the_pool_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another library than GNU OpenMP all is done by the calling thread."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(cpu_layers, "_NUMBERS_PER_THREAD", 1)
-    monkeypatch.setattr(openmp, "_team", lambda: None)
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.ones(32), requires_grad=False)
-    x = torch.randn(100, 32)
-    close(_RmsNorm(module, 0.0, 0)(x), x / x.square().mean(-1, keepdim=True).sqrt())

@@ -104,23 +104,3 @@ def test_nothing_in_a_layer_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
         for counts in (np.array([70, 3, 1]), np.array([1, 2, 1])):
             model.forward(rows, counts, np.ones(counts.sum(), np.int64), np.ones(3, np.int64))
     assert len(layers) == 2 * len(model.cache.keys) and all("index_copy_" in seen for seen in layers)
-
-
-WAITS: list[Callable[[torch.Tensor], Any]] = [
-    lambda x: x[x > 0],
-    lambda x: x.index_put((x > 0,), x.sum()),
-    lambda x: x.nonzero(),
-    lambda x: torch.where(x > 0),
-    lambda x: x.sum().item(),
-    lambda x: x.tolist(),
-    lambda x: x.numpy(),
-    lambda x: bool(x.any()),
-    lambda x: torch.tensor([1, 2]),
-]
-
-
-@pytest.mark.parametrize("offend", WAITS)
-def test_the_watch_sees_what_waits(offend: Callable[[torch.Tensor], Any]) -> None:
-    values = torch.ones(3)
-    with pytest.raises(AssertionError, match=r"waits|makes"), Watch(), NoHost():
-        offend(values)

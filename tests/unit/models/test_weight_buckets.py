@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from specactor_ray.core.errors import InputError, ModelLoadError
 from specactor_ray.models.loading import load_model, weight_shapes
-from specactor_ray.models.policy_weights import fitting_weights
-from specactor_ray.models.weight_buckets import pack_as_they_come, unpack
+from specactor_ray.models.weight_buckets import WeightLayout, fitting_weights, unpack
 from tests.tiny import tiny_draft, tiny_target
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -160,7 +159,8 @@ def test_buckets_hold_at_most_their_size_and_only_one_is_held(untied: dict[str, 
             yield name, tensor
 
     limit, done, whole = 100_000, 0, {}
-    for bucket in pack_as_they_come(counted(), limit):
+    layout = WeightLayout(*weight_shapes(str(tiny_target())), "float32", limit)
+    for bucket in layout.buckets(counted()):
         here = dict(unpack(bucket))
         size = sum(tensor.nbytes for tensor in here.values())
         done += size
@@ -168,4 +168,3 @@ def test_buckets_hold_at_most_their_size_and_only_one_is_held(untied: dict[str, 
         assert sum(requested[:-1]) <= done, "more was requested than the buckets so far and the next tensor"
         whole |= here
     assert same(whole, untied)
-    assert list(pack_as_they_come([], limit)) == []
