@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.soak`: a server under load for a while, whose draft actors are killed every minute.
+"""`python -m tests.faults.soak`: a server under load for a while, whose draft actors are killed every minute.
 
 Clients send the same requests again and again: whole, streamed, with sessions, as trainers do; some leave in the
 middle, some continue an output that was cut off. Every few seconds the weights are replaced by equal ones. No request
@@ -151,7 +151,7 @@ def kill_drafter(rollout: Rollout, rng: random.Random) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
