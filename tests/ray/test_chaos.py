@@ -1,6 +1,6 @@
 """Real faults on real clusters: outputs and training equal those of a calm run, and lost actors come back.
 
-`tests/faults` has every kind of fault on virtual time. These tests cover what it replaces: processes, nodes, Ray's calls.
+`tests/faults` has every kind of fault on virtual time. Here is what it replaces: processes, nodes, Ray's calls.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def hold_object_store(seconds: float) -> int:
 
 def test_weights_arrive_although_the_object_store_is_full(running: Running, truth: Any) -> None:
     wait_until(lambda: running.is_settled_without(()), "all actors", 120.0)
-    held = hold_object_store.options(**on_node(ray.get_runtime_context().get_node_id()), num_cpus=0).remote(5.0)
+    held = hold_object_store.options(**on_node(ray.get_runtime_context().get_node_id())).remote(5.0)
     version = running.rollout.update_weights(tiny_target())
     done = running.rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
     assert tokens_of(done) == truth and {one.weight_version for one in done} == {version}
