@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,15 +75,14 @@ def connect(config: ClusterConfig) -> Connection:
     if ray.is_initialized():
         return Connection(ray.get_runtime_context().gcs_address, owned=False)
     if config.address != "local":
-        with _own_sigterm_handler():
-            return _join(config)
+        return _join(config)
     started: list[Connection] = []
     try:
-        # The handler is restored before the signal is unblocked; it may raise right then. Processes of the cluster
-        # ignore SIGTERM, as Ray already arranges for Ctrl-C: schedulers signal a whole process group or control group,
-        # and an immediate end of the cluster would also end actors that its owner needs for an orderly end, such as the
-        # trainer that writes a checkpoint. Ray ends the processes by SIGKILL then, which takes some four seconds.
-        with blocked(signal.SIGTERM), _own_sigterm_handler():
+        # Processes of the cluster ignore SIGTERM, as Ray already arranges for Ctrl-C: schedulers signal a whole process
+        # group or control group, and an immediate end of the cluster would also end actors that its owner needs for an
+        # orderly end, such as the trainer that writes a checkpoint. Ray ends the processes by SIGKILL then, which takes
+        # some four seconds.
+        with _signals_wait_for_ray(), blocked(signal.SIGTERM):
             started.append(_start_private_cluster(config))
     except BaseException:
         for connection in started:
@@ -102,25 +100,32 @@ def _join(config: ClusterConfig) -> Connection:
             held.enter_context(shown(variables))
         held.callback(ray.shutdown)
         try:
-            ray.init(address=address, **_quiet())
+            with _signals_wait_for_ray():
+                ray.init(address=address, **_quiet())
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(f"could not join the Ray cluster at {address}: {error}") from None
         return Connection(ray.get_runtime_context().gcs_address, owned=False, held=held.pop_all())
 
 
 @contextlib.contextmanager
-def _own_sigterm_handler() -> Iterator[None]:
-    """Put the caller's handler of SIGTERM back in place of Ray's, which ends the process without an orderly end."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit as end:
-        if end.code == signal.SIGTERM and callable(before):
-            before(signal.SIGTERM, None)  # arrived while Ray's own handler was in place
-        raise
-    finally:
-        if callable(before) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+def _signals_wait_for_ray() -> Iterator[None]:
+    """Signals that arrive inside are handled at the end, by the caller's handlers. One of SIGTERM stays in place.
+
+    `ray.init` sets a handler of SIGTERM that raises SystemExit wherever the main thread is. Within a hook of `fork`,
+    such as that of `logging`, Python drops any exception, and a lock stays held.
+    """
+    set_handler = signal.signal
+
+    def set_other_handler(number: Any, handler: Any) -> Any:
+        before = signal.getsignal(number)
+        return before if number == signal.SIGTERM and callable(before) else set_handler(number, handler)
+
+    with signals_deferred():
+        signal.signal = set_other_handler  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            signal.signal = set_handler
 
 
 def _quiet() -> dict[str, Any]:
