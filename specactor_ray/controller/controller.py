@@ -24,11 +24,10 @@ from specactor_ray.cluster.connection import list_runs
 from specactor_ray.cluster.names import CONTROLLER, new_run_name
 from specactor_ray.config.methods import draft_actors, drafter_specs
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.elastic import Elastic
+from specactor_ray.controller.elastic import Elastic, scale_refusal
 from specactor_ray.controller.fleet import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Fleet
 from specactor_ray.controller.members import ActorClasses, next_view
 from specactor_ray.controller.reconcile import ReplacementLimits
-from specactor_ray.controller.seats import scale_refusal
 from specactor_ray.controller.sync import PeerSync, WeightSync
 from specactor_ray.core.clock import Clock, Thread
 from specactor_ray.core.errors import CallError, ConfigError, SpecActorError
@@ -42,7 +41,6 @@ _TICK_S = 0.2
 _START_TICK_S = 0.05
 _SYNC_TICK_S = 0.005
 """Seconds between two rounds while weights are in flight."""
-_SLOW_STEP_S = 1.0
 
 
 class _Once(Generic[T]):
@@ -242,15 +240,11 @@ class Controller:
 
     def _guarded(self, name: str, step: Callable[[], Any]) -> None:
         """Run a step whose failure must not end the loop: the next round finds the same difference again."""
-        begin = self._clock.now()
         try:
             step()
         except Exception:
             logger.exception("step %r of the controller failed", name)
             self._stopping.wait(1.0)  # no hot loop of a repeated failure
-        took = self._clock.now() - begin
-        if took > _SLOW_STEP_S:
-            logger.warning("step %r of the controller took %.1f s", name, took)
 
     def _scale_by_load(self) -> None:
         members, given_up = self._fleet.members.values(), self._fleet.given_up()

@@ -16,12 +16,11 @@ from specactor_ray.actors.specs import (
     Phase,
     VerifierSpec,
 )
-from specactor_ray.cluster.backend import ProcessFacts, process_facts
+from specactor_ray.cluster.backend import Demand, Placement, ProcessFacts, process_facts
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.methods import DrafterSpec, inline_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.reconcile import ActorState, FailureRecord
-from specactor_ray.controller.seats import Seat
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, SpecActorError, UserError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +49,23 @@ def default_classes() -> ActorClasses:
     from specactor_ray.actors.verifier import VerifierActor
 
     return ActorClasses(VerifierActor, DraftActor)
+
+
+@dataclass(eq=False)
+class Seat:
+    """A placement group with its cores, for one actor at a time. It outlives its actors, so a replacement needs no new
+    room."""
+
+    stem: str
+    """Name such as `ngram-1`; the incarnations in this seat have ids such as `ngram-1#9c0d`."""
+    key: str
+    index: int
+    demand: Demand
+    group: Any
+    placement: Placement | None = None
+    cores: tuple[int, ...] = ()
+    occupant: str | None = None
+    """Actor id; None once the actor has left: the seat then stays for the next one until `Seating.trim`."""
 
 
 class Channel:

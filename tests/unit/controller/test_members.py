@@ -9,8 +9,7 @@ import pytest
 from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.cluster.backend import Demand, ProcessFacts
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.controller.members import Channel, Member, stop_in_order
-from specactor_ray.controller.seats import Seat
+from specactor_ray.controller.members import Channel, Member, Seat, stop_in_order
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,

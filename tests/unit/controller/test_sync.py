@@ -16,8 +16,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.members import Member, next_view
-from specactor_ray.controller.seats import Seat
+from specactor_ray.controller.members import Member, Seat, next_view
 from specactor_ray.controller.sync import PeerSync, Service, WeightSync, assign_drafters, group_of
 from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.transport.messages import WeightSet
