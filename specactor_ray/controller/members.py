@@ -45,8 +45,7 @@ class ActorClasses:
 
 def default_classes() -> ActorClasses:
     """Those of `specactor_ray.actors`. They load torch, so they are imported only where they are needed."""
-    from specactor_ray.actors.draft import DraftActor
-    from specactor_ray.actors.verifier import VerifierActor
+    from specactor_ray.actors.loops import DraftActor, VerifierActor
 
     return ActorClasses(VerifierActor, DraftActor)
 
