@@ -59,22 +59,9 @@ class Scripted(Generates):
         finish_reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
         stats = RequestStats(2, 3, 1, {"ngram": (3, 1)})
         error = "no room" if text == "fails" else ""
-        handle.end(
-            Trajectory(
-                "r",
-                0,
-                0,
-                tuple(prompt),
-                tuple(ids),
-                logprobs,
-                self.tokenizer.decode(ids, skip_special_tokens=True),
-                finish_reason,
-                sampling,
-                stats,
-                error,
-                weight_version=4,
-            )
-        )
+        answer = self.tokenizer.decode(ids, skip_special_tokens=True)
+        ended = (tuple(prompt), tuple(ids), logprobs, answer, finish_reason, sampling, stats, error)
+        handle.end(Trajectory("r", 0, 0, *ended, weight_version=4))
         return handle
 
     def trajectory(self, ended: Any) -> Trajectory:
@@ -120,26 +107,15 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
     def says(prompt: list[int], sampling: SamplingParams) -> str:
         return said.setdefault(len(said), next(turns, "bye"))
 
-    class Tasks:
-        def __len__(self) -> int:
-            return 9
-
-        def __getitem__(self, index: int) -> Task:
-            return Task(index, "Hi")
-
     rollout = Scripted(says)
     rollout.max_waiting = 1  # one conversation after the other
-    config = from_mapping(
-        {
-            "mode": "plain",
-            "environment": {"name": "tests.fakes.environments:Echo"},
-            "reward": {"functions": [{"name": "exact_match"}], "failure_value": failure_value},
-            "sampling": {"max_tokens": 64},
-            "data": {"n": 4},
-            "trainer": {"prompts_per_step": 1},
-        }
-    )
-    stream = TaskStream(Tasks(), 0, lambda prompt: 1, 100, shuffle=False)
+    settings = {
+        "environment": {"name": "tests.fakes.environments:Echo"},
+        "reward": {"functions": [{"name": "exact_match"}], "failure_value": failure_value},
+        "sampling": {"max_tokens": 64},
+    }
+    config = from_mapping({"mode": "plain", "data": {"n": 4}, "trainer": {"prompts_per_step": 1}, **settings})
+    stream = TaskStream([Task(index, "Hi") for index in range(9)], 0, lambda prompt: 1, 100, shuffle=False)
     with Conversations(config, rollout.tokenizer, 512) as conversations, RewardRunner(config.reward) as rewards:
         arguments = (config, make_recipe(config), stream, rewards, lambda _: contextlib.nullcontext(), conversations)
         maker = ExperienceMaker(*arguments)
@@ -204,20 +180,8 @@ def test_versions_of_the_weights_are_those_of_the_turns() -> None:
     episode = Episode((0, 0), Task(0, "Hi"), SamplingParams())
 
     def turn(tokens: int, version: int, versions: tuple[tuple[int, int], ...] = ()) -> Trajectory:
-        ids = tuple(range(tokens))
-        return Trajectory(
-            "r",
-            0,
-            0,
-            (1,),
-            ids,
-            (0.0,) * tokens,
-            "",
-            "stop",
-            SamplingParams(),
-            weight_version=version,
-            versions=versions,
-        )
+        output = (tuple(range(tokens)), (0.0,) * tokens, "", "stop", SamplingParams())
+        return Trajectory("r", 0, 0, (1,), *output, weight_version=version, versions=versions)
 
     episode.add_turn(turn(4, 2))
     episode.add_context([9, 9])
@@ -291,12 +255,9 @@ def test_a_failure_costs_its_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert len(closed) == len(names), "each instance that was made"
 
 
-def test_a_turn_that_failed_is_no_failure_of_the_environment() -> None:
+def test_a_turn_that_failed_is_no_failure_of_the_environment_and_without_verifiers_the_rollout_ends() -> None:
     episode = one("a", "fails")
     assert episode.error == "no room" and not episode.failure and len(episode.turns) == 1
-
-
-def test_without_verifiers_the_rollout_ends() -> None:
     with pytest.raises(ActorLostError):
         one("a", "lost")
 
