@@ -151,13 +151,6 @@ def methods(peers: set[str]) -> list[str]:
 
 
 class TestPeers:
-    def test_up_to_eight_verifiers_have_all_draft_actors(self) -> None:
-        cast = Cast(verifiers=8, ngram=2, suffix=1)
-        peers_of = cast.send()
-        verifiers = {name for name in peers_of if name.startswith(VERIFIER)}
-        for name, peers in peers_of.items():
-            assert peers == (peers_of.keys() - verifiers if name in verifiers else verifiers)
-
     def test_more_are_served_in_groups_and_both_sides_agree(self) -> None:
         cast = Cast(verifiers=16, ngram=4, suffix=1)
         peers_of = cast.send()
@@ -177,15 +170,6 @@ class TestPeers:
         cast.add("ngram", 1, "b")
         peers_of = cast.send()
         assert len(peers_of["ngram-0#a"]) == len(peers_of["ngram-1#b"]) == 8
-
-    def test_draft_actors_follow_the_verifiers_that_are_left(self) -> None:
-        cast = Cast(verifiers=6, ngram=3, suffix=1, most=2)
-        for index in (0, 1, 2, 3):
-            del cast.members[f"{VERIFIER}-{index}#a"]
-        peers_of = cast.send()
-        left = {f"{VERIFIER}-4#a", f"{VERIFIER}-5#a"}
-        assert all(peers_of[f"ngram-{n}#a"] == left for n in range(3))
-        assert all(methods(peers_of[name]) == ["ngram", "ngram", "ngram", "suffix"] for name in left)
 
     def test_a_verifier_that_is_replaced_is_in_the_same_group(self) -> None:
         cast = Cast(verifiers=16, ngram=2, suffix=2)
@@ -292,17 +276,6 @@ class TestWeights:
             send(sync, first, second, lost)
         assert "shapes differ" in str(second.error) and first.weights.acked == 1 and first.error is None
         assert isinstance(lost.error, ActorLostError) and lost.error.node_lost
-
-    def test_failed_weights_are_sent_again_after_a_pause(self) -> None:
-        sync, one = make_sync(), HandMember(VERIFIER)
-        sync.set_current(WeightSet(1, ()))
-        sync.update([one], 0.0)
-        one.answer("load_weights", "the object is lost")
-        for now in (1.0, 2.9):
-            sync.update([one], now)
-        assert not one.awaits("load_weights")
-        sync.update([one], 3.0)
-        assert one.awaits("load_weights")
 
     def test_a_verifier_serves_only_with_the_current_weights(self) -> None:
         sync, one = make_sync(), HandMember(VERIFIER)
