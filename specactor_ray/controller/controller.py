@@ -253,7 +253,7 @@ class Controller:
     def _publish(self) -> None:
         """Replace the snapshots that `view` and `status` return; the version grows if anything changed."""
         members, now = list(self._fleet.members.values()), self._clock.now()
-        self._view = next_view(self._view, members, self._drafters, self._fleet.failures, self._fleet.departed)
+        self._view = next_view(self._view, members, self._drafters, self._fleet.departed)
         self._status = [member.row(now) for member in members]
         self._backend.calls.transport.export(self._metric_rows)
 

@@ -261,12 +261,12 @@ class Fleet:
         log = logger.warning if action.failed else logger.info
         log("%s is removed: %s", action.actor_id, action.reason)
         if action.failed:
-            record = record_failure(self.failures.get(member.key), now, action.reason, member)
+            record = record_failure(self.failures.get(member.key), now, member)
             self.failures[member.key] = record
             if self._required(desired).get(member.key, 0):
                 self._check_start(member, action.reason, record)
             if is_given_up(member.key, record, self._limits):
-                logger.error("no more draft actors of %s are started: %s", member.key, record.error)
+                logger.error("no more draft actors of %s are started: %s", member.key, action.reason)
         if member.key == VERIFIER:
             self.departed[member.actor_id] = _departure(action, member)
             for oldest in list(self.departed)[:-_REMEMBERED_DEPARTURES]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from specactor_ray.cluster.backend import Demand, Placement, ProcessFacts, proce
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.methods import DrafterSpec, inline_drafters
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.reconcile import ActorState, FailureRecord
+from specactor_ray.controller.reconcile import ActorState
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, SpecActorError, UserError
 
 logger = logging.getLogger(__name__)
@@ -214,11 +214,6 @@ class Member(ActorState):
         elif self.error is None or not isinstance(error, ActorLostError):  # others have more detail
             self.error = _named(error, self.actor_id, _FAILURE_OF[method])
 
-    def endpoint(self, drafter: DrafterSpec) -> DraftEndpoint:
-        """A draft actor as verifiers and the rollout see it."""
-        phase = Phase.STARTING if self.phase is Phase.READY and not self.serves else self.phase
-        return DraftEndpoint(self.actor_id, drafter, self.handle, phase, self.note)
-
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""
         where, facts, is_verifier = self.seat.placement, self.facts, self.key == VERIFIER
@@ -291,21 +286,17 @@ def build_spec(
 
 def next_view(
     last: ClusterView,
-    members: Sequence[Member],
+    members: Iterable[Member],
     drafters: Mapping[str, DrafterSpec],
-    failures: Mapping[str, FailureRecord],
     departed: Mapping[str, Departure],
 ) -> ClusterView:
     """The view of these members: `last` if nothing changed, else a new view with the next version."""
-    serving = [one for one in members if one.key == VERIFIER and one.phase is Phase.READY and one.serves]
-    endpoints = tuple(one.endpoint(drafters[one.key]) for one in members if one.key != VERIFIER)
-    errors = tuple(f"{key}: {record.error}" for key, record in failures.items())
-    handles = {one.actor_id: one.handle for one in serving}
-    view = ClusterView(last.version + 1, handles, endpoints, errors, dict(departed))
-    return last if _shown(view) == _shown(last) else view
+    serving = [one for one in members if one.phase is Phase.READY and one.serves]
+    handles = {one.actor_id: one.handle for one in serving if one.key == VERIFIER}
+    endpoints = [DraftEndpoint(one.actor_id, drafters[one.key], one.handle) for one in serving if one.key != VERIFIER]
+    view = ClusterView(last.version + 1, handles, tuple(endpoints), dict(departed))
+    return last if _ids(view) == _ids(last) else view
 
 
-def _shown(view: ClusterView) -> tuple[Any, ...]:
-    """The compared parts of a view; actors are identified by their ids."""
-    drafters = tuple((e.actor_id, e.phase, e.note, e.handle is None) for e in view.drafters)
-    return tuple(view.verifiers), drafters, view.errors, tuple(view.departed)
+def _ids(view: ClusterView) -> tuple[list[str], ...]:
+    return list(view.verifiers), [one.actor_id for one in view.drafters], list(view.departed)

@@ -84,24 +84,21 @@ class PeerSync:
     def update(self, members: Iterable[Member], view: ClusterView, now: float) -> None:
         """Send the current lists to members that have not acknowledged them. Never blocks."""
         members = list(members)
-        endpoints = [endpoint for endpoint in view.drafters if endpoint.phase is Phase.READY]
-        peers = (tuple(view.verifiers), tuple(endpoint.actor_id for endpoint in endpoints))
+        peers = (tuple(view.verifiers), tuple(endpoint.actor_id for endpoint in view.drafters))
         group = {m.actor_id: group_of(m.seat.index, self._replicas, self._most) for m in members if m.key == VERIFIER}
         if peers != self._peers:
             self._peers, self._version = peers, self._version + 1
-            self._assign(endpoints, {group[name] for name in view.verifiers})
+            self._assign(view.drafters, {group[name] for name in view.verifiers})
         for member in members:
             if member.phase is Phase.READY:
-                send = functools.partial(self._send, member, endpoints, view, group)
+                send = functools.partial(self._send, member, view, group)
                 member.peers.update(self._version, now, send)
 
-    def _send(
-        self, member: Member, endpoints: Sequence[DraftEndpoint], view: ClusterView, group: Mapping[str, int]
-    ) -> Call:
+    def _send(self, member: Member, view: ClusterView, group: Mapping[str, int]) -> Call:
         peers: Any
         if member.key == VERIFIER:
             method, mine = "set_drafters", group[member.actor_id]
-            peers = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
+            peers = [one for one in view.drafters if (one.actor_id, mine) in self._served[one.drafter.method]]
         else:
             method, served = "set_verifiers", self._served.get(member.key, ())
             peers = {id_: at for id_, at in view.verifiers.items() if (member.actor_id, group[id_]) in served}

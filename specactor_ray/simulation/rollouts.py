@@ -186,7 +186,7 @@ class SimulatedRollouts(VirtualRun):
                 break
         stream.close()
         if self.client.dispatcher.reissues:
-            raise SimulationError(f"verifiers were lost without a fault: {'; '.join(self.client.view().errors)}")
+            raise SimulationError("verifiers were lost without a fault")
 
     def _end(self, begin: float) -> None:
         """Record the end of a request."""

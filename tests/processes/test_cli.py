@@ -243,8 +243,8 @@ class TestConfigCommand:
         text = specactor(folder, "config", "--help-keys").stdout
         for expected in ("speculation.draft_wait_s", "drafters.N.method", "one of auto, plain, coupled, decoupled"):
             assert expected in text
-        text = specactor(folder, "config", "--help-keys", "Max_Batch", "near-tie").stdout
-        assert "drafters.N.max_batch" in text and "target.record_margins" in text and "target.model" not in text
+        text = specactor(folder, "config", "--help-keys", "Max_Batch", "draft_wait").stdout
+        assert "drafters.N.max_batch" in text and "draft_wait_s" in text and "target.model" not in text
         assert "contains 'nosuchthing'" in error_line(specactor(folder, "config", "--help-keys", "nosuchthing"))
 
     def test_the_version(self, folder: Path) -> None:

@@ -135,7 +135,7 @@ class Cast:
 
     def send(self) -> dict[str, set[str]]:
         """Member → its peers."""
-        self.view = next_view(self.view, list(self.members.values()), drafter_specs(self.config), {}, {})
+        self.view = next_view(self.view, list(self.members.values()), drafter_specs(self.config), {})
         self.peers.update(self.members.values(), self.view, 0.0)
         found = {}
         for name, member in self.members.items():
