@@ -18,7 +18,6 @@ from specactor_ray.controller.reconcile import (
     FailureRecord,
     Remove,
     ReplacementLimits,
-    backoff_s,
     decide,
     is_given_up,
     record_failure,
@@ -210,24 +209,13 @@ def test_a_drafter_that_never_starts_is_given_up_and_verifiers_never_are() -> No
     assert world.count("draft_model", Phase.READY) == 1
 
 
-def test_backoff_doubles_up_to_its_limit_and_spares_the_first_failure() -> None:
-    waits = [backoff_s(FailureRecord(quick=number), POLICY) for number in (0, 1, 2, 3, 4, 1000)]
-    assert waits == [0.0, 0.0, 1.0, 2.0, 4.0, POLICY.backoff_max_s]
-    assert backoff_s(None, POLICY) == 0.0
-
-
-@pytest.mark.parametrize(("waited", "created"), [(3.9, 0), (4.0, 1)])
-def test_nothing_is_started_while_backing_off(waited: float, created: int) -> None:
-    record = FailureRecord(quick=4, never_started=0, last_at=100.0)
-    actions = decide({"ngram": 1}, (), {"ngram": record}, 100.0 + waited, POLICY)
-    assert actions == [Create("ngram")] * created
-
-
-def test_deaths_of_working_actors_never_give_a_method_up() -> None:
-    record: FailureRecord | None = None
-    for number in range(50):
-        record = record_failure(record, float(number), failing(float(number), was_ready=True))
-    assert record is not None and (record.quick, record.never_started) == (50, 0)
+@pytest.mark.parametrize(
+    ("quick", "wait_s"), [(0, 0.0), (1, 0.0), (2, 1.0), (3, 2.0), (4, 4.0), (1000, POLICY.backoff_max_s)]
+)
+def test_waits_before_starts_double_up_to_a_limit(quick: int, wait_s: float) -> None:
+    failures = {"ngram": FailureRecord(quick=quick, never_started=0, last_at=100.0)}
+    assert decide({"ngram": 1}, (), failures, 100.0 + wait_s, POLICY) == [Create("ngram")]
+    assert not wait_s or decide({"ngram": 1}, (), failures, 99.9 + wait_s, POLICY) == []
 
 
 def test_actors_that_fail_side_by_side_count_once() -> None:
@@ -239,7 +227,6 @@ def test_actors_that_fail_side_by_side_count_once() -> None:
             record = record_failure(record, failed_at, failing(round_begins))
     assert record is not None
     assert (record.quick, record.never_started, record.last_at) == (2, 2, 15.3)
-    assert backoff_s(record, POLICY) == POLICY.backoff_s
     record = record_failure(record, 20.0, failing(0.0, was_ready=True))
     assert (record.quick, record.never_started) == (2, 0)
     record = record_failure(record, 20.1, failing(16.0))
