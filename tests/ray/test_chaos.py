@@ -33,7 +33,7 @@ from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, SAMPLES, SEED, MAX_TOKENS = 16, 3, 11, 64
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=SEED)
