@@ -116,11 +116,8 @@ class Channel:
 
 @dataclass(eq=False)
 class Member(ActorState):
-    """One incarnation of an actor, from its request to its removal.
-
-    No method blocks: calls of the actor are polled, and have deadlines. At most one call of each kind is in flight, so
-    a stuck actor delays no other.
-    """
+    """One incarnation of an actor, from its request to its removal. No method blocks: calls are polled, and at most one
+    of each kind is in flight."""
 
     seat: Seat = field(kw_only=True)
     calls: Calls = field(kw_only=True)
@@ -163,7 +160,7 @@ class Member(ActorState):
         self._open["drain"] = self.call("drain")
 
     def hurry(self) -> None:
-        """Check its health at the next `poll`, because it was reported as out of reach."""
+        """Check its health at the next `poll`."""
         self._pinged_at = float("-inf")
 
     def forgive(self, now: float) -> None:

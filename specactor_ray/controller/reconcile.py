@@ -116,12 +116,8 @@ def decide(
     now: float,
     limits: ReplacementLimits,
 ) -> list[Action]:
-    """The actions that bring the actors one step nearer to the desired state.
-
-    Returns:
-        Removals of dead actors first, then per key the surplus or missing actors. Healthy verifiers are never removed,
-        even if fewer are desired.
-    """
+    """The actions that bring the actors one step nearer to the desired state: removals of dead actors first, then per
+    key the surplus or missing actors. Healthy verifiers are never removed, even if fewer are desired."""
     actions: list[Action] = []
     kept: list[ActorState] = []
     failures = dict(failures)

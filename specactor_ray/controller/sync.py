@@ -39,10 +39,10 @@ def group_of(seat: int, replicas: int, most: int = 0) -> int:
 
 
 def assign_drafters(drafters: Iterable[str], groups: Collection[int], before: Service = frozenset()) -> Service:
-    """Assign the ready draft actors of one method to the groups with verifiers. `before`: the last result.
+    """Assign the draft actors of one method to the groups with verifiers. `before`: the last result.
 
-    Each draft actor serves one group; with more groups than draft actors, one draft actor serves each group. They are
-    spread evenly with as few changes as possible. Every group is served as long as there is a draft actor.
+    Each draft actor serves one group, or each group is served by one draft actor, whichever are more. They are spread
+    evenly with as few changes as possible.
     """
     drafters, groups = sorted(drafters), sorted(groups)
     if len(drafters) >= len(groups):
@@ -115,10 +115,7 @@ class PeerSync:
 
 
 class WeightSync:
-    """Sends the current weights to members that lack them.
-
-    A verifier is in the view only with the current weights (`Member.serves`), and a draft actor only once it has had
-    current ones. A member that repeatedly fails to load them is marked dead, and so replaced.
+    """Sends the current weights to members that lack them. One that repeatedly fails to load them is marked dead.
 
     A method that the trainer teaches has its own weights and versions; no call waits for them. Verifiers that host the
     method get them, too.
@@ -152,8 +149,7 @@ class WeightSync:
                 raise InputError(f"weights of version {weights.version} come after version {current.version}")
 
     def wait_for(self, version: int, timeout_s: float) -> bool:
-        """Wait until all ready verifiers have this version. Returns whether they have. Draft actors may lag, which
-        costs speed only."""
+        """Wait until all ready verifiers have this version. Returns whether they have. Draft actors may lag."""
         with self._changed:
             return self._changed.wait_for(lambda: self._in_place >= version, timeout_s)
 
