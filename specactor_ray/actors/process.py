@@ -1,4 +1,4 @@
-"""Parts of every actor process: logging, core binding, calls, models, and a thread for its loop."""
+"""Parts of every actor process: logging, core binding, calls and models."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ Service = frozenset[tuple[str, int]]
 _PEERS_TIMEOUT_S = 30.0
 
 
-def group_of(seat: int, replicas: int, most: int = 0) -> int:
-    """The group of the verifier on this seat, from 0. Groups are of about equal size, `most` (0: 8) at most."""
-    groups = math.ceil(replicas / (most or VERIFIERS_PER_GROUP))
+def group_of(seat: int, replicas: int) -> int:
+    """The group of the verifier on this seat, from 0. Groups are of about equal size."""
+    groups = math.ceil(replicas / VERIFIERS_PER_GROUP)
     return seat // math.ceil(replicas / groups)
 
 
@@ -75,7 +75,7 @@ class PeerSync:
     """Sends every ready member its peers: draft actors of the group to verifiers, and verifiers to draft actors."""
 
     def __init__(self, config: Config) -> None:
-        self._replicas, self._most = config.target.replicas, config.speculation.verifiers_per_group
+        self._replicas = config.target.replicas
         self._peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._version = 0
         self._served: dict[str, Service] = {}
@@ -85,7 +85,7 @@ class PeerSync:
         """Send the current lists to members that have not acknowledged them. Never blocks."""
         members = list(members)
         peers = (tuple(view.verifiers), tuple(endpoint.actor_id for endpoint in view.drafters))
-        group = {m.actor_id: group_of(m.seat.index, self._replicas, self._most) for m in members if m.key == VERIFIER}
+        group = {m.actor_id: group_of(m.seat.index, self._replicas) for m in members if m.key == VERIFIER}
         if peers != self._peers:
             self._peers, self._version = peers, self._version + 1
             self._assign(view.drafters, {group[name] for name in view.verifiers})

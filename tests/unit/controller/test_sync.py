@@ -27,12 +27,9 @@ drafters = st.sets(st.sampled_from([f"ngram-{n}#a" for n in range(9)]))
 groups = st.sets(st.integers(0, 7))
 
 
-@pytest.mark.parametrize(
-    ("replicas", "most", "sizes"),
-    [(1, 0, [1]), (9, 0, [5, 4]), (256, 0, [8] * 32), (5, 2, [2, 2, 1]), (20, 64, [20])],
-)
-def test_groups_are_of_neighbours_and_of_about_equal_size(replicas: int, most: int, sizes: list[int]) -> None:
-    of_seat = [group_of(seat, replicas, most) for seat in range(replicas)]
+@pytest.mark.parametrize(("replicas", "sizes"), [(1, [1]), (8, [8]), (9, [5, 4]), (256, [8] * 32)])
+def test_groups_are_of_neighbours_and_of_about_equal_size(replicas: int, sizes: list[int]) -> None:
+    of_seat = [group_of(seat, replicas) for seat in range(replicas)]
     assert of_seat == sorted(of_seat) and list(Counter(of_seat).values()) == sizes
 
 
@@ -103,11 +100,10 @@ class HandMember(Member):
 class Cast:
     """Members that are all ready."""
 
-    def __init__(self, verifiers: int, ngram: int, suffix: int, most: int = 0) -> None:
+    def __init__(self, verifiers: int, ngram: int, suffix: int) -> None:
         self.config = from_mapping(
             {
                 "target": {"replicas": verifiers},
-                "speculation": {"verifiers_per_group": most},
                 "drafters": [{"method": "ngram", "replicas": ngram}, {"method": "suffix", "replicas": suffix}],
             }
         )
