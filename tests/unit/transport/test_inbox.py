@@ -225,29 +225,3 @@ def test_nothing_that_arrives_raises_and_what_is_let_in_does_no_harm(arriving: l
         assert tokens.min() >= 0 and tokens.max() < VOCAB
     assert table.output[rows, :3].tolist() == [[1, 2, 3]] * 4 and table.committed[rows].tolist() == [3] * 4
     assert len(tails) + sum(box.snapshot()["malformed"].values()) == len(arriving)
-
-
-@pytest.mark.parametrize("message", [TAIL, COMMIT])
-def test_arrays_of_a_message_are_of_one_kind(message: Any) -> None:
-    """Whatever mix of writable and read-only arrays a sender makes, no kernel is compiled for it in a step."""
-    arrays = [field.name for field in dataclasses.fields(message) if type(getattr(message, field.name)) is np.ndarray]
-    for mask in range(1 << len(arrays)):
-        sent, branches = message, []
-        for number, name in enumerate(arrays):
-            array = getattr(message, name).copy()
-            array.flags.writeable = bool(mask >> number & 1)
-            sent = with_value(sent, name, array)
-        for number, array in enumerate(message.branches if message is TAIL else ()):
-            branches.append(array.copy())
-            branches[-1].flags.writeable = bool(mask >> number & 1)
-        box: inbox.Inbox[Any] = inbox.for_drafter(VOCAB)
-        if branches:
-            sent, box = with_value(sent, "branches", Branches(*branches)), inbox.for_verifier(VOCAB, BRANCHES)
-        box.put(sent)
-        (taken,) = box.drain()
-        columns = [*(getattr(taken, name) for name in arrays), *(taken.branches if branches else ())]
-        assert not any(column.flags.writeable for column in columns)
-        for name in arrays:
-            assert np.array_equal(getattr(taken, name), getattr(message, name))
-    for one in (inbox._problem_of, inbox._problem_of_branches):
-        assert len(one.signatures) == 1
