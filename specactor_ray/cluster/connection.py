@@ -75,14 +75,15 @@ def connect(config: ClusterConfig) -> Connection:
     if ray.is_initialized():
         return Connection(ray.get_runtime_context().gcs_address, owned=False)
     if config.address != "local":
-        return _join(config)
+        with _own_sigterm_handler():
+            return _join(config)
     started: list[Connection] = []
     try:
         # Processes of the cluster ignore SIGTERM, as Ray already arranges for Ctrl-C: schedulers signal a whole process
         # group or control group, and an immediate end of the cluster would also end actors that its owner needs for an
         # orderly end, such as the trainer that writes a checkpoint. Ray ends the processes by SIGKILL then, which takes
-        # some four seconds.
-        with _signals_wait_for_ray(), blocked(signal.SIGTERM):
+        # some four seconds. Signals wait for the end of the start.
+        with signals_deferred(), _own_sigterm_handler(), blocked(signal.SIGTERM):
             started.append(_start_private_cluster(config))
     except BaseException:
         for connection in started:
@@ -100,19 +101,16 @@ def _join(config: ClusterConfig) -> Connection:
             held.enter_context(shown(variables))
         held.callback(ray.shutdown)
         try:
-            with _signals_wait_for_ray():
-                ray.init(address=address, **_quiet())
+            ray.init(address=address, **_quiet())
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ClusterError(f"could not join the Ray cluster at {address}: {error}") from None
         return Connection(ray.get_runtime_context().gcs_address, owned=False, held=held.pop_all())
 
 
 @contextlib.contextmanager
-def _signals_wait_for_ray() -> Iterator[None]:
-    """Signals that arrive inside are handled at the end, by the caller's handlers. One of SIGTERM stays in place.
-
-    `ray.init` sets a handler of SIGTERM that raises SystemExit wherever the main thread is. Within a hook of `fork`,
-    such as that of `logging`, Python drops any exception, and a lock stays held.
+def _own_sigterm_handler() -> Iterator[None]:
+    """Keep the caller's handler of SIGTERM, if it is Python code. That of `ray.init` raises SystemExit wherever the main
+    thread is. Within a hook of `fork`, such as that of `logging`, Python drops exceptions, and a lock stays held.
     """
     set_handler = signal.signal
 
@@ -120,12 +118,11 @@ def _signals_wait_for_ray() -> Iterator[None]:
         before = signal.getsignal(number)
         return before if number == signal.SIGTERM and callable(before) else set_handler(number, handler)
 
-    with signals_deferred():
-        signal.signal = set_other_handler  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            signal.signal = set_handler
+    signal.signal = set_other_handler  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        signal.signal = set_handler
 
 
 def _quiet() -> dict[str, Any]:
