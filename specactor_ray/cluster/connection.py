@@ -109,9 +109,8 @@ def _join(config: ClusterConfig) -> Connection:
 
 @contextlib.contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
-    """Keep the caller's handler of SIGTERM, if it is Python code. That of `ray.init` raises SystemExit wherever the main
-    thread is. Within a hook of `fork`, such as that of `logging`, Python drops exceptions, and a lock stays held.
-    """
+    """Keep the caller's handler of SIGTERM, if it is Python code. That of `ray.init` raises SystemExit wherever the
+    main thread is: within a hook of `fork`, such as that of `logging`, the exception is lost and a lock stays held."""
     set_handler = signal.signal
 
     def set_other_handler(number: Any, handler: Any) -> Any:
