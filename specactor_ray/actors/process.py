@@ -1,22 +1,20 @@
-"""Parts of every actor process: logging, core binding, calls, models, and a thread for its loop."""
+"""Parts of every actor process: logging, core binding, calls and models."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from specactor_ray.actors.specs import ActorSpec, VerifierSpec
+from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import bind_to_cores, limit_spins
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import ModeName, TargetConfig
-from specactor_ray.core.clock import SYSTEM, Clock
+from specactor_ray.core.clock import Clock
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.transport.messages import WeightSet
@@ -124,116 +122,3 @@ def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Cal
             references.append(calls.transport.put(bucket))
             num_bytes += bucket.data.nbytes
     return WeightSet(version, tuple(references), num_bytes)
-
-
-class ModelLoop(Protocol):
-    """The loop of a `LoopActor`."""
-
-    def run(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]: ...
-
-    def forget_history(self) -> Future[None]: ...
-
-
-L = TypeVar("L", bound=ModelLoop)
-S = TypeVar("S", bound=ActorSpec)
-
-
-class LoopThread(Generic[L]):
-    """A daemon thread that makes a loop and runs it.
-
-    The loop, and with it the model, is made *in* the thread: OpenMP keeps a team of workers per thread that ever
-    computed. With a second team there are more workers than cores, and both go to sleep between operators instead
-    of waiting actively; a decode step on two cores then takes a third longer.
-    """
-
-    def __init__(self, make_loop: Callable[[], L], name: str, clock: Clock = SYSTEM) -> None:
-        self._clock = clock
-        self._made: Future[L] = Future()
-        self._loop: L | None = None
-        self._thread = clock.spawn(lambda: self._main(make_loop), name)
-
-    def loop(self) -> L:
-        """Wait for the loop (the controller limits the wait) and return it. Raises the error of its construction."""
-        if self._loop is None:
-            self._loop = self._clock.result(self._made, float("inf"))
-        return self._loop
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def stop(self, timeout_s: float) -> bool:
-        """Request the end of the loop and wait for it; False if it still runs after `timeout_s` seconds."""
-        if self._made.done() and self._made.exception() is None:
-            self._made.result().stop()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _main(self, make_loop: Callable[[], L]) -> None:
-        try:
-            loop = make_loop()
-        except BaseException as error:  # noqa: BLE001 - raised again in `loop`
-            self._made.set_exception(error)
-            return
-        self._made.set_result(loop)
-        loop.run()
-
-
-class LoopActor(Generic[S, L]):
-    """An actor with a loop in a thread of its own; its methods only touch queues."""
-
-    _THREAD: ClassVar[str]
-    """Name of the thread."""
-
-    def __init__(self, spec: S, host: ActorHost | None = None) -> None:
-        self._spec: S = spec
-        self._host = host or ActorHost()
-        self._thread: LoopThread[L] | None = None
-        self._lock = threading.Lock()
-        """Guards the start, and the list of peers against older ones that come late."""
-        self._peers_version = -1
-
-    def start(self) -> None:
-        """Bind the cores, load the model, start the loop. Idempotent."""
-        with self._lock:
-            if self._thread is None:
-                self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.log_level)
-                self._thread = LoopThread(self._make_loop, self._THREAD, self._host.clock)
-        self._thread.loop()
-
-    def load_weights(self, weights: WeightSet) -> None:
-        """Load a version of the weights that the actor follows: the policy's, or those taught to its method. Requests
-        of older versions end. Idempotent."""
-        self._do(self._running().load_weights(weights.version, self._host.fetch_weights(weights)))
-
-    def forget_history(self) -> None:
-        """Clear the histories of earlier outputs of this process's drafters."""
-        self._do(self._running().forget_history())
-
-    def stop(self) -> None:
-        """End the loop in order; returns when it has ended, or after ten seconds."""
-        if self._thread is not None:
-            self._thread.stop(10.0)
-
-    def _make_loop(self) -> L:
-        """Build the loop, in its thread."""
-        raise NotImplementedError
-
-    def _take_version(self, version: int) -> bool:
-        """Whether a list of peers is no older than the last one; the lock is held."""
-        if version < self._peers_version:
-            return False
-        self._peers_version = version
-        return True
-
-    def _do(self, command: Future[None]) -> None:
-        self._host.clock.result(command, COMMAND_TIMEOUT_S)
-
-    def _running(self) -> L:
-        if self._thread is None:
-            raise RuntimeError(f"{self._spec.actor_id} was not started")
-        return self._thread.loop()

@@ -76,27 +76,21 @@ class DraftActorSpec(ActorSpec):
 
 @dataclass(frozen=True)
 class DraftEndpoint:
-    """A draft actor as verifiers and the rollout see it."""
+    """A draft actor that serves, as verifiers and the rollout see it."""
 
     actor_id: str
     drafter: DrafterSpec
     handle: Any
-    """Ray actor handle; None while the actor is pending."""
-    phase: Phase = Phase.READY
-    note: str = ""
-    """Readable reason why it is not ready."""
+    """Ray actor handle."""
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The current actors. `version` grows with every change of another field."""
+    """The actors that serve now. `version` grows with every change of another field."""
 
     version: int = 0
     verifiers: Mapping[str, Any] = field(default_factory=dict)
-    """Id → handle of every verifier that is ready."""
+    """Id → handle."""
     drafters: tuple[DraftEndpoint, ...] = ()
-    """Every draft actor, whatever its phase."""
-    errors: tuple[str, ...] = ()
-    """Lasting errors, such as a method that was given up."""
     departed: Mapping[str, Departure] = field(default_factory=dict)
     """Verifier id → reason of its recent removal."""

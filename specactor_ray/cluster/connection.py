@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,11 +80,11 @@ def connect(config: ClusterConfig) -> Connection:
             return _join(config)
     started: list[Connection] = []
     try:
-        # The handler is restored before the signal is unblocked; it may raise right then. Processes of the cluster
-        # ignore SIGTERM, as Ray already arranges for Ctrl-C: schedulers signal a whole process group or control group,
-        # and an immediate end of the cluster would also end actors that its owner needs for an orderly end, such as the
-        # trainer that writes a checkpoint. Ray ends the processes by SIGKILL then, which takes some four seconds.
-        with blocked(signal.SIGTERM), _own_sigterm_handler():
+        # Processes of the cluster ignore SIGTERM, as Ray already arranges for Ctrl-C: schedulers signal a whole process
+        # group or control group, and an immediate end of the cluster would also end actors that its owner needs for an
+        # orderly end, such as the trainer that writes a checkpoint. Ray ends the processes by SIGKILL then, which takes
+        # some four seconds. Signals wait for the end of the start.
+        with signals_deferred(), _own_sigterm_handler(), blocked(signal.SIGTERM):
             started.append(_start_private_cluster(config))
     except BaseException:
         for connection in started:
@@ -111,17 +110,19 @@ def _join(config: ClusterConfig) -> Connection:
 
 @contextlib.contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
-    """Put the caller's handler of SIGTERM back in place of Ray's, which ends the process without an orderly end."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Keep the caller's handler of SIGTERM, if it is Python code. That of `ray.init` raises SystemExit wherever the
+    main thread is: within a hook of `fork`, such as that of `logging`, the exception is lost and a lock stays held."""
+    set_handler = signal.signal
+
+    def set_other_handler(number: Any, handler: Any) -> Any:
+        before = signal.getsignal(number)
+        return before if number == signal.SIGTERM and callable(before) else set_handler(number, handler)
+
+    signal.signal = set_other_handler  # type: ignore[assignment]
     try:
         yield
-    except SystemExit as end:
-        if end.code == signal.SIGTERM and callable(before):
-            before(signal.SIGTERM, None)  # arrived while Ray's own handler was in place
-        raise
     finally:
-        if callable(before) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        signal.signal = set_handler
 
 
 def _quiet() -> dict[str, Any]:

@@ -198,7 +198,7 @@ def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
     if config.mode is ModeName.plain:
         return {}
     speculation, batch = config.speculation, config.target.max_batch
-    group = min(config.target.replicas, speculation.verifiers_per_group or VERIFIERS_PER_GROUP)
+    group = min(config.target.replicas, VERIFIERS_PER_GROUP)
     specs = {}
     for number, one in enumerate(config.drafters):
         key = f"drafters.{number}"

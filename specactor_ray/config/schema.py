@@ -245,7 +245,7 @@ class DrafterConfig:
 MAX_METHODS = 8
 """Most draft methods for which a verifier keeps statistics."""
 VERIFIERS_PER_GROUP = 8
-"""Most verifiers that share draft actors, if `speculation.verifiers_per_group` is not set."""
+"""Most verifiers that share draft actors."""
 
 
 @dataclass
@@ -272,9 +272,6 @@ class SpeculationConfig:
     race_below: int | None = at_least(1, default=None)
     """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""
-    verifiers_per_group: int = at_least(0, default=0)
-    """Most verifiers that share draft actors: those of a method are distributed over groups of neighbouring verifiers.
-    0: 8, so that up to 8 verifiers have all draft actors."""
 
 
 @dataclass

@@ -24,11 +24,10 @@ from specactor_ray.cluster.connection import list_runs
 from specactor_ray.cluster.names import CONTROLLER, new_run_name
 from specactor_ray.config.methods import draft_actors, drafter_specs
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.elastic import Elastic
+from specactor_ray.controller.elastic import Elastic, scale_refusal
 from specactor_ray.controller.fleet import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Fleet
 from specactor_ray.controller.members import ActorClasses, next_view
 from specactor_ray.controller.reconcile import ReplacementLimits
-from specactor_ray.controller.seats import scale_refusal
 from specactor_ray.controller.sync import PeerSync, WeightSync
 from specactor_ray.core.clock import Clock, Thread
 from specactor_ray.core.errors import CallError, ConfigError, SpecActorError
@@ -42,7 +41,6 @@ _TICK_S = 0.2
 _START_TICK_S = 0.05
 _SYNC_TICK_S = 0.005
 """Seconds between two rounds while weights are in flight."""
-_SLOW_STEP_S = 1.0
 
 
 class _Once(Generic[T]):
@@ -108,18 +106,17 @@ class Controller:
 
     def start(self) -> ClusterView:
         """Bring up the configured actors and keep them running. Returns the first view in which all of them serve
-        that are still desired. Idempotent, also during the start: all callers get the same result.
+        that are still desired. Idempotent: all callers get the same result. After an error nothing is left running.
 
         Raises:
             ClusterError: There is no room; demand and supply are shown.
             UserError: As an actor raised it, such as a `ModelLoadError`.
             SpecActorError: An actor did not start, or not in time, or actors of a kind were lost again and again.
-                After each of these errors nothing is left running.
         """
         return self._started.get()
 
     def view(self, known: int | None = None) -> ClusterView | None:
-        """The current members, at most as old as the last step. None if their version is `known`."""
+        """The actors that serve; None if the version of the view is `known`."""
         view = self._view
         return None if view.version == known else view
 
@@ -155,8 +152,7 @@ class Controller:
             raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
 
     def offer_weights(self, method: str, weights: WeightSet) -> None:
-        """Take new weights that a draft method was taught, of a version above all earlier ones. Present and later
-        actors of the method get them."""
+        """Take new weights that a draft method was taught, for its present and later actors."""
         self._post(lambda: self._weights.offer(method, weights))
 
     def suspect(self, actor_id: str, reason: str) -> None:
@@ -202,7 +198,7 @@ class Controller:
     # ---- start, rounds, end ----
 
     def _start(self) -> ClusterView:
-        """Run rounds until the run has started. Any error of a step ends the start."""
+        """Run rounds until the run has started."""
         try:
             supply = self._backend.supply()
             while True:
@@ -230,7 +226,6 @@ class Controller:
             self._wake.clear()
 
     def _round(self, run: Callable[[str, Callable[[], Any]], None]) -> None:
-        """Bring the actors one step nearer to the desired state."""
         fleet = self._fleet
         run("requests", self._take_requests)
         run("settle", fleet.settle_pending)
@@ -242,29 +237,24 @@ class Controller:
 
     def _guarded(self, name: str, step: Callable[[], Any]) -> None:
         """Run a step whose failure must not end the loop: the next round finds the same difference again."""
-        begin = self._clock.now()
         try:
             step()
         except Exception:
             logger.exception("step %r of the controller failed", name)
             self._stopping.wait(1.0)  # no hot loop of a repeated failure
-        took = self._clock.now() - begin
-        if took > _SLOW_STEP_S:
-            logger.warning("step %r of the controller took %.1f s", name, took)
 
     def _scale_by_load(self) -> None:
         members, given_up = self._fleet.members.values(), self._fleet.given_up()
         self._desired.update(self._elastic.revise(members, self._desired, given_up, self._clock.now()))
 
     def _publish(self) -> None:
-        """Replace the snapshots that `view` and `status` return; the version grows if anything changed."""
+        """Replace the snapshots that `view` and `status` return."""
         members, now = list(self._fleet.members.values()), self._clock.now()
-        self._view = next_view(self._view, members, self._drafters, self._fleet.failures, self._fleet.departed)
+        self._view = next_view(self._view, members, self._drafters, self._fleet.departed)
         self._status = [member.row(now) for member in members]
         self._backend.calls.transport.export(self._metric_rows)
 
     def _metric_rows(self) -> Iterable[Row]:
-        """Metrics of the members in the last status."""
         drafters = {key: number for key, number in self._desired.items() if key != VERIFIER}
         groups = [(VERIFIER, ""), *(("drafter", method) for method in drafters)]
         known = [(*group, phase.value) for group in groups for phase in Phase]
@@ -284,8 +274,8 @@ def start_controller(
     limits: ReplacementLimits | None = None,
     priors: Mapping[str, float] | None = None,
 ) -> tuple[Any, str]:
-    """Make the controller of a new run, a named actor that ends with this process, and start the run. Arguments and
-    errors are those of `Controller` and of its `start`. Returns the controller and the name of the run."""
+    """Make the controller of a new run, a named actor that ends with this process, and start the run. Returns the
+    controller and the name of the run. Errors are those of `Controller.start`."""
     run = config.run.name or new_run_name()
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")

@@ -1,4 +1,4 @@
-"""Best number of draft actors of a method, by reports of verifiers and draft actors: docs/design/controller.md."""
+"""Numbers of draft actors: the best ones by reports of all actors (docs/design/controller.md), and possible ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.actors.specs import VERIFIER, Phase
-from specactor_ray.config.methods import DrafterSpec, acting_drafters, drafter_specs
-from specactor_ray.config.schema import Config, DrafterConfig
+from specactor_ray.config.methods import DrafterSpec, acting_drafters, draft_actors, drafter_specs
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.controller.members import Member
+from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.costs import range_number
 from specactor_ray.plan.search import best_ahead, geometric
 from specactor_ray.verify.table import DEFAULT_PRIOR
@@ -245,3 +246,26 @@ class Elastic:
             tried = [(one["drafted"], one["acceptance"]) for one in counters["ladder"] if one["method"] == method]
             if tried:
                 scaling.probability = sum(n * p for n, p in tried) / sum(n for n, _ in tried)
+
+
+def scale_refusal(config: Config, method: str, number: int | None) -> ConfigError | None:
+    """Why there cannot be `number` draft actors of `method` (None: as many as pay); None when it is possible."""
+    known = [drafter.method for drafter in config.drafters]
+    if config.mode is ModeName.plain:
+        return ConfigError("mode", "'plain' uses no drafters.", "start the run with mode=decoupled.")
+    if config.mode is ModeName.coupled:
+        problem = "'coupled' has no draft actors to scale: the verifiers draft themselves."
+        return ConfigError("mode", problem, "start the run with mode=decoupled.")
+    if method not in known:
+        fix = f"use one of {', '.join(known)}."
+        return ConfigError("drafters", f"method {method!r} is not configured for this run.", fix)
+    key = f"drafters.{known.index(method)}"
+    if method not in draft_actors(config):
+        problem = f"verifiers draft by {method} themselves, so it has no draft actors to scale."
+        return ConfigError(f"{key}.hosted", problem, f"start the run with {key}.hosted=false.")
+    if number is None and config.drafters[known.index(method)].max_replicas is None:
+        problem, fix = "is not set, so there is no number to scale up to.", f"start the run with {key}.max_replicas=4."
+        return ConfigError(f"{key}.max_replicas", problem, fix)
+    if number is not None and (not isinstance(number, int) or number < 0):
+        return ConfigError(f"drafters.{method}", f"{number!r} is not a number of draft actors.", "use 0 or more.")
+    return None

@@ -7,16 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from specactor_ray.actors.specs import VERIFIER, Departure, Phase
-from specactor_ray.cluster.backend import (
-    Backend,
-    NodeSupply,
-    can_ever_fit,
-    demand_against_supply,
-)
+from specactor_ray.cluster.backend import Backend, Demand, NodeSupply, can_ever_fit, demand_against_supply
+from specactor_ray.cluster.cores import CoreLedger
 from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.config.methods import drafter_specs
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.members import ActorClasses, Member, build_spec, default_classes, stop_in_order
+from specactor_ray.controller.members import ActorClasses, Member, Seat, build_spec, default_classes, stop_in_order
 from specactor_ray.controller.reconcile import (
     Create,
     Drain,
@@ -28,7 +24,6 @@ from specactor_ray.controller.reconcile import (
     is_given_up,
     record_failure,
 )
-from specactor_ray.controller.seats import Seating
 from specactor_ray.core.errors import ActorLostError, ClusterError, SpecActorError, UserError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +31,72 @@ logger = logging.getLogger(__name__)
 _REMEMBERED_DEPARTURES = 256
 STOP_TIMEOUT_S = 12.0
 GONE_TIMEOUT_S = 15.0
+
+
+class Seating:
+    """All seats of a run. Nothing here blocks for long."""
+
+    def __init__(self, run: str, config: Config, backend: Backend) -> None:
+        self._run, self._config, self._backend = run, config, backend
+        self._drafters = {drafter.method: drafter for drafter in config.drafters}
+        self._ledger = CoreLedger()
+        self.seats: list[Seat] = []
+
+    def claim(self, key: str) -> Seat:
+        """A vacant seat for an actor of `key`, else a new one whose placement group is requested now."""
+        for seat in self.seats:
+            if seat.key == key and seat.occupant is None:
+                seat.placement = None  # the group may have moved, so it is resolved again
+                return seat
+        taken = {seat.index for seat in self.seats if seat.key == key}
+        index = next(number for number in range(len(taken) + 1) if number not in taken)
+        stem = f"{key}-{index}"
+        size = self._config.target if key == VERIFIER else self._drafters[key]
+        demand = Demand(stem, size.cores, size.gpus)
+        self.seats.append(Seat(stem, key, index, demand, self._backend.request(actor_name(self._run, stem), demand)))
+        return self.seats[-1]
+
+    def settle(self, seat: Seat) -> bool:
+        """Resolve the placement of the seat's group, and take its cores.
+
+        Returns:
+            False while the group waits for room, or its node has not answered.
+
+        Raises:
+            ClusterError: The node has too few free cores.
+        """
+        where = self._backend.resolve(seat.group)
+        if where is None or (self._config.cluster.pin_cores and not self._take_cores(seat, where.node_id)):
+            return False
+        seat.placement = where
+        return True
+
+    def trim(self, wanted: Mapping[str, int]) -> None:
+        """Remove the vacant seats beyond the wanted number of each key."""
+        for seat in [seat for seat in self.seats if seat.occupant is None]:
+            if sum(other.key == seat.key for other in self.seats) > wanted.get(seat.key, 0):
+                self._discard(seat)
+
+    def close(self) -> None:
+        """Remove all seats."""
+        for seat in list(self.seats):
+            self._discard(seat)
+
+    def _take_cores(self, seat: Seat, node_id: str) -> bool:
+        found = self._backend.cores(node_id)
+        if found is None:
+            return False
+        machine, cores = found
+        self._ledger.add_node(node_id, cores, machine)
+        if self._ledger.holders(node_id).get(seat.stem, ()) != seat.cores or not seat.cores:
+            self._ledger.release(seat.stem)
+            seat.cores = self._ledger.take(node_id, seat.demand.cpus, seat.stem)
+        return True  # a replacement on the same machine keeps the cores
+
+    def _discard(self, seat: Seat) -> None:
+        self.seats.remove(seat)
+        self._backend.remove(seat.group)
+        self._ledger.release(seat.stem)
 
 
 class Fleet:
@@ -200,12 +261,12 @@ class Fleet:
         log = logger.warning if action.failed else logger.info
         log("%s is removed: %s", action.actor_id, action.reason)
         if action.failed:
-            record = record_failure(self.failures.get(member.key), now, action.reason, member)
+            record = record_failure(self.failures.get(member.key), now, member)
             self.failures[member.key] = record
             if self._required(desired).get(member.key, 0):
                 self._check_start(member, action.reason, record)
             if is_given_up(member.key, record, self._limits):
-                logger.error("no more draft actors of %s are started: %s", member.key, record.error)
+                logger.error("no more draft actors of %s are started: %s", member.key, action.reason)
         if member.key == VERIFIER:
             self.departed[member.actor_id] = _departure(action, member)
             for oldest in list(self.departed)[:-_REMEMBERED_DEPARTURES]:

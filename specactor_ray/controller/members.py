@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,11 @@ from specactor_ray.actors.specs import (
     Phase,
     VerifierSpec,
 )
-from specactor_ray.cluster.backend import ProcessFacts, process_facts
+from specactor_ray.cluster.backend import Demand, Placement, ProcessFacts, process_facts
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.methods import DrafterSpec, inline_drafters
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.reconcile import ActorState, FailureRecord
-from specactor_ray.controller.seats import Seat
+from specactor_ray.controller.reconcile import ActorState
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, SpecActorError, UserError
 
 logger = logging.getLogger(__name__)
@@ -46,10 +45,26 @@ class ActorClasses:
 
 def default_classes() -> ActorClasses:
     """Those of `specactor_ray.actors`. They load torch, so they are imported only where they are needed."""
-    from specactor_ray.actors.draft import DraftActor
-    from specactor_ray.actors.verifier import VerifierActor
+    from specactor_ray.actors.loops import DraftActor, VerifierActor
 
     return ActorClasses(VerifierActor, DraftActor)
+
+
+@dataclass(eq=False)
+class Seat:
+    """A placement group with its cores, for one actor at a time. It outlives its actors, so a replacement needs no new
+    room."""
+
+    stem: str
+    """Name such as `ngram-1`; the incarnations in this seat have ids such as `ngram-1#9c0d`."""
+    key: str
+    index: int
+    demand: Demand
+    group: Any
+    placement: Placement | None = None
+    cores: tuple[int, ...] = ()
+    occupant: str | None = None
+    """Actor id; None once the actor has left: the seat then stays for the next one until `Seating.trim`."""
 
 
 class Channel:
@@ -101,11 +116,8 @@ class Channel:
 
 @dataclass(eq=False)
 class Member(ActorState):
-    """One incarnation of an actor, from its request to its removal.
-
-    No method blocks: calls of the actor are polled, and have deadlines. At most one call of each kind is in flight, so
-    a stuck actor delays no other.
-    """
+    """One incarnation of an actor, from its request to its removal. No method blocks: calls are polled, and at most one
+    of each kind is in flight."""
 
     seat: Seat = field(kw_only=True)
     calls: Calls = field(kw_only=True)
@@ -148,7 +160,7 @@ class Member(ActorState):
         self._open["drain"] = self.call("drain")
 
     def hurry(self) -> None:
-        """Check its health at the next `poll`, because it was reported as out of reach."""
+        """Check its health at the next `poll`."""
         self._pinged_at = float("-inf")
 
     def forgive(self, now: float) -> None:
@@ -198,11 +210,6 @@ class Member(ActorState):
             pass  # perhaps only the network fails: the actor is silent until the health timeout decides
         elif self.error is None or not isinstance(error, ActorLostError):  # others have more detail
             self.error = _named(error, self.actor_id, _FAILURE_OF[method])
-
-    def endpoint(self, drafter: DrafterSpec) -> DraftEndpoint:
-        """A draft actor as verifiers and the rollout see it."""
-        phase = Phase.STARTING if self.phase is Phase.READY and not self.serves else self.phase
-        return DraftEndpoint(self.actor_id, drafter, self.handle, phase, self.note)
 
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""
@@ -276,21 +283,17 @@ def build_spec(
 
 def next_view(
     last: ClusterView,
-    members: Sequence[Member],
+    members: Iterable[Member],
     drafters: Mapping[str, DrafterSpec],
-    failures: Mapping[str, FailureRecord],
     departed: Mapping[str, Departure],
 ) -> ClusterView:
     """The view of these members: `last` if nothing changed, else a new view with the next version."""
-    serving = [one for one in members if one.key == VERIFIER and one.phase is Phase.READY and one.serves]
-    endpoints = tuple(one.endpoint(drafters[one.key]) for one in members if one.key != VERIFIER)
-    errors = tuple(f"{key}: {record.error}" for key, record in failures.items())
-    handles = {one.actor_id: one.handle for one in serving}
-    view = ClusterView(last.version + 1, handles, endpoints, errors, dict(departed))
-    return last if _shown(view) == _shown(last) else view
+    serving = [one for one in members if one.phase is Phase.READY and one.serves]
+    handles = {one.actor_id: one.handle for one in serving if one.key == VERIFIER}
+    endpoints = [DraftEndpoint(one.actor_id, drafters[one.key], one.handle) for one in serving if one.key != VERIFIER]
+    view = ClusterView(last.version + 1, handles, tuple(endpoints), dict(departed))
+    return last if _ids(view) == _ids(last) else view
 
 
-def _shown(view: ClusterView) -> tuple[Any, ...]:
-    """The compared parts of a view; actors are identified by their ids."""
-    drafters = tuple((e.actor_id, e.phase, e.note, e.handle is None) for e in view.drafters)
-    return tuple(view.verifiers), drafters, view.errors, tuple(view.departed)
+def _ids(view: ClusterView) -> tuple[list[str], ...]:
+    return list(view.verifiers), [one.actor_id for one in view.drafters], list(view.departed)

@@ -51,7 +51,6 @@ class FailureRecord:
     never_started: int = 0
     """Starts that failed in a row; sets when to give up."""
     last_at: float = 0.0
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,12 +116,8 @@ def decide(
     now: float,
     limits: ReplacementLimits,
 ) -> list[Action]:
-    """The actions that bring the actors one step nearer to the desired state.
-
-    Returns:
-        Removals of dead actors first, then per key the surplus or missing actors. Healthy verifiers are never removed,
-        even if fewer are desired.
-    """
+    """The actions that bring the actors one step nearer to the desired state: removals of dead actors first, then per
+    key the surplus or missing actors. Healthy verifiers are never removed, even if fewer are desired."""
     actions: list[Action] = []
     kept: list[ActorState] = []
     failures = dict(failures)
@@ -133,20 +128,20 @@ def decide(
             continue
         actions.append(removal)
         if removal.failed:  # counts for actors created in this very step
-            failures[actor.key] = record_failure(failures.get(actor.key), now, removal.reason, actor)
+            failures[actor.key] = record_failure(failures.get(actor.key), now, actor)
     for key in dict.fromkeys((*desired, *(actor.key for actor in actors))):
         mine = [actor for actor in kept if actor.key == key]
         actions += _balance(key, desired.get(key, 0), mine, failures.get(key), now, limits)
     return actions
 
 
-def record_failure(record: FailureRecord | None, now: float, error: str, actor: ActorState) -> FailureRecord:
+def record_failure(record: FailureRecord | None, now: float, actor: ActorState) -> FailureRecord:
     """The record of a key after the failure of one more actor. An actor created before the failure on record is counted
     with that failure."""
     record = record or FailureRecord(last_at=float("-inf"))
     more = actor.created_at >= record.last_at
     never_started = 0 if actor.was_ready else max(record.never_started + more, 1)
-    return replace(record, quick=record.quick + more, never_started=never_started, last_at=now, error=error)
+    return replace(record, quick=record.quick + more, never_started=never_started, last_at=now)
 
 
 def is_given_up(key: str, record: FailureRecord | None, limits: ReplacementLimits) -> bool:

@@ -32,17 +32,17 @@ Service = frozenset[tuple[str, int]]
 _PEERS_TIMEOUT_S = 30.0
 
 
-def group_of(seat: int, replicas: int, most: int = 0) -> int:
-    """The group of the verifier on this seat, from 0. Groups are of about equal size, `most` (0: 8) at most."""
-    groups = math.ceil(replicas / (most or VERIFIERS_PER_GROUP))
+def group_of(seat: int, replicas: int) -> int:
+    """The group of the verifier on this seat, from 0. Groups are of about equal size."""
+    groups = math.ceil(replicas / VERIFIERS_PER_GROUP)
     return seat // math.ceil(replicas / groups)
 
 
 def assign_drafters(drafters: Iterable[str], groups: Collection[int], before: Service = frozenset()) -> Service:
-    """Assign the ready draft actors of one method to the groups with verifiers. `before`: the last result.
+    """Assign the draft actors of one method to the groups with verifiers. `before`: the last result.
 
-    Each draft actor serves one group; with more groups than draft actors, one draft actor serves each group. They are
-    spread evenly with as few changes as possible. Every group is served as long as there is a draft actor.
+    Each draft actor serves one group, or each group is served by one draft actor, whichever are more. They are spread
+    evenly with as few changes as possible.
     """
     drafters, groups = sorted(drafters), sorted(groups)
     if len(drafters) >= len(groups):
@@ -75,7 +75,7 @@ class PeerSync:
     """Sends every ready member its peers: draft actors of the group to verifiers, and verifiers to draft actors."""
 
     def __init__(self, config: Config) -> None:
-        self._replicas, self._most = config.target.replicas, config.speculation.verifiers_per_group
+        self._replicas = config.target.replicas
         self._peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._version = 0
         self._served: dict[str, Service] = {}
@@ -84,24 +84,21 @@ class PeerSync:
     def update(self, members: Iterable[Member], view: ClusterView, now: float) -> None:
         """Send the current lists to members that have not acknowledged them. Never blocks."""
         members = list(members)
-        endpoints = [endpoint for endpoint in view.drafters if endpoint.phase is Phase.READY]
-        peers = (tuple(view.verifiers), tuple(endpoint.actor_id for endpoint in endpoints))
-        group = {m.actor_id: group_of(m.seat.index, self._replicas, self._most) for m in members if m.key == VERIFIER}
+        peers = (tuple(view.verifiers), tuple(endpoint.actor_id for endpoint in view.drafters))
+        group = {m.actor_id: group_of(m.seat.index, self._replicas) for m in members if m.key == VERIFIER}
         if peers != self._peers:
             self._peers, self._version = peers, self._version + 1
-            self._assign(endpoints, {group[name] for name in view.verifiers})
+            self._assign(view.drafters, {group[name] for name in view.verifiers})
         for member in members:
             if member.phase is Phase.READY:
-                send = functools.partial(self._send, member, endpoints, view, group)
+                send = functools.partial(self._send, member, view, group)
                 member.peers.update(self._version, now, send)
 
-    def _send(
-        self, member: Member, endpoints: Sequence[DraftEndpoint], view: ClusterView, group: Mapping[str, int]
-    ) -> Call:
+    def _send(self, member: Member, view: ClusterView, group: Mapping[str, int]) -> Call:
         peers: Any
         if member.key == VERIFIER:
             method, mine = "set_drafters", group[member.actor_id]
-            peers = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
+            peers = [one for one in view.drafters if (one.actor_id, mine) in self._served[one.drafter.method]]
         else:
             method, served = "set_verifiers", self._served.get(member.key, ())
             peers = {id_: at for id_, at in view.verifiers.items() if (member.actor_id, group[id_]) in served}
@@ -118,10 +115,7 @@ class PeerSync:
 
 
 class WeightSync:
-    """Sends the current weights to members that lack them.
-
-    A verifier is in the view only with the current weights (`Member.serves`), and a draft actor only once it has had
-    current ones. A member that repeatedly fails to load them is marked dead, and so replaced.
+    """Sends the current weights to members that lack them. One that repeatedly fails to load them is marked dead.
 
     A method that the trainer teaches has its own weights and versions; no call waits for them. Verifiers that host the
     method get them, too.
@@ -155,8 +149,7 @@ class WeightSync:
                 raise InputError(f"weights of version {weights.version} come after version {current.version}")
 
     def wait_for(self, version: int, timeout_s: float) -> bool:
-        """Wait until all ready verifiers have this version. Returns whether they have. Draft actors may lag, which
-        costs speed only."""
+        """Wait until all ready verifiers have this version. Returns whether they have. Draft actors may lag."""
         with self._changed:
             return self._changed.wait_for(lambda: self._in_place >= version, timeout_s)
 

@@ -198,7 +198,7 @@ class DraftLoop(Loop):
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
             requests.counters["extends"] += 1
             self._failures_in_a_row = 0
-        requests.publish(changed, self._links, self._inbox.cut_off, self._token_s)
+        requests.publish(changed, self._links, self._token_s)
         if news := self._health.observe(*proposer.judged.tolist()):
             logger.warning("%s", news)
         return bool(messages) or len(changed) > 0

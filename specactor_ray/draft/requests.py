@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,13 +188,11 @@ class DraftRequests:
 
     # ---- tails ----
 
-    def publish(
-        self, changed: np.ndarray, links: Mapping[str, Link[TailBatch]], cut_off: Container[str], token_s: float
-    ) -> None:
+    def publish(self, changed: np.ndarray, links: Mapping[str, Link[TailBatch]], token_s: float) -> None:
         """Offer the tails of changed slots to their verifiers; a busy link sends them later.
 
-        Requests of verifiers that are in `cut_off` or not in `links` are dropped. If the list with a verifier arrives
-        after the verifier's messages, its next commits are of unknown requests, which it opens again.
+        Requests of verifiers that are not in `links` are dropped. If the list with a verifier arrives after the
+        verifier's messages, its next commits are of unknown requests, which it opens again.
         """
         changed = changed[(changed >= 0) & (changed < len(self._changed))]
         self._changed[changed] = self._owners[changed] != _NONE
@@ -203,7 +201,7 @@ class DraftRequests:
         numbers = set(owners.tolist())
         for verifier_id, verifier in list(self._verifiers.items()):
             link = links.get(verifier_id)
-            if link is None or verifier_id in cut_off:
+            if link is None:
                 self._drop(verifier_id)
             elif verifier.number in numbers or verifier.lost:
                 mine = slots if numbers == {verifier.number} else slots[owners == verifier.number]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.process import put_weights
-from specactor_ray.actors.specs import ClusterView, Phase
+from specactor_ray.actors.specs import ClusterView
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import inline_drafters, traits
 from specactor_ray.config.schema import Config
@@ -135,7 +135,7 @@ class RunClient:
     def forget_history(self) -> None:
         """Remove earlier outputs from the drafters' histories, as at their start; for benchmarks."""
         view = self.view()
-        drafters = [endpoint.handle for endpoint in view.drafters if endpoint.phase is Phase.READY]
+        drafters = [endpoint.handle for endpoint in view.drafters]
         self._call_all("forget_history", [*drafters, *view.verifiers.values()])
 
     def metrics(self) -> RolloutMetrics:
@@ -214,7 +214,7 @@ def actors_status(ask: Callable[..., Any], calls: Calls) -> list[dict[str, Any]]
     that does not answer, those of the last health check are used. `ask` calls a method of the controller."""
     rows: list[dict[str, Any]] = ask("status")
     view: ClusterView = ask("view")
-    ready = {**view.verifiers, **{one.actor_id: one.handle for one in view.drafters if one.phase is Phase.READY}}
+    ready = {**view.verifiers, **{one.actor_id: one.handle for one in view.drafters}}
     pings = {name: calls.start(handle, "ping", deadline_s=_PING_S, retry=False) for name, handle in ready.items()}
     for actor in rows:
         if actor["id"] in pings:

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.actors.draft import DraftActor
+from specactor_ray.actors.loops import DraftActor, VerifierActor
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import VerifierSpec
-from specactor_ray.actors.verifier import VerifierActor
 from specactor_ray.cluster.backend import Demand, NodeSupply, Placement, ProcessFacts, Reaper
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import DrafterSpec, traits

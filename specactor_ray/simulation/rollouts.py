@@ -163,7 +163,7 @@ class SimulatedRollouts(VirtualRun):
                 break
         stream.close()
         if self.client.dispatcher.reissues:
-            raise SimulationError(f"verifiers were lost without a fault: {'; '.join(self.client.view().errors)}")
+            raise SimulationError("verifiers were lost without a fault")
 
     def _day(self, begin: float) -> None:
         """Send requests at their times through the engine."""

@@ -1,7 +1,7 @@
 """The consumer's side of a queue: a thread-safe inbox that lets well-formed messages in.
 
-The form of a message is checked here only: afterwards every array has the stated type, length and range. A malformed
-message is counted for its sender and dropped; a sender of many of them is cut off.
+The form of a message is checked here only: afterwards every array has the stated type, length and range. All parts of a
+drafter's message are checked: its proposer may be a user's own class. Malformed messages are counted and dropped.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from specactor_ray.core.errors import InputError
 from specactor_ray.core.jit import kernel
-from specactor_ray.core.types import SamplingParams
-from specactor_ray.transport.messages import NO_BRANCHES, Branches, CommitBatch, DraftOpen, Features, TailBatch
+from specactor_ray.transport.messages import NO_BRANCHES, Branches, CommitBatch, TailBatch
 
 M = TypeVar("M")
 
 logger = logging.getLogger(__name__)
 
-MOST_MALFORMED = 100
-"""Malformed messages that a sender may send before it is cut off."""
 UNKNOWN = "?"
-"""Sender of messages without a sender; it is never cut off."""
+"""Sender of messages without a sender."""
 MOST_WAITING = 256
 """Messages of one sender that wait; beyond it its oldest is lost, which costs speed, never tokens."""
 _MOST_SENDERS = 1024
@@ -36,13 +32,10 @@ _MOST_SENDERS = 1024
 _MAX_ID = 1024
 _MAX_ROWS = 1 << 20
 _MAX_SEQUENCE = 1 << 24
-"""Most tokens of a prompt, an output or a batch, and most hidden states."""
-_MAX_WINDOW = 65_536
+"""Most tokens of a batch."""
 _MAX_NUMBER = 1 << 31
 _MAX_SECONDS = 1.0e6
 _INT32 = np.dtype(np.int32)
-_STATES = (np.float32, np.float16, np.int16)
-"""Types of hidden states, see `models/weight_buckets.py`."""
 _ANY_TOKEN = 1 << 31
 """Limit of token ids where the vocabulary is unknown."""
 
@@ -61,8 +54,6 @@ class Inbox(Generic[M]):
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[M]] = {}
         self._malformed: dict[str, int] = {}
-        self.cut_off: dict[str, None] = {}
-        """Senders whose messages are dropped from now on."""
         self.dropped = 0
         """Messages lost because too many of one sender waited."""
 
@@ -70,12 +61,10 @@ class Inbox(Generic[M]):
         """Take a message in. A malformed one is dropped and counted."""
         try:
             self._check(message)
-        except (Malformed, InputError, AttributeError, TypeError) as problem:
+        except (Malformed, AttributeError, TypeError) as problem:
             self._reject(message, str(problem))
             return
         sender = getattr(message, self._sender)
-        if sender in self.cut_off:
-            return
         with self._lock:
             waiting = self._waiting.setdefault(sender, deque())
             waiting.append(message)
@@ -97,23 +86,18 @@ class Inbox(Generic[M]):
             return sum(map(len, self._waiting.values()))
 
     def snapshot(self) -> dict[str, Any]:
-        """For displays: malformed messages per sender, senders that are cut off, and messages that were dropped."""
+        """For displays: malformed messages per sender, and number of messages that were dropped."""
         with self._lock:
-            return {"malformed": dict(self._malformed), "cut_off": list(self.cut_off), "dropped_messages": self.dropped}
+            return {"malformed": dict(self._malformed), "dropped_messages": self.dropped}
 
     def _reject(self, message: object, problem: str) -> None:
         sender = getattr(message, self._sender, None) if type(message) in (TailBatch, CommitBatch) else None
         with self._lock:
             known = _is_id(sender) and (sender in self._malformed or len(self._malformed) < _MOST_SENDERS)
             name = str(sender) if known else UNKNOWN
-            count = self._malformed[name] = self._malformed.get(name, 0) + 1
-            cut = known and count > MOST_MALFORMED and name not in self.cut_off
-            if cut:
-                self.cut_off[name] = None
-        if cut:
-            logger.error("%s is cut off after %d malformed messages; the last: %s", name, count, problem)
-        elif count == 1:
-            logger.warning("a malformed message of %s is dropped: %s", name, problem)
+            self._malformed[name] = self._malformed.get(name, 0) + 1
+        if self._malformed[name] == 1:
+            logger.warning("a malformed message of %s is dropped; further ones are only counted: %s", name, problem)
 
 
 def for_verifier(vocab_size: int, branches: int = 0) -> Inbox[TailBatch]:
@@ -126,7 +110,7 @@ def for_verifier(vocab_size: int, branches: int = 0) -> Inbox[TailBatch]:
         _check_arrays(message, "bases", vocab_size)
         _check_branches(message, branches, vocab_size)
         _require(_is_seconds(message.token_s), "token_s is no number of seconds")
-        _require(_are_all(message.lost, _is_handle), "lost holds no handles")
+        _require(type(message.lost) is tuple and all(map(_is_handle, message.lost)), "lost holds no handles")
 
     return Inbox(check, "drafter_id")
 
@@ -137,30 +121,9 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
 
     def check(message: Any) -> None:
         _require(type(message) is CommitBatch, f"{type(message).__name__} is no message of a verifier")
-        _require(_is_id(message.verifier_id), "the verifier's id is no string, or far too long")
-        _require(_is_count(message.session), f"session is not between 0 and {_MAX_NUMBER - 1}")
         _check_arrays(message, "starts", limit)
-        _require(type(message.opened) is tuple, "opened is no tuple")
-        for one in message.opened:
-            _check_open(one, limit)
-        closed = _are_all(message.closed, lambda one: _is_handle(one[:2]) and type(one[2]) is bool, size=3)
-        _require(closed, "closed holds something else than handles and whether they finished")
-        features = _are_all(message.features, lambda one: _is_count(one[0]) and _are_features(one[1]), size=2)
-        _require(features, "features are not in order")
 
     return Inbox(check, "verifier_id")
-
-
-def _check_open(one: Any, limit: int) -> None:
-    _require(type(one) is DraftOpen and _is_id(one.request_id), "opened holds something else than requests")
-    _require(_is_handle((one.row, one.generation)), "a request's handle is out of range")
-    _require(_is_count(one.window) and one.window <= _MAX_WINDOW, f"window is not between 0 and {_MAX_WINDOW}")
-    for tokens in (one.prompt_token_ids, one.committed_token_ids):
-        _require(_are_tokens(tokens, limit), f"its tokens are not token ids below {limit}")
-    _require(len(one.prompt_token_ids) > 0, "its prompt has no tokens")
-    _require(type(one.sampling) is SamplingParams, "sampling is of another type")
-    one.sampling.check()
-    _require(_are_features(one.features), "features are not in order")
 
 
 def _require(good: bool, problem: str) -> None:
@@ -279,27 +242,3 @@ def _is_count(value: Any) -> bool:
 
 def _is_handle(value: Any) -> bool:
     return type(value) is tuple and len(value) == 2 and all(map(_is_count, value)) and value[0] < _MAX_ROWS
-
-
-def _are_all(values: Any, check: Callable[[Any], bool], size: int | None = None) -> bool:
-    """Whether it is a tuple whose elements all pass; with `size`, each element is a tuple of `size` parts."""
-    if type(values) is not tuple:
-        return False
-    return all((size is None or (type(one) is tuple and len(one) == size)) and check(one) for one in values)
-
-
-def _are_tokens(token_ids: Any, limit: int) -> bool:
-    if type(token_ids) is not tuple or len(token_ids) > _MAX_SEQUENCE:
-        return False
-    return not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < limit)
-
-
-def _are_features(features: Any) -> bool:
-    return _are_all(features, _is_span)
-
-
-def _is_span(span: Any) -> bool:
-    if type(span) is not Features or not _is_count(span.begin) or type(span.states) is not np.ndarray:
-        return False
-    shape_fits = span.states.ndim == 2 and len(span.states) <= _MAX_SEQUENCE and span.end < _MAX_NUMBER
-    return shape_fits and span.states.dtype in _STATES

@@ -78,8 +78,8 @@ class Link(Generic[M]):
         return self._clock.now() >= (self._again_at if self._pausing else self._sent_at + self._deadline_s)
 
     def offer(self, make: Callable[[], M | None]) -> bool:
-        """Send the result of `make`, unless a delivery is under way. `make` is called only when its message can be
-        sent; it returns None if there is nothing to send. Returns whether a message was sent."""
+        """Send the result of `make`, which is called only when its message can be sent, and returns None if there is
+        nothing to send. Returns whether a message was sent."""
         with self._lock:
             if not self.is_free:
                 return False
@@ -177,10 +177,9 @@ class EventQueue(Generic[E]):
             self._changed.notify_all()
 
     def read(self, after: int, timeout_s: float = 0.0, linger_s: float = 0.0) -> tuple[int, list[E]]:
-        """Discard events before number `after`. Returns the number of the first event from `after` on that is left,
-        and the events. Waits up to `timeout_s` seconds for the first, and if none of them is urgent up to `linger_s`
-        longer for one that is, so that the others are read in batches. ValueError: the number was not given out yet.
-        """
+        """Discard events before number `after`. Returns the number of the first event that is left, and the events.
+        Waits up to `timeout_s` seconds for the first, and if none is urgent up to `linger_s` longer for one that is, so
+        that the others are read in batches. ValueError: the number was not given out yet."""
         with self._changed:
             if after > self._end:
                 raise ValueError(f"event {after} was asked for, but the next one is number {self._end}")

@@ -238,7 +238,7 @@ class Drafting:
         """Send news to drafters, unless the last delivery is under way; models of the verifier's own thread get all
         news since their last turn at their turn only."""
         for seat in self._seats.values():
-            seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
+            seat.able = seat.link.failed is None
             if models_turn or not seat.takes_turns:
                 seat.link.offer(functools.partial(seat.news, self.verifier_id))
             else:

@@ -211,7 +211,7 @@ class FakeCluster:
 
     def view(self, known: int | None = None) -> ClusterView:
         serving = {name: handle for name, handle in self.handles.items() if name not in self.hidden}
-        return ClusterView(0, serving, (), (), dict(self.departed))
+        return ClusterView(0, serving, (), dict(self.departed))
 
     def suspect(self, actor_id: str, reason: str) -> None:
         self.suspected.append(actor_id)

@@ -17,7 +17,7 @@ import numpy as np
 from specactor_ray.config.methods import draft_actors
 from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
-from specactor_ray.transport.messages import Branches, CommitBatch, TailBatch
+from specactor_ray.transport.messages import Branches, TailBatch
 
 if TYPE_CHECKING:
     from tests.faults.run import Simulation
@@ -281,24 +281,21 @@ class Injector:
 
     def _malformed_messages(self) -> bool:
         def send(actor: VirtualActor) -> None:
-            batch = [self._garbage(actor) for _ in range(self._rng.randrange(1, 20))]
+            batch = [self._garbage() for _ in range(self._rng.randrange(1, 20))]
             for message in batch:
                 self._network.send(self._simulation.driver, actor, "deliver", [message])
 
-        return self._on_one("", send)
+        return self._on_one("verifier", send)
 
-    def _garbage(self, actor: VirtualActor) -> Any:
+    def _garbage(self) -> Any:
         rng = self._rng
         strange: list[Any] = [None, -1, 3, 1.5, "x", (), (None,), ("a",), (10**9,), True, float("nan"), {}, b"y"]
         names = [one.name for one in self._alive()]
         if rng.random() < 0.2:
             return rng.choice(strange)
-        if actor.name.startswith("verifier"):
-            values: list[Any] = [rng.choice(names), *(self._strange_array() for _ in range(5))]
-            branches = Branches(*(self._strange_array() for _ in range(4)))
-            return TailBatch(*values, branches, self._strange_array())  # type: ignore[arg-type]
-        values = [rng.choice(names), *(self._strange_array() for _ in range(6))]
-        return CommitBatch(*values)
+        values: list[Any] = [rng.choice(names), *(self._strange_array() for _ in range(5))]
+        branches = Branches(*(self._strange_array() for _ in range(4)))
+        return TailBatch(*values, branches, self._strange_array())  # type: ignore[arg-type]
 
     def _strange_array(self) -> Any:
         """Wrong in its type, its length, or its values; now and then in order."""

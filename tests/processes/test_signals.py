@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -89,19 +88,6 @@ def test_an_error_inside_is_not_hidden_by_a_signal() -> None:
 
     with sigterm_interrupts(), pytest.raises(ZeroDivisionError):
         work()
-
-
-def test_other_threads_have_nothing_to_defer() -> None:
-    inside = []
-
-    def work() -> None:
-        with signals_deferred(), sigterm_interrupts():
-            inside.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert inside == [signal.getsignal(signal.SIGINT)]
 
 
 PROGRAM = """

@@ -24,31 +24,17 @@ pytestmark = pytest.mark.ray
 # ---- reaching a cluster; Ray is not initialised in this process meanwhile ----
 
 
-@pytest.fixture
-def listening() -> Iterator[int]:
-    """A port at which something listens that is not a Ray cluster."""
+def test_a_cluster_that_is_not_there_is_named_with_both_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
-
-def test_a_cluster_that_is_not_there_is_named_with_both_fixes(listening: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free = server.getsockname()[1]
-    with pytest.raises(ClusterError, match=f"127.0.0.1:{free}") as caught:
-        connect(ClusterConfig(address=f"127.0.0.1:{free}"))
-    assert "ray start --head" in str(caught.value)
-    assert "leave the address out" in str(caught.value)
-    with pytest.raises(ClusterError, match="does not answer as a Ray cluster"):
-        connect(ClusterConfig(address=f"127.0.0.1:{listening}"))
+        port = server.getsockname()[1]
+        with pytest.raises(ClusterError, match="does not answer as a Ray cluster"):
+            connect(ClusterConfig(address=f"127.0.0.1:{port}"))
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    for address in (f"127.0.0.1:{port}", "auto"):
+        with pytest.raises(ClusterError, match=f"127.0.0.1:{port}") as caught:
+            connect(ClusterConfig(address=address))
+        assert "ray start --head" in str(caught.value) and "leave the address out" in str(caught.value)
     assert not ray.is_initialized()
-
-
-def test_auto_takes_the_address_of_the_enclosing_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free = server.getsockname()[1]
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free}")
-    with pytest.raises(ClusterError, match=f"127.0.0.1:{free}"):
-        connect(ClusterConfig(address="auto"))
 
 
 @pytest.mark.parametrize("address", ["somewhere", "host:port", "ray://host:10001", "http://127.0.0.1:8265", "h:99999"])

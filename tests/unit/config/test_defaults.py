@@ -127,7 +127,6 @@ def test_drafters_have_room_for_all_that_their_verifiers_run() -> None:
     assert sizes("mode=coupled", "target.replicas=3", "target.max_batch=7") == [7, 5]
     assert sizes("mode=decoupled", "target.replicas=3", "target.max_batch=7") == [21, 5]
     assert sizes("mode=decoupled", "target.replicas=20", "target.max_batch=7") == [56, 5]
-    assert sizes("mode=decoupled", "target.replicas=20", "speculation.verifiers_per_group=2") == [32, 5]
 
 
 @pytest.mark.parametrize("rows", [1, 16])

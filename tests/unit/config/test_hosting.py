@@ -9,7 +9,7 @@ import pytest
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import draft_actors, drafter_specs, inline_drafters
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
-from specactor_ray.controller.seats import scale_refusal
+from specactor_ray.controller.elastic import scale_refusal
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.rollout.planning import Devices, resolve_mode, settle

@@ -10,12 +10,7 @@ import pytest
 
 from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.config.load import from_mapping
-from specactor_ray.controller.elastic import (
-    Elastic,
-    LearnedCost,
-    Scaling,
-    VerifierLoad,
-)
+from specactor_ray.controller.elastic import Elastic, LearnedCost, Scaling, VerifierLoad
 from specactor_ray.core.errors import ConfigError
 from tests.unit.simulation.test_start import Start
 
@@ -45,10 +40,8 @@ def scaling(draft: LearnedCost | None = None, **changes: Any) -> Scaling:
 
 
 FAST = cost(p1=0.8, p64=1.0, p256=1.6, p1024=5.0)
-BUSY = VerifierLoad(verifiers=2, rows=32.0, supply=0.5)
-
-
 SLOW = cost(p1=1.0, p64=16.0)
+BUSY = VerifierLoad(verifiers=2, rows=32.0, supply=0.5)
 
 
 def test_a_slow_drafter_is_given_fewer_requests() -> None:
@@ -69,9 +62,9 @@ def test_no_draft_actors_where_drafts_are_wrong_or_verifying_them_costs_too_much
     assert scaling(verify=saturated).best_number(4, VerifierLoad(2, 256.0, 0.9)) == 0
 
 
-def test_idle_verifiers_and_those_that_leave_drafts_alone_need_the_fewest() -> None:
-    for load in (VerifierLoad(), replace(BUSY, suspended=0.9)):
-        assert scaling(least=1).best_number(4, load) == 1
+@pytest.mark.parametrize("load", [VerifierLoad(), replace(BUSY, suspended=0.9)], ids=["idle", "suspended"])
+def test_the_fewest_where_drafts_bring_nothing(load: VerifierLoad) -> None:
+    assert scaling(least=1).best_number(4, load) == 1
 
 
 @pytest.mark.parametrize(("refused_rows", "drafts"), [(NEVER, True), (BUSY.rows, False), (2.0 * BUSY.rows, True)])
@@ -79,13 +72,10 @@ def test_refused_drafts_are_not_tried_with_as_many_requests(refused_rows: float,
     assert (scaling(refused_rows=refused_rows).best_number(0, BUSY) > 0) is drafts
 
 
-def test_none_is_added_where_requests_have_tails() -> None:
+def test_none_is_added_where_requests_have_tails_and_an_unmeasured_drafter_is_tried_alone() -> None:
     slow = scaling(SLOW, devices=0.25)
     assert slow.best_number(2, BUSY) > 2
     assert slow.best_number(2, replace(BUSY, supply=0.97)) <= 2
-
-
-def test_an_unmeasured_drafter_is_tried_alone() -> None:
     assert scaling(LearnedCost()).best_number(0, BUSY) == 1
 
 
@@ -114,9 +104,8 @@ def test_a_change_is_made_when_it_was_better_for_long_enough() -> None:
 
 def test_a_direction_that_was_given_up_counts_anew() -> None:
     method = scaling()
-    assert [look(method, 2, best, now) for best, now in ((4, 0.0), (2, 5.0), (4, 11.0), (0, 12.0), (4, 30.0))] == [
-        2
-    ] * 5
+    best = ((4, 0.0), (2, 5.0), (4, 11.0), (0, 12.0), (4, 30.0))
+    assert {look(method, 2, number, now) for number, now in best} == {2}
 
 
 def test_refused_requests_are_remembered_until_there_are_fewer() -> None:
@@ -198,13 +187,8 @@ def test_those_on_their_way_come_before_more_and_hold_no_removal_up(phase: Phase
     assert after(phase, 2, 0) == {"draft_model": 0}
 
 
-def test_a_method_that_is_held_or_given_up_keeps_its_number() -> None:
-    scaling = elastic(cores=0.1)
-    assert scaling.revise([verifier(100, 8)], {"draft_model": 0}, ["draft_model"], 0.0) == {}
-    scaling.hold("draft_model", True)
-    assert scaling.revise([verifier(200, 8)], {"draft_model": 0}, [], 10.0) == {}
-    scaling.hold("draft_model", False)
-    assert scaling.revise([verifier(300, 8)], {"draft_model": 0}, [], 20.0) == {"draft_model": 1}
+def test_a_method_that_was_given_up_keeps_its_number() -> None:
+    assert elastic(cores=0.1).revise([verifier(100, 8)], {"draft_model": 0}, ["draft_model"], 0.0) == {}
 
 
 def test_a_number_that_a_user_set_holds_until_it_is_given_back() -> None:

@@ -9,8 +9,7 @@ import pytest
 from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.cluster.backend import Demand, ProcessFacts
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.controller.members import Channel, Member, stop_in_order
-from specactor_ray.controller.seats import Seat
+from specactor_ray.controller.members import Channel, Member, Seat, stop_in_order
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
@@ -71,17 +70,10 @@ class TestHealth:
             for _ in range(5):
                 watch.look(0.1)
             assert watch.pings() == number, "the last one is not answered"
-            watch.one("ping").answer({"steps": number})
+            watch.one("ping").answer({"steps": number, "busy_s": 40.0})
             watch.look(0.1)
-            assert watch.actor.counters == {"steps": number} and watch.silent_s == 0.0
+            assert watch.actor.counters["steps"] == number and watch.silent_s == 0.0 and watch.actor.stalled_s == 40.0
             watch.look(INTERVAL_S)
-
-    def test_it_is_not_asked_before_it_has_started(self) -> None:
-        watch = Watch(started=False)
-        watch.look(INTERVAL_S)
-        watch.one("__ray_call__").answer(FACTS)
-        watch.look(INTERVAL_S)
-        assert watch.pings() == 0 and watch.silent_s == 0.0
 
     def test_silence_counts_from_the_oldest_check_without_an_answer(self) -> None:
         watch = Watch()
@@ -129,13 +121,6 @@ class TestHealth:
         watch.clock.seconds += 3.0
         assert watch.silent_s == 3.0
 
-    def test_a_stall_is_what_the_actor_itself_tells(self) -> None:
-        watch = Watch()
-        assert watch.actor.stalled_s == 0.0
-        watch.one("ping").answer({"busy_s": 40.0})
-        watch.look()
-        assert watch.actor.stalled_s == 40.0 and watch.silent_s == 0.0 and watch.actor.error is None
-
 
 class TestStart:
     @pytest.mark.parametrize("order", [("__ray_call__", "start"), ("start", "__ray_call__")])
@@ -174,24 +159,17 @@ class TestUpdates:
         self.update(watch)
         assert channel.acked == 1 and channel.error is None and not watch.transport.open("v", "set_drafters")
 
-    def test_a_failure_is_named_and_repeated(self) -> None:
+    def test_a_failure_is_named_and_repeated_after_a_pause(self) -> None:
         watch, channel = self.channel()
         for _ in range(5):
             watch.one("set_drafters").answer(error=RemoteError("a bug"))
             self.update(watch)
             assert str(channel.error) == "v-0#1 failed an update: a bug" and watch.actor.error is None
-            assert not watch.transport.open("v", "set_drafters")
-            watch.clock.seconds += 2.0
+            watch.clock.seconds += 1.9
             self.update(watch)
-
-    def test_no_answer_is_a_failure_in_the_end(self) -> None:
-        watch, channel = self.channel()
-        watch.clock.seconds += 299.0
-        self.update(watch)
-        assert channel.error is None
-        watch.clock.seconds += 1.0
-        self.update(watch)
-        assert "no answer in time" in str(channel.error)
+            assert not watch.transport.open("v", "set_drafters")
+            watch.clock.seconds += 0.1
+            self.update(watch)
 
     @pytest.mark.parametrize("error", [None, RemoteError("a bug")])
     def test_draining(self, error: SpecActorError | None) -> None:

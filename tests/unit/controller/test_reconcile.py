@@ -18,7 +18,6 @@ from specactor_ray.controller.reconcile import (
     FailureRecord,
     Remove,
     ReplacementLimits,
-    backoff_s,
     decide,
     is_given_up,
     record_failure,
@@ -60,7 +59,7 @@ class World:
             actor = self.actors.pop(action.actor_id)
             if action.failed:
                 earlier = self.failures.get(actor.key)
-                self.failures[actor.key] = record_failure(earlier, self.now, action.reason, actor)
+                self.failures[actor.key] = record_failure(earlier, self.now, actor)
         elif isinstance(action, Drain):
             self.enter(self.actors[action.actor_id], Phase.DRAINING)
         else:
@@ -147,7 +146,7 @@ def test_never_more_than_wanted(actors: list[ActorState], wishes: list[Desired])
 @pytest.mark.parametrize(("quick", "never_started", "created"), [(9, 0, 1), (9, 1, 1), (9, 4, 0)])
 def test_only_failed_starts_hold_up_the_next_verifier(quick: int, never_started: int, created: int) -> None:
     """One that served and died is replaced at once, however often: a request that kills verifiers is found that way."""
-    record = FailureRecord(quick=quick, never_started=never_started, last_at=100.0, error="x")
+    record = FailureRecord(quick=quick, never_started=never_started, last_at=100.0)
     failures = {VERIFIER: record, "ngram": record}
     assert decide({VERIFIER: 1, "ngram": 1}, (), failures, 100.5, POLICY) == [Create(VERIFIER)] * created
 
@@ -206,29 +205,17 @@ def test_a_drafter_that_never_starts_is_given_up_and_verifiers_never_are() -> No
     assert starts["ngram"] == POLICY.max_start_failures
     assert is_given_up("ngram", world.failures["ngram"], POLICY)
     assert not is_given_up(VERIFIER, world.failures[VERIFIER], POLICY)
-    assert world.failures["ngram"].error == "will not start"
     assert POLICY.max_start_failures < starts[VERIFIER] < 20  # never given up, but backed off
     assert world.count("draft_model", Phase.READY) == 1
 
 
-def test_backoff_doubles_up_to_its_limit_and_spares_the_first_failure() -> None:
-    waits = [backoff_s(FailureRecord(quick=number), POLICY) for number in (0, 1, 2, 3, 4, 1000)]
-    assert waits == [0.0, 0.0, 1.0, 2.0, 4.0, POLICY.backoff_max_s]
-    assert backoff_s(None, POLICY) == 0.0
-
-
-@pytest.mark.parametrize(("waited", "created"), [(3.9, 0), (4.0, 1)])
-def test_nothing_is_started_while_backing_off(waited: float, created: int) -> None:
-    record = FailureRecord(quick=4, never_started=0, last_at=100.0, error="x")
-    actions = decide({"ngram": 1}, (), {"ngram": record}, 100.0 + waited, POLICY)
-    assert actions == [Create("ngram")] * created
-
-
-def test_deaths_of_working_actors_never_give_a_method_up() -> None:
-    record: FailureRecord | None = None
-    for number in range(50):
-        record = record_failure(record, float(number), "killed", failing(float(number), was_ready=True))
-    assert record is not None and (record.quick, record.never_started) == (50, 0)
+@pytest.mark.parametrize(
+    ("quick", "wait_s"), [(0, 0.0), (1, 0.0), (2, 1.0), (3, 2.0), (4, 4.0), (1000, POLICY.backoff_max_s)]
+)
+def test_waits_before_starts_double_up_to_a_limit(quick: int, wait_s: float) -> None:
+    failures = {"ngram": FailureRecord(quick=quick, never_started=0, last_at=100.0)}
+    assert decide({"ngram": 1}, (), failures, 100.0 + wait_s, POLICY) == [Create("ngram")]
+    assert not wait_s or decide({"ngram": 1}, (), failures, 99.9 + wait_s, POLICY) == []
 
 
 def test_actors_that_fail_side_by_side_count_once() -> None:
@@ -237,11 +224,10 @@ def test_actors_that_fail_side_by_side_count_once() -> None:
     for round_begins in (0.0, 10.0):
         for number in range(4):
             failed_at = round_begins + 5.0 + 0.1 * number
-            record = record_failure(record, failed_at, "no", failing(round_begins))
+            record = record_failure(record, failed_at, failing(round_begins))
     assert record is not None
     assert (record.quick, record.never_started, record.last_at) == (2, 2, 15.3)
-    assert backoff_s(record, POLICY) == POLICY.backoff_s
-    record = record_failure(record, 20.0, "no", failing(0.0, was_ready=True))
+    record = record_failure(record, 20.0, failing(0.0, was_ready=True))
     assert (record.quick, record.never_started) == (2, 0)
-    record = record_failure(record, 20.1, "no", failing(16.0))
+    record = record_failure(record, 20.1, failing(16.0))
     assert (record.quick, record.never_started) == (2, 1)

@@ -16,8 +16,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.members import Member, next_view
-from specactor_ray.controller.seats import Seat
+from specactor_ray.controller.members import Member, Seat, next_view
 from specactor_ray.controller.sync import PeerSync, Service, WeightSync, assign_drafters, group_of
 from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.transport.messages import WeightSet
@@ -28,21 +27,9 @@ drafters = st.sets(st.sampled_from([f"ngram-{n}#a" for n in range(9)]))
 groups = st.sets(st.integers(0, 7))
 
 
-@pytest.mark.parametrize(
-    ("replicas", "most", "sizes"),
-    [
-        (1, 0, [1]),
-        (8, 0, [8]),
-        (9, 0, [5, 4]),
-        (256, 0, [8] * 32),
-        (4, 2, [2, 2]),
-        (5, 2, [2, 2, 1]),
-        (3, 1, [1, 1, 1]),
-        (20, 64, [20]),
-    ],
-)
-def test_groups_are_of_neighbours_and_of_about_equal_size(replicas: int, most: int, sizes: list[int]) -> None:
-    of_seat = [group_of(seat, replicas, most) for seat in range(replicas)]
+@pytest.mark.parametrize(("replicas", "sizes"), [(1, [1]), (8, [8]), (9, [5, 4]), (256, [8] * 32)])
+def test_groups_are_of_neighbours_and_of_about_equal_size(replicas: int, sizes: list[int]) -> None:
+    of_seat = [group_of(seat, replicas) for seat in range(replicas)]
     assert of_seat == sorted(of_seat) and list(Counter(of_seat).values()) == sizes
 
 
@@ -113,11 +100,10 @@ class HandMember(Member):
 class Cast:
     """Members that are all ready."""
 
-    def __init__(self, verifiers: int, ngram: int, suffix: int, most: int = 0) -> None:
+    def __init__(self, verifiers: int, ngram: int, suffix: int) -> None:
         self.config = from_mapping(
             {
                 "target": {"replicas": verifiers},
-                "speculation": {"verifiers_per_group": most},
                 "drafters": [{"method": "ngram", "replicas": ngram}, {"method": "suffix", "replicas": suffix}],
             }
         )
@@ -136,7 +122,7 @@ class Cast:
 
     def send(self) -> dict[str, set[str]]:
         """Member → its peers."""
-        self.view = next_view(self.view, list(self.members.values()), drafter_specs(self.config), {}, {})
+        self.view = next_view(self.view, list(self.members.values()), drafter_specs(self.config), {})
         self.peers.update(self.members.values(), self.view, 0.0)
         found = {}
         for name, member in self.members.items():
@@ -152,13 +138,6 @@ def methods(peers: set[str]) -> list[str]:
 
 
 class TestPeers:
-    def test_up_to_eight_verifiers_have_all_draft_actors(self) -> None:
-        cast = Cast(verifiers=8, ngram=2, suffix=1)
-        peers_of = cast.send()
-        verifiers = {name for name in peers_of if name.startswith(VERIFIER)}
-        for name, peers in peers_of.items():
-            assert peers == (peers_of.keys() - verifiers if name in verifiers else verifiers)
-
     def test_more_are_served_in_groups_and_both_sides_agree(self) -> None:
         cast = Cast(verifiers=16, ngram=4, suffix=1)
         peers_of = cast.send()
@@ -178,15 +157,6 @@ class TestPeers:
         cast.add("ngram", 1, "b")
         peers_of = cast.send()
         assert len(peers_of["ngram-0#a"]) == len(peers_of["ngram-1#b"]) == 8
-
-    def test_draft_actors_follow_the_verifiers_that_are_left(self) -> None:
-        cast = Cast(verifiers=6, ngram=3, suffix=1, most=2)
-        for index in (0, 1, 2, 3):
-            del cast.members[f"{VERIFIER}-{index}#a"]
-        peers_of = cast.send()
-        left = {f"{VERIFIER}-4#a", f"{VERIFIER}-5#a"}
-        assert all(peers_of[f"ngram-{n}#a"] == left for n in range(3))
-        assert all(methods(peers_of[name]) == ["ngram", "ngram", "ngram", "suffix"] for name in left)
 
     def test_a_verifier_that_is_replaced_is_in_the_same_group(self) -> None:
         cast = Cast(verifiers=16, ngram=2, suffix=2)
@@ -293,17 +263,6 @@ class TestWeights:
             send(sync, first, second, lost)
         assert "shapes differ" in str(second.error) and first.weights.acked == 1 and first.error is None
         assert isinstance(lost.error, ActorLostError) and lost.error.node_lost
-
-    def test_failed_weights_are_sent_again_after_a_pause(self) -> None:
-        sync, one = make_sync(), HandMember(VERIFIER)
-        sync.set_current(WeightSet(1, ()))
-        sync.update([one], 0.0)
-        one.answer("load_weights", "the object is lost")
-        for now in (1.0, 2.9):
-            sync.update([one], now)
-        assert not one.awaits("load_weights")
-        sync.update([one], 3.0)
-        assert one.awaits("load_weights")
 
     def test_a_verifier_serves_only_with_the_current_weights(self) -> None:
         sync, one = make_sync(), HandMember(VERIFIER)

@@ -12,19 +12,16 @@ import pytest
 import torch
 
 from specactor_ray.config.methods import Checkpoint, Traits
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import ENOUGH, DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.slots import RowProposer
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.transport.inbox import MOST_MALFORMED
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, Features, TailBatch
 from tests.batches import news, opening
 from tests.fakes.clocks import HandClock
-from tests.fakes.loops import eagle, ragged
 from tests.tiny import tiny_draft
 
 # ---- costs ----
@@ -242,49 +239,6 @@ def test_a_method_that_leaves_its_process_loses_its_requests_and_the_loop_goes_o
     assert caplog.text.count("Traceback") == 1 and "10 failures with" in caplog.text
 
 
-def unchecked(**values: Any) -> SamplingParams:
-    """Parameters as they may come out of a pickle."""
-    sampling = SamplingParams()
-    for name, value in values.items():
-        object.__setattr__(sampling, name, value)
-    return sampling
-
-
-STATES = Features(0, np.zeros((4, 192), np.float32))
-BAD = replace(opening(1, "bad"), features=(STATES,))
-HARMFUL = {
-    "no tokens": news([replace(BAD, prompt_token_ids=())], verifier_id="v1"),
-    "top_k": news([replace(BAD, sampling=unchecked(top_k=2**63))], verifier_id="v1"),
-    "temperature": news([replace(BAD, sampling=unchecked(temperature=10**400))], verifier_id="v1"),
-    "states": news([replace(BAD, features=(Features(0, np.zeros((4, 192), np.longdouble)),))], verifier_id="v1"),
-    "far away": news(commits=[(1, 2**31 - 1, [2])], verifier_id="v1"),
-}
-
-
-@pytest.mark.parametrize("harm", HARMFUL)
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
-def test_a_message_that_makes_no_sense_costs_other_verifiers_nothing(method: str, harm: str) -> None:
-    """Of two requests one has no place."""
-    proposer: Proposer = NgramProposer(1, 4, 100, 1)
-    if method == "draft_model":
-        proposer = DraftModelProposer(ragged(tiny_draft()), 2)
-    elif method == "eagle":
-        proposer = eagle()
-    loop, told = loop_of(proposer)
-    loop.set_verifiers({name: Link(direct_sender(told.append)) for name in ("v0", "v1")})
-    loop.deliver(news([replace(opening(0, "good"), features=(STATES,))]))
-    loop.deliver(news([opening(1, "other")], verifier_id="v1"))
-    assert loop.run_guarded()
-    loop.deliver(HARMFUL[harm])
-    loop.deliver(news(commits=[(0, 0, [2])], features=[(0, (replace(STATES, begin=4, states=STATES.states[:1]),))]))
-    while loop.run_guarded():
-        pass
-    assert loop.snapshot()["failures"] == 0
-    assert not any(batch.lost for batch in told)
-    assert proposer.tails(FIRST).bases.tolist() == [1]
-    assert proposer.tails(FIRST).lengths.tolist() == [2 if method == "ngram" else 4]
-
-
 def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:
     loop, told = loop_of(NgramProposer(1, 4, 100, 8))
     hear(loop, news([opening(0)], commits=[(7, 0, [2])]))
@@ -327,12 +281,3 @@ def test_a_newer_session_closes_all_requests_of_its_verifier_and_older_ones_are_
     assert open_at(loop) == 2 and loop.snapshot()["resyncs"] == 1
     loop.deliver(news(session=4))
     assert open_at(loop) == 1
-
-
-def test_requests_of_a_verifier_that_is_cut_off_are_dropped() -> None:
-    loop, _ = loop_of(NgramProposer(1, 4, 100, 8))
-    loop.deliver(news([opening(0)]))
-    assert open_at(loop) == 1
-    for _ in range(MOST_MALFORMED + 1):
-        loop.deliver(news(commits=[(0, -1, [2])]))
-    assert open_at(loop) == 0

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from specactor_ray.simulation.network import VirtualActor
-from tests.chaos.__main__ import main
-from tests.faults.campaign import replay_line, run_campaign, shrink
+from tests.faults.__main__ import Campaign, main, replay_line, run_campaign, show, shrink
 from tests.faults.injector import KINDS, OF_TRAINING, SCHEDULED, FaultPlan, Injector
 from tests.faults.run import FaultScenario, Simulation, simulate
 from tests.unit.simulation.test_mutants import pings_are_taken_for_progress
@@ -99,19 +95,12 @@ def test_seeds_that_found_something(scenario: FaultScenario) -> None:
     run(replace(scenario, stops=False))
 
 
-def test_a_campaign_strikes_as_often_as_it_is_told() -> None:
-    campaign = run_campaign(200, seed=1, requests=16, processes=1)
-    assert campaign.num_faults >= 200
+def test_a_campaign_strikes_as_often_as_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = Campaign()
+    run_campaign(campaign, 200, seed=1, requests=16)
+    assert campaign.num_faults >= 200 and campaign.totals["finished"] > 100
     assert [report.violations for report in campaign.violations] == []
-    assert campaign.finished > 100
-
-
-def test_a_campaign_is_written_down(tmp_path: Path) -> None:
-    arguments = ["--virtual", "40", "--seed", "2", "--requests", "8", "--processes", "1"]
-    assert main([*arguments, "--json", str(tmp_path / "out.json")]) == 0
-    report = json.loads((tmp_path / "out.json").read_text())
-    assert report["num_faults"] == sum(report["faults"].values()) >= 40
-    assert report["failures"] == report["replay"] == [] and report["finished"] > 0 and report["seed"] == 2
+    assert show(campaign) == 0 and "nothing was found" in capsys.readouterr().out
 
 
 def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(
@@ -134,42 +123,11 @@ def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(
     assert main(line[1:]) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--virtual", "0"], "--virtual: 0 is not a whole number of 1 or more"),
-        (["--virtual=two"], "--virtual: two is not a whole number"),
-        (["--replay", "-3"], "--replay: '-3' is neither a seed nor the JSON of a scenario"),
-        (["--replay", '{"seed": 1}'], "is neither a seed nor the JSON of a scenario ('faults')"),
-        (["--virtual", "5", "--json", "no/such/folder/x.json"], "--json: there is no folder no/such/folder"),
-        (["--virtual", "5", "--json", "pyproject.toml"], "--json: pyproject.toml exists; name another file"),
-        (["--virtual", "5", "--seed", "-4"], "--seed: -4 is not a whole number of 0 or more"),
-        (["--replay", "3", "--virtual", "6"], "not allowed with argument"),
-        (["--virtual", "6", "--stages", "streams"], "unrecognized arguments: --stages"),
-    ],
-)
-def test_bad_options_are_refused(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(arguments)
-    assert error.value.code == 2
-    assert expected in capsys.readouterr().err
-
-
-def test_an_interruption_shows_what_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(scenario: FaultScenario) -> Any:
-        if scenario.seed > 1:
-            raise KeyboardInterrupt
-        return simulate(scenario)
-
-    monkeypatch.setattr("tests.faults.campaign.simulate", interrupted)
-    report = tmp_path / "report.json"
-    arguments = ["--virtual", "5000", "--requests", "8", "--processes", "1", "--json", str(report)]
-    assert main(arguments) == 130
-    output = capsys.readouterr().out
-    assert "2 runs, " in output and "interrupted; nothing was found" in output
-    assert json.loads(report.read_text())["status"] == "interrupted"
+@pytest.mark.parametrize("scenario", ["-3", '{"seed": 1}'])
+def test_what_is_no_scenario_is_refused(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--replay={scenario}"])
+    assert "is neither a seed nor the JSON of a scenario" in capsys.readouterr().err
 
 
 def test_every_kind_can_strike() -> None:

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.soak`: a server under load for a while, whose draft actors are killed every minute.
+"""`python -m tests.faults.soak`: a server under load for a while, whose draft actors are killed every minute.
 
 Clients send the same requests again and again: whole, streamed, with sessions, as trainers do; some leave in the
 middle, some continue an output that was cut off. Every few seconds the weights are replaced by equal ones. No request
@@ -31,6 +31,7 @@ from specactor_ray.core.console import make_console, say
 from specactor_ray.serve.run import listening_socket, server_of
 from specactor_ray.serve.service import Service
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
+from tests.waiting import wait_until
 
 SETTINGS: dict[str, Any] = {
     "mode": "decoupled",
@@ -55,42 +56,59 @@ class Load:
     """Clients that send requests until they are stopped."""
 
     def __init__(self, url: str, seed: int) -> None:
-        self.url, self.counts, self.failures = url, Counter[str](), list[str]()
-        self.stopped = False
+        self.counts, self.failures, self.stopped = Counter[str](), list[str](), False
+        self._client = httpx.AsyncClient(base_url=url, timeout=300.0, limits=httpx.Limits(max_connections=None))
         self._rng, self._truth = random.Random(seed), dict[int, Any]()
         self._prompts = tiny_prompts(REQUESTS)
 
     async def run(self) -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self.url, timeout=300.0, limits=limits) as client:
-            await asyncio.gather(self._push_weights(client), *(self._work(client) for _ in range(CLIENTS)))
+        async with self._client:
+            await asyncio.gather(self._push_weights(), *(self._work() for _ in range(CLIENTS)))
 
-    async def _work(self, client: httpx.AsyncClient) -> None:
+    async def _work(self) -> None:
         while not self.stopped:
             number = self._rng.randrange(REQUESTS)
             kind = self._rng.choices(list(KINDS), list(KINDS.values()))[0]
-            try:
-                await getattr(self, f"_{kind}")(client, number)
-            except Exception as error:  # noqa: BLE001 - counted, and shown
-                self.failures.append(f"{kind} {number}: {type(error).__name__}: {error}")
-            self.counts[kind] += 1
+            with self._counted(kind, number):
+                await getattr(self, f"_{kind}")(number)
+
+    async def _push_weights(self) -> None:
+        while not self.stopped:
+            with self._counted("weights", 0):
+                await self._post("/update_weights", {"weight_dir": str(tiny_target())})
+            await asyncio.sleep(_PUSH_S)
+
+    @contextlib.contextmanager
+    def _counted(self, kind: str, number: int) -> Any:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - counted, and shown
+            self.failures.append(f"{kind} {number}: {type(error).__name__}: {error}")
+        self.counts[kind] += 1
 
     def _body(self, number: int) -> dict[str, Any]:
         sampling = {"max_tokens": 20 + number, "seed": number, "temperature": float(number % 2)}
         session = f"session-{number % 7}"
         return {"prompt": self._prompts[number], "return_token_ids": True, "session": session, **sampling}
 
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        return (await self._client.post(path, json=body)).raise_for_status().json()
+
+    async def _ids(self, number: int) -> list[int]:
+        ids: list[int] = (await self._post("/tokenize", {"prompt": self._prompts[number]}))["tokens"]
+        return ids
+
     def _check(self, number: int, tokens: list[int]) -> None:
         if self._truth.setdefault(number, tokens) != tokens:
             raise AssertionError(f"other tokens than the first time: {tokens} and {self._truth[number]}")
 
-    async def _whole(self, client: httpx.AsyncClient, number: int) -> None:
-        answer = (await client.post("/v1/completions", json=self._body(number))).raise_for_status()
-        self._check(number, answer.json()["choices"][0]["token_ids"])
+    async def _whole(self, number: int) -> None:
+        answer = await self._post("/v1/completions", self._body(number))
+        self._check(number, answer["choices"][0]["token_ids"])
 
-    async def _stream(self, client: httpx.AsyncClient, number: int, most: int | None = None) -> None:
-        tokens = list[int]()
-        async with client.stream("POST", "/v1/completions", json={**self._body(number), "stream": True}) as answer:
+    async def _stream(self, number: int, most: int | None = None) -> None:
+        tokens, body = list[int](), {**self._body(number), "stream": True}
+        async with self._client.stream("POST", "/v1/completions", json=body) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
@@ -100,44 +118,24 @@ class Load:
                         return  # the client leaves
         self._check(number, tokens)
 
-    async def _leave(self, client: httpx.AsyncClient, number: int) -> None:
-        await self._stream(client, number, most=3)
+    async def _leave(self, number: int) -> None:
+        await self._stream(number, most=3)
 
-    async def _proceed(self, client: httpx.AsyncClient, number: int) -> None:
+    async def _proceed(self, number: int) -> None:
         """Cut an output off, and send prompt and output as a new prompt."""
-        body, tokens = self._body(number), list[int]()
-        body["prompt"] = await self._ids(client, body["prompt"])
-        cut = (await client.post("/v1/completions", json={**body, "max_tokens": 7})).raise_for_status().json()
-        (choice,) = cut["choices"]
-        tokens += choice["token_ids"]
-        if choice["finish_reason"] == "length":
+        body = {**self._body(number), "prompt": await self._ids(number)}
+        (cut,) = (await self._post("/v1/completions", {**body, "max_tokens": 7}))["choices"]
+        tokens = cut["token_ids"]
+        if cut["finish_reason"] == "length":
             more = {"prompt": [*body["prompt"], *tokens], "first_position": len(tokens), "max_tokens": 13 + number}
-            answer = (await client.post("/v1/completions", json={**body, **more})).raise_for_status()
-            tokens += answer.json()["choices"][0]["token_ids"]
+            tokens += (await self._post("/v1/completions", {**body, **more}))["choices"][0]["token_ids"]
         self._check(number, tokens)
 
-    async def _ids(self, client: httpx.AsyncClient, prompt: str) -> list[int]:
-        answer = (await client.post("/tokenize", json={"prompt": prompt})).raise_for_status()
-        ids: list[int] = answer.json()["tokens"]
-        return ids
-
-    async def _push_weights(self, client: httpx.AsyncClient) -> None:
-        while not self.stopped:
-            try:
-                body = {"weight_dir": str(tiny_target())}
-                (await client.post("/update_weights", json=body)).raise_for_status()
-            except Exception as error:  # noqa: BLE001 - counted, and shown
-                self.failures.append(f"weights: {type(error).__name__}: {error}")
-            self.counts["weights"] += 1
-            await asyncio.sleep(_PUSH_S)
-
-    async def _trainer(self, client: httpx.AsyncClient, number: int) -> None:
-        text = self._body(number)
-        ids = await self._ids(client, text["prompt"])
-        params = {name: text[name] for name in ("max_tokens", "seed", "temperature")}
-        body = {"token_ids": ids, "sampling_params": params}
-        answer = (await client.post("/inference/v1/generate", json=body)).raise_for_status()
-        self._check(number, answer.json()["choices"][0]["token_ids"])
+    async def _trainer(self, number: int) -> None:
+        params = {name: self._body(number)[name] for name in ("max_tokens", "seed", "temperature")}
+        body = {"token_ids": await self._ids(number), "sampling_params": params}
+        answer = await self._post("/inference/v1/generate", body)
+        self._check(number, answer["choices"][0]["token_ids"])
 
 
 def kill_drafter(rollout: Rollout, rng: random.Random) -> str:
@@ -146,12 +144,13 @@ def kill_drafter(rollout: Rollout, rng: random.Random) -> str:
     if not rows:
         return "none is ready"
     row = rng.choice(rows)
-    os.kill(row["pid"], signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(row["pid"], signal.SIGKILL)
     return str(row["id"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -160,25 +159,20 @@ def main() -> int:
     with Rollout(from_mapping(SETTINGS)) as rollout:
         listener = listening_socket("127.0.0.1", 0)
         server = server_of(Service.of(rollout, "tiny"))
-        serving = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
-        serving.start()
-        while not server.started:
-            time.sleep(0.01)
         load = Load(f"http://127.0.0.1:{listener.getsockname()[1]}", options.seed)
+        serving = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
         clients = threading.Thread(target=lambda: asyncio.run(load.run()), daemon=True)
+        serving.start()
+        wait_until(lambda: server.started, "the server")
         clients.start()
         begin, rng, driver = time.monotonic(), random.Random(options.seed), psutil.Process()
         while time.monotonic() - begin < 60.0 * options.minutes:
             time.sleep(min(60.0, max(1.0, 20.0 * options.minutes)))
             memory.append(driver.memory_info().rss / 2**20)
-            with contextlib.suppress(ProcessLookupError):
-                killed = kill_drafter(rollout, rng)
-            minutes = (time.monotonic() - begin) / 60.0
-            say(
-                console,
-                f"{minutes:5.1f} min: {sum(load.counts.values())} requests {dict(load.counts)}, {len(load.failures)} "
-                f"failed, driver {memory[-1]:.0f} MiB, {rollout.metrics().drafted_tokens} drafted; killed {killed}",
-            )
+            minutes, killed = (time.monotonic() - begin) / 60.0, kill_drafter(rollout, rng)
+            done = f"{load.counts.total()} requests {dict(load.counts)}, {len(load.failures)} failed"
+            drafted = f"{rollout.metrics().drafted_tokens} drafted"
+            say(console, f"{minutes:5.1f} min: {done}, driver {memory[-1]:.0f} MiB, {drafted}; killed {killed}")
         load.stopped = True
         clients.join(300.0)
         server.should_exit = True
@@ -189,10 +183,7 @@ def main() -> int:
         say(console, f"failed: {failure}")
     early, late = memory[len(memory) // 5], max(memory[-2:])
     grew = late > _MOST_GROWTH * early
-    say(
-        console,
-        f"memory of the driver: {early:.0f} MiB after a fifth, {late:.0f} at the end{', too much' if grew else ''}",
-    )
+    say(console, f"memory of the driver: {early:.0f} MiB after a fifth, {late:.0f} at the end")
     return int(bool(load.failures or left or grew))
 
 

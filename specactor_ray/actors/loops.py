@@ -1,0 +1,210 @@
+"""Verifiers and draft actors: thin shells around their loops. `ray.remote` is applied where an actor is made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
+from specactor_ray.actors.specs import VERIFIER, ActorSpec, DraftActorSpec, DraftEndpoint, VerifierSpec
+from specactor_ray.config.methods import DrafterSpec
+from specactor_ray.core.clock import Thread
+from specactor_ray.core.metrics import drafter_rows, verifier_rows
+from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.target.base import TargetRequest
+from specactor_ray.transport.link import Link, direct_sender
+from specactor_ray.transport.messages import CommitBatch, FinishedOutput, TailBatch, ToRollout, WeightSet
+from specactor_ray.verify.drafting import DrafterLink, HostedDrafter
+from specactor_ray.verify.loop import VerifyLoop
+
+L = TypeVar("L", VerifyLoop, DraftLoop)
+S = TypeVar("S", bound=ActorSpec)
+
+
+class LoopActor(Generic[S, L]):
+    """An actor with a loop in a thread of its own; its methods only touch queues."""
+
+    def __init__(self, spec: S, host: ActorHost | None = None) -> None:
+        self._spec: S = spec
+        self._host = host or ActorHost()
+        self._made: Future[L] = Future()
+        self._thread: Thread | None = None
+        self._lock = threading.Lock()
+        """Guards the start, and the list of peers against older ones that come late."""
+        self._peers_version = -1
+
+    def start(self) -> None:
+        """Bind the cores, load the model, start the loop. Idempotent."""
+        with self._lock:
+            if self._thread is None:
+                self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.log_level)
+                self._thread = self._host.clock.spawn(self._run, "loop")
+        self._running()
+
+    def load_weights(self, weights: WeightSet) -> None:
+        """Load a version of the weights that the actor follows: the policy's, or those taught to its method. Requests
+        of older versions end. Idempotent."""
+        self._do(self._running().load_weights(weights.version, self._host.fetch_weights(weights)))
+
+    def forget_history(self) -> None:
+        """Clear the histories of earlier outputs of this process's drafters."""
+        self._do(self._running().forget_history())
+
+    def stop(self) -> None:
+        """End the loop in order; returns when it has ended, or after ten seconds."""
+        if self._made.done() and self._made.exception() is None:
+            self._made.result().stop()
+        if self._thread is not None:
+            self._thread.join(10.0)
+
+    def _run(self) -> None:
+        """Make and run the loop, in its thread.
+
+        OpenMP keeps a team of workers per thread that ever computed. If the model were made in another thread, there
+        would be more workers than cores, and both teams would go to sleep between operators instead of waiting
+        actively; a decode step on two cores then takes a third longer.
+        """
+        try:
+            loop = self._make_loop()
+        except BaseException as error:  # noqa: BLE001 - raised again in `_running`
+            self._made.set_exception(error)
+            return
+        self._made.set_result(loop)
+        loop.run()
+
+    def _make_loop(self) -> L:
+        raise NotImplementedError
+
+    def _take_version(self, version: int) -> bool:
+        """Whether a list of peers is no older than the last one; the lock is held."""
+        if version < self._peers_version:
+            return False
+        self._peers_version = version
+        return True
+
+    def _do(self, command: Future[None]) -> None:
+        self._host.clock.result(command, COMMAND_TIMEOUT_S)
+
+    def _running(self) -> L:
+        """Wait for the loop (the controller limits the wait) and return it. Raises the error of its construction."""
+        if self._thread is None:
+            raise RuntimeError(f"{self._spec.actor_id} was not started")
+        return self._host.clock.result(self._made, float("inf"))
+
+
+class VerifierActor(LoopActor[VerifierSpec, VerifyLoop]):
+    """Hosts one target engine."""
+
+    def _make_loop(self) -> VerifyLoop:
+        spec, clock = self._spec, self._host.clock
+        engine = self._host.build_engine(spec)
+        drafting = self._host.build_drafting(spec, engine)
+        return VerifyLoop(engine, drafting, [self._host_drafter(hosted) for hosted in spec.inline], clock)
+
+    def _host_drafter(self, drafter: DrafterSpec) -> HostedDrafter:
+        spec, clock = self._spec, self._host.clock
+        drafter_id = spec.actor_id.replace(VERIFIER, drafter.method, 1)  # ngram-0#3f2a in verifier-0#3f2a
+        proposer = self._host.build_proposer(drafter, spec.target, "cuda" if spec.target.gpus else "cpu")
+        loop = DraftLoop(drafter_id, proposer, clock)
+        return HostedDrafter(drafter, Link(direct_sender(loop.deliver), clock=clock), loop)
+
+    def ping(self) -> dict[str, Any]:
+        """Counters. Raises when the loop has ended by an error: the controller then replaces this actor."""
+        counters = self._counters(self._running())
+        self._host.calls.transport.export(lambda: verifier_rows(self._spec.actor_id, counters))
+        return counters
+
+    def _counters(self, loop: VerifyLoop) -> dict[str, Any]:
+        if loop.error is not None:
+            raise RuntimeError(f"the verifier's loop failed: {loop.error!r}")
+        return loop.snapshot()
+
+    def submit(self, requests: Sequence[TargetRequest]) -> None:
+        self._running().submit(requests)
+
+    def cancel(self, attempts: Sequence[tuple[str, int]], has_ended: bool = False) -> None:
+        """Drop these attempts, (request, attempt), now or when they arrive; see `VerifyLoop.cancel`."""
+        self._running().cancel(attempts, has_ended)
+
+    def deliver(self, message: TailBatch) -> None:
+        """Draft tails and resync requests of drafters."""
+        self._running().deliver(message)
+
+    def poll(self, after: int, timeout_s: float, linger_s: float) -> tuple[int, list[ToRollout], dict[str, Any]]:
+        """Number of the first event, events, counters. Those below `after` are acknowledged; for the waits see
+        `VerifyLoop.poll`."""
+        loop = self._running()
+        return *loop.poll(after, timeout_s, linger_s), self._counters(loop)
+
+    def set_drafters(self, version: int, endpoints: Sequence[DraftEndpoint]) -> None:
+        """The complete list of draft actors; one that is older than the last is ignored."""
+        loop = self._running()
+        with self._lock:
+            if self._take_version(version):
+                known = loop.drafter_links
+                loop.set_drafters({one.actor_id: known.get(one.actor_id) or self._link(one) for one in endpoints})
+
+    def _link(self, endpoint: DraftEndpoint) -> DrafterLink:
+        send = self._host.calls.sender(endpoint.handle, "deliver")
+        return DrafterLink(endpoint.drafter, Link(send, clock=self._host.clock))
+
+    def teach(self, method: str, weights: WeightSet) -> None:
+        """Load weights that were taught to a drafter of this process. Idempotent."""
+        self._do(self._running().teach(method, weights.version, self._host.fetch_weights(weights)))
+
+    def learn(self, outputs: Sequence[FinishedOutput]) -> None:
+        """Add outputs of other verifiers to the histories of this process's lookups."""
+        self._running().learn(outputs)
+
+    def sleep(self) -> None:
+        """Give up the cache's memory until `wake`."""
+        self._do(self._running().sleep())
+
+    def wake(self) -> None:
+        self._do(self._running().wake())
+
+    def reset_metrics(self) -> None:
+        self._running().reset_metrics()
+
+
+class DraftActor(LoopActor[DraftActorSpec, DraftLoop]):
+    """Hosts one proposer."""
+
+    def __init__(self, spec: DraftActorSpec, host: ActorHost | None = None) -> None:
+        super().__init__(spec, host)
+        self._links: dict[str, Link[TailBatch]] = {}
+
+    def _make_loop(self) -> DraftLoop:
+        spec, host = self._spec, self._host
+        proposer = host.build_proposer(spec.drafter, spec.target, "cuda" if spec.drafter.gpus else "cpu")
+        return DraftLoop(spec.actor_id, proposer, host.clock)
+
+    def ping(self) -> dict[str, Any]:
+        """Counters. Raises when the loop has ended: the controller then replaces this actor."""
+        loop = self._running()
+        if self._thread is None or not self._thread.is_alive():
+            raise RuntimeError("the draft loop has ended")
+        counters = loop.snapshot()
+        self._host.calls.transport.export(lambda: drafter_rows(self._spec.actor_id, counters))
+        return counters
+
+    def deliver(self, message: CommitBatch) -> None:
+        """Opens, commits and closes of verifiers."""
+        self._running().deliver(message)
+
+    def set_verifiers(self, version: int, handles: Mapping[str, Any]) -> None:
+        """The complete list of verifiers, id → actor handle; one that is older than the last is ignored."""
+        loop = self._running()
+        with self._lock:
+            if self._take_version(version):
+                self._links = {name: self._links.get(name) or self._link(handles[name]) for name in handles}
+                loop.set_verifiers(self._links)
+
+    def _link(self, verifier: Any) -> Link[TailBatch]:
+        return Link(self._host.calls.sender(verifier, "deliver"), clock=self._host.clock)
+
+    def drain(self) -> None:
+        """Drop all open requests. Called before removal, when verifiers already use other draft actors."""
+        self._running().set_verifiers({})

@@ -1,0 +1,202 @@
+"""New weights: outputs are those of the new checkpoint, drafters follow, and no output mixes two versions."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from rich.console import Console
+
+from specactor_ray import Rollout, SamplingParams
+from specactor_ray.cli.report import status_table
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config
+from specactor_ray.core.errors import InputError
+from specactor_ray.learner.batching import Sample
+from specactor_ray.models.loading import load_model, load_tokenizer
+from specactor_ray.trainer.trainer_ranks import TrainerGroup
+from tests.plain_decoding import plain_tokens
+from tests.tiny import tiny_draft, tiny_target
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+PROMPTS = ["Tell me about the red fox.", "Count from 3 to 9.", "Add 3 and 4."]
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def config(model: Path, mode: str = "plain", **more: Any) -> Config:
+    """Buckets of weights are much smaller than the model."""
+    target = {"model": str(model), "dtype": "float32", "kv_cache_gb": 0.05}
+    cluster = {"pin_cores": False, "health_interval_s": 0.5}
+    trainer = {"learning_rate": 0.003, "prompts_per_step": 2, "weight_bucket_mb": 1}
+    return from_mapping({"mode": mode, "target": target, "cluster": cluster, "trainer": trainer, **more})
+
+
+def start(model: Path) -> Rollout:
+    return Rollout(config(model, "coupled", drafters=[{"method": "ngram"}]))
+
+
+def tokens(rollout: Rollout) -> list[Sequence[int]]:
+    done = rollout.generate(PROMPTS, SAMPLING)
+    assert not any(trajectory.error for trajectory in done)
+    return [trajectory.token_ids for trajectory in done]
+
+
+def changed(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """The weights after a training step of a kind."""
+    noise = torch.Generator().manual_seed(seed)
+    return {
+        name: value + 0.1 * value.std() * torch.randn(value.shape, generator=noise) if value.dim() > 1 else value
+        for name, value in weights.items()
+    }
+
+
+def trained(model: Path, seed: int, folder: Path) -> Any:
+    """The model with changed weights; its checkpoint is in `folder`."""
+    policy = load_model(str(model))
+    policy.load_state_dict(changed(dict(policy.named_parameters()), seed), strict=False)
+    policy.save_pretrained(folder)
+    load_tokenizer(str(model)).save_pretrained(folder)
+    return policy
+
+
+@pytest.mark.parametrize("model", [tiny_target, tiny_draft], ids=["untied", "tied"])
+def test_outputs_are_those_of_the_new_checkpoint(model: Any, tmp_path: Path) -> None:
+    first, second = (trained(model(), seed, tmp_path / str(seed)) for seed in (1, 2))
+    expected = [list(plain_tokens(tmp_path / str(seed), PROMPTS, SAMPLING).values()) for seed in (1, 2)]
+    with start(model()) as rollout:
+        before = tokens(rollout)
+        assert len({str(outputs) for outputs in (before, *expected)}) == 3
+        assert rollout.update_weights(first.state_dict()) == 1  # with lm_head.weight, also where it is tied
+        assert tokens(rollout) == expected[0]
+        assert rollout.update_weights(second.named_parameters()) == 2
+        assert tokens(rollout) == expected[1]
+        rollout.sleep()
+        assert rollout.update_weights(tmp_path / "1") == 3
+        assert tokens(rollout) == expected[0]
+        assert {trajectory.weight_version for trajectory in rollout.generate(PROMPTS, SAMPLING)} == {3}
+
+
+def test_what_does_not_fit_changes_nothing() -> None:
+    weights = load_model(str(tiny_target())).state_dict()
+    nothing = iter([])
+    with start(tiny_target()) as rollout:
+        before = tokens(rollout)
+        with pytest.raises(InputError, match=r"no lm_haed\.weight\. Did you mean lm_head\.weight"):
+            rollout.update_weights({**weights, "lm_haed.weight": weights["lm_head.weight"]})
+        with pytest.raises(InputError, match=r"lm_head\.weight has shape \(512, 63\)"):
+            rollout.update_weights({**weights, "lm_head.weight": weights["lm_head.weight"][:, 1:]})
+        with pytest.raises(InputError, match=r"model\.embed_tokens\.weight and \d+ more missing"):
+            rollout.update_weights(nothing)
+        stream = rollout.stream(PROMPTS, SAMPLING)
+        next(stream)
+        untouched = iter(weights.items())
+        with pytest.raises(InputError, match="weights cannot change while a stream is open"):
+            rollout.update_weights(untouched)
+        assert len(list(untouched)) == len(weights), "nothing was read"
+        with pytest.raises(InputError, match="stream is open"):
+            rollout.sleep()
+        stream.close()
+        assert tokens(rollout) == before
+        assert {trajectory.weight_version for trajectory in rollout.generate(PROMPTS, SAMPLING)} == {0}
+        assert rollout.update_weights(weights) == 1
+        assert tokens(rollout) == before
+    for use in (rollout.sleep, rollout.status, lambda: rollout.update_weights(weights)):
+        with pytest.raises(InputError, match="this rollout is closed"):
+            use()
+
+
+def samples() -> list[Sample]:
+    rng, zeros, own = np.random.default_rng(0), np.zeros(12, dtype=np.float32), np.ones(12, dtype=np.bool_)
+    ids = [(rng.integers(4, 400, 6), rng.integers(4, 400, 12)) for _ in range(8)]
+    return [Sample(*one, zeros, 1.0, 1.0 - 2.0 * (number % 2), own) for number, one in enumerate(ids)]
+
+
+def verifier(rollout: Rollout) -> dict[str, Any]:
+    return next(row for row in rollout.status() if row["kind"] == "verifier" and row["phase"] == "ready")
+
+
+def test_updates_reach_verifiers_also_a_replacement_for_a_killed_one() -> None:
+    settings = config(tiny_target())
+    with Rollout(settings) as rollout, TrainerGroup(settings, rollout.run_name) as trainer:
+        before = tokens(rollout)
+        rollout.sleep()
+        rollout.wake()
+        assert tokens(rollout) == before
+        rollout.sleep()
+        assert tokens(rollout) == before, "a stream wakes them"
+        trainer.update(samples(), 0, 0)
+        rollout.update_weights(trainer.export_weights(1))
+        after = tokens(rollout)
+        assert after != before
+        assert {t.weight_version for t in rollout.generate(PROMPTS, SAMPLING)} == {1}
+
+        old = verifier(rollout)
+        os.kill(old["pid"], signal.SIGKILL)
+        assert tokens(rollout) == after  # from its replacement, which had to be given the weights first
+        new = verifier(rollout)
+        assert new["id"] != old["id"] and new["weight_version"] == 1
+
+        trainer.update(samples(), 1, 1)
+        rollout.update_weights(trainer.export_weights(2))
+        assert tokens(rollout) != after
+
+
+def test_drafters_that_follow_the_policy_get_every_version() -> None:
+    method = "tests.fakes.own_proposers:Brittle"
+    drafter = {"method": method, "model": str(tiny_target()), "kv_cache_gb": 0.05, "follow_policy": True}
+    settings = config(
+        tiny_target(), "decoupled", drafters=[drafter], speculation={"verify": "all", "draft_wait_s": 1.0}
+    )
+    weights = changed(load_model(str(tiny_target())).state_dict(), 1)
+    with Rollout(settings) as rollout:
+        before = tokens(rollout)
+        rollout.update_weights(weights)
+        rollout.reset_metrics()
+        assert tokens(rollout) != before
+        metrics = rollout.metrics()
+        # The drafter has the target's own weights, so it is nearly always right.
+        assert metrics.drafted_tokens > 0 and metrics.acceptance_rate > 0.9
+        for version, alarm in ((2, True), (3, False)):
+            assert rollout.update_weights(weights) == version
+            assert await_alarm(rollout, version, alarm)["alarm"] is alarm
+        rollout.scale({method: 2})
+
+        def versions() -> list[Any]:
+            ready = [row for row in rollout.status() if row["kind"] == "drafter" and row["phase"] == "ready"]
+            return [row["weight_version"] for row in ready] + [one["version"] for one in rollout.drafters()]
+
+        wait_until(lambda: versions() == [3] * 4, "two draft actors with the newest weights")
+        assert len({one["checksum"] for one in rollout.drafters()}) == 1
+
+
+def await_alarm(rollout: Rollout, version: int, alarm: bool) -> dict[str, Any]:
+    """Rolls out until the only drafter has the version, and its alarm is on, or off. The same tokens all the time."""
+    greedy, outputs = SamplingParams(temperature=0.0, max_tokens=24), set()
+
+    def reported() -> dict[str, Any] | None:
+        outputs.add(str([trajectory.token_ids for trajectory in rollout.generate(PROMPTS, greedy)]))
+        (drafter,) = rollout.drafters()
+        return drafter if drafter["version"] == version and drafter["tried"] and drafter["alarm"] is alarm else None
+
+    drafter: dict[str, Any] = wait_until(reported, f"alarm {alarm}", 90.0)
+    assert len(outputs) == 1
+    console = Console(file=io.StringIO(), width=250)
+    console.print(status_table(rollout.status()))
+    assert ("NONE RIGHT" in console.file.getvalue()) is alarm  # type: ignore[attr-defined]
+    return drafter
