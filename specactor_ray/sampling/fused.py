@@ -13,7 +13,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import triton as kernels
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import Backend, verify_arrays
-from specactor_ray.sampling.rules import Rules, SamplingBatch
+from specactor_ray.sampling.rules import Rules
 
 _FEWEST_CHUNKS = 64
 """Least number of chunks, with which vocabularies up to 262,144 share their compiled kernels."""
@@ -41,11 +41,10 @@ def verify(
         positions: (N,) position of each request's first row; the base of its rule is added.
         slots: (N,) the request's slot in `rules`.
         rules: Sampling rules of the slots.
-        ranks: 1: tokens and log-probabilities; 2: margins as well; more: the candidates from the second on as well.
+        ranks: As in `keyed.draw`.
 
     Returns:
-        (N, 2 + 3 * (longest + 1)) int64: the buffer of `sampling.Found`; with more than two ranks `longest + 1` columns
-        more of the second, of the third, ... candidates (-1: there is none; undefined past the count).
+        int64 (N, words): the buffer of `keyed.draw`.
     """
     n, width, vocab = offsets.shape[0], longest + 1, logits.shape[1]
     chunks = -(-vocab // kernels.SCAN["BLOCK"])
@@ -66,16 +65,24 @@ def verify(
     return out
 
 
-def verify_on_host(batch: SamplingBatch) -> np.ndarray:
+def draw_on_host(
+    logits: Tensor,
+    offsets: np.ndarray,
+    tail_offsets: np.ndarray,
+    drafts: np.ndarray | Tensor,
+    width: int,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    rules: Rules,
+    ranks: int,
+) -> np.ndarray:
     """`verify` with host arrays: one copy to the device, one back. Drafts on the device stay there."""
-    logits, drafts, on_device = batch.logits, batch.drafts, isinstance(batch.drafts, Tensor)
-    parts = [batch.offsets, batch.tail_offsets, batch.positions, batch.slots, *([] if on_device else [drafts])]
+    parts = [offsets, tail_offsets, positions, slots, *([] if isinstance(drafts, Tensor) else [drafts])]
     joined = torch.from_numpy(np.concatenate(parts)).to(logits.device)
-    first, of_tails, at, slots, *rest = joined.split([len(part) for part in parts])
-    rows = logits if logits.stride(1) == 1 else logits.contiguous()
+    first, of_tails, at, rows, *rest = joined.split([len(part) for part in parts])
+    x = logits if logits.stride(1) == 1 else logits.contiguous()
     tails = drafts if isinstance(drafts, Tensor) else rest[0]
-    out = verify(rows, first, of_tails, tails, batch.width - 1, at, slots, batch.rules, batch.ranks)
-    host: np.ndarray = out.cpu().numpy()
+    host: np.ndarray = verify(x, first, of_tails, tails, width - 1, at, rows, rules, ranks).cpu().numpy()
     return host
 
 

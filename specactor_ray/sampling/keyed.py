@@ -34,7 +34,7 @@ from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import numba as kernels
 from specactor_ray.sampling.noise import fill_gumbel
-from specactor_ray.sampling.rules import Rules, SamplingBatch
+from specactor_ray.sampling.rules import Rules
 
 if TYPE_CHECKING:  # lookups draw noise without torch
     import torch
@@ -49,6 +49,8 @@ _PROBLEMS = {
     kernels.ERR_ALL_NEG_INF: "all logits are -inf",
     kernels.ERR_TOO_LARGE: f"a logit is above {kernels.MAX_LOGIT:g}",
 }
+_ALL = np.zeros(0, np.uint32)
+"""Value of `ids` for a whole vocabulary."""
 _DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
@@ -189,16 +191,48 @@ def verify_arrays(
     Raises:
         ValueError: Shapes, dtype or positions do not fit.
     """
-    width, ranks = 1 + longest(logits, offsets, tail_offsets, positions, slots, rules), 1 + record_margins
-    if not len(slots):
-        return Found(np.empty((0, 5), np.int64))
-    batch = SamplingBatch(logits.detach(), offsets, tail_offsets, drafts, width, positions, slots, rules, ranks)
+    arrays = (logits, offsets, tail_offsets, drafts, positions, slots, rules)
+    return Found(draw(*arrays, 1 + record_margins, backend=backend))
+
+
+def draw(
+    logits: torch.Tensor,
+    offsets: np.ndarray,
+    tail_offsets: np.ndarray,
+    drafts: np.ndarray | torch.Tensor,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    rules: Rules,
+    ranks: int,
+    *,
+    ids: np.ndarray | None = None,
+    logprobs: bool = True,
+    backend: Backend = "auto",
+) -> np.ndarray:
+    """The buffer of `verify_arrays` (see `Found`), and of its arguments.
+
+    Args:
+        ranks: 1: tokens and log-probabilities; 2: margins as well; more: `width` columns more of the second, of the
+            third, ... candidates (-1: there is none; undefined past the count).
+        ids: As in `candidates`.
+        logprobs: Whether log-probabilities are needed.
+    """
+    width = 1 + _longest(logits, offsets, tail_offsets, positions, slots, rules)
     name = fitting(logits, ranks) if backend == "auto" else backend
-    if name == "triton":
+    if ids is not None and (name != "numba" or len(ids) != logits.shape[1]):
+        raise ValueError(f"{len(ids)} ids for {logits.shape[1]} logits and backend {name}")
+    if name == "triton" and len(slots):
         from specactor_ray.sampling import fused
 
-        return Found(fused.verify_on_host(batch))
-    return Found(_run_numba(batch))
+        return fused.draw_on_host(logits.detach(), offsets, tail_offsets, drafts, width, positions, slots, rules, ranks)
+    x = logits.detach().cpu().float().contiguous().numpy()
+    packed = np.full((len(slots), 2 + (2 + ranks if ranks > 2 else 3) * width), -1, np.int64)
+    if not isinstance(drafts, np.ndarray):
+        drafts = drafts.cpu().numpy()
+    tails, out = drafts.astype(np.int32, copy=False), (packed, packed.view(np.float64))
+    rows, at = (x, x.view(np.int32), offsets, tail_offsets, tails), (positions, slots, rules.table)
+    kernels.verify_batch(*rows, *at, _ALL if ids is None else ids, ranks, logprobs, out)
+    return packed
 
 
 def warm_up(
@@ -219,7 +253,7 @@ def warm_up(
         fitting(torch.empty(0, dtype=dtype, device=device), 1 + record_margins)
 
 
-def longest(
+def _longest(
     logits: torch.Tensor,
     offsets: np.ndarray,
     tail_offsets: np.ndarray,
@@ -241,19 +275,8 @@ def longest(
     return int(longest)
 
 
-def _run_numba(batch: SamplingBatch) -> np.ndarray:
-    x, drafts = batch.logits.cpu().float().contiguous().numpy(), batch.drafts
-    packed = np.full((len(batch.slots), 2 + 3 * batch.width), -1, np.int64)
-    if not isinstance(drafts, np.ndarray):
-        drafts = drafts.cpu().numpy()
-    tails = (batch.offsets, batch.tail_offsets, drafts.astype(np.int32, copy=False))
-    out, margins = (packed, packed.view(np.float64)), batch.ranks > 1
-    kernels.verify_batch(x, x.view(np.int32), *tails, batch.positions, batch.slots, batch.rules.table, margins, out)
-    return packed
-
-
 def fitting(logits: torch.Tensor, ranks: int) -> str:
-    """The backend of "auto"; `ranks`: see `Batch`."""
+    """The backend of "auto"; `ranks` as in `draw`."""
     return "triton" if _fused_is_exact(logits.device, logits.dtype, ranks) else "numba"
 
 
