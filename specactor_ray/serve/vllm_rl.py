@@ -168,23 +168,6 @@ async def resume(service: Serving) -> dict[str, str]:
     return {"status": "resumed"}
 
 
-@router.get("/is_paused")
-async def is_paused(service: Serving) -> dict[str, bool]:
-    """Whether requests are held."""
-    return {"is_paused": service.control.is_paused}
-
-
-@router.post("/abort_requests")
-@router.post("/inference/v1/abort_requests")
-async def abort_requests(
-    service: Serving, request_ids: Annotated[list[str] | str | None, Body(embed=True)] = None
-) -> dict[str, Any]:
-    """Abort requests by their names, or all."""
-    names = [request_ids] if isinstance(request_ids, str) else request_ids
-    each: list[str | None] = [*(names or ())] or [None]
-    return {"status": "aborted", "aborted": sum([await service.control.abort(name) for name in each])}
-
-
 @router.get("/liveness")
 @router.get("/health_generate")
 async def liveness(service: Serving) -> dict[str, str]:
@@ -223,9 +206,8 @@ class UpdateBody(UpdateInfo):
 
 
 @router.post("/start_weight_update")
-async def start_update(service: Serving) -> dict[str, str]:
-    """Hold weights received from now on until `/finish_weight_update`."""
-    service.control.start_update()
+async def start_update() -> dict[str, str]:
+    """No operation: `/update_weights` brings all weights."""
     return {"message": "Weight update started"}
 
 
@@ -238,19 +220,17 @@ async def update_weights(service: Serving, body: UpdateBody) -> dict[str, str]:
         strange = next(iter(info.model_extra or ()), "weight_dir" if is_prime_rls else "update_info")[:64]
         problem = "weight_dir is null: no weights are received over NCCL" if is_prime_rls else f"{strange}: no tensors"
         raise Refusal(f"{problem}; {_BY_DIRECTORY}", param=strange)
-    if not is_prime_rls:
-        await service.control.stage_or_update(info.weight_dir)
-        return {"message": "Weights updated"}
     await service.control.update(info.weight_dir, WeightPolicy.KEEP)
-    return {"status": "ok"}
+    return {"status": "ok", "message": "Weights updated"}
 
 
 @router.post("/finish_weight_update")
 async def finish_update(
     service: Serving, weight_version: Annotated[Label | None, Body(embed=True)] = None
 ) -> dict[str, str]:
-    """Apply the weights of `/update_weights` to all further tokens."""
-    await service.control.finish_update(weight_version)
+    """Set the name of the weights of `/update_weights`."""
+    if weight_version is not None:
+        service.control.relabel(weight_version)
     return {"message": "Weight update finished"}
 
 
@@ -261,7 +241,6 @@ async def relabel(service: Serving, new_version: Annotated[Label, Body(embed=Tru
     return {"success": True, "message": f"Weight version updated to {new_version}", "new_version": new_version}
 
 
-@router.get("/weight_info")
 @router.get("/get_weight_version")
 async def weight_info(service: Serving) -> dict[str, str]:
     """The name of the present weights."""
@@ -299,9 +278,3 @@ async def wake_up(service: Serving, tags: Annotated[list[str] | None, Query()] =
     """Allocate all memory again, regardless of the tags."""
     await service.control.wake()
     return {"status": "awake", "tags": tags, "success": True}
-
-
-@router.get("/is_sleeping")
-async def is_sleeping(service: Serving) -> dict[str, bool]:
-    """Whether verifiers sleep."""
-    return {"is_sleeping": service.control.is_asleep}

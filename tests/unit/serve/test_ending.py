@@ -47,7 +47,7 @@ def test_requests_that_are_cut_off_are_answered_in_their_form(caplog: pytest.Log
     with caplog.at_level(logging.ERROR):
         answers = asyncio.run(work())
     assert lines == ["waiting up to 0 s for 8 requests; Ctrl-C cuts them off"] and server.cut_off == 8
-    assert not engine.running and not service.open_choices and not caplog.records
+    assert not engine.running and not service.running() and not caplog.records
     for number, answer in enumerate(answers):
         is_stream = number >= len(BODIES)
         assert answer.status_code == (200 if is_stream else 503)
