@@ -58,7 +58,9 @@ class TestToken:
 
         async def work() -> list[int]:
             async with client_of(make_service(ScriptedEngine())) as client:
-                sent = [(path, {"Origin": one}) for path in ("/continue_generation", "/resume") for one in (origin, local)]
+                sent = [
+                    (path, {"Origin": one}) for path in ("/continue_generation", "/resume") for one in (origin, local)
+                ]
                 return [(await client.post(path, headers=headers)).status_code for path, headers in sent]
 
         local = "http://localhost:3000"
