@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from specactor_ray.sampling import keyed
-from specactor_ray.sampling.keyed import Backend
+from specactor_ray.sampling.keyed import Backend, fitting, verify_arrays
 from specactor_ray.sampling.rules import Rules
 
 if TYPE_CHECKING:
@@ -55,7 +54,11 @@ def candidates(
     Raises:
         ValueError: Shapes, dtype, positions or backend do not fit.
     """
-    return unpacked(_packed(logits, positions, slots, rules, most, ids, backend), most)
+    rows, tails, drafts = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64), np.zeros(0, np.int32)
+    found = verify_arrays(
+        logits, rows, tails, drafts, positions, slots, rules, most, ids=ids, logprobs=False, backend=backend
+    )
+    return unpacked(found.packed, most)
 
 
 def candidates_on_device(
@@ -71,20 +74,21 @@ def candidates_on_device(
     """
     import torch
 
-    n = len(positions)
+    order = torch.arange(len(positions), device=logits.device)
+    none = torch.zeros(len(positions) + 1, dtype=torch.int64, device=logits.device)
     if logits.device.type == "cpu":
-        return torch.from_numpy(_packed(logits, positions.numpy(), np.arange(n), rules, most, ids))
+        rows, tails, at = order.numpy(), none.numpy(), positions.numpy()
+        found = verify_arrays(logits, rows, tails, tails[:0], at, rows, rules, most, ids=ids, logprobs=False)
+        return torch.from_numpy(found.packed)
+    if fitting(logits, most) != "triton":
+        raise RuntimeError("sampling runs on the host")
     from specactor_ray.sampling import fused
 
-    if keyed.fitting(logits, most) != "triton":
-        raise RuntimeError("sampling runs on the host")
-    order = torch.arange(n, device=logits.device)
-    none = torch.zeros(n + 1, dtype=torch.int64, device=logits.device)
     return fused.verify(logits, order, none, none[:1], 0, positions, order, rules, most)
 
 
 def unpacked(packed: np.ndarray, most: int) -> Candidates:
-    """Candidates from int64 `(n, words)`, the buffer of `keyed.draw` without drafts."""
+    """Candidates from int64 `(n, words)`, the buffer of `keyed.Found` without drafts."""
     drawn = packed[:, 0] > 0
     tokens = np.where(drawn, packed[:, [2, *range(5, 4 + most)]].T, -1).T
     gaps = np.where(drawn & (most > 1), packed.view(np.float64)[:, 4], np.inf)
@@ -98,17 +102,3 @@ def warm_up(device: torch.device, dtype: torch.dtype, most: int = MOST) -> None:
 
     zero = np.zeros(1, np.int64)
     candidates(torch.zeros(1, 8, dtype=dtype, device=device), zero, zero, Rules(1, device), most)
-
-
-def _packed(
-    logits: torch.Tensor,
-    positions: np.ndarray,
-    slots: np.ndarray,
-    rules: Rules,
-    most: int,
-    ids: np.ndarray | None,
-    backend: Backend = "auto",
-) -> np.ndarray:
-    n, none = len(slots), np.zeros(0, np.int32)
-    arrays = (logits, np.arange(n), np.zeros(n + 1, np.int64), none, positions, slots, rules)
-    return keyed.draw(*arrays, most, ids=ids, logprobs=False, backend=backend)

@@ -25,7 +25,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -49,8 +49,6 @@ _PROBLEMS = {
     kernels.ERR_ALL_NEG_INF: "all logits are -inf",
     kernels.ERR_TOO_LARGE: f"a logit is above {kernels.MAX_LOGIT:g}",
 }
-_ALL = np.zeros(0, np.uint32)
-"""Value of `ids` for a whole vocabulary."""
 _DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
@@ -89,7 +87,9 @@ class Found:
     Args:
         packed: int64 `(n, 2 + 3 * width)`. Per request: the count of tokens, the status of the row after them (not OK:
             that row cannot be sampled), then `width` columns of tokens (-1 past the count), of log-probabilities and of
-            margins (bits of float64; undefined past the count, and margins unless they are recorded).
+            margins (bits of float64; undefined past the count, and margins unless they are recorded). With more than
+            two ranks `width` columns more of the second, of the third, ... candidates (-1: there is none), for
+            `candidates.unpacked`.
     """
 
     __slots__ = ("counts", "logprobs", "margins", "packed", "statuses", "tokens", "width")
@@ -150,9 +150,8 @@ def sample_rows(
     rules = Rules(n, logits.device)
     rules.write(range(n), params, [0] * n)
     rows, none = np.arange(n), np.zeros(n + 1, np.int64)
-    options: dict[str, Any] = {"record_margins": record_margins, "backend": backend}
     drafts, at = np.zeros(0, np.int32), np.asarray(positions, np.int64)
-    found = verify_arrays(logits, rows, none, drafts, at, rows, rules, **options)
+    found = verify_arrays(logits, rows, none, drafts, at, rows, rules, 1 + record_margins, backend=backend)
     if problems := found.problems(none):
         raise SamplingError(problems)
     tokens, logprobs, margins = (one[:, 0].tolist() for one in (found.tokens, found.logprobs, found.margins))
@@ -167,8 +166,10 @@ def verify_arrays(
     positions: np.ndarray,
     slots: np.ndarray,
     rules: Rules,
+    ranks: int = 1,
     *,
-    record_margins: bool = False,
+    ids: np.ndarray | None = None,
+    logprobs: bool = True,
     backend: Backend = "auto",
 ) -> Found:
     """Accept for each request the longest draft prefix that the target samples itself, and add the target's next token.
@@ -185,54 +186,30 @@ def verify_arrays(
         positions: int64 (n,): position of each request's first row; the base of its rule is added.
         slots: int64 (n,): the request's slot in `rules`.
         rules: Sampling rules of the slots.
-        record_margins: Also compute the perturbed top-2 margins.
+        ranks: 1: tokens and log-probabilities; 2: the perturbed top-2 margins as well; more: the best candidates.
+        ids: As in `candidates`.
+        logprobs: Whether log-probabilities are needed.
         backend: "auto" takes triton on CUDA, else numba on the host; both give the same tokens.
 
     Raises:
         ValueError: Shapes, dtype or positions do not fit.
     """
-    arrays = (logits, offsets, tail_offsets, drafts, positions, slots, rules)
-    return Found(draw(*arrays, 1 + record_margins, backend=backend))
-
-
-def draw(
-    logits: torch.Tensor,
-    offsets: np.ndarray,
-    tail_offsets: np.ndarray,
-    drafts: np.ndarray | torch.Tensor,
-    positions: np.ndarray,
-    slots: np.ndarray,
-    rules: Rules,
-    ranks: int,
-    *,
-    ids: np.ndarray | None = None,
-    logprobs: bool = True,
-    backend: Backend = "auto",
-) -> np.ndarray:
-    """The buffer of `verify_arrays` (see `Found`), and of its arguments.
-
-    Args:
-        ranks: 1: tokens and log-probabilities; 2: margins as well; more: `width` columns more of the second, of the
-            third, ... candidates (-1: there is none; undefined past the count).
-        ids: As in `candidates`.
-        logprobs: Whether log-probabilities are needed.
-    """
-    width = 1 + _longest(logits, offsets, tail_offsets, positions, slots, rules)
+    arrays = (offsets, tail_offsets, positions, slots)
+    width, logits = 1 + _longest(logits, *arrays, rules), logits.detach()
     name = fitting(logits, ranks) if backend == "auto" else backend
     if ids is not None and (name != "numba" or len(ids) != logits.shape[1]):
         raise ValueError(f"{len(ids)} ids for {logits.shape[1]} logits and backend {name}")
     if name == "triton" and len(slots):
         from specactor_ray.sampling import fused
 
-        return fused.draw_on_host(logits.detach(), offsets, tail_offsets, drafts, width, positions, slots, rules, ranks)
-    x = logits.detach().cpu().float().contiguous().numpy()
+        return Found(fused.verify_on_host(logits, arrays, drafts, width - 1, rules, ranks))
+    x = logits.cpu().float().contiguous().numpy()
     packed = np.full((len(slots), 2 + (2 + ranks if ranks > 2 else 3) * width), -1, np.int64)
-    if not isinstance(drafts, np.ndarray):
-        drafts = drafts.cpu().numpy()
-    tails, out = drafts.astype(np.int32, copy=False), (packed, packed.view(np.float64))
+    tails = (drafts if isinstance(drafts, np.ndarray) else drafts.cpu().numpy()).astype(np.int32, copy=False)
+    tokens, out = _all_tokens(logits.shape[1]) if ids is None else ids, (packed, packed.view(np.float64))
     rows, at = (x, x.view(np.int32), offsets, tail_offsets, tails), (positions, slots, rules.table)
-    kernels.verify_batch(*rows, *at, _ALL if ids is None else ids, ranks, logprobs, out)
-    return packed
+    kernels.verify_batch(*rows, *at, tokens, ranks, logprobs, out)
+    return Found(packed)
 
 
 def warm_up(
@@ -267,16 +244,25 @@ def _longest(
                          f" {logits.dtype}")  # fmt: skip
     if not len(offsets) == len(tail_offsets) - 1 == len(positions) == len(slots):
         raise ValueError(f"{len(offsets)} row offsets for {len(tail_offsets) - 1} tails and {len(positions)} positions")
-    exist, keyed, longest = kernels.survey(logits.shape[0], offsets, tail_offsets, positions, slots, rules.table)
-    if not exist:
-        raise ValueError(f"offsets, tails or slots reach outside of {logits.shape[0]} logits, {len(rules.table)} rules")
-    if not keyed:
+    if not len(slots):
+        return 0
+    lengths, rows, table = tail_offsets[1:] - tail_offsets[:-1], logits.shape[0], rules.table
+    inside = offsets.min() >= 0 and (offsets + lengths).max() < rows and slots.min() >= 0 and slots.max() < len(table)
+    if not inside:
+        raise ValueError(f"offsets, tails or slots reach outside of {rows} logits, {len(table)} rules")
+    first = positions + table["base"][slots]
+    if first.min() < 0 or (first + lengths).max() > kernels.MAX_POSITION:
         raise ValueError(f"positions must be between 0 and {kernels.MAX_POSITION}")
-    return int(longest)
+    return int(lengths.max())
+
+
+@functools.lru_cache(8)
+def _all_tokens(vocab: int) -> np.ndarray:
+    return np.arange(vocab, dtype=np.uint32)
 
 
 def fitting(logits: torch.Tensor, ranks: int) -> str:
-    """The backend of "auto"; `ranks` as in `draw`."""
+    """The backend of "auto"; `ranks` as in `verify_arrays`."""
     return "triton" if _fused_is_exact(logits.device, logits.dtype, ranks) else "numba"
 
 

@@ -128,19 +128,10 @@ def _log_sum_exp(x: Any, m: Any, inv_t: Any, e: Any) -> Any:
 
 
 @_jit
-def _hash_block(key: Any, start: Any, n: Any, gap: Any) -> None:
-    """gap[i] = the whole part of (1 - u) 2^31, from the first Threefry word alone."""
+def _hash_block(key: Any, ids: Any, gap: Any) -> None:
+    """gap[i] = the whole part of (1 - u) 2^31 of a token, from the first Threefry word alone."""
     k0, k1, position = key
-    for i in range(n):
-        x0, _ = threefry2x32(k0, k1, np.uint32(start + i), position)
-        gap[i] = np.float32(np.int32(np.uint32(~x0) >> np.uint32(1)))
-
-
-@_jit
-def _hash_tokens(key: Any, ids: Any, gap: Any) -> None:
-    """`_hash_block` of these tokens."""
-    k0, k1, position = key
-    for i in range(len(ids)):
+    for i in range(ids.shape[0]):
         x0, _ = threefry2x32(k0, k1, ids[i], position)
         gap[i] = np.float32(np.int32(np.uint32(~x0) >> np.uint32(1)))
 
@@ -319,7 +310,7 @@ def _scan_block(x: Any, start: Any, n: Any, ids: Any, key: Any, temperature: Any
         v = start + i
         if gap[i] > np.float32(e[i] * bar) or not _kept(x[v], v, cut[0], cut[1]) or x[v] == -np.inf:
             continue
-        score = perturbed(x[v], np.int64(ids[v]) if len(ids) else v, key, temperature)
+        score = perturbed(x[v], ids[v], key, temperature)
         if v != first and (score > scores[-1] or (score == scores[-1] and v < tokens[-1])):
             _insert(score, v, scores, tokens)
             bar = _bar(m, temperature, scores[-1])
@@ -335,17 +326,14 @@ def _draw(x: Any, m: Any, key: Any, rule: Any, ids: Any, want_logprob: Any, scra
     cut = find_cut(x, m, temperature, rule["top_k"], rule["top_p"])
     inv_t = np.float32(1.0 / temperature)
     # The most probable token comes first: its score makes a good bar, and no filter drops it.
-    _insert(perturbed(m, np.int64(ids[first]) if len(ids) else first, key, temperature), first, scores, tokens)
+    _insert(perturbed(m, ids[first], key, temperature), first, scores, tokens)
     bar = _bar(m, temperature, scores[-1])
     for start in range(0, x.shape[0], _BLOCK):
         n = min(_BLOCK, x.shape[0] - start)
         _exp_block(x, start, n, m, inv_t, e)
         if want_logprob:
             total += np.float64(_sum_block(e, n))
-        if len(ids):
-            _hash_tokens(key, ids[start : start + n], gap)
-        else:
-            _hash_block(key, start, n, gap)
+        _hash_block(key, ids[start : start + n], gap)
         if _count_under(gap, e, bar, n) > 0:
             bar = _scan_block(x, start, n, ids, key, temperature, cut, m, first, scratch, bar, scores, tokens)
     logprob = (np.float64(x[tokens[0]]) - np.float64(m)) / temperature
@@ -361,7 +349,7 @@ def rank_row(x: Any, bits: Any, key: Any, rule: Any, ids: Any, want_logprob: Any
         x: Logits, (V,) float32; `bits` is the same memory as int32.
         key: (seed's low word, its high word, position), uint32 each.
         rule: An entry of the table of `Rules`.
-        ids: Tokens of the logits, uint32 (V,), ascending; empty for a whole vocabulary.
+        ids: Tokens of the logits, uint32 (V,), ascending.
         scratch: (e, gap), float32 arrays of `_BLOCK` entries.
         scores, tokens: The ranking, float64 and int64; -inf and -1 where no more tokens are left.
 
@@ -383,26 +371,10 @@ def rank_row(x: Any, bits: Any, key: Any, rule: Any, ids: Any, want_logprob: Any
                     _insert(np.float64(x[v]), v, scores, tokens)
         if want_logprob:
             logprob = -_log_sum_exp(x, m, np.float32(1), scratch[0])
-    if len(ids):
-        for rank in range(len(tokens)):
-            tokens[rank] = ids[tokens[rank]] if tokens[rank] >= 0 else -1
+    for rank in range(len(tokens)):
+        if tokens[rank] >= 0:
+            tokens[rank] = ids[tokens[rank]]
     return status, logprob
-
-
-@_jit
-def survey(rows: Any, offsets: Any, tail_offsets: Any, positions: Any, slots: Any, rules: Any) -> Any:
-    """Whether all requests read existing logits (of `rows` rows) and rules, whether their positions can be keyed, and
-    the length of the longest tail. Arrays as in `verify_batch`."""
-    exist, keyed, longest = True, True, np.int64(0)
-    for i in range(offsets.shape[0]):
-        length, slot = tail_offsets[i + 1] - tail_offsets[i], slots[i]
-        if offsets[i] < 0 or offsets[i] + length >= rows or slot < 0 or slot >= rules.shape[0]:
-            exist = False
-            break
-        first = positions[i] + rules[slot]["base"]
-        keyed &= first >= 0 and first + length <= MAX_POSITION
-        longest = max(longest, length)
-    return exist, keyed, longest
 
 
 @_jit
@@ -417,7 +389,7 @@ def verify_batch(logits: Any, bits: Any, row_offsets: Any, tail_offsets: Any, ta
         slots: Its slot in `rules`, the table of `Rules`.
         ids: As in `rank_row`.
         ranks: Number of ranked tokens per draw.
-        out: The buffer of `draw`, filled with -1, as int64 and as float64.
+        out: The buffer of `keyed.Found`, filled with -1, as int64 and as float64.
     """
     packed, floats = out
     width = (packed.shape[1] - 2) // (2 + ranks if ranks > 2 else 3)
