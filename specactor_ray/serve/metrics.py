@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from specactor_ray.core.metrics import Kind
 
 if TYPE_CHECKING:
-    from specactor_ray.rollout.trajectory import Trajectory
     from specactor_ray.serve.service import Service
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -24,12 +23,8 @@ class ServerMetrics:
 
     def __init__(self, service: Service) -> None:
         self._service, self._registry = service, CollectorRegistry()
-        counter = partial(Counter, registry=self._registry)
         histogram = partial(Histogram, registry=self._registry, buckets=_SECONDS)
-        self._requests = counter("specactor_requests", "HTTP requests.", ["path", "status"])
-        self._prompt_tokens = counter("specactor_prompt_tokens", "Tokens of prompts, once a choice.")
-        self._output_tokens = counter("specactor_output_tokens", "Tokens of ended outputs.")
-        self._finished = counter("specactor_outputs", "Ended outputs.", ["finish_reason"])
+        self._requests = Counter("specactor_requests", "HTTP requests.", ["path", "status"], registry=self._registry)
         self._first = histogram("specactor_time_to_first_token_seconds", "Of streams.")
         self._between = histogram(
             "specactor_time_between_tokens_seconds", "Of streams; tokens that come together share their time."
@@ -39,10 +34,6 @@ class ServerMetrics:
         paused.set_function(lambda: service.control.is_paused)
         self._registry.register(self)  # type: ignore[arg-type]
 
-    def began(self, prompts: Sequence[Sequence[int]], n: int) -> None:
-        """Record submitted choices."""
-        self._prompt_tokens.inc(n * sum(map(len, prompts)))
-
     def arrived(self, seconds: float, tokens: int, first: bool) -> None:
         """Record tokens of a stream that arrived together, `seconds` after the request or the previous tokens."""
         if first:
@@ -50,11 +41,6 @@ class ServerMetrics:
         else:
             for _ in range(tokens):
                 self._between.observe(seconds / tokens)
-
-    def ended(self, output: Trajectory) -> None:
-        """Record a choice that has ended."""
-        self._output_tokens.inc(len(output.token_ids))
-        self._finished.labels(output.finish_reason).inc()
 
     def answered(self, path: str, status: int, seconds: float) -> None:
         """Record an answered HTTP request; `path` is a route, so that the number of labels is bounded."""

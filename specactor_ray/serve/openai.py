@@ -19,7 +19,6 @@ from specactor_ray.serve.requests import (
     Integer,
     JsonObject,
     Messages,
-    Prompts,
     Refusal,
     SamplingBody,
     TemplateBody,
@@ -42,7 +41,8 @@ router = APIRouter()
 class CompletionBody(SamplingBody):
     """Body of `/v1/completions`."""
 
-    prompt: Prompts
+    prompt: Any
+    """Text, texts, token ids, or several lists of token ids."""
     logprobs: Integer | None = None
 
 

@@ -160,7 +160,6 @@ class Service:
             self.drop(handles)
             raise
         self._open.update(dict.fromkeys(handles, name))
-        self.metrics.began(prompts, wanted.n)
         return handles
 
     def drop(self, handles: Sequence[Handle]) -> None:
@@ -193,7 +192,6 @@ class Service:
 
     def checked(self, output: Trajectory) -> Trajectory:
         """Return an output that has ended, unless it failed."""
-        self.metrics.ended(output)
         if output.finish_reason == "error":
             raise Refusal(output.error, 500 if output.token_ids else 400)
         if output.finish_reason == "abort":

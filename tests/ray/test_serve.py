@@ -174,7 +174,6 @@ class TestOpenAI:
     def test_metrics_count_tokens_and_drafts(self, server: Served) -> None:
         text = httpx.get(f"{server.url}/metrics").text
         figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        assert float(figures["specactor_output_tokens_total"]) > 0
         assert float(figures['specactor_committed_tokens_total{actor="verifier-0"}']) > 0
         assert float(figures["specactor_time_to_first_token_seconds_count"]) > 0
         assert float(figures['specactor_drafter_tried_tokens_total{actor="verifier-0",method="suffix"}']) >= 0

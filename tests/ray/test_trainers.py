@@ -322,26 +322,18 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]
     root, tensors = tmp_path_factory.mktemp("bad"), load_file(tiny_target() / "model.safetensors")
     first = next(iter(tensors))
     shaped = {**tensors, first: tensors[first][:, 1:].contiguous()}
-    named = {**tensors, "model.another.weight": tensors[first].clone()}
     whole = {name: tensor for name, tensor in tensors.items() if name != first}
-    for name, content in (("shape", shaped), ("unknown", named), ("missing", whole)):
+    for name, content in (("shape", shaped), ("missing", whole)):
         (root / name).mkdir()
         save_file(content, root / name / "model.safetensors")
-    (root / "empty").mkdir()
     (root / "cut").mkdir()
     data = (tiny_target() / "model.safetensors").read_bytes()
     (root / "cut" / "model.safetensors").write_bytes(data[: len(data) // 2])
-    (root / "index").mkdir()
-    (root / "index" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     return {
         "nowhere": (root / "nowhere", "no directory"),
-        "file": (tiny_target() / "model.safetensors", "no directory"),
         "long": (root / ("x" * 300), "name too long"),
-        "empty": (root / "empty", "no weights"),
-        "index": (root / "index", "gone.safetensors"),
         "cut": (root / "cut", "cannot be read"),
         "shape": (root / "shape", first),
-        "unknown": (root / "unknown", "model.another.weight"),
         "missing": (root / "missing", first),
     }
 
