@@ -39,20 +39,12 @@ def candidates(
     ids: np.ndarray | None = None,
     backend: Backend = "auto",
 ) -> Candidates:
-    """Rank the tokens of one draw per row.
+    """Rank the tokens of one draw per row of `(n, V)` logits. Arguments and errors as in `verify_arrays`.
 
     Args:
-        logits: (n, V) float32, bfloat16 or float16.
-        positions: int64 `(n,)`: positions of the draws; the base of the rule is added.
-        slots: int64 `(n,)`: slots in `rules`.
-        rules: Sampling rules of the slots.
         most: Candidates per draw, `MOST` or 1.
         ids: uint32 `(V,)`, ascending: tokens of the logits, if these are a part of the vocabulary. The result is that
             of logits over the whole vocabulary with -inf elsewhere; only numba supports it.
-        backend: As in `verify_arrays`.
-
-    Raises:
-        ValueError: Shapes, dtype, positions or backend do not fit.
     """
     rows, tails, drafts = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64), np.zeros(0, np.int32)
     found = verify_arrays(

@@ -5,18 +5,12 @@ The token at output position `t` of a request with seed `s`, counted from its `f
     logits[v] / T + g(s, t, v)
 
 among the tokens that top-k and top-p leave; temperature 0 is the plain argmax. Ties go to the lowest id. `g` is
-standard Gumbel noise, so this draws from the softmax (the Gumbel-max trick); it comes from a counter-based
-generator keyed on (s, t, v), so every process, thread and device draws the same. Hence verification is token
-comparison, the output does not depend on the drafter, and a drafter that samples with the same seed and position
-agrees with the target with probability at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv 2408.07978).
-`docs/design/keyed-sampling.md` gives the construction and the reasons.
+standard Gumbel noise of a counter-based generator, so this draws from the softmax, and every process, thread and device
+draws the same. `docs/design/keyed-sampling.md` gives the construction and the reasons.
 
-Filters, in the order Hugging Face and vLLM apply them: temperature; top-k; top-p over the renormalised top-k set.
-Tokens are ordered by (probability descending, id ascending); top-k keeps the first k, top-p the shortest prefix
-that holds at least `top_p` of the mass. Exactly k tokens stay even when the k-th is tied.
-
-Log-probabilities are those of softmax(logits / T) over the whole vocabulary, before top-k and top-p and without
-noise (T = 1 at temperature 0): the distribution the policy defines, and the one a trainer recomputes.
+Filters apply in the order of Hugging Face and vLLM: temperature; top-k; top-p over the renormalised top-k set, by
+(probability descending, id ascending). Exactly k tokens stay even when the k-th is tied. Log-probabilities are those
+of softmax(logits / T) over the whole vocabulary, before the filters and without noise (T = 1 at temperature 0).
 """
 
 from __future__ import annotations
@@ -112,12 +106,7 @@ class Found:
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
-    """The noise g(seed, position, v) of all v: (vocab_size,) float32. `sample_rows` does not need it.
-
-    Args:
-        seed: In [0, 2**64).
-        position: Output position, in [0, 2**32).
-    """
+    """The noise g(seed, position, v) of all v: (vocab_size,) float32. `sample_rows` does not need it."""
     out = np.empty(vocab_size, np.float32)
     fill_gumbel((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32), np.uint32(position)), out)
     return out
@@ -131,14 +120,7 @@ def sample_rows(
     record_margins: bool = False,
     backend: Backend = "auto",
 ) -> Sampled:
-    """Sample one token per row.
-
-    Args:
-        logits: (N, V) float32, bfloat16 or float16.
-        params: N; seed, temperature, top_k and top_p are used.
-        positions: N output positions of the tokens.
-        record_margins: Also return the perturbed top-2 margins.
-        backend: "auto" takes triton on CUDA, else numba on the host; both give the same tokens.
+    """Sample one token per row of `(n, V)` logits, at the output positions of the `n` requests.
 
     Raises:
         SamplingError: Logits of a row hold NaN or +inf, or are all -inf.
@@ -215,13 +197,8 @@ def verify_arrays(
 def warm_up(
     device: torch.device | None = None, dtype: torch.dtype | None = None, *, record_margins: bool = False
 ) -> None:
-    """Compile or load the kernels now (some seconds on the first run of a machine), not in the first step.
-
-    Args:
-        device: Device of the logits; default: the CPU.
-        dtype: Data type of the logits.
-        record_margins: Whether margins will be recorded.
-    """
+    """Compile or load the kernels now (some seconds on the first run of a machine), not in the first step. `device` and
+    `dtype` are those of the logits; default: the CPU."""
     import torch
 
     params = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2

@@ -22,11 +22,7 @@ _LOOK_S = 0.1
 
 
 class Control:
-    """Operations of trainers on a server besides generation. All coroutines run in the service's event loop.
-
-    Args:
-        service: Service whose requests are held and whose weights change.
-    """
+    """Operations of trainers on a server besides generation. All coroutines run in the service's event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._rollout, self._engine = service, service.rollout, service.engine
@@ -88,13 +84,8 @@ class Control:
         return self._labels.get(version, str(version))
 
     async def update(self, directory: str, policy: WeightPolicy, label: str | None = None) -> None:
-        """Update the weights of all verifiers; other requests are served meanwhile.
-
-        Args:
-            directory: A checkpoint.
-            policy: Policy for running requests, unless they are paused.
-            label: The trainer's name for the weights.
-        """
+        """Update the weights of all verifiers to those of a checkpoint; other requests are served meanwhile. The policy
+        applies to running requests, unless they are paused."""
         async with self._changing:
             self._require_no_step_back(label)
             before = self._rollout.weight_version
@@ -124,11 +115,8 @@ class Control:
     # ---- sleep ----
 
     async def sleep(self, policy: WeightPolicy) -> None:
-        """Free the memory of the verifiers' caches, and on GPUs of their weights. Requests are refused until `wake`.
-
-        Args:
-            policy: Policy for running requests; except with `abort`, waiting requests must end first.
-        """
+        """Free the memory of the verifiers' caches, and on GPUs of their weights. Requests are refused until `wake`;
+        except with `abort`, waiting requests must end first."""
         async with self._changing:
             if self.is_asleep:
                 return

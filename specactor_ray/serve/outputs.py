@@ -201,9 +201,9 @@ class Form(abc.ABC):
     def whole(self, parts: Sequence[Part]) -> Any:
         """The answer that is not streamed, of one part for each choice."""
 
-    @abc.abstractmethod
     def event(self, part: Part) -> Any:
-        """The event of a part."""
+        """The event of a part, where streams are available."""
+        raise NotImplementedError
 
     def first_events(self, choices: int) -> Iterable[Any]:
         """Events before the first part."""

@@ -6,14 +6,13 @@ prime-rl, SkyRL and TRL's server mode call these, and a few of their own; some h
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query, Request, Response
 
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
-from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of
 from specactor_ray.serve.requests import Directory, JsonObject, Label, Refusal, RequestBody, TokenId, Wanted
 from specactor_ray.serve.service import Service, Serving
@@ -67,6 +66,8 @@ class VllmGenerateBody(RequestBody):
 async def generate_tokens(service: Serving, body: VllmGenerateBody, request: Request) -> Response:
     """Outputs of one prompt, as token ids."""
     service.require_model(body.model)
+    if body.stream:
+        raise Refusal("/inference/v1/generate has no stream; /v1/completions with return_token_ids has", param="stream")
     for name, value in (body.model_extra or {}).items():
         if name not in _IGNORED and value is not None:
             raise Refusal(f"{name[:64]} is not available at /inference/v1/generate", param=name[:64])
@@ -74,7 +75,7 @@ async def generate_tokens(service: Serving, body: VllmGenerateBody, request: Req
     headers = request.headers
     name = body.request_id or headers.get("x-request-id") or f"generate-tokens-{secrets.token_hex(16)}"
     form, session = VllmForm(service, body, wanted, name), headers.get("x-session-id")
-    return await answer(request, form, stream=body.stream, name=name, session=session, priority=body.priority)
+    return await answer(request, form, stream=False, name=name, session=session, priority=body.priority)
 
 
 def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -96,12 +97,12 @@ class VllmForm(Form):
 
     def __init__(self, service: Service, body: VllmGenerateBody, wanted: Wanted, name: str) -> None:
         super().__init__(service, [body.token_ids], wanted)
-        self._body = body
-        self._head: dict[str, Any] = {"request_id": name, "output_mode": "tokens"}
-        self._prompt_ids = body.token_ids if body.return_token_ids else None
+        self._name, self._prompt_ids = name, body.token_ids if body.return_token_ids else None
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
-        return self._head | {
+        return {
+            "request_id": self._name,
+            "output_mode": "tokens",
             "model": self.service.model,
             "choices": list(map(self._choice, parts)),
             "usage": self.usage(part.output for part in parts),
@@ -109,16 +110,6 @@ class VllmForm(Form):
             "prompt_token_ids": self._prompt_ids,
             "kv_transfer_params": None,
         }
-
-    def event(self, part: Part) -> dict[str, Any]:
-        event = self._head | {"choices": [self._choice(part)]}
-        if self._prompt_ids is not None:  # in the first event
-            event["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
-        return event
-
-    def last_events(self, outputs: Sequence[Trajectory]) -> Iterable[Any]:
-        if self._body.with_usage:
-            yield self._head | {"choices": [], "usage": self.usage(outputs)}
 
     def _choice(self, part: Part) -> dict[str, Any]:
         output = part.output
@@ -133,8 +124,6 @@ class VllmForm(Form):
         if output is not None:
             choice["weight_versions"] = spans_of(output, self.service.control.label_of)
             choice["seed"] = output.sampling.seed
-            if self._body.stream and (report := prompt_report(self.service, output)) is not None:
-                choice["prompt_logprobs"] = report
         return choice
 
 

@@ -216,14 +216,15 @@ class TestPauses:
             return [await running, (await held).json()["choices"][0]]
 
         async def streamed(client: httpx.AsyncClient, started: asyncio.Event) -> dict[str, Any]:
-            tokens, choice = list[int](), dict[str, Any]()
-            async with client.stream("POST", "/inference/v1/generate", json=body | {"stream": True}) as answer:
+            params = {"max_new_tokens": LONG["max_tokens"], "sampling_seed": 5, "first_position": 0}
+            params |= {"ignore_eos": True, "temperature": 1.0}
+            sent, event = {"input_ids": PROMPTS[0], "sampling_params": params, "stream": True}, dict[str, Any]()
+            async with client.stream("POST", "/generate", json=sent) as answer:
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
-                        choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                        tokens += choice["token_ids"]
+                        event = json.loads(line.removeprefix("data: "))
                         started.set()
-            return choice | {"token_ids": tokens}
+            return {"token_ids": event["output_ids"], **event["meta_info"]}
 
         sampling = SamplingParams(seed=5, **LONG)
         after = plain(new, sampling, PROMPTS[:1])[0]
