@@ -21,7 +21,7 @@ import httpx
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
+from specactor_ray.sampling.unavailable import translated
 
 if TYPE_CHECKING:
     import torch
@@ -122,21 +122,11 @@ class _Client(abc.ABC):
         self, *, max_tokens: int | None, generation_kwargs: Mapping[str, Any] | None, seed: int = 0, **others: Any
     ) -> SamplingParams:
         """TRL's arguments as parameters of a request. Outputs end at the trainer's end-of-sequence ids."""
-        settings = {**others, **(generation_kwargs or {})}
-        refuse(settings, "TRL: ")
-        for name, value in settings.items():
-            if name not in (*_TRANSLATED, *UNAVAILABLE) and not (name == "logprobs" and value in (0, None)):
-                raise InputError(
-                    f"TRL: {name}={value!r} is not available: sampling is keyed, with seeds derived from args.seed. "
-                    f"Fix: leave it out; generation_kwargs may hold {', '.join(_TRANSLATED)}"
-                )
         if max_tokens is None:
             raise InputError("TRL: max_completion_length is None; give a number of tokens")
-        settings = {"max_tokens": max_tokens, **settings}
-        if settings["top_k"] in (None, -1):  # both mean all tokens in vLLM
-            settings["top_k"] = 0
-        chosen = {name: value for name, value in settings.items() if name in _TRANSLATED}
-        stops, texts = (chosen.pop(name, None) or () for name in ("stop_token_ids", "stop"))
+        settings = {"max_tokens": max_tokens, **others, **(generation_kwargs or {})}
+        chosen = translated(settings, _TRANSLATED, "TRL: ", neutral={"logprobs": 0})
+        stops, texts = (chosen.pop(name, ()) for name in ("stop_token_ids", "stop"))
         try:
             stops = (*self._trainer.eos_token_ids, *stops)
             texts = (texts,) if isinstance(texts, str) else texts

@@ -20,7 +20,7 @@ from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
+from specactor_ray.sampling.unavailable import translated
 from specactor_ray.transport.messages import WeightSet
 
 NAME = "specactor"
@@ -99,26 +99,16 @@ def sampling_of(
     The position in the noise is that in the whole sequence. So a request that is resent with its output so far as part
     of the prompt continues with the tokens that would have followed.
     """
-    refuse(parameters, "verl: sampling_params.")
-    for name, value in parameters.items():
-        known = name in (*_TRANSLATED, *_IGNORED, *UNAVAILABLE)
-        if not known and value not in (None, [], (), _NEUTRAL.get(name)):
-            raise InputError(
-                f"verl: sampling_params.{name}={value!r} is not available. Fix: leave it out; it may hold "
-                f"{', '.join(_TRANSLATED)}"
-            )
+    given = translated(parameters, _TRANSLATED, "verl: sampling_params.", _IGNORED, _NEUTRAL)
     room = max_model_len - num_prompt
     if room < 1:
         raise InputError(
             f"verl: {num_prompt} tokens leave no room for an output in {max_model_len}. Fix: raise "
             "actor_rollout_ref.rollout.max_model_len, or engine_kwargs.specactor.target.max_model_len"
         )
-    given = {name: parameters[name] for name in _TRANSLATED if parameters.get(name) is not None}
     most = given.pop("max_tokens", None) or parameters.get("max_new_tokens")
     if most is None:
         most = min(rollout.response_length, rollout.prompt_length + rollout.response_length - num_prompt)
-    if given.get("top_k") == -1:  # means all tokens in vLLM
-        given["top_k"] = 0
     settings = {"seed": seed, "ignore_eos": rollout.ignore_eos, **given, "max_tokens": max(1, min(most, room))}
     return SamplingParams(**settings, first_position=num_prompt)
 

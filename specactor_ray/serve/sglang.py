@@ -146,22 +146,11 @@ async def server_info(service: Serving, config_format: str = "text") -> dict[str
     model = {"model": service.model, "max_model_len": service.context, "logprobs_mode": "processed_logprobs"}
     return {
         "vllm_config": {"model_config": model, "weight_transfer_config": None},
-        "model_path": target.model,
-        "tokenizer_path": target.model,
-        "served_model_name": service.model,
-        "context_length": service.context,
         "dtype": target.dtype,
         "tp_size": ranks,
         "pp_size": 1,
-        "dp_size": target.replicas,
-        "ep_size": 1,
         "num_gpus": ranks * target.replicas,
-        "nnodes": 1,
-        "node_rank": 0,
-        "max_running_requests": target.max_batch * target.replicas,
-        "disaggregation_mode": "null",
         "enable_memory_saver": False,
-        "weight_version": service.control.label,
     }
 
 

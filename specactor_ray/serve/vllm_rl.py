@@ -254,16 +254,8 @@ async def sleep(service: Serving, level: Annotated[int, Query(ge=1, le=2)] = 1, 
     return {"status": "sleeping", "level": level}
 
 
-@router.post("/release_memory_occupation")
-async def release_memory(service: Serving) -> dict[str, bool]:
-    """As `/sleep`, after the end of running requests (SGLang)."""
-    await service.control.sleep(WeightPolicy.WAIT)
-    return {"success": True}
-
-
 @router.post("/wake_up")
-@router.post("/resume_memory_occupation")
 async def wake_up(service: Serving, tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
     """Allocate all memory again, regardless of the tags."""
     await service.control.wake()
-    return {"status": "awake", "tags": tags, "success": True}
+    return {"status": "awake", "tags": tags}

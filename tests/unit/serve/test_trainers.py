@@ -278,4 +278,4 @@ class TestControl:
     def test_server_info_holds_vllms_and_sglangs_fields(self) -> None:
         info = on(make_service(ScriptedEngine()), lambda client: client.get("/server_info?config_format=json")).json()
         assert info["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
-        assert (info["tp_size"], info["enable_memory_saver"], info["disaggregation_mode"]) == (1, False, "null")
+        assert (info["tp_size"], info["num_gpus"], info["enable_memory_saver"]) == (1, 1, False)
