@@ -4,17 +4,14 @@
 Calls are answered at once. Medians, in one process on one thread.
 
     python scripts/bench_driver.py
-    python scripts/bench_driver.py --base REVISION      # in turns with another revision's copy of this script
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,7 +20,6 @@ import numpy as np
 from specactor_ray.actors.specs import ClusterView
 from specactor_ray.bench.micro import run_figures
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.core.child import Report, run_in_child
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import Journal, JournalEntry
@@ -153,27 +149,21 @@ def driver_us_per_row() -> float:
 
 
 def journal_bytes_per_token() -> float:
-    """Resident memory of journaled tokens, in a process of its own."""
-    return run_in_child(_journal_bytes_per_token, None, "journal", lambda _: None)
-
-
-def _journal_bytes_per_token(_work: None, _report: Report) -> float:
+    """Memory of journaled tokens."""
     journal, tokens_each, count = Journal(), 2000, 2000
     rng = np.random.default_rng(0)
     for n in range(count):
         journal.add(JournalEntry(f"request-{n}", (1,), SamplingParams(max_tokens=LENGTH)))
         journal.hand_to(f"request-{n}", "v")
-    before, requests = resident(), tuple((f"request-{n}", 1) for n in range(count))
+    requests = tuple((f"request-{n}", 1) for n in range(count))
+    tracemalloc.start()
     for start in range(0, tokens_each, 4):
         tokens, logprobs = rng.integers(0, 150_000, 4 * count), rng.random(4 * count)
         starts, lengths = np.full(count, start, np.int32), np.full(count, 4, np.int32)
         journal.progress(Progress(requests, starts, lengths, tokens.astype(np.int32), logprobs.astype(np.float32)))
-    gc.collect()
-    return (resident() - before) / (tokens_each * count)
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return taken / (tokens_each * count)
 
 
 GROUPS = {
@@ -186,4 +176,4 @@ GROUPS = {
 
 
 if __name__ == "__main__":
-    run_figures(__file__, GROUPS)
+    run_figures(GROUPS)

@@ -2,18 +2,17 @@
 """How good the policy is, without noise: situations simulated by the product's decisions, by a clairvoyant's in the
 same layout, and by plain decoding on the same verifiers.
 
-`x plain` is the speed relative to plain decoding, drafters' GPUs not counted; `of clairvoyant` relative to the fastest
-of plain decoding, a policy that has every probability and cost (`KnownAcceptance` and `KnownCost` of
-`simulation/cluster.py`), and that of `--base`.
+`x plain` is the speed relative to plain decoding, drafters' GPUs not counted; `of clairvoyant` relative to the faster
+of plain decoding and a policy that has every probability and cost (`KnownAcceptance` and `KnownCost` of
+`simulation/cluster.py`).
 
     python scripts/bench_policy.py                    # all; three minutes on two cores
     python scripts/bench_policy.py useless drifting   # some
-    python scripts/bench_policy.py --json new.json --base old.json   # and what changed since old.json
+    python scripts/bench_policy.py --json FILE
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,40 +74,29 @@ def jobs_of(name: str) -> dict[str, VariantJob]:
     return jobs
 
 
-def judge(name: str, results: Mapping[str, Result], base: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def judge(name: str, results: Mapping[str, Result]) -> Iterator[dict[str, Any]]:
     """A point per layout of a situation."""
     plain = results["plain"].tokens_per_s
     for layout in ("coupled", "decoupled"):
-        if layout not in results:
-            continue
-        before = next((one for one in base if (one["situation"], one["layout"]) == (name, layout)), None)
-        known = before["limit tokens/s"] if before else 0.0
-        limit = max(plain, results[f"{layout} clairvoyant"].tokens_per_s, known)
-        speed = results[layout].tokens_per_s
-        yield {
-            "situation": name,
-            "layout": layout,
-            "x plain": speed / plain,
-            "of clairvoyant": speed / limit,
-            "acceptance length": results[layout].metrics.acceptance_length,
-            "tokens/s": speed,
-            "limit tokens/s": limit,
-            **({"x base": speed / before["tokens/s"]} if before else {}),
-        }
+        if layout in results:
+            limit, speed = results[f"{layout} clairvoyant"].tokens_per_s, results[layout].tokens_per_s
+            yield {
+                "situation": name,
+                "layout": layout,
+                "x plain": speed / plain,
+                "of clairvoyant": speed / max(plain, limit),
+                "acceptance length": results[layout].metrics.acceptance_length,
+                "tokens/s": speed,
+            }
 
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(metavar="[SITUATION]...", help=", ".join(SITUATIONS))] = None,
     json_file: JsonFile = None,
-    base: Annotated[Path | None, typer.Option(help="Figures of another revision to compare with.")] = None,
 ) -> None:
     refuse_existing(json_file, "--json")
     if unknown := [name for name in names or () if name not in SITUATIONS]:
         raise InputError(f"{unknown[0]}: no such situation; there are {', '.join(SITUATIONS)}")
-    try:
-        before = json.loads(base.read_text()) if base else []
-    except (OSError, ValueError) as error:
-        raise InputError(f"--base: {base} cannot be read ({error}); name a file that --json wrote") from None
     jobs = {(name, what): job for name in names or SITUATIONS for what, job in jobs_of(name).items()}
     with PhaseProgress(make_console(sys.stderr), "simulating", len(jobs)) as progress:
         found = run_jobs(list(jobs.values()), on_progress=lambda done: progress.update(done, f"{len(jobs)} runs"))
@@ -117,7 +105,7 @@ def main(
     points = []
     for name in names or SITUATIONS:
         results = {what: result for (one, what), result in zip(jobs, found, strict=True) if one == name and result}
-        points += judge(name, results, before)
+        points += judge(name, results)
     show_points("policy, simulated", points, json_file)
     of_limit, of_plain = [one["of clairvoyant"] for one in points], [one["x plain"] for one in points]
     print(f"of clairvoyant: mean {fmean(of_limit):.3f}, worst {min(of_limit):.3f}; x plain: worst {min(of_plain):.3f}")

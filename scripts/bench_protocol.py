@@ -7,7 +7,6 @@ over steps after a warm-up, in one process on one thread.
 
     python scripts/bench_protocol.py                      # all
     python scripts/bench_protocol.py verifier             # some groups
-    python scripts/bench_protocol.py --base REVISION      # in turns with another revision's copy of this script
     python scripts/bench_protocol.py --json FILE
 """
 
@@ -306,4 +305,4 @@ GROUPS: Mapping[str, Mapping[str, Callable[[], float]]] = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_figures(__file__, GROUPS)
+    run_figures(GROUPS)

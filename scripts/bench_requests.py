@@ -10,13 +10,14 @@ process of their own.
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import multiprocessing
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated, Any
 
+import aiohttp
 import typer
 
 from specactor_ray import Rollout, SamplingParams
@@ -37,20 +38,12 @@ def main(
     json_file: JsonFile = None,
 ) -> None:
     refuse_existing(json_file, "--json")
-    with Rollout.from_config(config, overrides or ()) as rollout:
-        listener, server = listening_socket("127.0.0.1", 0), server_of(Service.of(rollout, "bench"))
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            points = [
-                {"round": number, **point}
-                for number in range(1, rounds + 1)
-                for point in measure(rollout, url, requests, tokens)
-            ]
-        finally:
-            server.should_exit = True
-            thread.join()
+    with Rollout.from_config(config, overrides or ()) as rollout, serving(rollout) as url:
+        points = [
+            {"round": number, **point}
+            for number in range(1, rounds + 1)
+            for point in measure(rollout, url, requests, tokens)
+        ]
     show_points(f"{requests} requests", points, json_file)
 
 
@@ -100,7 +93,7 @@ def measure(rollout: Rollout, url: str, requests: int, tokens: int) -> list[Poin
 
 
 def send_from_a_process(url: str, requests: int, body: dict[str, Any] | None) -> None:
-    """The requests over some connections, from a process of its own, which does as little as it can."""
+    """The requests over some connections, from a process of its own."""
     process = multiprocessing.get_context("spawn").Process(target=_send, args=(url, requests, body))
     process.start()
     process.join()
@@ -108,29 +101,33 @@ def send_from_a_process(url: str, requests: int, body: dict[str, Any] | None) ->
 
 
 def _send(url: str, requests: int, body: dict[str, Any] | None) -> None:
-    host, port = url.removeprefix("http://").split(":")
-    content = b"" if body is None else json.dumps(body).encode()
-    line = "GET /health" if body is None else "POST /v1/completions"
-    fields = f"Host: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    message = f"{line} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + content
-
-    async def send(count: int) -> None:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        for _ in range(count):
-            writer.write(message)
-            answer = await reader.readuntil(b"\r\n\r\n")
-            assert answer.startswith(b"HTTP/1.1 200"), answer
-            if b"chunked" in answer:
-                end = await reader.readuntil(b"\r\n0\r\n\r\n")
-                assert b"error" not in end and b"[DONE]" in end
-            else:
-                await reader.readexactly(int(answer.lower().partition(b"content-length: ")[2].split(b"\r")[0]))
-        writer.close()
-
     async def send_all() -> None:
-        await asyncio.gather(*(send(requests // _CONNECTIONS) for _ in range(_CONNECTIONS)))
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=_CONNECTIONS)) as session:
+            path, method = ("/health", session.get) if body is None else ("/v1/completions", session.post)
+
+            async def send() -> None:
+                async with method(url + path, json=body) as response:
+                    answer = await response.text()
+                    assert response.status == 200 and '"error"' not in answer, answer
+
+            await asyncio.gather(*(send() for _ in range(requests)))
 
     asyncio.run(send_all())
+
+
+@contextlib.contextmanager
+def serving(rollout: Rollout) -> Iterator[str]:
+    """A server in a thread of this process; its URL."""
+    listener, server = listening_socket("127.0.0.1", 0), server_of(Service.of(rollout, "policy"))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import aiohttp
-import psutil
 import typer
 
 from specactor_ray.bench.micro import JsonFile, Point, refuse_existing, run_script, show_points
@@ -66,37 +66,31 @@ def command(name: str, batch: int) -> list[str]:
 def running(name: str, batch: int) -> Iterator[str]:
     """A server that answers; its URL. Its log is shown if it does not start."""
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "4"}
+    url, deadline = f"http://127.0.0.1:{PORT}", time.monotonic() + START_S
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command(name, batch), stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
-            url = f"http://127.0.0.1:{PORT}"
-            if not asyncio.run(answers(url, server)):
-                log.seek(0)
-                raise SpecActorError(f"{name} did not start:\n{log.read()[-3000:]}")
+            while not is_healthy(url):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise SpecActorError(f"{name} did not start:\n{log.read()[-3000:]}")
+                time.sleep(0.5)
             yield url
         finally:
-            children = psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []
             server.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 server.wait(60)
-            for process in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            server.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)  # children that it has left
             server.wait()
 
 
-async def answers(url: str, server: subprocess.Popen[bytes]) -> bool:
-    """Wait until the server is healthy; False if it has ended, or takes too long."""
-    begin = time.monotonic()
-    async with aiohttp.ClientSession() as session:
-        while server.poll() is None and time.monotonic() - begin < START_S:
-            with contextlib.suppress(aiohttp.ClientError):
-                async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
-                        return True
-            await asyncio.sleep(0.5)
-    return False
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health") as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[float, list[float]]:

@@ -16,10 +16,8 @@ import gc
 import re
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Annotated, Any
@@ -31,6 +29,8 @@ from transformers import PrinterCallback, TrainerCallback
 
 with warnings.catch_warnings(action="ignore"):  # about the version of vLLM, which is not used
     import trl
+
+from bench_requests import serving
 
 from specactor_ray import Rollout
 from specactor_ray.bench.micro import JsonFile, Point, refuse_existing, run_script, show_points
@@ -147,24 +147,6 @@ def measure(variant: str, options: Options) -> tuple[Point, list[tuple[float, ..
         "accepted/drafted": f"{metrics.accepted_tokens}/{metrics.drafted_tokens}" if metrics else "",
     }
     return point, [tuple(row[name] for name in EQUAL) for row in rows]
-
-
-@contextlib.contextmanager
-def serving(rollout: Rollout) -> Iterator[str]:
-    """A server in a thread of this process; its URL."""
-    from specactor_ray.serve.run import listening_socket, server_of
-    from specactor_ray.serve.service import Service
-
-    listener, server = listening_socket("127.0.0.1", 0), server_of(Service.of(rollout, "policy"))
-    thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def main(

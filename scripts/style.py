@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import itertools
 import re
 import statistics
 import sys
 import tokenize
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specactor_ray.core.console import make_console, make_table
 
@@ -28,7 +28,6 @@ PACKAGE = ROOT / "specactor_ray"
 AVOIDED = re.compile(
     r"\b(who|whom|nobody|somebody|anybody|everybody|everyone|[Hh]armless|as one who)\b|^(Of|They themselves)\b"
 )
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Part(NamedTuple):
@@ -38,33 +37,28 @@ class Part(NamedTuple):
     name: str
 
 
-class Source(NamedTuple):
+class Source:
     """A Python file."""
 
-    path: Path
-    text: str
-    tree: ast.Module
-
-    @property
-    def module(self) -> str:
+    def __init__(self, path: Path) -> None:
+        self.path, self.text = path, path.read_text(encoding="utf-8")
+        self.tree = ast.parse(self.text, str(path))
+        self.lines = self.text.count("\n")
+        self.module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         """Dotted name."""
-        parts = self.path.relative_to(ROOT).with_suffix("").parts
-        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def sources(folder: Path) -> list[Source]:
     """All Python files below a folder."""
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
-    return [Source(path, text, ast.parse(text, str(path))) for path, text in texts.items()]
+    return [Source(path) for path in sorted(folder.rglob("*.py"))]
 
 
-def parts(files: list[Source], kinds: tuple[type[ast.AST], ...]) -> list[Part]:
+def parts(files: list[Source], *kinds: Any) -> list[Part]:
     """Classes or functions, with their docstrings."""
     found = []
     for file in files:
         for node in ast.walk(file.tree):
-            if isinstance(node, kinds) and isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
+            if isinstance(node, kinds):
                 found.append(Part(node.end_lineno - node.lineno + 1, f"{file.module}.{node.name}"))
     return found
 
@@ -95,21 +89,18 @@ def prose(file: Source) -> Iterator[tuple[int, str]]:
 def repeated(files: list[Source]) -> int:
     """Class names that exist more than once."""
     names = sorted(node.name for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef))
-    return len({one for one, other in pairwise(names) if one == other})
+    return len({one for one, other in itertools.pairwise(names) if one == other})
 
 
 def circles(files: list[Source], modules: set[str]) -> int:
     """Pairs of packages that import each other, directly or through others."""
-    edges: dict[str, set[str]] = {}
+    reach: dict[str, set[str]] = {}
     for file in files:
-        edges.setdefault(_package(file.module), set()).update(map(_package, imports(file, modules)))
-    reach = {name: targets - {name} for name, targets in edges.items()}
-    while True:
-        wider = {name: some.union(*(reach.get(one, set()) for one in some)) for name, some in reach.items()}
-        if wider == reach:
-            break
-        reach = wider
-    return sum(a < b and b in reach[a] and a in reach[b] for a in reach for b in reach)
+        reach.setdefault(_package(file.module), set()).update(map(_package, imports(file, modules)))
+    for middle, start in itertools.product(reach, reach):  # Warshall's closure
+        if middle in reach[start]:
+            reach[start] |= reach[middle]
+    return sum(b in reach[a] and a in reach[b] for a, b in itertools.combinations(reach, 2))
 
 
 def _package(module: str) -> str:
@@ -122,8 +113,8 @@ def main() -> int:
     options = parser.parse_args()
     files = sources(PACKAGE)
     modules = {file.module for file in files}
-    lines = [Part(file.text.count("\n"), file.module) for file in files]
-    classes, functions = parts(files, (ast.ClassDef,)), parts(files, _FUNCTIONS)
+    lines = [Part(file.lines, file.module) for file in files]
+    classes, functions = parts(files, ast.ClassDef), parts(files, ast.FunctionDef, ast.AsyncFunctionDef)
     spoken = sum(text.count("\n") + 1 for file in files for _, text in prose(file))
     total = sum(one.lines for one in lines)
     avoided = [
@@ -142,8 +133,8 @@ def main() -> int:
         "modules beside packages": str(sum(path.name != "__init__.py" for path in PACKAGE.glob("*.py"))),
         "class names that exist twice": str(repeated(files)),
         "lines of docstrings and comments": f"{spoken / total:.0%}",
-        "lines of scripts": f"{sum(file.text.count(chr(10)) for file in sources(ROOT / 'scripts')):,}",
-        "lines of tests": f"{sum(file.text.count(chr(10)) for file in sources(ROOT / 'tests')):,}",
+        "lines of scripts": f"{sum(file.lines for file in sources(ROOT / 'scripts')):,}",
+        "lines of tests": f"{sum(file.lines for file in sources(ROOT / 'tests')):,}",
         "phrases to avoid": str(len(avoided)),
     }
     console = make_console()

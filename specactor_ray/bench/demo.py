@@ -1,31 +1,36 @@
-"""`specactor demo`: plain decoding beside drafting, then a short GRPO run, on this machine and in the minutes given."""
+"""`specactor demo`: plain decoding and drafting by turns, then a short GRPO run, on this machine and in the minutes
+given; and its tasks, made from a seed."""
 
 from __future__ import annotations
 
+import copy
+import difflib
 import itertools
 import json
 import math
 import os
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from specactor_ray.bench.by_turns import Round, SideBySide, measure_side_by_side
-from specactor_ray.bench.comparison import ratio_with_error
-from specactor_ray.bench.demo_tasks import rename_tasks
-from specactor_ray.config import Config, load_config
-from specactor_ray.core.child import run_in_child
+from specactor_ray.bench.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload, ratio_with_error
+from specactor_ray.bench.variants import Variant
+from specactor_ray.config import load_config
+from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.files import write_json
-from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import interruption, sigterm_interrupts
-from specactor_ray.trainer.display import Column, TrainingDisplay
+from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.prompts import read_prompts
+from specactor_ray.trainer.rewards import RewardSample
 
 SEED = 7
 REPORT_FILE = "report.json"
@@ -33,22 +38,16 @@ _MOST_CORES = 8
 """Most cores of the demo; the built-in model gains nothing from more."""
 _SPEED_SHARE = 0.35
 """Share of the time for the first half."""
-_MOST_ROUNDS, _MOST_STEPS, _LEAST_STEPS = 5, 12, 2
+_PROMPTS, _PROMPTS_PER_ROUND = "conf/prompts/repetition.jsonl", 3
+"""Edits of code, tables and texts: most of an output repeats its prompt, so drafts pay."""
+_LEAST_ROUNDS, _MOST_ROUNDS, _LEAST_STEPS, _MOST_STEPS = 2, 5, 2, 12
 _END_S = 12.0
 """Seconds reserved for the checkpoint and the end of the cluster."""
 _TASKS = 4
 """Number of tasks. Each step has all of them, so that rewards of steps compare, and drafts find earlier outputs."""
-_BEAT_S = 5.0
-"""Seconds between progress lines where there is no terminal."""
-DEMO_COLUMNS: Sequence[Column] = (
-    ("step", lambda r: str(r["step"])),
-    ("reward", lambda r: f"{r['train']['reward_mean']:.3f}"),
-    ("samples", lambda r: str(r["train"]["sampled"])),
-    ("tokens/s", lambda r: f"{r['speed']['tokens_per_s']:.1f}"),
-    ("acceptance length", lambda r: f"{r['speed']['acceptance_length']:.2f}"),
-    ("rollout", lambda r: f"{r['seconds']['rollout']:.1f} s"),
-    ("update", lambda r: f"{r['seconds']['update']:.1f} s"),
-)
+
+Round = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""Figures of `Bench` of plain decoding and of auto on the same prompts."""
 
 
 @dataclass
@@ -62,30 +61,20 @@ class Demo:
     console: Console
     began: float = field(default_factory=time.monotonic)
     status: str = "complete"
-    doing: str = "starting"
     rounds: list[Round] = field(default_factory=list)
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     """Records of the training steps."""
-    step_ends: list[float] = field(default_factory=list)
-    """Ends of the training steps, on the clock of `seconds`."""
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
+    @property
+    def cores(self) -> int:
+        return min(len(os.sched_getaffinity(0)), _MOST_CORES)
+
     def say(self, text: str) -> None:
         say(self.console, f"{self.seconds:5.1f} s  {text}")
-
-    def take(self, report: Any) -> None:
-        """Record a report of the measuring process."""
-        if isinstance(report, Round):
-            self.rounds.append(report)
-            plain, auto = report.tokens / report.plain_s, report.tokens / report.auto_s
-            self.doing = f"round {len(self.rounds)}: plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / plain:.2f}x"
-            self.say(f"{self.doing}, {report.identical} of {report.requests} outputs identical")
-        else:
-            self.say(report)
-            self.doing = report.partition(" (")[0]
 
 
 def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
@@ -119,87 +108,68 @@ def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
         "versions": versions(),
         "hardware": hardware(),
     }
-    if demo.rounds or demo.steps:
+    if demo.rounds:
         demo.folder.mkdir(parents=True, exist_ok=True)
         write_json(demo.folder / REPORT_FILE, report)
     return report
 
 
-def _cores() -> tuple[int, ...]:
-    return tuple(sorted(os.sched_getaffinity(0)))[:_MOST_CORES]
-
-
 def _measure_speed(demo: Demo, seconds: float) -> None:
+    """Decode rounds of prompts with two runs by turns, in an order that alternates: both see the same minutes."""
+    from specactor_ray.cluster.connection import connect
     from specactor_ray.rollout.planning import resolve
+    from specactor_ray.rollout.rollout import Rollout
 
-    keys = ("target.dtype=float32", "target.max_batch=1", "target.max_model_len=512", "sampling.max_tokens=96")
-    config, lines = resolve(load_config(None, ["mode=auto", f"target.model={demo.model}", *keys]))
+    layout = (f"target.model={demo.model}", f"target.cores={demo.cores}", "target.max_batch=1")
+    auto, lines = resolve(load_config(None, ["mode=auto", *layout, "target.dtype=float32", "target.max_model_len=512"]))
     for line in lines:
         demo.say(line)
-    demo.say("edits of code, tables and settings, T=0, one request at a time: plain and auto by turns in one process")
-    drafters, most_tokens, left_s = tuple(config.drafters), config.sampling.max_tokens, seconds - demo.seconds
-    work = SideBySide(config.target, drafters, _cores(), most_tokens, SEED, _MOST_ROUNDS, left_s)
-
-    def show(progress: PhaseProgress) -> None:
-        """Show progress also while models load and compile, when nothing is reported."""
-        progress.update(min(progress.seconds, 0.99 * work.seconds), demo.doing)  # the last round may end later
-
-    with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=_BEAT_S, poll=show):
-        run_in_child(measure_side_by_side, work, "demo", demo.take)
+    auto.cluster.num_cpus = 2 * demo.cores  # one of them runs at a time
+    plain = copy.deepcopy(auto)
+    plain.mode = ModeName.plain
+    demo.say(f"edits of code, tables and texts, T=0, one request at a time, on {demo.cores} cores by turns")
+    bench, prompts = Bench([], demo.console), read_prompts(_PROMPTS)[: _MOST_ROUNDS * _PROMPTS_PER_ROUND]
+    with connect(auto.cluster), ExitStack() as stack:
+        running = [
+            (Variant(name, 1, config), stack.enter_context(Rollout(config)))
+            for name, config in (("plain", plain), ("auto", auto))
+        ]
+        for _, rollout in running:
+            rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
+        for number in range(1, _MOST_ROUNDS + 1):
+            if number > _LEAST_ROUNDS and demo.seconds > seconds:
+                break
+            some = tuple(prompts[number - 1 :: _MOST_ROUNDS])  # of all kinds, so that rounds are alike
+            workload = Workload(f"round {number}", some, SamplingParams(temperature=0.0, max_tokens=96, seed=SEED))
+            for variant, rollout in running if number % 2 else reversed(running):
+                bench.measure_running(rollout, variant, workload, 0.0, f"round {number}: {variant.label}")
+            one, other = bench.measured[-2:] if number % 2 else reversed(bench.measured[-2:])
+            demo.rounds.append((one, other))
+            speeds = f"plain {one['tokens_per_s']:.1f}, auto {other['tokens_per_s']:.1f} tokens/s"
+            demo.say(f"round {number}: {speeds}, {one['seconds'] / other['seconds']:.2f}x")
 
 
 def _train(demo: Demo) -> None:
-    """A short GRPO run on this machine's cores, in its own run folder."""
+    """A short GRPO run on this machine's cores, in its own run folder: `mode: auto`, outputs of one line."""
+    from specactor_ray.models.loading import load_tokenizer
+    from specactor_ray.runs.training import METRICS_FILE
+    from specactor_ray.trainer.run import train
+
     demo.say(f"training: GRPO on {_TASKS} lines of code to repeat with one name replaced; reward: similarity to them")
     demo.folder.mkdir(parents=True, exist_ok=True)
     tasks = demo.folder / "tasks.jsonl"
     rows = itertools.islice(rename_tasks(SEED), _TASKS)
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    config = training_config(demo, tasks)
-    from specactor_ray.trainer.run import train
-
-    end = 60.0 * demo.minutes - _END_S
-
-    def enough() -> bool:
-        if len(demo.steps) < _LEAST_STEPS:
-            return False
-        return demo.seconds + demo.step_ends[-1] - demo.step_ends[-2] > end  # the first step is slower than the others
-
-    outcome = train(config, demo.console, _Display(demo, config.trainer.steps), enough)
-    if outcome.status == "interrupted":
-        demo.status = "interrupted"
-    elif len(demo.steps) < config.trainer.steps:
-        demo.say(f"the time is up after {len(demo.steps)} of {config.trainer.steps} steps (--minutes {demo.minutes:g})")
-
-
-class _Display(TrainingDisplay):
-    """Keeps the records."""
-
-    def __init__(self, demo: Demo, steps: int) -> None:
-        super().__init__(demo.console, steps, DEMO_COLUMNS, line_interval_s=_BEAT_S)
-        self._demo = demo
-
-    def end(self, record: Mapping[str, Any]) -> None:
-        self._demo.steps.append(record)
-        self._demo.step_ends.append(self._demo.seconds)
-        super().end(record)
-
-
-def training_config(demo: Demo, tasks: Path) -> Config:
-    """The GRPO run: `mode: auto`, outputs of one line."""
-    from specactor_ray.models.loading import load_tokenizer
-
     newline = load_tokenizer(demo.model)("\n", add_special_tokens=False)["input_ids"]
-    cores = len(_cores())
-    return load_config(
+    config = load_config(
         None,
         [
             "mode=auto",
             f"run.dir={demo.folder}",
             "run.name=training",
-            f"cluster.num_cpus={cores}",
+            f"cluster.num_cpus={demo.cores}",
             f"target.model={demo.model}",
-            f"target.cores={cores}",
+            f"target.cores={demo.cores}",
             "target.max_model_len=128",
             "target.max_batch=16",
             "target.dtype=float32",
@@ -210,7 +180,7 @@ def training_config(demo: Demo, tasks: Path) -> Config:
             "sampling.max_tokens=16",
             f"sampling.stop_token_ids={list(newline) if len(newline) == 1 else []}",
             f"sampling.seed={SEED}",
-            "reward.functions=[{name: 'specactor_ray.bench.demo_tasks:similarity'}]",
+            f"reward.functions=[{{name: '{__name__}:similarity'}}]",
             "algorithm.name=grpo",
             f"trainer.steps={_MOST_STEPS}",
             f"trainer.prompts_per_step={_TASKS}",
@@ -221,6 +191,19 @@ def training_config(demo: Demo, tasks: Path) -> Config:
             "tracking.tensorboard=false",
         ],
     )
+    step_ends = list[float]()
+
+    def enough() -> bool:
+        step_ends.append(demo.seconds)
+        step_s = step_ends[-1] - step_ends[-2] if len(step_ends) >= _LEAST_STEPS else -math.inf
+        return step_ends[-1] + step_s > 60.0 * demo.minutes - _END_S
+
+    outcome = train(config, demo.console, enough=enough)
+    demo.steps += map(json.loads, (outcome.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines())
+    if outcome.status == "interrupted":
+        demo.status = "interrupted"
+    elif len(demo.steps) < config.trainer.steps:
+        demo.say(f"the time is up after {len(demo.steps)} of {config.trainer.steps} steps (--minutes {demo.minutes:g})")
 
 
 def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
@@ -228,35 +211,61 @@ def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
     (None for a single round); None without a round."""
     if not rounds:
         return None
-    plain, auto = [one.plain_s for one in rounds], [one.auto_s for one in rounds]
-    tokens = sum(one.tokens for one in rounds)
-    ratio, error = ratio_with_error(plain, auto)
+    plain, auto = zip(*rounds, strict=True)
+    plain_s, auto_s = ([one["seconds"] for one in variant] for variant in (plain, auto))
+    requests, tokens = (sum(one[key] for one in plain) for key in ("requests", "tokens"))
+    ratio, error = ratio_with_error(plain_s, auto_s)
     return {
         "rounds": len(rounds),
-        "plain_tokens_per_s": tokens / sum(plain),
-        "auto_tokens_per_s": tokens / sum(auto),
+        "plain_tokens_per_s": tokens / sum(plain_s),
+        "auto_tokens_per_s": tokens / sum(auto_s),
         "ratio": ratio,
         "error": error if math.isfinite(error) else None,
-        "acceptance_length": tokens / max(sum(one.row_steps for one in rounds), 1),
-        "identical": sum(one.identical for one in rounds),
-        "requests": sum(one.requests for one in rounds),
+        "acceptance_length": tokens / max(sum(one["metrics"]["row_steps"] for one in auto), 1),
+        "identical": requests - sum(len(one["differences"]) for one in (*plain, *auto)),
+        "requests": requests,
     }
 
 
 def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Rewards of the steps with their standard errors, and the parts of the time; None without a step."""
+    """Mean rewards of the steps with their standard errors, and acceptance lengths; None without a step."""
     if not records:
         return None
-    step_s = max(sum(record["seconds"]["step"] for record in records), 1e-9)
     return {
         "steps": len(records),
-        "rewards": [_reward(record["train"]) for record in records],
-        "acceptance_lengths": [record["speed"]["acceptance_length"] for record in records],
-        **{f"{phase}_share": sum(r["seconds"][phase] for r in records) / step_s for phase in ("rollout", "update")},
+        "samples": records[0]["train"]["sampled"],
+        "rewards": [
+            (one["train"]["reward_mean"], one["train"]["reward_std"] / math.sqrt(max(one["train"]["sampled"], 1)))
+            for one in records
+        ],
+        "acceptance_lengths": [one["speed"]["acceptance_length"] for one in records],
     }
 
 
-def _reward(train: Mapping[str, Any]) -> dict[str, Any]:
-    samples = train["sampled"]
-    error = train["reward_std"] / math.sqrt(samples) if samples else 0.0
-    return {"mean": train["reward_mean"], "error": error, "samples": samples}
+# ---- tasks ----
+
+_NAMES = ("count", "total", "index", "value", "score", "width", "limit", "price", "speed", "level")
+_LINES = (
+    "{name} = {number}",
+    "return {name} * {number}",
+    "if {name} > {number}:",
+    "print({name}, {number})",
+    "x = {name} + {number}",
+    "assert {name} < {number}",
+)
+
+
+def rename_tasks(seed: int) -> Iterator[dict[str, str]]:
+    """Rows with `prompt` and `answer`: after one example, repeat a line of code with another name in it."""
+    rng = random.Random(seed)
+    while True:
+        old, new = rng.sample(_NAMES, 2)
+        shown, asked = (line.replace("{number}", str(rng.randint(2, 9))) for line in rng.sample(_LINES, 2))
+        before, after = ([line.replace("{name}", name) for line in (shown, asked)] for name in (old, new))
+        yield {"prompt": f"{before[0]} -> {after[0]}\n{before[1]} ->", "answer": after[1]}
+
+
+def similarity(sample: RewardSample) -> float:
+    """Similarity of the first line of an output to the answer, by characters: 1.0 where they are equal."""
+    line = sample.text.strip().partition("\n")[0]
+    return difflib.SequenceMatcher(None, line, sample.answer or "", autojunk=False).ratio()

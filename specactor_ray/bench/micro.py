@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +15,7 @@ from rich.table import Table
 from specactor_ray.core.console import make_console, make_table, say, show_error
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, InputError, SpecActorError, UserError
 from specactor_ray.core.files import write_json
+from specactor_ray.core.signals import sigterm_interrupts
 
 Point = Mapping[str, Any]
 """Figures of one measurement: column → value."""
@@ -30,62 +27,32 @@ JsonFile = Annotated[
 def run_script(command: Callable[..., Any]) -> None:
     """Run a script whose options are the arguments of `command`. A user's mistake is one line and exit code 2."""
     try:
-        typer.run(command)
+        with sigterm_interrupts():
+            typer.run(command)
     except SpecActorError as error:
         show_error(str(error))
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
 
 
-def run_figures(script: str, groups: Mapping[str, Mapping[str, Callable[[], float]]]) -> None:
-    """Run a script that measures groups of figures, each by a function.
-
-    Args:
-        script: Path of the script in a checkout; `--base` runs the copy of another revision, too.
-        groups: Group → figure → function.
-    """
+def run_figures(groups: Mapping[str, Mapping[str, Callable[[], float]]]) -> None:
+    """Run a script that measures figures, each by a function, in groups that its arguments choose."""
 
     def main(
         chosen: Annotated[list[str] | None, typer.Argument(metavar="[GROUP]...", help="Default: all.")] = None,
-        base: Annotated[str | None, typer.Option(help="Also run this revision's copy, and show ratios.")] = None,
         json_file: JsonFile = None,
     ) -> None:
         if unknown := [group for group in chosen or () if group not in groups]:
             raise InputError(f"{unknown[0]}: no such group; there are {', '.join(groups)}")
         refuse_existing(json_file, "--json")
-        before = _figures_of(base, Path(script).resolve(), chosen or ()) if base else {}
         logging.getLogger("specactor_ray").setLevel(logging.ERROR)
-        figures = dict[str, float]()
+        points = []
         for name, function in (pair for group in chosen or groups for pair in groups[group].items()):
             gc.collect()
-            figures[name] = function()
-            say(make_console(sys.stderr), f"{name}: {figures[name]:,.2f}")
-        points = [{"figure": name, "now": value} for name, value in figures.items()]
-        for point in points if before else ():
-            known = before[str(point["figure"])]
-            point |= {"base": known, "x": figures[str(point["figure"])] / known}
-        show_points("figures", points)
-        if json_file is not None:
-            write_json(json_file, figures, new=True)
+            points.append({"figure": name, "value": function()})
+            say(make_console(sys.stderr), f"{name}: {points[-1]['value']:,.2f}")
+        show_points("figures", points, json_file)
 
     run_script(main)
-
-
-def _figures_of(revision: str, script: Path, groups: Sequence[str]) -> dict[str, float]:
-    """The figures of another revision, by its own copy of the script."""
-    root = script.parents[1]
-    verify = ["git", "rev-parse", "-q", "--verify", f"{revision}^{{commit}}"]
-    if subprocess.run(verify, check=False, cwd=root, capture_output=True).returncode:
-        raise InputError(f"--base: {revision} is no revision of this repository; name a commit")
-    with tempfile.TemporaryDirectory() as folder:
-        tree, report = Path(folder) / "base", Path(folder) / "report.json"
-        subprocess.run(["git", "worktree", "add", "--detach", str(tree), revision], cwd=root, check=True, stdout=2)
-        try:
-            command = [sys.executable, str(tree / "scripts" / script.name), *groups, "--json", str(report)]
-            subprocess.run(command, cwd=tree, check=True, stdout=2, env={**os.environ, "PYTHONPATH": str(tree)})
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=root, check=True, stdout=2)
-        figures: dict[str, float] = json.loads(report.read_text())
-    return figures
 
 
 def refuse_existing(path: Path | None, option: str) -> None:

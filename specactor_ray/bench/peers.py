@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from specactor_ray.bench.comparison import figures_of
+from specactor_ray.bench.rollout_modes import figures_of
 from specactor_ray.bench.variants import BenchMode, plan_variants
 from specactor_ray.cluster.cores import bind_to_cores
 from specactor_ray.config.methods import WINDOW
@@ -53,17 +53,17 @@ def measure_peers(
     """
     results = []
     for work in _peers(config, batches, workloads):
-        title = f"batch {work.batch}, {work.label}"
-        say(console, f"{title}: starting")
+        show = functools.partial(_show, console, f"batch {work.batch}, {work.label}")
+        show("starting")
         try:
-            results += run_in_child(measure_peer, work, work.label, functools.partial(_show, console, title))
+            results += run_in_child(measure_peer, work, work.label, show)
         except SpecActorError as error:
-            say(console, f"{title}: left out, it failed: {str(error).strip().splitlines()[-1]}")
+            show(f"left out, it failed: {str(error).strip().splitlines()[-1]}")
     return results
 
 
 def _show(console: Console, title: str, text: str) -> None:
-    say(console, f"{title}, {text}")
+    say(console, f"{title}: {text}")
 
 
 def _peers(config: Config, batches: Sequence[int], workloads: Sequence[EncodedWorkload]) -> Iterator[PeerWork]:
@@ -98,17 +98,14 @@ def _own_methods(config: Config) -> Iterator[dict[str, Any]]:
 def measure_peer(work: PeerWork, report: Report) -> list[dict[str, Any]]:
     """Start vLLM in this process, warm it up, and time every workload: a row each."""
     bind_to_cores(work.cores)
-    settings = {
+    os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    os.environ.update(settings)
     llm = _start(work)
-    from specactor_ray.rollout.trajectory import (
-        RolloutMetrics,  # imports numba, whose number of threads vLLM sets first
-    )
+    from specactor_ray.rollout.trajectory import RolloutMetrics  # imports numba, whose threads vLLM sets first
 
     _generate(llm, [(1, 2, 3)], [SamplingParams(temperature=0.0, max_tokens=8)])
     rows = []
@@ -127,13 +124,19 @@ def measure_peer(work: PeerWork, report: Report) -> list[dict[str, Any]]:
             drafted_tokens=drafted,
             accepted_tokens=tokens - steps,  # vLLM's count of accepted tokens includes those after the end
         )
-        row: dict[str, Any] = {
-            "variant": work.label,
-            "mode": "peer" if work.speculative else "plain",
-            "batch": work.batch,
-        }
-        row |= {"total_cores": len(work.cores), "workload": name, "failures": {}, "differences": None, "peer": True}
-        rows.append({**row, **figures_of(len(outputs), tokens, seconds, metrics)})
+        rows.append(
+            {
+                "variant": work.label,
+                "mode": "peer" if work.speculative else "plain",
+                "batch": work.batch,
+                "total_cores": len(work.cores),
+                "workload": name,
+                "failures": {},
+                "differences": None,
+                "peer": True,
+                **figures_of(len(outputs), tokens, seconds, metrics),
+            }
+        )
         report(f"{name}: {tokens} tokens, {tokens / seconds:.1f} tokens/s")
     llm.llm_engine.engine_core.shutdown()
     return rows

@@ -6,22 +6,23 @@ not counted, and leaves nothing that a drafter could look up.
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
 
-from specactor_ray.bench.comparison import Output, Place, differences, figures_of, with_ratios
 from specactor_ray.bench.micro import refuse_existing
 from specactor_ray.bench.variants import BenchMode, Variant, plan_variants
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
+from specactor_ray.config.schema import ModeName
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
@@ -29,15 +30,19 @@ from specactor_ray.core.files import make_folder, remove_if_empty, require_folde
 from specactor_ray.core.progress import ProgressState, rollout_progress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.preflight import check_target, require_gpus, require_named, start_notes
+from specactor_ray.rollout.preflight import check_target, require_devices, require_named, start_notes
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.target.vllm_version import require_vllm
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
 
 WARM_UP_PROMPTS: list[Prompt] = ["Name three colours.", "Count from one to five."]
 WARM_UP = SamplingParams(temperature=0.0, max_tokens=8)
+Place = tuple[int, int]
+"""Prompt index and sample index, which identify a request in two rollouts."""
+Outputs = Mapping[Place, "Trajectory"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,7 @@ class Workload:
 
     name: str
     prompts: tuple[Prompt, ...]
-    sampling: tuple[SamplingParams, ...]
-    """Sampling parameters of each prompt."""
+    sampling: SamplingParams
 
 
 def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence[float]) -> list[Workload]:
@@ -70,11 +74,7 @@ def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence
         raise InputError("--prompts: two files have the same name; workloads are told apart by it")
     prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit)) for path in paths}
     return [
-        Workload(
-            f"{name} T={temperature:g}",
-            prompts[name],
-            (replace(config.sampling, temperature=temperature),) * len(prompts[name]),
-        )
+        Workload(f"{name} T={temperature:g}", prompts[name], replace(config.sampling, temperature=temperature))
         for name in names
         for temperature in temperatures or [config.sampling.temperature]
     ]
@@ -141,9 +141,8 @@ def _checked_variants(
 ) -> Sequence[Variant]:
     """The variants to measure, after all checks that are possible before Ray starts."""
     require_named(config)
-    require_gpus(config)
+    require_devices(config)  # every variant has the same
     variants = plan_variants(config, modes, batches)
-    _reject_more_cores_than_there_are(config, variants)
     check_target(config)  # imports transformers, which takes seconds
     if peers:
         require_vllm()
@@ -153,21 +152,6 @@ def _checked_variants(
     return variants
 
 
-def _reject_more_cores_than_there_are(config: Config, variants: Sequence[Variant]) -> None:
-    """Refuse more cores than this machine has, before Ray starts, where this machine is the cluster."""
-    if config.cluster.address != "local" or not config.cluster.pin_cores:
-        return
-    cores = config.cluster.num_cpus or len(os.sched_getaffinity(0))
-    largest = max(variants, key=lambda variant: variant.total_cores)
-    if largest.total_cores > cores:
-        problem = (
-            f"{largest.label!r} would take {largest.total_cores} cores, and there are {cores}: every variant gets the "
-            "verifiers' and all drafters' cores together."
-        )
-        fix = "let drafters share a core (drafters.N.cores=0.5), or lower drafters.N.replicas or target.cores."
-        raise ConfigError("drafters", problem, fix)
-
-
 class Bench:
     """Measures variants, keeps their figures, and compares them with plain decoding of the same workload and batch."""
 
@@ -175,7 +159,7 @@ class Bench:
         self._workloads, self._console = list(workloads), console
         self.measured: list[dict[str, Any]] = []
         """Figures of every variant and workload so far."""
-        self._references: dict[tuple[str, int], Mapping[Place, Output]] = {}
+        self._references: dict[tuple[str, int], Outputs] = {}
 
     def measure(self, variant: Variant, title: str) -> None:
         """Start the variant's actors, warm up, time each workload, compare its tokens, end the actors."""
@@ -220,18 +204,14 @@ class Bench:
         from specactor_ray.models.loading import load_tokenizer
 
         tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
-        encoded = [
-            (
-                workload.name,
-                tuple(encode_prompt(tokenizer, prompt, config.data.chat) for prompt in workload.prompts)
-                * config.data.n,
-                workload.sampling * config.data.n,
-            )
-            for workload in self._workloads
-        ]
+        encoded = []
+        for workload in self._workloads:
+            prompts = [encode_prompt(tokenizer, prompt, config.data.chat) for prompt in workload.prompts]
+            prompts *= config.data.n
+            encoded.append((workload.name, tuple(prompts), (workload.sampling,) * len(prompts)))
         self.measured += measure_peers(config, batches, encoded, self._console)
 
-    def reference(self, workload: str, batch: int) -> Mapping[Place, Output]:
+    def reference(self, workload: str, batch: int) -> Outputs:
         """Outputs of the first variant of this batch."""
         return self._references[workload, batch]
 
@@ -240,9 +220,8 @@ class Bench:
         order = [workload.name for workload in self._workloads]
         return with_ratios(sorted(self.measured, key=lambda m: (m["batch"], order.index(m["workload"]))))
 
-    def _roll_out(self, rollout: Rollout, workload: Workload, title: str) -> tuple[dict[Place, Output], Counter[str]]:
-        outputs: dict[Place, Output] = {}
-        failures: Counter[str] = Counter()
+    def _roll_out(self, rollout: Rollout, workload: Workload, title: str) -> tuple[Outputs, Counter[str]]:
+        outputs, failures = dict[Place, "Trajectory"](), Counter[str]()
         before = rollout.committed_tokens  # tokens of the warm-up
 
         def read() -> ProgressState:
@@ -252,11 +231,88 @@ class Bench:
 
         with rollout_progress(self._console, title, len(workload.prompts) * rollout.config.data.n, read):
             for one in rollout.stream(workload.prompts, workload.sampling):
-                place = (one.prompt_index, one.sample_index)
-                outputs[place] = Output(one.token_ids, one.finish_reason, one.error, one.margins)
+                outputs[one.prompt_index, one.sample_index] = one
                 if one.finish_reason == "error":
                     failures[one.error] += 1
         return outputs, failures
+
+
+# ---- comparison ----
+
+
+def differences(reference: Outputs, outputs: Outputs) -> list[dict[str, Any]]:
+    """Every request whose tokens or end differ from the reference's: `position` of the first differing token with both
+    tokens and margins, or None and a `note` if the request is missing or ended otherwise, for example with an error."""
+    found = []
+    for place in sorted(reference.keys() | outputs.keys()):
+        facts = _difference(reference.get(place), outputs.get(place))
+        if facts:
+            found.append({"prompt_index": place[0], "sample_index": place[1], "position": None, "note": "", **facts})
+    return found
+
+
+def _difference(expected: Trajectory | None, got: Trajectory | None) -> dict[str, Any]:
+    """What differs in one request; empty if nothing does."""
+    if expected is None or got is None:
+        return {"note": f"{'the reference' if expected is None else 'this variant'} has no such request"}
+    pairs = zip(expected.token_ids, got.token_ids, strict=False)
+    position = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
+    if position is not None:
+        margin, own = (one.margins[position] if one.margins is not None else None for one in (expected, got))
+        tokens = {"token": got.token_ids[position], "reference_token": expected.token_ids[position]}
+        return {"position": position, **tokens, "margin": margin, "own_margin": own}
+    ends = [f"{len(one.token_ids)} tokens ({one.finish_reason})" for one in (got, expected)]
+    return {"note": f"{' in place of '.join(ends)} {got.error or expected.error}".strip()} if ends[0] != ends[1] else {}
+
+
+def figures_of(requests: int, tokens: int, seconds: float, metrics: RolloutMetrics) -> dict[str, Any]:
+    """Speed, counters, and the mean step split into its parts (milliseconds of a verifier's step)."""
+    steps = max(metrics.steps, 1)
+    parts = ("forward", "sampling", "protocol", "waiting")
+    return {
+        "seconds": round(seconds, 3),
+        "requests": requests,
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / max(seconds, 1e-9), 3),
+        "ms_per_step": {part: round(1e3 * getattr(metrics, f"{part}_s") / steps, 4) for part in parts},
+        "metrics": metrics.to_dict(),
+    }
+
+
+def with_ratios(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The results with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size and workload) and
+    `last_of_group` added."""
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
+    for result in measured:
+        groups.setdefault((result["batch"], result["workload"]), []).append(result)
+    results = []
+    for group in groups.values():
+        base = max((one for one in group if one["mode"] == ModeName.plain.value), key=lambda one: one["tokens_per_s"])
+        for result in group:
+            added = {
+                "identical": None if result.get("peer") else result["requests"] - len(result["differences"]),
+                "ratio": round(result["tokens_per_s"] / max(base["tokens_per_s"], 1e-9), 4),
+                "baseline": result is base,
+                "last_of_group": result is group[-1],
+            }
+            results.append({**result, **added})
+    return results
+
+
+def ratio_with_error(plain: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Ratio of the other's speed to that of `plain` over pairs of turns with the same work, by their seconds, and its
+    standard error, infinite for a single pair."""
+    mean_s = fmean(other)
+    ratio = fmean(plain) / mean_s
+    if len(other) < 2:
+        return ratio, math.inf
+    spread = stdev(ours * ratio - theirs for ours, theirs in zip(other, plain, strict=True))
+    return ratio, spread / mean_s / math.sqrt(len(other))
+
+
+def all_identical(report: Mapping[str, Any]) -> bool:
+    """Whether every variant gave the tokens of plain decoding, in every request. Peers are not compared."""
+    return not any(result["differences"] for result in report["results"])
 
 
 def _head(config: Config, workloads: Sequence[Workload], output: Path) -> dict[str, Any]:
@@ -270,7 +326,7 @@ def _head(config: Config, workloads: Sequence[Workload], output: Path) -> dict[s
                 "name": workload.name,
                 "prompts": len(workload.prompts),
                 "samples_each": config.data.n,
-                "sampling": asdict(workload.sampling[0]),
+                "sampling": asdict(workload.sampling),
             }
             for workload in workloads
         ],

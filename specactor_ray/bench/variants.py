@@ -26,27 +26,14 @@ class Variant:
     config: Config
 
     @property
-    def mode(self) -> ModeName:
-        return self.config.mode
-
-    @property
     def total_cores(self) -> int:
         """Cores of verifiers and draft actors; hosted drafters take turns with the verifier on its cores."""
         return self.config.target.replicas * self.config.target.cores + draft_cores(self.config)
 
     def facts(self) -> dict[str, Any]:
-        """Mode, layout and cores for a report."""
-        target = self.config.target
-        return {
-            "variant": self.label,
-            "mode": self.mode.value,
-            "batch": self.batch,
-            "verifiers": target.replicas,
-            "cores_per_verifier": target.cores,
-            "rows_per_verifier": target.max_batch,
-            "draft_cores": draft_cores(self.config),
-            "total_cores": self.total_cores,
-        }
+        """Label, mode, batch and cores for a report."""
+        mode = self.config.mode.value
+        return {"variant": self.label, "mode": mode, "batch": self.batch, "total_cores": self.total_cores}
 
 
 def draft_cores(config: Config) -> int:

@@ -64,8 +64,7 @@ def bench_rollout(
     chosen = parse_modes(modes)
     batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch)
     settings = planned_side_by_side(settings, progress)
-    from specactor_ray.bench.comparison import all_identical
-    from specactor_ray.bench.rollout_modes import plan_workloads, run_bench
+    from specactor_ray.bench.rollout_modes import all_identical, plan_workloads, run_bench
 
     workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures))
     report = run_bench(settings, chosen, batches, workloads, output, progress, peers)

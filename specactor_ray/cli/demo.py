@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
@@ -41,7 +40,7 @@ def demo(
 
     require_named_model("--model", model)
     require_folder(output or Path("runs"), "--output")
-    progress = progress_console("WARNING")
+    progress = progress_console("INFO")
     from specactor_ray.bench.demo import Demo, run_demo
     from specactor_ray.cluster.names import new_run_name
 
@@ -49,8 +48,7 @@ def demo(
     report = run_demo(Demo(model, minutes, folder.absolute(), progress), training=not skip_training)
     console = make_console()
     console.print(demo_table(report))
-    for line in verdict_lines(report):
-        say(console, line)
+    say(console, verdict(report["speed"]))
     if report["speed"] is None:
         finish("interrupted")
     say(console, "Edits and tables repeat their prompts, which is where drafts pay; measure your own prompts next:")
@@ -89,29 +87,20 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "identical outputs", f"{speed['identical']} of {speed['requests']}"
     if training is not None:
         rewards, lengths = training["rewards"], training["acceptance_lengths"]
-        for number, one in ((1, rewards[0]), (training["steps"], rewards[-1])):
-            yield f"GRPO reward, step {number}", f"{one['mean']:.2f} ± {one['error']:.2f} ({one['samples']} samples)"
+        for number, (mean, error) in ((1, rewards[0]), (training["steps"], rewards[-1])):
+            yield f"GRPO reward, step {number}", f"{mean:.2f} ± {error:.2f} ({training['samples']} samples)"
         yield "acceptance length, first and last step", f"{lengths[0]:.2f} and {lengths[-1]:.2f}"
-        yield "time of rollout, of update", f"{training['rollout_share']:.0%}, {training['update_share']:.0%}"
 
 
-def verdict_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Conclusions from the figures, in words: a difference within two standard errors counts as none."""
-    speed, training = report["speed"], report["training"]
+def verdict(speed: Mapping[str, Any] | None) -> str:
+    """The conclusion from the figures, in words: a difference within two standard errors counts as none."""
     if speed is None:
-        yield "nothing was measured"
-        return
+        return "nothing was measured"
     if speed["identical"] < speed["requests"]:
-        yield f"{speed['requests'] - speed['identical']} outputs differ from those of plain decoding: report this"
+        return f"{speed['requests'] - speed['identical']} outputs differ from those of plain decoding: report this"
     ratio, error = speed["ratio"], speed["error"]
     if error is None:
-        yield "one round only: the ratio has no error"
-    elif abs(ratio - 1.0) <= 2.0 * error:
-        yield f"auto is as fast as plain decoding here, within the error ({ratio:.2f} ± {error:.2f})"
-    else:
-        yield f"auto is {ratio:.2f} times as fast as plain decoding here, token for token the same"
-    if training is not None:
-        before, after = training["rewards"][0], training["rewards"][-1]
-        rise, error = after["mean"] - before["mean"], math.hypot(before["error"], after["error"])
-        verb = "rose" if rise > 2.0 * error else "fell" if rise < -2.0 * error else "did not change beyond its error"
-        yield f"the reward {verb} in {training['steps']} steps: {before['mean']:.2f} to {after['mean']:.2f}"
+        return "one round only: the ratio has no error"
+    if abs(ratio - 1.0) <= 2.0 * error:
+        return f"auto is as fast as plain decoding here, within the error ({ratio:.2f} ± {error:.2f})"
+    return f"auto is {ratio:.2f} times as fast as plain decoding here, token for token the same"

@@ -38,7 +38,7 @@ class CudaCapturer:
         self._pool: Any = None
         self._stream = torch.cuda.Stream()
 
-    def capture(self, step: Callable[[], None]) -> Callable[[], object]:
+    def capture(self, step: Callable[[], object]) -> Callable[[], object]:
         """Run a step, which uses the same tensors every time, and return a function that repeats it. RuntimeError: an
         operation of the step cannot be captured."""
         graph = torch.cuda.CUDAGraph()

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.bench.comparison import Output, Place
 from specactor_ray.bench.profile import parse_axes
 from specactor_ray.bench.profile_process import ProfileSession, Share
-from specactor_ray.bench.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload, plan_workloads
+from specactor_ray.bench.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Outputs, Workload, plan_workloads
 from specactor_ray.bench.variants import Variant, draft_cores
 from specactor_ray.config.methods import traits
 from specactor_ray.config.rules import validate
@@ -137,8 +136,7 @@ def _workload(config: Config, batch: int) -> Workload:
     (workload,) = plan_workloads(config, [], [])
     count = max(_LEAST_REQUESTS, _ROUNDS_PER_ROW * batch)
     times = -(-count // len(workload.prompts))
-    prompts, sampling = (workload.prompts * times)[:count], (workload.sampling * times)[:count]
-    return replace(workload, prompts=prompts, sampling=sampling)
+    return replace(workload, prompts=(workload.prompts * times)[:count])
 
 
 def variants_of(config: Config, batch: int) -> Iterator[Variant]:
@@ -155,7 +153,7 @@ def _simulate(
     variant: Variant,
     workload: Workload,
     figures: Mapping[str, Any],
-    outputs: Mapping[Place, Output],
+    outputs: Outputs,
     verify: Sequence[CostPoint],
     drafting: Mapping[str, Sequence[CostPoint]],
 ) -> Point:
@@ -201,7 +199,7 @@ def accuracy_of(config: Config, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _recording(
-    config: Config, workload: Workload, outputs: Mapping[Place, Output], accuracy: Mapping[str, float]
+    config: Config, workload: Workload, outputs: Outputs, accuracy: Mapping[str, float]
 ) -> list[RecordedRequest]:
     from specactor_ray.models.loading import load_tokenizer
 
@@ -209,6 +207,6 @@ def _recording(
     requests = []
     for (prompt, sample), output in sorted(outputs.items()):
         ids = encode_prompt(tokenizer, workload.prompts[prompt], config.data.chat)
-        limit = workload.sampling[prompt].max_tokens
+        limit = workload.sampling.max_tokens
         requests.append(RecordedRequest(f"{prompt}/{sample}", tuple(ids), tuple(output.token_ids), limit, accuracy))
     return requests

@@ -1,17 +1,17 @@
-"""`scripts/gpu-check` on a GPU with tiny shapes: CUDA graphs, kernels, peak memory."""
+"""The stages of `scripts/gpu-check` on a GPU with tiny shapes: CUDA graphs, kernels, peak memory."""
 
 from __future__ import annotations
 
-import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check import command
+from specactor_ray.bench.gpu_check.command import STAGES, run_check
 from specactor_ray.bench.gpu_check.forwards import StaticForward, random_model
-from specactor_ray.bench.gpu_check.stage import DRY_RUN, TINY
 from specactor_ray.models.ragged_model import RaggedModel
+from tests.fakes.tiny_check import TINY, TINY_CHECK
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,15 +19,15 @@ pytestmark = [
 ]
 
 
-def test_a_dry_run_on_the_gpu_captures_graphs_and_measures_every_stage(tmp_path: Path) -> None:
-    path = tmp_path / "check.json"
-    assert command.main(["--dry-run", "--output", str(path)]) == 0
-    stages = json.loads(path.read_text())["stages"]
-    assert {stage["status"] for stage in stages.values()} == {"complete"}
+def test_a_check_captures_graphs_and_measures_every_stage(tmp_path: Path) -> None:
+    settings = TINY_CHECK._replace(device="cuda", dtype="bfloat16")
+    report = run_check(settings, list(STAGES), tmp_path / "check.json", time.perf_counter() + 1000.0)
+    stages = report["stages"]
+    assert report["status"] == "complete", report
     shape = stages["forwards"]["figures"][TINY.name]
-    count = len(DRY_RUN.forward_rows) * len(DRY_RUN.forward_positions) * len(DRY_RUN.forward_contexts)
-    assert len(shape["graph"]) == count and not shape["not_captured"]
-    assert all(point["T=1 GB"] > 0 and point["T=1 ms"] > 0 for point in stages["triton"]["points"])
+    count = len(settings.forward_rows) * len(settings.forward_positions) * len(settings.forward_contexts)
+    assert len(shape["graph"]) == count
+    assert all(point["T=1 ms"] > 0 and point["gb_per_s"] > 0 for point in stages["triton"]["points"])
     for point in stages["attention"]["points"]:
         assert point["kernel"] == "attend" and point["kernel ms"] > 0
         assert point["row alone"] == 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -283,26 +282,6 @@ class TestDemo:
         message = error_line(specactor(folder, "demo", "--model", "no/such/model"))
         assert "--model: There is no directory 'no/such/model'" in message
         assert not (folder / "runs").exists()
-
-    def test_ctrl_c_shows_what_was_measured(self, folder: Path, tiny_model_dir: Path) -> None:
-        command = ["-m", "specactor_ray.cli.main", "demo", "--skip-training", "--model", str(tiny_model_dir)]
-        process = subprocess.Popen(
-            [sys.executable, *command, "--minutes", "9", "--output", "out"],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            start_new_session=True,
-        )
-        assert process.stderr is not None
-        begun = next(line for line in process.stderr if "warming up" in line or "round 1" in line)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        output, errors = process.communicate(timeout=240)
-        assert begun and "Traceback" not in errors and "Ctrl-C: what was measured until now follows" in errors
-        assert process.returncode == 130
-        measured = (folder / "out" / "report.json").exists()
-        assert measured or "nothing was measured" in output
 
 
 class TestLogByDefault:

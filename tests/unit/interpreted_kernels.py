@@ -15,13 +15,14 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from specactor_ray.bench.gpu_check.kernels import measure_triton
-from specactor_ray.bench.gpu_check.stage import DRY_RUN, Stage
+from specactor_ray.bench.gpu_check.stage import Stage
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import fused
 from specactor_ray.sampling import triton as triton_kernels
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import SamplingError, sample_rows
 from specactor_ray.sampling.rules import Rules
+from tests.fakes.tiny_check import TINY_CHECK
 from tests.tails import verify_tails
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -234,7 +235,7 @@ def test_a_bound_that_is_too_tight_is_seen(small_blocks: None, monkeypatch: pyte
 
 def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
     """With it the check that a device passes before it takes the kernels, in all dtypes."""
-    stage = Stage("triton", DRY_RUN._replace(sampler_rows=(2,), sampler_vocabs=(200,)))
+    stage = Stage("triton", TINY_CHECK._replace(sampler_rows=(2,), sampler_vocabs=(200,)))
     measure_triton(stage)
     different = stage.entry["figures"]["different"]
     assert len(different) == 9 and not any(different.values()) and not stage.entry["not_measured"]

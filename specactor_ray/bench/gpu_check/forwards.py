@@ -16,7 +16,6 @@ from torch import Tensor
 from specactor_ray.bench.gpu_check.stage import ModelShape, Stage
 from specactor_ray.core.environment import fallbacks
 from specactor_ray.core.ragged import places
-from specactor_ray.core.signals import signals_deferred
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.burst import LONGEST, CudaCapturer
 from specactor_ray.draft.model import DraftModelProposer
@@ -29,14 +28,11 @@ _WINDOW = 200
 """Draft tokens of a window: more than the timed calls draft."""
 _PREFILLED_AT_ONCE = 4
 TEMPERATURES = (1.0, 0.0)
-Sampled = dict[float, np.ndarray]
-"""Temperature → float64 `(2, rows, tokens)`: tokens, and their perturbed top-2 margins in nats."""
 
 
 def random_model(shape: ModelShape, dtype: str, device: str) -> Any:
     """A `Qwen2ForCausalLM` with transformers' initial weights, its logits spread like those of a trained model."""
-    with signals_deferred():
-        from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     sizes = {name: value for name, value in shape._asdict().items() if name != "name"}
     rope = {"rope_type": "default", "rope_theta": 1e6}
@@ -70,39 +66,29 @@ def measure_forwards(stage: Stage) -> None:
     """V of the cost model; with one position a row also D, the cost of a drafter's token. A forward is that of the `hf`
     engine without the arrays that the host makes for it, and ends with the logits of all its positions. Fill a point
     per shape, context (tokens of each row in the cache before) and rows, in ms by new positions of a row; and per shape
-    `[rows, positions, context, seconds]` of `eager` and `graph`, and why there is no graph."""
-    settings, device = stage.settings, stage.settings.device
-    models, forwards = dict[ModelShape, RaggedModel](), list[StaticForward]()
+    `[rows, positions, context, seconds]` of `eager` and, on a GPU, `graph`."""
+    settings, models = stage.settings, dict[ModelShape, RaggedModel]()
 
-    def measure(context: int, shape: ModelShape, rows: int, positions: int) -> str:
+    def measure(context: int, shape: ModelShape, rows: int) -> str:
         if shape not in models:
-            models[shape] = ragged_model(shape, settings.dtype, device, 256)
-            reason = "" if device == "cuda" else "CUDA graphs need a CUDA device"
-            stage.entry["figures"].setdefault(shape.name, {"graph": [], "eager": [], "not_captured": reason})
-        entry = stage.entry["figures"][shape.name]
-        size = (models[shape], rows, context + max(settings.forward_positions))
-        if not forwards or forwards[0].size != size:
-            for made in models.values():  # frees its memory before the next cache is allocated
-                made.cache.release()
-            forwards[:] = [StaticForward(*size)]
-        eager = forwards[0].forward(torch.randint(shape.vocab_size, (rows, positions)), context)
-        calls: dict[str, Callable[[], object]] = {"eager": eager}
-        if not entry["not_captured"]:
-            try:
-                calls["graph"] = captured(eager).replay
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                entry["not_captured"] = str(error).partition("\n")[0]
-        seconds = {kind: stage.median_s(call) for kind, call in calls.items()}
-        for kind, one in seconds.items():
-            entry[kind].append([rows, positions, context, one])
-        key = {"shape": shape.name, "context": context, "rows": rows}
-        stage.point(key, **{f"{positions} new": 1e3 * seconds.get("graph", seconds["eager"])})
-        return ", ".join(f"{kind} {1e3 * one:.2f} ms" for kind, one in seconds.items())
+            models[shape] = ragged_model(shape, settings.dtype, settings.device, 256)
+        figures = stage.entry["figures"].setdefault(shape.name, {"graph": [], "eager": []})
+        for made in models.values():  # frees its memory before the next cache is allocated
+            made.cache.release()
+        static = StaticForward(models[shape], rows, context + max(settings.forward_positions))
+        for positions in settings.forward_positions:
+            eager = static.forward(torch.randint(shape.vocab_size, (rows, positions)), context)
+            calls: dict[str, Callable[[], object]] = {"eager": eager}
+            if settings.device == "cuda":
+                calls["graph"] = CudaCapturer().capture(eager)
+            for kind, call in calls.items():
+                seconds = stage.median_s(call)
+                figures[kind].append([rows, positions, context, seconds])
+            key = {"shape": shape.name, "context": context, "rows": rows}
+            stage.point(key, **{f"{positions} new": 1e3 * seconds})
+        return f"{positions} new {1e3 * seconds:.2f} ms"
 
-    axes = (settings.forward_contexts, settings.shapes, settings.forward_rows, settings.forward_positions)
-    stage.each(itertools.product(*axes), measure)
+    stage.each(itertools.product(settings.forward_contexts, settings.shapes, settings.forward_rows), measure)
 
 
 class StaticForward:
@@ -115,7 +101,7 @@ class StaticForward:
     """
 
     def __init__(self, model: RaggedModel, rows: int, capacity: int) -> None:
-        self.size, self._model, config = (model, rows, capacity), model, model.model.config
+        self._model, config = model, model.model.config
         dim = model.model.model.layers[0].self_attn.head_dim
         layers = [LayerShape(config.num_key_value_heads, dim, dim)] * config.num_hidden_layers
         if model.device.type == "cuda":
@@ -145,19 +131,6 @@ class StaticForward:
         return run
 
 
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of the call, which has to use the same tensors every time. Raises RuntimeError where something in it
-    cannot be captured."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):  # libraries allocate their workspaces outside of the capture
-        call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=side):
-        call()
-    return graph
-
-
 def measure_drafting(stage: Stage) -> None:
     """Fill a point per number of rows: ms of a token of all rows, one in an `extend` and `LONGEST`, eager and (on a
     GPU) as a captured step. `fallbacks`: why there is no graph, as in the log."""
@@ -167,8 +140,7 @@ def measure_drafting(stage: Stage) -> None:
     ways = ("eager", "graph") if settings.device == "cuda" else ("eager",)
 
     def measure(rows: int, way: str) -> str:
-        capturer = CudaCapturer() if way == "graph" else None
-        drafter = DraftModelProposer(model, max_batch=rows, capturer=capturer)
+        drafter = DraftModelProposer(model, max_batch=rows)
         if way == "eager":
             drafter._bursts = None
         columns = {f"{way} x{most} ms": _token_ms(stage, drafter, rows, most) for most in (1, LONGEST)}
@@ -196,62 +168,44 @@ def _token_ms(stage: Stage, drafter: DraftModelProposer, rows: int, most: int) -
 
 def measure_flips(stage: Stage) -> None:
     """Fill a point per batch and length (positions): sampled tokens per 1,000 that differ from those of batch 1 and
-    length 1, and the largest margin of the reference there. All forwards are those of the `hf` engine on the same
-    contexts and next tokens. The first way is the reference again: its flips are the device's noise."""
-    settings, reference = stage.settings, Sampled()
-    task = _FlipTask(stage)
+    length 1. All forwards are those of the `hf` engine on the same contexts and next tokens. The first way is the
+    reference again: its flips are the device's noise."""
+    s, vocab_size = stage.settings, stage.settings.shapes[-1].vocab_size
+    rows, longest = max(s.flip_rows, *s.flip_batches), s.flip_context + s.flip_tokens
+    model = ragged_model(s.shapes[-1], s.dtype, s.device, rows * (longest + 256))
+    cached = np.array([model.cache.open(longest) for _ in range(rows)])
+    tokens = np.random.default_rng(1).integers(vocab_size, size=(rows, longest))
+    reference = dict[float, np.ndarray]()
 
-    def measure(length: int, batch: int) -> str:
-        if not reference:
-            reference.update(task.sample(1, 1))
-        sampled = task.sample(batch, length)
-        for temperature in TEMPERATURES:
-            rate, margin = flips(reference[temperature], sampled[temperature])
-            columns = {f"T={temperature:g} flips": rate, f"T={temperature:g} margin": margin}
-            stage.point({"batch": batch, "length": length}, **columns)
-        return f"{rate:.2f} flips per 1,000 at T=0"
+    def forward(some: slice, begin: int, count: int) -> Tensor:
+        counts = np.full(len(cached[some]), count, np.int64)
+        given = tokens[some, begin : begin + count].ravel()
+        return model.forward(cached[some], counts, given, counts if begin else 0 * counts).logits
 
-    stage.each(itertools.product(settings.flip_lengths, settings.flip_batches), measure)
-
-
-def flips(reference: np.ndarray, sampled: np.ndarray) -> tuple[float, float | None]:
-    """Flips per 1,000 tokens, and the largest margin of the reference where the tokens differ."""
-    flipped = reference[1][reference[0] != sampled[0]]
-    return 1e3 * flipped.size / reference[0].size, float(flipped.max()) if flipped.size else None
-
-
-class _FlipTask:
-    """Contexts, next tokens and seeds that all ways share."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage, self._settings, s = stage, stage.settings, stage.settings
-        rows, longest = max(s.flip_rows, *s.flip_batches), s.flip_context + s.flip_tokens
-        self._model = ragged_model(s.shapes[-1], s.dtype, s.device, rows * (longest + 256))
-        self._rows = np.array([self._model.cache.open(longest) for _ in range(rows)])
-        self._tokens = np.random.default_rng(1).integers(s.shapes[-1].vocab_size, size=(rows, longest))
-        for begin in range(0, rows, _PREFILLED_AT_ONCE):
-            self._forward(slice(begin, begin + _PREFILLED_AT_ONCE), 0, s.flip_context)
-
-    def sample(self, batch: int, length: int) -> Sampled:
-        """Tokens of all compared rows and positions."""
-        s = self._settings
-        found: Sampled = {t: np.zeros((2, s.flip_rows, s.flip_tokens)) for t in TEMPERATURES}
-        self._model.cache.truncate(self._rows, s.flip_context)
-        for row, position in itertools.product(range(0, s.flip_rows, batch), range(0, s.flip_tokens, length)):
-            rows = slice(row, row + batch)
-            self._stage.seconds(functools.partial(self._sample, rows, position, length, found))
-        return found
-
-    def _sample(self, rows: slice, position: int, length: int, found: Sampled) -> None:
-        logits = self._forward(rows, self._settings.flip_context + position, length)
-        span, seeds = slice(position, position + length), range(self._settings.flip_rows)[rows]
+    def sample(some: slice, position: int, length: int, found: dict[float, np.ndarray]) -> None:
+        logits = forward(some, s.flip_context + position, length)
+        span, seeds = slice(position, position + length), range(s.flip_rows)[some]
         at = [*range(position, position + length)] * len(seeds)
         for temperature, out in found.items():
             params = [SamplingParams(temperature, seed=row) for row in seeds for _ in range(length)]
-            sampled = sample_rows(logits[: len(at)], params, at, record_margins=True)
-            out[:, rows, span] = np.array([sampled.token_ids, sampled.margins]).reshape(2, -1, length)
+            out[some, span] = np.reshape(sample_rows(logits[: len(at)], params, at).token_ids, (-1, length))
 
-    def _forward(self, rows: slice, begin: int, count: int) -> Tensor:
-        tokens, n = self._tokens[rows, begin : begin + count], len(self._rows[rows])
-        counts = np.full(n, count, np.int64)
-        return self._model.forward(self._rows[rows], counts, tokens.ravel(), counts if begin else 0 * counts).logits
+    def sample_all(batch: int, length: int) -> dict[float, np.ndarray]:
+        """Temperature → tokens `(flip_rows, flip_tokens)`."""
+        found = {temperature: np.zeros((s.flip_rows, s.flip_tokens), np.int64) for temperature in TEMPERATURES}
+        model.cache.truncate(cached, s.flip_context)
+        for row, position in itertools.product(range(0, s.flip_rows, batch), range(0, s.flip_tokens, length)):
+            stage.seconds(functools.partial(sample, slice(row, row + batch), position, length, found))
+        return found
+
+    def measure(length: int, batch: int) -> str:
+        if not reference:
+            reference.update(sample_all(1, 1))
+        for temperature, sampled in sample_all(batch, length).items():
+            rate = 1e3 * float((sampled != reference[temperature]).mean())
+            stage.point({"batch": batch, "length": length}, **{f"T={temperature:g} flips": rate})
+        return f"{rate:.2f} flips per 1,000 at T=0"
+
+    for begin in range(0, rows, _PREFILLED_AT_ONCE):
+        forward(slice(begin, begin + _PREFILLED_AT_ONCE), 0, s.flip_context)
+    stage.each(itertools.product(s.flip_lengths, s.flip_batches), measure)

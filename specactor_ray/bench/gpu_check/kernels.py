@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import statistics
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,38 +35,29 @@ def measure_hardware(stage: Stage) -> None:
     """Machine and software; GB/s of a copy on the device (bytes read plus bytes written), TFLOP/s of a dense matrix
     product, and microseconds of one small kernel from launch to completion and of a small copy to the host."""
     settings, figures = stage.settings, stage.entry["figures"]
-    device, dtype, size = settings.device, getattr(torch, settings.dtype), settings.matmul_size
+    device, size = settings.device, settings.matmul_size
     figures |= {"host": hardware(), "versions": versions() | {"cuda": torch.version.cuda or "none"}}
     source = torch.empty(settings.copy_bytes, dtype=torch.uint8, device=device).random_()
     target, small = torch.empty_like(source), torch.zeros(64, device=device)
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    measured: dict[str, tuple[float, Callable[[], object]]] = {
-        "copy_gb_per_s": (2e-9 * settings.copy_bytes, lambda: target.copy_(source)),
-        "matmul_tflop_per_s": (2e-12 * size**3, lambda: left @ right),
-        "launch_us": (0.0, lambda: small.add_(1.0)),
-        "to_host_us": (0.0, small.tolist),
-    }
-
-    def measure(name: str) -> str:
-        amount, call = measured[name]
-        seconds = stage.median_s(call)
-        figures[name] = amount / seconds if amount else 1e6 * seconds
-        return f"{figures[name]:.4g}"
-
-    stage.each([(name,) for name in measured], measure)
+    left, right = torch.randn(2, size, size, device=device).to(getattr(torch, settings.dtype))
+    figures["copy_gb_per_s"] = 2e-9 * settings.copy_bytes / stage.median_s(lambda: target.copy_(source))
+    figures["matmul_tflop_per_s"] = 2e-12 * size**3 / stage.median_s(lambda: left @ right)
+    figures["launch_us"] = 1e6 * stage.median_s(lambda: small.add_(1.0))
+    figures["to_host_us"] = 1e6 * stage.median_s(small.tolist)
 
 
 def measure_triton(stage: Stage) -> None:
     """Fill `different`: per vocabulary, dtype and results how 64 rows of all temperatures and filters differ from
     numba's, empty if they do not. Then a point per number of rows: ms of the kernels alone by rule, and with candidates
-    at T=1, and GB/s of logits that they read; of the package's call at T=1, with tokens to the host; of the host form;
-    and peak GB above the logits. Raises RuntimeError where a token or a margin differs."""
-    settings, different, reason = stage.settings, dict[str, str](), _why_no_kernels(stage.settings.device)
+    at T=1, and GB/s of logits that they read; of the package's call at T=1, with tokens to the host; and of the host
+    form. Raises RuntimeError where a token or a margin differs."""
+    from specactor_ray.sampling.fused import difference
+
+    settings, different = stage.settings, dict[str, str]()
+    stage.entry["figures"]["different"] = different
     warm_up()
 
     def compare(vocab: int, dtype: str, results: str) -> str:
-        from specactor_ray.sampling.fused import difference
-
         asked, found = (torch.device(settings.device), getattr(torch, dtype), _RANKS[results], vocab), list[str]()
         stage.seconds(lambda: found.append(difference(*asked)))
         different[f"{vocab} {dtype} {results}"] = found[0]
@@ -77,31 +65,18 @@ def measure_triton(stage: Stage) -> None:
 
     def measure(rows: int, form: str) -> str:
         logits = 3.0 * torch.randn(rows, settings.sampler_vocabs[-1], device=settings.device)
-        call = _sampler_call(logits := logits.to(getattr(torch, settings.dtype)), form)
-        seconds = stage.median_s(call)
-        columns = {f"{form} ms": 1e3 * seconds, f"{form} GB": stage.peak_gb(call)}
+        logits = logits.to(getattr(torch, settings.dtype))
+        seconds = stage.median_s(_sampler_call(logits, form))
+        columns = {f"{form} ms": 1e3 * seconds}
         if form == "T=1":
             columns["gb_per_s"] = 1e-9 * logits.nbytes / seconds
-        stage.point({"rows": rows}, **{name: one for name, one in columns.items() if one is not None})
+        stage.point({"rows": rows}, **columns)
         return f"{1e3 * seconds:.3g} ms"
 
-    if reason:
-        stage.entry["not_measured"].append(f"the kernels: {reason}")
-    else:
-        stage.entry["figures"]["different"] = different
-        stage.each(itertools.product(settings.sampler_vocabs, _DTYPES, _RANKS), compare)
-    forms = [*([] if reason else (*_RULES, "candidates")), "product", "host"]
-    stage.each(itertools.product(settings.sampler_rows, forms), measure)
+    stage.each(itertools.product(settings.sampler_vocabs, _DTYPES, _RANKS), compare)
+    stage.each(itertools.product(settings.sampler_rows, (*_RULES, "candidates", "product", "host")), measure)
     if wrong := [f"{name}: {found}" for name, found in different.items() if found]:
         raise RuntimeError("; ".join(wrong))
-
-
-def _why_no_kernels(device: str) -> str:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "they need a GPU, or TRITON_INTERPRET=1"
-    return ""
 
 
 def _sampler_call(logits: Tensor, form: str) -> Callable[[], object]:
@@ -119,10 +94,9 @@ def _sampler_call(logits: Tensor, form: str) -> Callable[[], object]:
 
 def measure_attention(stage: Stage) -> None:
     """One layer of the attention of the `hf` engine, over a cache with random keys and values. A point per cell: ms of
-    the first call at each of some new lengths (the longest; a kernel that plans by shape pays for each) and of the
-    second (median); of a layer once a step's arrays are made, the host's part included; of its kernels alone, with GB/s
-    of keys and values (on a CPU: of the layer) and their share of a copy's; and how far a row's outputs are from those
-    of the row alone, and of its queries one by one, relative to the largest (0: the same bits)."""
+    a layer once a step's arrays are made, the host's part included; of its kernels alone, with GB/s of keys and values
+    (on a CPU: of the layer) and their share of a copy's; and how far a row's outputs are from those of the row alone,
+    and of its queries one by one, relative to the largest (0: the same bits)."""
     settings, layer = stage.settings, AttentionLayer(stage.settings)
     source = torch.zeros(settings.copy_bytes, dtype=torch.uint8, device=settings.device)
     target = torch.empty_like(source)
@@ -130,31 +104,22 @@ def measure_attention(stage: Stage) -> None:
 
     def measure(rows: int, queries: int, keys: int) -> str:
         copy_s[:] = copy_s or [stage.median_s(lambda: target.copy_(source))]
-        first, again = [], []
-        stage.seconds(functools.partial(layer.step, rows, keys - 1, queries))  # loads kernels
-        for length in range(keys, keys + settings.attention_lengths):
-            call = functools.partial(layer.step, rows, length, queries)
-            first.append(stage.seconds(call))
-            again.append(stage.seconds(call))
         attend = functools.partial(layer.attend, layer.batch(rows, keys, queries), queries)
         layer_s = stage.median_s(attend)
         kernels_s = kernel_seconds(attend, settings.device)
         kernel_s = sum(seconds for name, seconds in kernels_s.items() if name in _ATTENTION_KERNELS)
         rate = 1e-9 * rows * keys * layer.cache.bytes_per_token / (kernel_s or layer_s)
         point = {
-            "new length ms": 1e3 * max(first),
-            "again ms": 1e3 * statistics.median(again),
             "layer ms": 1e3 * layer_s,
             "kernel ms": 1e3 * kernel_s,
             "gb_per_s": rate,
             "of a copy %": 100 * rate * copy_s[0] / (2e-9 * settings.copy_bytes),
-            "GB": stage.peak_gb(attend),
             "row alone": layer.difference(rows, queries, keys, [queries]),
             "one by one": layer.difference(rows, queries, keys, [1] * queries),
             "kernel": max(kernels_s, key=kernels_s.__getitem__) if kernels_s else "own",
         }
         stage.point({"rows": rows, "queries": queries, "keys": keys}, **point)
-        return f"a new length {1e3 * max(first):.3g} ms, layer {1e3 * layer_s:.3g} ms, kernels {1e3 * kernel_s:.3g} ms"
+        return f"layer {1e3 * layer_s:.3g} ms, kernels {1e3 * kernel_s:.3g} ms"
 
     stage.each(settings.attention_cells, measure)
 
@@ -164,16 +129,16 @@ class AttentionLayer:
 
     def __init__(self, settings: Settings) -> None:
         device, dtype, shape = torch.device(settings.device), getattr(torch, settings.dtype), settings.shapes[0]
-        rows, queries = (max(cell[i] for cell in settings.attention_cells) for i in range(2))
-        longest = np.zeros(rows, np.int64)
-        for count, new, keys in settings.attention_cells:
-            longest[:count] = np.maximum(longest[:count], keys + settings.attention_lengths + new)
+        rows, queries, _ = np.max(settings.attention_cells, axis=0).tolist()
+        tokens = [
+            max(new + keys for count, new, keys in settings.attention_cells if count > row) for row in range(rows)
+        ]
         heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
         layer = LayerShape(kv_heads, dim, dim)
-        self.cache = PagedCache([layer], int((longest + 256).sum()) * layer.bytes(dtype), dtype, device)
+        self.cache = PagedCache([layer], (sum(tokens) + 256 * rows) * layer.bytes(dtype), dtype, device)
         for pool in (*self.cache.keys, *self.cache.values):
             pool.normal_()
-        self._rows = np.array([self.cache.open(tokens) for tokens in longest.tolist()])
+        self._rows = np.array([self.cache.open(one) for one in tokens])
         self._new: list[Tensor] = [
             torch.randn(count, rows, queries, dim, device=device, dtype=dtype) for count in (heads, kv_heads, kv_heads)
         ]
@@ -190,13 +155,9 @@ class AttentionLayer:
         module: Any = SimpleNamespace(layer_idx=0)
         return ragged_attention(module, query, key, value, None, ragged_batch=batch)[0][0].unflatten(0, (rows, queries))
 
-    def step(self, rows: int, length: int, queries: int) -> Tensor:
-        """Make the arrays of a step, and run one layer."""
-        return self.attend(self.batch(rows, length, queries), queries)
-
     def difference(self, rows: int, queries: int, keys: int, parts: list[int]) -> float:
         """Difference of the first row's outputs in a batch from those of the row alone, its queries in these parts."""
-        together, alone, begin = self.step(rows, keys, queries)[0].clone(), [], 0
+        together, alone, begin = self.attend(self.batch(rows, keys, queries), queries)[0].clone(), [], 0
         for count in parts:
             alone.append(self.attend(self.batch(1, keys + begin, count), count, begin)[0].clone())
             begin += count

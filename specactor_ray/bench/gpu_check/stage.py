@@ -40,61 +40,43 @@ class ModelShape(NamedTuple):
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * itemsize * tokens
 
 
-class Settings(NamedTuple):
-    """Grids of a check."""
-
-    device: str
-    dtype: str
-    copy_bytes: int
-    matmul_size: int
-    sampler_rows: tuple[int, ...]
-    sampler_vocabs: tuple[int, ...]
-    """Vocabulary sizes: tokens are compared in all of them; the last one is timed."""
-    shapes: tuple[ModelShape, ...]
-    """Model shapes of `forwards`; the first is also that of `attention`, the last that of `drafting` and `flips`."""
-    attention_cells: tuple[tuple[int, int, int], ...]
-    """Rows, new tokens of each row, and tokens before them."""
-    attention_lengths: int
-    """Number of new lengths that are tried in each cell."""
-    forward_rows: tuple[int, ...]
-    forward_positions: tuple[int, ...]
-    forward_contexts: tuple[int, ...]
-    drafting_rows: tuple[int, ...]
-    drafting_prompt: int
-    flip_rows: int
-    """Number of compared rows; larger batches have other rows beside them."""
-    flip_context: int
-    flip_tokens: int
-    """Compared positions of a row, a multiple of all `flip_lengths`."""
-    flip_batches: tuple[int, ...]
-    flip_lengths: tuple[int, ...]
-
-
 SMALL = ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151_936)
 LARGE = ModelShape("qwen2.5-7b", 28, 3584, 28, 4, 18_944, 152_064)
-TINY = ModelShape("dry-run", 2, 64, 2, 1, 96, 512)
 
-ON_GPU = Settings(
-    device="cuda", dtype="bfloat16", copy_bytes=4 << 30, matmul_size=8192,
-    sampler_rows=(1, 128, 512, 1152, 2304), sampler_vocabs=(6016, 50_257, SMALL.vocab_size),
-    shapes=(LARGE, SMALL),
-    attention_cells=((1, 1, 1000), (1, 4, 1000), (128, 1, 1000), (128, 4, 1000), (256, 1, 1000), (1, 1, 8192)),
-    attention_lengths=8,
-    forward_rows=(1, 8, 32, 128), forward_positions=(1, 2, 4, 9), forward_contexts=(2048, 512, 8192),
-    drafting_rows=(1, 8, 64, 256), drafting_prompt=128,
-    flip_rows=12, flip_context=512, flip_tokens=36, flip_batches=(1, 16, 128), flip_lengths=(1, 4, 9),
-)  # fmt: skip
-DRY_RUN = Settings(
-    device="cpu", dtype="float32", copy_bytes=1 << 20, matmul_size=64,
-    sampler_rows=(1, 8), sampler_vocabs=(300, TINY.vocab_size),
-    shapes=(TINY,),
-    attention_cells=((1, 1, 20), (1, 3, 20), (4, 1, 20), (4, 3, 20)), attention_lengths=3,
-    forward_rows=(1, 4), forward_positions=(1, 3), forward_contexts=(16, 8),
-    drafting_rows=(1, 4), drafting_prompt=8,
-    flip_rows=4, flip_context=16, flip_tokens=4, flip_batches=(1, 2, 8), flip_lengths=(1, 2, 4),
-)  # fmt: skip
-"""Every stage with tiny shapes on the CPU: a mistake shows here, before it costs time on a GPU."""
-DRY_RUN_ON_GPU = DRY_RUN._replace(device="cuda", dtype="bfloat16")
+
+class Settings(NamedTuple):
+    """Shapes and grids of a check; the defaults take minutes on a GPU."""
+
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    copy_bytes: int = 4 << 30
+    matmul_size: int = 8192
+    sampler_rows: tuple[int, ...] = (1, 128, 512, 1152, 2304)
+    sampler_vocabs: tuple[int, ...] = (6016, 50_257, SMALL.vocab_size)
+    """Vocabulary sizes: tokens are compared in all of them; the last one is timed."""
+    shapes: tuple[ModelShape, ...] = (LARGE, SMALL)
+    """Model shapes of `forwards`; the first is also that of `attention`, the last that of `drafting` and `flips`."""
+    attention_cells: tuple[tuple[int, int, int], ...] = (
+        (1, 1, 1000),
+        (1, 4, 1000),
+        (128, 1, 1000),
+        (128, 4, 1000),
+        (256, 1, 1000),
+        (1, 1, 8192),
+    )
+    """Rows, new tokens of each row, and tokens before them."""
+    forward_rows: tuple[int, ...] = (1, 8, 32, 128)
+    forward_positions: tuple[int, ...] = (1, 2, 4, 9)
+    forward_contexts: tuple[int, ...] = (2048, 512, 8192)
+    drafting_rows: tuple[int, ...] = (1, 8, 64, 256)
+    drafting_prompt: int = 128
+    flip_rows: int = 12
+    """Number of compared rows; larger batches have other rows beside them."""
+    flip_context: int = 512
+    flip_tokens: int = 36
+    """Compared positions of a row, a multiple of all `flip_lengths`."""
+    flip_batches: tuple[int, ...] = (1, 16, 128)
+    flip_lengths: tuple[int, ...] = (1, 4, 9)
 
 
 class OutOfTime(Exception):
@@ -123,11 +105,12 @@ class Stage:
         begin, error = self.now(), ""
         try:
             measure(self)
-            status = "partial" if self.entry["not_measured"] else "complete"
+        except OutOfTime:
+            self.entry["not_measured"].append("the rest: no time was left")
         except Exception as failure:  # noqa: BLE001 - the other stages are measured after any failure
-            lines = f"{type(failure).__name__}: {failure}".strip().splitlines()
-            status, error = "failed", " ... ".join(dict.fromkeys((lines[0], lines[-1])))
+            error = f"{type(failure).__name__}: {failure}".partition("\n")[0]
             self.entry["traceback"] = traceback.format_exc()
+        status = "failed" if error else "partial" if self.entry["not_measured"] else "complete"
         self.entry |= {"status": status, "error": error, "seconds": self.now() - begin}
         self.changed(f"{self.name}: {status} after {self.entry['seconds']:.1f} s {error}".rstrip())
         gc.collect()  # frees the models before the next stage makes its own
@@ -168,15 +151,6 @@ class Stage:
         while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < _ENOUGH_S):
             times.append(self.seconds(call))
         return statistics.median(times)
-
-    def peak_gb(self, call: Callable[[], object]) -> float | None:
-        """Peak GPU memory in GB that a call allocates in addition; None on a CPU."""
-        if self.settings.device != "cuda":
-            return None
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.seconds(call)
-        return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def synchronize(device: str) -> None:

@@ -16,7 +16,7 @@ from specactor_ray.bench.micro import cell
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = """
 from specactor_ray.bench.micro import run_figures
-run_figures(__file__, {"quick": {"answer": lambda: 42.0}, "slow": {"never": lambda: 1 / 0}})
+run_figures({"quick": {"answer": lambda: 42.0}, "slow": {"never": lambda: 1 / 0}})
 """
 
 
@@ -38,7 +38,7 @@ def test_groups_of_figures_are_shown_and_written_once(tmp_path: Path) -> None:
 
     done = run("quick", "--json", "out.json")
     assert done.returncode == 0 and "answer" in done.stdout and "42" in done.stdout
-    assert json.loads((tmp_path / "out.json").read_text()) == {"answer": 42.0}
+    assert json.loads((tmp_path / "out.json").read_text()) == [{"figure": "answer", "value": 42.0}]
     for arguments, problem in (
         (("quick", "--json", "out.json"), "--json: out.json exists and is never overwritten"),
         (("medium",), "medium: no such group; there are quick, slow"),
