@@ -210,7 +210,7 @@ async def update_weights(service: Serving, body: UpdateBody) -> dict[str, str]:
         problem = "weight_dir is null: no weights are received over NCCL" if is_prime_rls else f"{strange}: no tensors"
         raise Refusal(f"{problem}; {_BY_DIRECTORY}", param=strange)
     await service.control.update(info.weight_dir, WeightPolicy.KEEP)
-    return {"status": "ok", "message": "Weights updated"}
+    return {"status": "ok"}
 
 
 @router.post("/finish_weight_update")
