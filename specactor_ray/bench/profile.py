@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from rich.console import Console
 from specactor_ray.bench.micro import refuse_existing
 from specactor_ray.bench.profile_process import Axes, Measured, Share, measure_share
 from specactor_ray.config.schema import MAX_WINDOW, Config, ModeName
-from specactor_ray.core.child import Report, run_in_child
+from specactor_ray.core.child import run_in_child
 from specactor_ray.core.environment import count_gpus, hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder, write_json
@@ -113,14 +112,12 @@ def _measure(
         for count in counts:
             recorded = shares[0].recorded if shares else ()
             share = Share(config, count, axes, prompts if not shares else (), max_requests, recorded)
-            where = f"{count} {'GPU' if config.target.gpus else 'core(s)'}"
-            report = functools.partial(_show, show, where)
+
+            def report(text: str, where: str = f"{count} {'GPU' if config.target.gpus else 'core(s)'}") -> None:
+                show(f"{where}: {text}")
+
             shares.append(run_in_child(measure_share, share, f"profile-{count}", report))
     return shares
-
-
-def _show(show: Report, where: str, text: str) -> None:
-    show(f"{where}: {text}")
 
 
 def parse_axes(batches: Sequence[int], windows: Sequence[int], contexts: Sequence[int], repeats: int) -> Axes:

@@ -13,9 +13,8 @@ import copy
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 from specactor_ray.cluster.cores import bind_to_cores
 from specactor_ray.config.methods import drafter_spec
 from specactor_ray.config.schema import Config, DrafterConfig
-from specactor_ray.core.child import Child, Report
+from specactor_ray.core.child import Report
 from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord, RecordStore, RolloutRequest, collect
@@ -95,7 +94,7 @@ class Measured:
 
     devices: int
     recorded: tuple[CorpusRecord, ...]
-    verify: list[CostPoint] = field(default_factory=list)
+    verify: list[CostPoint]
     drafting: dict[str, list[CostPoint]] = field(default_factory=dict)
     acceptance: dict[str, dict[str, Any]] = field(default_factory=dict)
     cpu_share: float = 1.0
@@ -105,66 +104,28 @@ class Measured:
 def measure_share(share: Share, report: Report) -> Measured:
     """Record outputs unless the share has records, then measure verifying, drafting and acceptance; `report` once per
     figure."""
-    with _started(share) as (engine, measured):
-        if not share.recorded:
-            report("recorded outputs")
-        begin, begin_cpu = time.perf_counter(), time.process_time()
-        measured.verify = measure_verify(engine, measured.recorded, share.devices, share.axes, report)
-        cpu_s, wall_s = time.process_time() - begin_cpu, time.perf_counter() - begin
-        measured.cpu_share = cpu_s / wall_s / share.devices
-    _measure_methods(share, measured, report)
-    return measured
-
-
-class ProfileSession(Child):
-    """A process that keeps an engine, so that its steps can be timed repeatedly, seconds apart.
-
-    Raises:
-        UserError: The model or the prompts cannot be used.
-        SpecActorError: The process failed.
-    """
-
-    def __init__(self, share: Share) -> None:
-        super().__init__(_measure_on_demand, share, "profile")
-        self.drafting: dict[str, list[CostPoint]] = self.receive()
-        """Draft method → seconds per token, measured once."""
-
-    def verify(self, axes: Axes) -> Sequence[CostPoint]:
-        """Measure V over the axes. Batches and contexts must not exceed those of the share."""
-        self.channel.send(axes)
-        points: list[CostPoint] = self.receive()
-        return points
-
-
-def _measure_on_demand(share: Share, channel: Connection) -> None:
-    def ignore(line: str) -> None: ...
-
-    with _started(share) as (engine, measured):
-        _measure_methods(share, measured, ignore)
-        channel.send(measured.drafting)
-        while True:
-            channel.send(measure_verify(engine, measured.recorded, share.devices, channel.recv(), ignore))
-
-
-@contextlib.contextmanager
-def _started(share: Share) -> Iterator[tuple[TargetEngine, Measured]]:
-    """An engine on the share's cores, and the records made on it or before."""
     from specactor_ray.target.registry import build_engine
 
     config, axes, gpus = roomy(share.config, share.axes), share.axes, share.config.target.gpus
     if not gpus:
         bind_to_cores(tuple(sorted(os.sched_getaffinity(0)))[: share.devices])
-    engine = build_engine(config.target, "cuda" if gpus else "cpu", max(axes.windows))
-    try:
+    with contextlib.closing(build_engine(config.target, "cuda" if gpus else "cpu", max(axes.windows))) as engine:
         needed = max(axes.contexts) + axes.room(max(axes.contexts))
         if needed > engine.max_model_len:
             tokens = f"{max(axes.contexts)} tokens and the {needed - max(axes.contexts)} of the measurement itself"
             limits = "target.max_model_len, its context, target.kv_cache_gb"
             raise InputError(f"--contexts: {tokens} exceed the {engine.max_model_len} that the target holds ({limits})")
-        recorded = share.recorded or tuple(record_outputs(engine, config, share.prompts, share.max_requests))
-        yield engine, Measured(share.devices, recorded)
-    finally:
-        engine.close()
+        recorded = share.recorded
+        if not recorded:
+            recorded = tuple(record_outputs(engine, config, share.prompts, share.max_requests))
+            report("recorded outputs")
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        verify = measure_verify(engine, recorded, share.devices, axes, report)
+        cpu_s, wall_s = time.process_time() - begin_cpu, time.perf_counter() - begin
+    measured = Measured(share.devices, recorded, verify, cpu_share=cpu_s / wall_s / share.devices)
+    for drafter in config.drafters:
+        _measure_method(drafter, share, measured, report)
+    return measured
 
 
 def roomy(config: Config, axes: Axes) -> Config:
@@ -265,11 +226,6 @@ def _prefill(engine: TargetEngine, recorded: Sequence[CorpusRecord], context: in
             problem = f"the cache holds no {count} requests of {context + room} tokens."
             raise ConfigError("target.kv_cache_gb", problem, "raise it, or profile smaller --batches or --contexts.")
     return count
-
-
-def _measure_methods(share: Share, measured: Measured, report: Report) -> None:
-    for drafter in share.config.drafters:
-        _measure_method(drafter, share, measured, report)
 
 
 def _measure_method(drafter: DrafterConfig, share: Share, measured: Measured, report: Report) -> None:

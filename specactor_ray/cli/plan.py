@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from specactor_ray.cli.options import ConfigFile, Overrides, load_settings, parse_numbers, require_positive
-from specactor_ray.core.console import make_console, say
-from specactor_ray.core.errors import InputError
+from specactor_ray.core.console import make_console, make_table, say
+
+if TYPE_CHECKING:
+    from specactor_ray.plan.search import Plan
 
 
 def profile(
@@ -32,7 +36,6 @@ def profile(
 
     Target, draft methods, sampling and prompts come from the configuration. Starts no cluster; needs an idle machine.
     """
-    from specactor_ray.cli.plan_report import acceptance_table, cost_table
     from specactor_ray.plan.profile import disturbed
 
     settings, progress = load_settings(config_file, overrides)
@@ -46,7 +49,9 @@ def profile(
     data = run_profile(settings, axes, device_counts or default_devices(settings), output, progress, requests)
     console = make_console()
     console.print(cost_table(data))
-    console.print(acceptance_table(data))
+    for method, entry in data["methods"].items():
+        rate, steps = entry["acceptance"]["acceptance_rate"], entry["acceptance"]["steps"]
+        say(console, f"{method}: {rate:.1%} of its draft tokens were right, in {steps} steps")
     for problem in disturbed(data):
         say(console, f"warning: {problem}; measure again on a quiet machine")
     say(console, f"profile: {output.resolve()} ({data['seconds']:.0f} s)")
@@ -65,39 +70,25 @@ def plan(
         str | None,
         typer.Option(help="Requests at once in all, as in 1,4,16. Default: max_batch x replicas.", show_default=False),
     ] = None,
-    acceptance: Annotated[
-        float | None, typer.Option(help="p of every method, in place of the measured.", show_default=False)
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Mean tokens of prompt and output. Default: by the prompts.", show_default=False)
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Choose mode, layout, draft method and window by a profile, and list the rejected ones with the reasons."""
-    from specactor_ray.cli.plan_report import cost_table, prediction_table
-    from specactor_ray.plan.apply import requests_of
-    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, usable_profile
+    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, requests_of, usable_profile
 
     settings = as_decoupled(load_settings(config_file, overrides)[0])
     if profile_file is not None:
         settings.profile = str(profile_file)
-    if acceptance is not None and not 0.0 <= acceptance <= 1.0:
-        raise InputError(f"--acceptance: {acceptance} is no probability; use 0 to 1")
     require_positive("--devices", devices)
-    require_positive("--context", context)
     batches = [requests_of(settings)] if batch is None else parse_numbers("--batch", batch)
     measured, warnings = usable_profile(settings, settings.plan_force)
     count = checked_devices(settings, devices if devices is not None else settings.plan_devices, "--devices")
-    plans = [
-        make_plan(settings, measured, count, requests, context=context, acceptance=acceptance) for requests in batches
-    ]
+    plans = [make_plan(settings, measured, count, requests) for requests in batches]
     if as_json:
         predicted = [{**asdict(plan), "chosen": asdict(plan.chosen)} for plan in plans]
         report = {"profile": settings.profile, "warnings": warnings, "plans": predicted}
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
         return
     console = make_console()
-    console.print(cost_table(measured.data))
     for plan in plans:
         console.print(prediction_table(plan))
         for reason in plan.rejected:
@@ -107,3 +98,48 @@ def plan(
     for plan in plans:
         for line in (*plan.notes, plan.words()):
             say(console, f"batch {plan.batch}: {line}")
+
+
+# ---- tables ----
+
+
+def cost_table(profile: Mapping[str, Any]) -> Table:
+    """Milliseconds at the longest context: a row per measured item, device count and window."""
+    measured = [("verifying", profile["verify"])]
+    measured += [(f"drafting, {method}", entry["points"]) for method, entry in profile["methods"].items()]
+    batches = sorted({point["batch"] for _, points in measured for point in points})
+    context = max(point["context"] for point in profile["verify"])
+    columns = ("cost of", "devices", "window", *(f"batch {batch}" for batch in batches))
+    caption = "verifying: of a step; drafting: of one token of each request"
+    table = make_table(columns, title=f"ms, context {context}", text=("cost of",), caption=caption)
+    for name, points in measured:
+        rows: dict[tuple[int, int], dict[int, float]] = {}
+        for point in points:
+            if point["context"] == context:
+                rows.setdefault((point["devices"], point["window"]), {})[point["batch"]] = 1e3 * point["seconds"]
+        for (devices, window), costs in sorted(rows.items()):
+            cells = (f"{costs[batch]:.3g}" if batch in costs else "-" for batch in batches)
+            table.add_row(name, str(devices), str(window) if name == "verifying" else "-", *cells)
+    return table
+
+
+def prediction_table(plan: Plan, shrinks: bool = False) -> Table:
+    """The best window of every layout, fastest first. `shrinks`: speeds are those of a rollout whose requests end."""
+    title = f"batch {plan.batch} on {plan.devices} device(s), context {plan.context:.0f}"
+    columns = ("mode", "method", "verifiers", "drafters", "requests", "window", "tokens/s")
+    table = make_table(columns, title=title, text=("mode", "method"), caption_justify="left")
+    for row in plan.predictions:
+        table.add_row(
+            row.mode.value,
+            row.method or "-",
+            f"{row.verifiers} x {row.verify_devices}",
+            f"{row.drafters} x {row.draft_devices}" if row.drafters else "-",
+            str(row.batch),
+            str(row.window),
+            f"{row.tokens_per_s:.1f}" + ("*" if row is plan.chosen else ""),
+        )
+    table.caption = (
+        "* chosen. verifiers, drafters: number x cores or GPUs of each; requests: of a verifier; tokens/s: of all "
+        "requests" + (", over the whole rollout, in which requests end" if shrinks else "")
+    )
+    return table

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from specactor_ray.cli.options import finish, parse_numbers, progress_console, require_positive
-from specactor_ray.core.console import make_console, say, show_error
-from specactor_ray.core.errors import EXIT_FAILED, ConfigError, InputError
+from specactor_ray.cli.options import finish, require_positive, split_items
+from specactor_ray.core.console import draw, make_console, make_table, say, show_error
+from specactor_ray.core.errors import EXIT_FAILED, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
-    from specactor_ray.config.schema import Config
     from specactor_ray.simulation.comparison import Sweep
     from specactor_ray.simulation.rollouts import Result
+    from specactor_ray.simulation.world import Span
 
 app = typer.Typer(
     help="Predict the speed of rollouts: the package's own loops and controller on virtual time.", no_args_is_help=True
@@ -30,14 +33,6 @@ ScenarioOverrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Overrides for all variants, as in seed=1.", show_default=False),
 ]
-_OF_SCENARIOS = ("description", "hardware", "machines", "workload")
-VALIDATED: Mapping[str, Any] = {
-    "target": {"cores": 1, "max_model_len": 1024},
-    "drafters": [{"method": "ngram", "hosted": False}],
-    "sampling": {"max_tokens": 96, "seed": 7},
-    "data": {"path": "conf/prompts/demo.jsonl"},
-}
-"""Configuration of `validate` without --config: SmolLM2 and n-gram drafts on two cores."""
 
 
 @app.command()
@@ -83,7 +78,7 @@ def run(
             total = len(names) * (len(axis.values) if axis is not None else 1)
             report, results = comparison.compare(
                 *(config, overrides, names, axis, processes),
-                lambda done: progress.update(done / total, f"{done:.1f} of {total} runs"),
+                lambda done: progress.update(done / total, f"{done:.0f} of {total} runs"),
             )
     except SimulationError as error:
         show_error(str(error))
@@ -105,7 +100,7 @@ def run(
 @app.command()
 def plan(config: ScenarioFile, overrides: ScenarioOverrides = None) -> None:
     """Choose verifiers and drafters for a scenario by its cost models; nothing is simulated."""
-    from specactor_ray.cli.plan_report import prediction_table
+    from specactor_ray.cli.plan import prediction_table
     from specactor_ray.simulation.planning import NOT_PLANNED, plan_scenario
     from specactor_ray.simulation.scenario import Arrival, load_scenario
 
@@ -117,56 +112,11 @@ def plan(config: ScenarioFile, overrides: ScenarioOverrides = None) -> None:
         say(console, line)
 
 
-@app.command()
-def validate(
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", help="Configuration to run. Default: SmolLM2 on two cores.", show_default=False),
-    ] = None,
-    overrides: ScenarioOverrides = None,
-    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,4,16",
-    output: Annotated[Path | None, typer.Option("--json", help="Report to write; never overwritten.")] = None,
-) -> None:
-    """Measure the configured engine on this machine, simulate the same requests, and compare. Needs an idle machine."""
-    settings, batches = _load(config, overrides or []), parse_numbers("--batch", batch)
-    if output is not None and output.exists():
-        raise InputError(f"--json: {output} exists; name another file")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise InputError(f"--json: there is no folder {output.parent}; make it first")
-    progress, console = progress_console(settings.run.log_level), make_console()
-    from specactor_ray.cli.simulation_report import validation_table
-    from specactor_ray.core.environment import hardware
-    from specactor_ray.simulation.validation import Point, report_of, validate_simulator
-
-    points: list[Point] = []
-    status = "complete"
-    with sigterm_interrupts():
-        try:
-            for point in validate_simulator(settings, batches, progress):
-                points.append(point)
-        except KeyboardInterrupt:
-            status = "interrupted"
-    if not points:
-        say(console, "interrupted before anything was measured; nothing was written")
-        finish(status)
-    report, machine = {**report_of(points), "status": status}, hardware()
-    console.print(validation_table(report["points"]))
-    median, largest = report["median_error"], report["max_error"]
-    say(console, f"error of tokens/s: median {median:.1%}, at most {largest:.1%}, over {len(report['points'])} points")
-    say(console, f"on {machine['cores']} cores of {machine['cpu']} ({', '.join(machine['vector'])})")
-    if output is not None:
-        write_json(output, {**report, "hardware": machine}, shared=True)
-        say(console, f"written: {output.resolve()}")
-    if status == "interrupted":
-        say(console, "interrupted: what had been measured is shown")
-    finish(status)
-
-
 def parse_names(text: str | None) -> list[str] | None:
     """`plain,coupled` → the names; None, for all variants, from None. Raises InputError if there is no name."""
     if text is None:
         return None
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = list(filter(None, split_items(text)))
     if not names:
         raise InputError(f"--compare: {text!r} names no variant; give some, such as plain,decoupled")
     return names
@@ -177,25 +127,20 @@ def parse_sweep(text: str) -> Sweep:
     from specactor_ray.simulation.comparison import Sweep
 
     key, _, values = text.partition("=")
-    found = [value.strip() for value in values.split(",") if value.strip()]
+    found = list(filter(None, split_items(values)))
     if not key.strip() or not found:
         raise InputError(f"--sweep: {text!r} is not KEY=V1,V2,..., such as config.target.max_batch=16,64,256")
     return Sweep(key.strip(), list(dict.fromkeys(found)))
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:
-    from specactor_ray.cli.simulation_report import speed_lines, speed_table, sweep_table, work_table
-
     point = report["points"][0]
     if report["sweep"]:
         console.print(sweep_table(report))
     else:
-        for line in filter(None, (point["description"], point["workload"])):
-            say(console, line)
+        say(console, point["description"])
         console.print(speed_table(point))
         console.print(work_table(point))
-        for line in speed_lines(point):
-            say(console, line)
     if point["part"] > 1:
         say(console, f"all figures are of 1/{point['part']} of the cluster")
     if report["status"] == "interrupted":
@@ -205,8 +150,6 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
 
 def _write(folder: Path, report: Mapping[str, Any], results: Sequence[Result], console: Console) -> None:
     """Write the report, plots and timelines, and name the files."""
-    from specactor_ray.cli.simulation_report import timeline, timeline_file, write_plot
-
     data = {"report.json": report}
     if not report["sweep"]:
         data |= {timeline_file(one.variant): timeline(one.variant, one.spans) for one in results if one.spans}
@@ -222,16 +165,129 @@ def _write(folder: Path, report: Mapping[str, Any], results: Sequence[Result], c
         say(console, "no plot: matplotlib is not installed (pip install matplotlib)")
 
 
-def _load(config: Path | None, overrides: Sequence[str]) -> Config:
-    from specactor_ray.config.load import from_mapping, load_config
-    from specactor_ray.rollout.planning import as_decoupled
+# ---- tables, plots and timelines, from the plain data of reports ----
 
-    if config is None:
-        return as_decoupled(from_mapping(VALIDATED, overrides))
-    try:
-        return as_decoupled(load_config(config, overrides))
-    except ConfigError as error:
-        if error.key not in _OF_SCENARIOS:
-            raise
-        fix = "leave --config out, or name one such as conf/local_cpu.yaml."
-        raise ConfigError(str(config), "is a scenario; `validate` takes the configuration of a run.", fix) from None
+
+def speed_table(point: Mapping[str, Any]) -> Table:
+    """Speed of each variant, and its ratio to the baseline."""
+    results, device = point["results"], point["device"]
+    has_latency = any(result["latency_s"] for result in results)
+    columns = ["variant", "mode", f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x"]
+    columns += ["latency s", "95%"] if has_latency else []
+    table = _table("speed", columns, text=("variant", "mode"))
+    for result in results:
+        name, ratio = result["variant"], _times(point["ratios"].get(result["variant"]))
+        cells = [
+            _count(result["devices"]),
+            _count(result["draft_devices"]),
+            f"{result['rollout_s']:,.2f}",
+            f"{result['tokens_per_s']:,.0f}",
+            f"{result['tokens_per_s_and_device']:,.1f}",
+            f"{ratio}*" if name == point["baseline"] else ratio,
+        ]
+        if has_latency:
+            latency = sorted(result["latency_s"])
+            cells += [f"{fmean(latency):.2f}", f"{latency[int(0.95 * len(latency))]:.2f}"] if latency else ["-", "-"]
+        table.add_row(name, result["mode"], *cells)
+    captions = [f"* baseline of x: tokens/s per {device}, drafting ones included."]
+    captions += ["latency s: mean of the requests, and what 95% of them stay below."] if has_latency else []
+    table.caption = "\n".join(captions)
+    return table
+
+
+def work_table(point: Mapping[str, Any]) -> Table:
+    """Benefit of drafting, and memory of drafters."""
+    columns = ("variant", "acc. length", "supply", "draft streams", "cache GB")
+    table = _table("drafting", columns, text=("variant",))
+    for result in point["results"]:
+        table.add_row(
+            result["variant"],
+            f"{result['acceptance_length']:.2f}",
+            f"{result['supply']:.2f}",
+            f"{result['peak_streams']:,}",
+            f"{result['peak_stream_bytes'] / 1e9:.2f}",
+        )
+    table.caption = (
+        "acc. length: tokens per request and verify step. supply: usable draft tokens per request and step.\n"
+        "draft streams: most requests that drafters follow at once. cache GB: most that these take in the caches of\n"
+        "the drafters."
+    )
+    return table
+
+
+def sweep_table(report: Mapping[str, Any]) -> Table:
+    """Tokens per second and device of each variant at each value, and the ratio to the first."""
+    points = report["points"]
+    device, baseline = points[0]["device"], points[0]["baseline"]
+    names = points[0]["variants"]
+    columns = [column for name in names for column in ((name,) if name == baseline else (name, "x"))]
+    table = _table(f"tokens/s/{device} over {report['sweep']}", [report["sweep"], *columns], text=(report["sweep"],))
+    for point in points:
+        found = {result["variant"]: result["tokens_per_s_and_device"] for result in point["results"]}
+        cells = []
+        for name in names:
+            cells.append(f"{found[name]:,.1f}" if name in found else "-")
+            if name != baseline:
+                cells.append(_times(point["ratios"].get(name)))
+        table.add_row(point["value"], *cells)
+    table.caption = f"x: relative to {baseline}; drafting {device}s are counted."
+    return table
+
+
+def write_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
+    """Write `sweep.png`, the ratios at each value, or `running.png`, the unfinished requests over time. Returns the
+    name of the file; empty if matplotlib is not installed."""
+    points = report["points"]
+
+    def draw_ratios(axes: Any) -> None:
+        for name in points[0]["variants"]:
+            known = [(tick, point["ratios"][name]) for tick, point in enumerate(points) if name in point["ratios"]]
+            axes.plot(*zip(*known, strict=True), "o-", label=name, markersize=4)
+        axes.set_xticks(range(len(points)), [point["value"] for point in points], fontsize=8)
+        axes.set(xlabel=report["sweep"], ylabel=f"times {points[0]['baseline']}, per {points[0]['device']}")
+        axes.grid(alpha=0.3)
+
+    def draw_running(axes: Any) -> None:
+        for result in points[0]["results"]:
+            ended = sorted(result["ended_s"])
+            axes.step([0.0, *ended], range(len(ended), -1, -1), where="post", label=result["variant"])
+        axes.set(xlabel="seconds", ylabel="unfinished requests", xlim=(0, None), ylim=(0, None))
+
+    name, plot, size = ("sweep.png", draw_ratios, (7, 4)) if report["sweep"] else ("running.png", draw_running, (8, 4))
+    return [name] if draw(folder / name, plot, size=size) else []
+
+
+def timeline_file(variant: str) -> str:
+    """Name of a variant's timeline."""
+    name = re.sub(r"[^-.\w]", "_", variant)
+    return f"trace-{name}.json"
+
+
+def timeline(variant: str, spans: Sequence[Span]) -> dict[str, Any]:
+    """A timeline in the Trace Event Format, which Perfetto and chrome://tracing open: a row per actor."""
+    verifiers = {span.actor for span in spans if span.what == "verify"}
+    events: list[dict[str, Any]] = []
+    places: dict[str, dict[str, int]] = {}
+    for number, actor in enumerate(sorted({span.actor for span in spans}), start=1):
+        place = places[actor] = {"pid": 1 if actor in verifiers else 2, "tid": number}
+        group = "verifiers" if actor in verifiers else "drafters"
+        events.append({"ph": "M", "name": "process_name", **place, "args": {"name": group}})
+        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": actor}})
+    for span in sorted(spans, key=lambda span: span.begin):
+        # Whole nanoseconds: spans that touch do not overlap in the file.
+        begin, end = round(1e9 * span.begin), round(1e9 * span.end)
+        event = {"ph": "X", "name": span.what, **places[span.actor], "ts": begin / 1e3, "dur": (end - begin) / 1e3}
+        events.append({**event, "args": {"rows": span.rows, "positions": span.positions}})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"variant": variant}}
+
+
+def _table(title: str, columns: Sequence[str], text: Sequence[str]) -> Table:
+    return make_table(columns, title=title, text=text, title_justify="left", caption_justify="left")
+
+
+def _count(devices: float) -> str:
+    return f"{devices:,.0f}" if devices == int(devices) else f"{devices:,.2f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"

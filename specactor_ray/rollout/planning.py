@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
 from specactor_ray.config.rules import validate
-from specactor_ray.config.schema import MAX_WINDOW, Config, DrafterConfig, ModeName, PlanPolicy
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.plan.apply import apply_plan, requests_of
 from specactor_ray.plan.profile import Profile, load_profile, reject_foreign_profile
-from specactor_ray.plan.search import ALL_MODES, Method, Plan, geometric, search_plan, share_right
+from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan, share_right
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +208,7 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
     config = as_decoupled(config)
     profile, warnings = usable_profile(config, config.plan_force)
     devices = checked_devices(config, config.plan_devices, "plan_devices")
-    plan = make_plan(config, profile, devices, requests_of(config), modes=modes)
+    plan = make_plan(config, profile, devices, requests_of(config), modes)
     resolved = apply_plan(config, plan)
     validate(resolved)
     return resolved, [*(f"warning: {warning}" for warning in warnings), *plan.notes, f"plan: {plan.words()}"]
@@ -252,37 +249,60 @@ def ladder_priors(config: Config) -> dict[str, float]:
 
 
 def make_plan(
-    config: Config,
-    profile: Profile,
-    devices: int,
-    requests: int,
-    *,
-    context: float | None = None,
-    acceptance: float | None = None,
-    modes: Sequence[ModeName] = ALL_MODES,
+    config: Config, profile: Profile, devices: int, requests: int, modes: Sequence[ModeName] = ALL_MODES
 ) -> Plan:
-    """Plan with the draft methods that are both configured and measured; InputError if none fits.
-
-    Args:
-        config, profile: Methods to choose from, and their costs and acceptance.
-        devices, requests: G and B.
-        context: Mean tokens of prompt and output. Default: the profile's prompts and half of sampling.max_tokens.
-        acceptance: p of every method, replacing the measured ones.
-        modes: Modes that may be chosen.
-    """
+    """Plan with the draft methods that are both configured and measured; InputError if none fits. `devices`,
+    `requests`: G and B. Requests have the profile's mean prompt, and half of `sampling.max_tokens`."""
     methods, unusable = _methods(config, profile)
-    if acceptance is not None:
-        survival = geometric(np.array([acceptance]), MAX_WINDOW)[0]
-        methods = {name: replace(method, survival=survival) for name, method in methods.items()}
-    plan = search_plan(
-        profile.verify,
-        methods,
-        devices=devices,
-        requests=requests,
-        context=profile.data["prompt_tokens"] + config.sampling.max_tokens / 2 if context is None else context,
-        modes=modes,
-    )
+    context = profile.data["prompt_tokens"] + config.sampling.max_tokens / 2
+    sizes = {"devices": devices, "requests": requests, "context": context}
+    plan = search_plan(profile.verify, methods, **sizes, modes=modes)
     return replace(plan, rejected=(*unusable, *plan.rejected))
+
+
+def requests_of(config: Config) -> int:
+    """B: number of requests that all verifiers together run at once."""
+    return config.target.replicas * config.target.max_batch
+
+
+def apply_plan(config: Config, plan: Plan) -> Config:
+    """A copy of the configuration with the plan's choice and `plan: fixed`, so that it is not planned again.
+
+    The caches of all verifiers on CPUs together keep their size. Unless plain, it keeps the chosen method alone, and
+    moves the window to `speculation.window`.
+
+    Raises:
+        ConfigError: The chosen method is not among the configured ones, or a verifier would span several GPUs.
+    """
+    chosen, resolved = plan.chosen, copy.deepcopy(config)
+    target = resolved.target
+    if target.gpus and chosen.verify_devices > 1:
+        problem = f"the plan wants verifiers of {chosen.verify_devices} GPUs, and a model runs on one."
+        raise ConfigError("plan", problem, "profile with --devices 1.")
+    resolved.plan, resolved.mode = PlanPolicy.fixed, chosen.mode
+    if target.kv_cache_gb and not target.gpus:
+        target.kv_cache_gb *= target.replicas / chosen.verifiers
+    target.replicas, target.max_batch = chosen.verifiers, chosen.batch
+    target.max_step_tokens = max(target.max_step_tokens, chosen.batch)
+    if not target.gpus:
+        target.cores = chosen.verify_devices
+    if chosen.method is None:
+        return resolved
+    kept = [drafter for drafter in resolved.drafters if drafter.method == chosen.method]
+    if not kept:
+        problem = f"the plan chose {chosen.method}, which is not configured."
+        raise ConfigError("drafters", problem, f"add it: 'drafters=[{{method: {chosen.method}}}]'.")
+    drafter = kept[0]
+    drafter.replicas, drafter.window = chosen.drafters or chosen.verifiers, None
+    most = -(-plan.batch // drafter.replicas)
+    drafter.max_batch = drafter.max_batch and max(drafter.max_batch, most)
+    if chosen.mode is ModeName.decoupled:
+        drafter.hosted = False if chosen.draft_devices else None
+        if not drafter.gpus:
+            drafter.cores = max(chosen.draft_devices, 1)
+    resolved.drafters = kept
+    resolved.speculation.window = chosen.window
+    return resolved
 
 
 def checked_devices(config: Config, wanted: int | None, key: str) -> int:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -22,9 +22,6 @@ from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, load_scenario, variant_of
 from specactor_ray.simulation.text import RecordedRequest, load_recording
 from specactor_ray.simulation.world import World, build_world
-
-_POLL_S = 0.5
-_SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -54,22 +51,12 @@ def compare(
     processes: int | None = None,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> tuple[dict[str, Any], list[Result]]:
-    """Simulate variants of a scenario, at every value of a sweep.
-
-    Args:
-        path: The scenario's file.
-        overrides: `KEY=VALUE` items that hold for all variants.
-        names: Variants to simulate; default: all of the scenario.
-        sweep: Values of a key; None: the unchanged scenario.
-        processes, on_progress: See `run_jobs`.
+    """Simulate variants of a scenario (default: all), at every value of a sweep. `overrides`: `KEY=VALUE` items that
+    hold for all variants; the other arguments and errors are those of `run_jobs`.
 
     Returns:
         The report as plain data (`points`: one element per value), and the results. After an interruption
         (KeyboardInterrupt) those that are finished.
-
-    Raises:
-        UserError: The scenario, a variant or a recorded file is wrong.
-        SimulationError: A variant cannot end, or the package raised an error.
     """
     along = {"": [*overrides]}
     if sweep is not None:
@@ -103,7 +90,6 @@ def _point(path: Path, items: Sequence[str], names: Sequence[str], results: Sequ
     speeds = {result.variant: result.tokens_per_s_and_device for result in results}
     return {
         "description": scenario.description,
-        "workload": describe(scenario),
         "seed": scenario.seed,
         "part": scenario.part,
         "variants": list(names),
@@ -115,8 +101,7 @@ def _point(path: Path, items: Sequence[str], names: Sequence[str], results: Sequ
 
 
 def choose_variants(path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None) -> list[str]:
-    """The variants to simulate, checked and without duplicates. Raises ConfigError if the scenario or a variant is
-    wrong, or there is no such variant."""
+    """The variants to simulate, each once. Raises ConfigError if the scenario or a variant is wrong or missing."""
     chosen = list(dict.fromkeys(load_scenario(path, overrides).variants if names is None else names))
     if not chosen:
         fix = "add some, such as variants: {plain: [config.mode=plain]}."
@@ -140,21 +125,6 @@ def flattened(path: Path, overrides: Sequence[str], sweep: Sweep | None, names: 
     return lines
 
 
-def describe(scenario: ScenarioConfig) -> str:
-    """Description of a scenario's requests in one line."""
-    workload = scenario.workload
-    if workload.trajectories is not None:
-        return f"requests recorded in {workload.trajectories} (other keys of the workload do not apply to them)"
-    groups = f"in groups of {workload.group}, " if workload.group > 1 else ""
-    arrivals = {Arrival.at_once: "all at once", Arrival.continuous: "more always waiting"}
-    arrival = arrivals.get(workload.arrival, f"at the rates of a day of {workload.day_s:g} s")
-    lengths = f"outputs of {workload.median_tokens:,} tokens (median), at most {workload.max_tokens:,}"
-    return f"{workload.requests:,} requests, {groups}{arrival}; {lengths}"
-
-
-# ---- jobs ----
-
-
 def run_jobs(
     jobs: Sequence[VariantJob], processes: int | None = None, on_progress: Callable[[float], None] = lambda done: None
 ) -> list[Result | None]:
@@ -163,7 +133,7 @@ def run_jobs(
     Args:
         processes: Most processes to use at once; default: one per core. With 1, or a single job, everything runs in
             this process.
-        on_progress: Called with the finished part of all jobs, from 0 to their number.
+        on_progress: Called with the number of finished jobs.
 
     Returns:
         One result per job; after an interruption (KeyboardInterrupt) None for those that did not finish.
@@ -173,77 +143,50 @@ def run_jobs(
         SpecActorError: A process died.
     """
     processes = min(processes or len(os.sched_getaffinity(0)), len(jobs))
-    shares: Any = _SPAWN.Array("d", len(jobs), lock=False)
     if processes > 1:
-        return _run_in_processes(jobs, processes, shares, on_progress)
-    _begin_process(shares)
+        return _run_in_processes(jobs, processes, on_progress)
+    silence()
     results: list[Result | None] = [None] * len(jobs)
     try:
         for index, job in enumerate(jobs):
-            results[index] = _run(index, job, lambda: on_progress(sum(shares)))
+            results[index] = simulate_variant(job)
+            on_progress(index + 1)
     except KeyboardInterrupt:
         return results
     return results
 
 
 def _run_in_processes(
-    jobs: Sequence[VariantJob], processes: int, shares: Any, on_progress: Callable[[float], None]
+    jobs: Sequence[VariantJob], processes: int, on_progress: Callable[[float], None]
 ) -> list[Result | None]:
-    interrupted, others = False, set(multiprocessing.active_children())
+    others = set(multiprocessing.active_children())
     resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
-    with ProcessPoolExecutor(processes, _SPAWN, _begin_process, (shares,)) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), silence) as pool:
         with blocked(signal.SIGINT):  # the processes inherit it: the Ctrl-C of their terminal is handled here
-            futures = [pool.submit(_run, index, job) for index, job in enumerate(jobs)]
+            futures = [pool.submit(simulate_variant, job) for job in jobs]
         try:
-            while wait(futures, _POLL_S, FIRST_EXCEPTION).not_done and not any(map(_has_failed, futures)):
-                on_progress(sum(shares))
-            on_progress(sum(shares))
+            for finished, future in enumerate(as_completed(futures), start=1):
+                future.result()
+                on_progress(finished)
         except KeyboardInterrupt:
-            interrupted = True
+            return [future.result() if _has_ended(future) else None for future in futures]
+        except BrokenProcessPool:
+            problem = "a process died (killed for memory?)"
+            raise SpecActorError(f"{problem}; run fewer variants (--compare) or --processes 1") from None
         finally:
             for child in set(multiprocessing.active_children()) - others:
                 child.terminate()
             pool.shutdown(wait=False, cancel_futures=True)
-    for future in filter(_has_failed, futures):
-        future.result()
-    lost = [future.cancelled() or future.exception() is not None for future in futures]
-    if any(lost) and not interrupted:
-        names = ", ".join(job.variant for job, is_lost in zip(jobs, lost, strict=True) if is_lost)
-        raise SpecActorError(f"a process died (killed for memory?); these variants have no result: {names}")
-    return [None if is_lost else future.result() for future, is_lost in zip(futures, lost, strict=True)]
+    return [future.result() for future in futures]
 
 
-def _has_failed(future: Future[Result]) -> bool:
-    """Whether a job raised an error, unlike one whose process was ended."""
-    ended = future.done() and not future.cancelled()
-    return ended and not isinstance(future.exception(), BrokenProcessPool | None)
+def _has_ended(future: Future[Result]) -> bool:
+    return future.done() and future.exception() is None
 
 
-_shares: Any = ()
-"""Finished share of each job, in memory that all processes share."""
-
-
-def _begin_process(shares: Any) -> None:
-    global _shares  # noqa: PLW0603 - the way of an executor's initializer
-    _shares = shares
-    silence()
-
-
-def _run(index: int, job: VariantJob, show: Callable[[], None] = lambda: None) -> Result:
-    def on_progress(share: float) -> None:
-        _shares[index] = share
-        show()
-
-    return simulate_variant(job, on_progress)
-
-
-def simulate_variant(job: VariantJob, on_progress: Callable[[float], None] = lambda share: None) -> Result:
-    """Simulate one variant in this process.
-
-    Raises:
-        UserError: The scenario, the variant or a recorded file is wrong.
-        SimulationError: The run cannot end, or the package raised an error.
-    """
+def simulate_variant(job: VariantJob) -> Result:
+    """Simulate one variant in this process. Raises UserError if the scenario, the variant or a recorded file is wrong,
+    and SimulationError if the run cannot end, or the package raised an error."""
     scenario, recording = variant_of(job.path, job.overrides, job.variant), None
     world, workload = build_world(scenario), scenario.workload
     if workload.trajectories is not None:
@@ -251,7 +194,7 @@ def simulate_variant(job: VariantJob, on_progress: Callable[[float], None] = lam
         recording = load_recording(Path(workload.trajectories), None if everything else workload.requests)
     check_requests(scenario, world, recording)
     world.clairvoyant = job.clairvoyant
-    rollouts = SimulatedRollouts(job.variant, scenario, world, recording, on_progress)
+    rollouts = SimulatedRollouts(job.variant, scenario, world, recording)
     try:
         return rollouts.run()
     except SimulationError as error:

@@ -109,6 +109,7 @@ class SimulatedEngine:
 
     def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
         world, actor, clock = self._world, self._actor, self._clock
+        python = world.python
         self._admit()
         self._break_down()
         rows, budget = self._in_order(), self._max_step_tokens
@@ -118,7 +119,7 @@ class SimulatedEngine:
         seconds = world.target.seconds(decoded, positions, self.cached_tokens, prefilled)
         world.busy.add(actor.name)
         begin = clock.kernel.now
-        clock.work(seconds + world.python.verify_s(actor.process, decoded, self.speculates()))
+        clock.work(seconds + decoded * (python.verify_row_s if self.speculates() else python.plain_row_s))
         world.busy.discard(actor.name)
         world.record.add(Span(actor.name, "verify", begin, clock.kernel.now, decoded, positions + prefilled))
         columns = _kernels.verify(rows, self._numbers, self._truth, firsts, drafted, drafts.tokens)
@@ -131,7 +132,6 @@ class SimulatedEngine:
         result = StepResult(rows, starts, lengths, tokens, logprobs, None, verified, accepted, finish)
         result.forward_s, result.num_tokens = seconds * actor.process.slowness, positions + prefilled
         result.num_prefill_tokens = prefilled
-        world.python.begin(actor.process)
         return result
 
     def _admit(self) -> None:

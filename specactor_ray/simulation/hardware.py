@@ -1,28 +1,239 @@
 """Hardware by name or file: seconds of a model's step, and size of the cache.
 
-There are three kinds: a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml), steps measured
-by `scripts/gpu-check`, and a profile of `specactor profile`.
+It is a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml), steps that `scripts/gpu-check`
+measured, or a profile of `specactor profile`.
+
+The roofline (Williams, Waterman, Patterson, CACM 2009) is one per group of kernels, which takes
+`max(bytes / bandwidth, flops / peak)`, bandwidth and peak times the share that kernels reach; groups, all-reduces and
+launches add up. For n positions on t GPUs:
+
+    linears     weights / t and 2·n·weights / t flops: attention, feed-forward and language-model head apart
+    experts     E·(1 - (1 - k/E)^n) of E experts are read where each position takes k of them at random
+    cache       the keys and values attended to, read once per row whatever its number of positions
+    traffic     norms, residuals, activations and logits, read and written
+    all-reduce  2 per layer: latency + 2·(t-1)/t · n · hidden · 2 bytes / link bandwidth (ring)
+    launches    per step and per layer
+
+In verifying, attention is memory-bound up to about `ridge · kv_heads / heads` positions per row (20 on an H100 with 8
+queries per key); the flops of attention are counted for prompts only.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from specactor_ray.config.fields import at_least, one_of, reject_values_not_allowed
+from specactor_ray.config.fields import at_least, not_empty, one_of, positive, reject_values_not_allowed
 from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
 from specactor_ray.config.load import find_file, load_as
 from specactor_ray.core.errors import ConfigError, InputError, did_you_mean
-from specactor_ray.plan.costs import GridCost, Point
+from specactor_ray.plan.costs import GridCost
 from specactor_ray.plan.profile import load_profile
-from specactor_ray.simulation.roofline import DeviceSpec, ForwardCost, ModelSpec, RooflineCost
 
 S = TypeVar("S")
 _FOLDER = "simulation/hardware"
 SHIPPED = PACKAGE_FILES / _FOLDER
+
+ACTIVATION_BYTES = 2
+"""Bytes per activation: bf16."""
+_TOUCHES = 12
+"""Reads and writes of a hidden state per layer outside of the linears: norms, residual sums, rotary embedding."""
+_LOGIT_PASSES = 4
+"""Reads and writes of the float32 logits by a sampler: gather, temperature, log-softmax, choice."""
+_PROMPT_TOKENS = 2048
+"""Largest assumed prompt length of a step, which is the number of tokens to which a prompt position attends."""
+
+
+class ForwardCost(Protocol):
+    """Seconds of one forward step."""
+
+    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        """Duration of a step.
+
+        Args:
+            rows: Decoded requests.
+            positions: Verified positions over all rows: rows + draft tokens.
+            context_tokens: Cached tokens attended to, summed over all rows.
+            prefill_tokens: Prompt positions in the same step.
+        """
+        ...
+
+
+@dataclass
+class DeviceSpec:
+    """One GPU, and its links to the other GPUs of its node: section `roofline` of a hardware file."""
+
+    peak_tflops: float = positive(0.0)
+    """Dense bf16 TFLOP/s of the data sheet."""
+    memory_bandwidth_tb_s: float = positive(0.0)
+    """TB/s of the data sheet."""
+    memory_gb: float = positive(0.0)
+    compute_share: float = positive(0.0, up_to=1.0)
+    """Share of `peak_tflops` that linears of hundreds of positions reach."""
+    bandwidth_share: float = positive(0.0, up_to=1.0)
+    """Share of `memory_bandwidth_tb_s` that linears of few positions reach."""
+    step_overhead_us: float = positive(0.0)
+    """Time of a step beside its layers: graph launch, sampling kernels, copies of tokens."""
+    layer_overhead_us: float = positive(0.0)
+    """Time of the gaps between the kernels of a layer in a CUDA graph."""
+    link_bandwidth_gb_s: float = positive(0.0)
+    """All-reduce bus bandwidth of large messages within a node."""
+    link_latency_us: float = positive(0.0)
+    """Time of an all-reduce of a small message."""
+
+
+@dataclass
+class ModelSpec:
+    """Shape of a decoder-only transformer with gated feed-forward layers, or of an EAGLE-3 head of one layer."""
+
+    layers: int = at_least(1, 0)
+    hidden: int = at_least(1, 0)
+    heads: int = at_least(1, 0)
+    kv_heads: int = at_least(1, 0)
+    head_dim: int = at_least(1, 0)
+    ffn: int = at_least(0, -1)
+    """Width of the feed-forward layers; 0 if all are experts."""
+    vocabulary: int = at_least(1, 0)
+    """Rows of the language-model head; an EAGLE head's draft vocabulary."""
+    source: str = not_empty("")
+    """Origin of the shape."""
+    experts: int = at_least(0, 0)
+    experts_per_token: int = at_least(0, 0)
+    expert_ffn: int = at_least(0, 0)
+    shared_expert_ffn: int = at_least(0, 0)
+    """Width of the experts that every position uses."""
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    weight_bytes: int = at_least(1, 2)
+    """Bytes per weight."""
+    features: int = at_least(0, 0)
+    """EAGLE-3: number of fused hidden states of the target. The head's layer reads embedding and hidden state side by
+    side and shares the target's embedding. 0 for other models."""
+
+    @property
+    def attention_weights(self) -> int:
+        """Number of attention weights of all layers, biases and norms included."""
+        inputs = self.hidden * (2 if self.features else 1)
+        qkv = self.heads + 2 * self.kv_heads
+        weights = inputs * qkv * self.head_dim + self.heads * self.head_dim * self.hidden
+        weights += qkv * self.head_dim * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        return self.layers * (weights + self.hidden * (3 if self.features else 2))
+
+    @property
+    def dense_weights(self) -> int:
+        """Number of feed-forward weights that every position uses, routers included."""
+        wide = self.ffn if not self.experts else self.shared_expert_ffn
+        return self.layers * (3 * self.hidden * wide + self.hidden * self.experts)
+
+    @property
+    def expert_weights(self) -> int:
+        """Number of weights of one expert in every layer."""
+        return self.layers * 3 * self.hidden * self.expert_ffn
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden * self.vocabulary
+
+    @property
+    def fusion_weights(self) -> int:
+        return self.features * self.hidden * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters as published: every weight once, norms and biases included."""
+        embeddings = self.head_weights * (1 if self.tied_embeddings or self.features else 2)
+        layers = self.attention_weights + self.dense_weights + self.experts * self.expert_weights
+        return layers + embeddings + self.hidden + self.fusion_weights
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * ACTIVATION_BYTES
+
+
+class RooflineCost:
+    """A `ForwardCost` of a model on GPUs of one node.
+
+    Args:
+        device: The GPU.
+        model: The model on it.
+        tensor_parallel: GPUs that share every layer.
+        host_s: Seconds per step of the engine's own code that do not overlap with the GPU.
+    """
+
+    def __init__(self, device: DeviceSpec, model: ModelSpec, tensor_parallel: int = 1, host_s: float = 0.0) -> None:
+        self.device, self.model, self.tensor_parallel = device, model, tensor_parallel
+        gpus, per_weight = tensor_parallel, model.weight_bytes
+        bandwidth = device.bandwidth_share * (device.memory_bandwidth_tb_s * 1e12)
+        peak = device.compute_share * (device.peak_tflops * 1e12)
+        self._attention = _linear(model.attention_weights, per_weight, gpus, bandwidth, peak)
+        self._dense = _linear(model.dense_weights, per_weight, gpus, bandwidth, peak)
+        self._head = _linear(model.head_weights, per_weight, gpus, bandwidth, peak)
+        self._fusion = _linear(model.fusion_weights, per_weight, gpus, bandwidth, peak)
+        self._experts = model.experts
+        if model.experts:
+            read, compute = _linear(model.expert_weights, per_weight, gpus, bandwidth, peak)
+            self._experts_s = model.experts * read
+            self._expert_compute_s = model.experts_per_token * compute
+            self._untouched = 1.0 - model.experts_per_token / model.experts
+        kv_heads = -(-model.kv_heads // gpus)  # beyond kv_heads GPUs each has a copy of one
+        self.kv_bytes_per_token = model.kv_bytes_per_token * kv_heads / model.kv_heads
+        self._cache_s = self.kv_bytes_per_token / bandwidth
+        widths = 3 * (model.ffn + model.shared_expert_ffn + model.experts_per_token * model.expert_ffn) / gpus
+        touched = model.layers * (_TOUCHES * model.hidden + widths) * ACTIVATION_BYTES
+        self._traffic_s = touched / bandwidth
+        self._logits_s = _LOGIT_PASSES * 4 * model.vocabulary / bandwidth
+        self._fixed_s = device.step_overhead_us * 1e-6 + host_s
+        self._fixed_s += model.layers * (device.layer_overhead_us * 1e-6)
+        if gpus > 1:
+            reduced = 2 * (gpus - 1) / gpus * model.hidden * ACTIVATION_BYTES
+            self._fixed_s += 2 * model.layers * (device.link_latency_us * 1e-6)
+            self._traffic_s += 2 * model.layers * reduced / (device.link_bandwidth_gb_s * 1e9)
+        attended = 4 * model.layers * model.heads * model.head_dim / gpus  # flops per query and key
+        self._prompt_s = attended / 2 / peak
+
+    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        n = positions + prefill_tokens
+        if n <= 0:
+            return 0.0
+        sampled = positions if positions > 0 else 1
+        read, compute = self._attention
+        total = max(read, compute * n)
+        read, compute = self._dense
+        total += max(read, compute * n)
+        read, compute = self._head
+        total += max(read, compute * sampled)
+        if self._experts:
+            total += max(self._experts_s * (1.0 - self._untouched**n), self._expert_compute_s * n)
+        total += self._cache_s * context_tokens + self._traffic_s * n + self._logits_s * sampled
+        if prefill_tokens:
+            total += self._prompt_s * prefill_tokens * min(prefill_tokens, _PROMPT_TOKENS)
+        return total + self._fixed_s
+
+    def fusion_seconds(self, positions: int) -> float:
+        """Seconds in which an EAGLE-3 head fuses the target's hidden states of `positions`."""
+        read, compute = self._fusion
+        return max(read, compute * positions) if positions else 0.0
+
+    def cache_tokens(self, memory_share: float, other_weights_bytes: float = 0.0) -> int:
+        """Tokens of keys and values that fit into this share of the memory beside the weights and `other_weights_bytes`
+        on each GPU; 0 if the weights alone do not fit."""
+        weights = self.model.parameters * self.model.weight_bytes / self.tensor_parallel
+        free = self.device.memory_gb * 1e9 * memory_share - weights - other_weights_bytes
+        return max(0, int(free / self.kv_bytes_per_token))
+
+
+def _linear(weights: float, weight_bytes: float, gpus: int, bandwidth: float, peak: float) -> tuple[float, float]:
+    """Seconds to read the weights, and to multiply one position with them, on each of `gpus`."""
+    return weights * weight_bytes / gpus / bandwidth, 2.0 * weights / gpus / peak
+
+
+# ---- files ----
 
 
 @dataclass
@@ -30,8 +241,8 @@ class HardwareFile:
     """A hardware file: either `roofline` or `measured`."""
 
     kind: str = one_of(("specactor hardware",), "")
-    name: str = ""
-    device: str = ""
+    name: str = not_empty("")
+    device: str = not_empty("")
     """Device name of the driver, such as `NVIDIA H200`."""
     source: str = ""
     roofline: dict[str, Any] = field(default_factory=dict)
@@ -45,8 +256,8 @@ class MeasuredModel:
     """Steps of a model, each `[rows, positions, context, seconds]`, launched as a graph or by the CPU."""
 
     gpus: int = at_least(1, 0)
-    graph: list[Any] | None = None
-    eager: list[Any] | None = None
+    graph: list[Any] = field(default_factory=list)
+    eager: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -58,102 +269,57 @@ class ModelsFile:
     """Name → `ModelSpec`."""
 
 
-class Hardware:
-    """One kind of machine. All methods raise ConfigError for an unknown model or number of GPUs."""
-
-    name: str
-
-    def target_cost(self, model: str, gpus: int = 1) -> ForwardCost:
-        """Seconds of a target's step on this many GPUs of a node."""
-        raise NotImplementedError
-
-    def draft_cost(self, model: str, gpus: int = 1) -> ForwardCost:
-        """Seconds of a drafter's step."""
-        return self.target_cost(model, gpus)
-
-    def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
-        """Tokens of keys and values that fit into this share of each GPU's memory beside the weights; 0 if the weights
-        alone do not fit. `other_weights_bytes`: bytes of other weights on each GPU."""
-        problem, fix = "the memory of its device is not known.", f"use one of {', '.join(shipped_hardware())}"
-        raise ConfigError(f"hardware {self.name}", problem, f"{fix} for its cache.")
-
-
 @dataclass(frozen=True)
-class RooflineHardware(Hardware):
-    """See `roofline`."""
+class RooflineHardware:
+    """GPUs by their data sheet."""
 
     name: str
     device: DeviceSpec
 
-    def target_cost(self, model: str, gpus: int = 1, graph: bool = True, host_s: float = 0.0) -> RooflineCost:
+    def cost(self, model: str, devices: int = 1, host_s: float = 0.0) -> RooflineCost:
+        """Seconds of a model's step on this many GPUs of a node. Raises ConfigError for an unknown model, or if the
+        GPUs cannot share it."""
         spec = find_model(model)
-        if gpus < 1 or spec.heads % gpus:
-            problem = f"{model} has {spec.heads} attention heads, which {gpus} GPUs cannot share."
+        if devices < 1 or spec.heads % devices:
+            problem = f"{model} has {spec.heads} attention heads, which {devices} GPUs cannot share."
             raise ConfigError("gpus", problem, f"use a divisor of {spec.heads}.")
-        return RooflineCost(self.device, spec, gpus, graph, host_s)
+        return RooflineCost(self.device, spec, devices, host_s)
 
-    def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
-        return self.target_cost(model, gpus).cache_tokens(share, other_weights_bytes)
+    def cache_tokens(self, model: str, devices: int, share: float, other_weights_bytes: float = 0.0) -> int:
+        """See `RooflineCost.cache_tokens`."""
+        return self.cost(model, devices).cache_tokens(share, other_weights_bytes)
 
 
 @dataclass(frozen=True)
-class MeasuredHardware(Hardware):
-    """Measured steps by model. Memory is that of the shipped roofline of the same device."""
+class MeasuredHardware:
+    """Steps measured on some machine. `memory`: the shipped roofline of the same device."""
 
     name: str
-    device: str
     steps: Mapping[tuple[str, int], GridCost]
-    """(model, GPUs) → seconds of its steps."""
+    """(model, or draft method of a profile; devices) → seconds of its steps."""
+    memory: RooflineHardware | None = None
+    is_profile: bool = False
+    """Whether it is a profile: drafting is that of methods, not of models."""
 
-    def target_cost(self, model: str, gpus: int = 1) -> GridCost:
-        cost = self.steps.get((model.lower(), gpus))
+    def cost(self, model: str, devices: int = 1) -> GridCost:
+        """Seconds of a model's step. Raises ConfigError if it was not measured on this many devices."""
+        cost = self.steps.get((model.lower(), devices))
         if cost is None:
-            known = ", ".join(f"{name} on {count} GPU(s)" for name, count in self.steps)
+            known = ", ".join(f"{name} on {count} device(s)" for name, count in self.steps)
             hint = did_you_mean(model.lower(), sorted({name for name, _ in self.steps}))
-            problem = f"{model} on {gpus} GPU(s) was not measured there.{hint}"
+            problem = f"{model} on {devices} device(s) was not measured there.{hint}"
             raise ConfigError(f"hardware {self.name}", problem, f"use one of: {known}; or a roofline, such as h200.")
         return cost
 
-    def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
-        for path in sorted(SHIPPED.glob("*.yaml")):
-            if path.stem != "models":
-                other = _section(HardwareFile, path, path)
-                if other.roofline and other.device.split(" ")[:2] == self.device.split(" ")[:2]:
-                    same = RooflineHardware(path.stem, _device(path, other))
-                    return same.cache_tokens(model, gpus, share, other_weights_bytes)
-        return super().cache_tokens(model, gpus, share)
+    def cache_tokens(self, model: str, devices: int, share: float, other_weights_bytes: float = 0.0) -> int:
+        """See `RooflineCost.cache_tokens`."""
+        if self.memory is None:
+            problem, fix = "the memory of its device is not known.", f"use one of {', '.join(shipped_hardware())}"
+            raise ConfigError(f"hardware {self.name}", problem, f"{fix} for its cache.")
+        return self.memory.cache_tokens(model, devices, share, other_weights_bytes)
 
 
-@dataclass(frozen=True)
-class ProfiledHardware(Hardware):
-    """The machine of a profile: the profiled target, and its draft methods by name. Its memory is not known."""
-
-    name: str
-    target: str
-    """Name of the profiled model."""
-    verify: Mapping[int, GridCost]
-    """Device count → seconds of the target's steps."""
-    drafting: Mapping[str, Mapping[int, GridCost]]
-    """Draft method → device count → seconds of its steps."""
-
-    def target_cost(self, model: str, gpus: int = 1) -> GridCost:
-        if model != self.target:
-            problem = f"this profile is of {self.target}, not {model}."
-            raise ConfigError(f"hardware {self.name}", problem, f"use {self.target}.")
-        return self._on(gpus, "verifying", self.verify)
-
-    def draft_cost(self, model: str, gpus: int = 1) -> GridCost:
-        if model not in self.drafting:
-            methods = list(self.drafting)
-            problem = f"draft method {model} was not profiled.{did_you_mean(model, methods)}"
-            raise ConfigError(f"hardware {self.name}", problem, f"use one of {', '.join(methods)}.")
-        return self._on(gpus, model, self.drafting[model])
-
-    def _on(self, devices: int, what: str, costs: Mapping[int, GridCost]) -> GridCost:
-        if devices not in costs:
-            problem = f"{what}: {devices} devices were not measured; those measured are {', '.join(map(str, costs))}."
-            raise ConfigError(f"hardware {self.name}", problem, "use a measured number.")
-        return costs[devices]
+Hardware = RooflineHardware | MeasuredHardware
 
 
 def shipped_hardware() -> list[str]:
@@ -171,23 +337,29 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     name, names = str(name_or_path).lower(), shipped_hardware()
     path = SHIPPED / f"{name}.json" if name in names else Path(name_or_path).expanduser()
     if path.suffix == ".json" and path.is_file():
-        profile = load_profile(path)
-        drafting = {name: method.costs for name, method in profile.methods.items()}
-        return ProfiledHardware(path.stem, str(profile.data["model"]["name"]), profile.verify, drafting)
+        return _load_profile(path)
     path = find_file(name if name in names else path, _FOLDER)
     if not path.is_file():
         problem = f"there is no such file, and none of this name is shipped.{did_you_mean(name, names)}"
         raise ConfigError(f"hardware {name_or_path}", problem, f"use one of {', '.join(names)}, or the path of a file.")
     file = _section(HardwareFile, path, path)
-    for key in ("name", "device"):
-        if not getattr(file, key):
-            raise ConfigError(f"{path}: {key}", "is missing.", f"add `{key}: ...`.")
     if bool(file.roofline) == bool(file.measured):
         problem = "one of `roofline` and `measured` is needed."
         raise ConfigError(f"{path}: roofline", problem, "keep one of the two sections.")
     if file.roofline:
-        return RooflineHardware(file.name, _device(path, file))
-    return MeasuredHardware(file.name, file.device, dict(_measured_steps(path, file)))
+        return RooflineHardware(file.name, _section(DeviceSpec, file.roofline, path, "roofline."))
+    same = next((word for word in file.device.lower().split() if word in names), None)
+    memory = load_hardware(same) if same is not None else None
+    steps = dict(_measured_steps(path, file))
+    return MeasuredHardware(file.name, steps, memory if isinstance(memory, RooflineHardware) else None)
+
+
+def _load_profile(path: Path) -> MeasuredHardware:
+    profile = load_profile(path)
+    measured = {str(profile.data["model"]["name"]): profile.verify}
+    measured |= {name: method.costs for name, method in profile.methods.items()}
+    steps = {(name.lower(), count): cost for name, costs in measured.items() for count, cost in costs.items()}
+    return MeasuredHardware(path.stem, steps, is_profile=True)
 
 
 def _section(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:
@@ -203,36 +375,19 @@ def _section(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:
     return section
 
 
-def _device(path: Path, file: HardwareFile) -> DeviceSpec:
-    device = _section(DeviceSpec, file.roofline, path, "roofline.")
-    for key in ("compute_share", "bandwidth_share"):
-        if (share := getattr(device, key).value) > 1.0:
-            raise ConfigError(f"{path}: roofline.{key}.value", f"{share:g} is above 1.", "write a share, such as 0.8.")
-    return device
-
-
 def _measured_steps(path: Path, file: HardwareFile) -> Iterator[tuple[tuple[str, int], GridCost]]:
     for model, entry in file.measured.items():
         measured = _section(MeasuredModel, entry, path, f"measured.{model}.")
-        kind = "graph" if measured.graph else "eager"
-        where = f"{path}: measured.{model}.{kind}"
         try:
-            cost = GridCost(dict(_steps(where, measured.graph or measured.eager or [])))
-        except ConfigError:
-            raise
-        except InputError as error:
-            raise ConfigError(where, f"{error}.", "measure a full grid: scripts/gpu-check.") from None
-        yield (str(model).lower(), measured.gpus), cost
-
-
-def _steps(where: str, rows: list[Any]) -> Iterator[tuple[Point, float]]:
-    for index, row in enumerate(rows):
-        numbers = [value for value in row if isinstance(value, int | float)] if isinstance(row, list) else []
-        sound = len(numbers) == 4 and numbers[0] >= 1 and numbers[1] >= 1 and numbers[2] >= 0
-        if not sound or not 0.0 < numbers[3] < float("inf"):
-            problem = f"{row!r} is not [rows, positions, context, seconds] with seconds above 0."
-            raise ConfigError(f"{where}.{index}", problem, "measure it again.")
-        yield (numbers[0], numbers[1], numbers[2]), float(numbers[3])
+            steps = {
+                (rows, count, context): seconds for rows, count, context, seconds in measured.graph or measured.eager
+            }
+            if not all(0.0 < seconds < math.inf for seconds in steps.values()):
+                raise ValueError("a step took no time, or without end")
+            yield (str(model).lower(), measured.gpus), GridCost(steps)
+        except (TypeError, ValueError, InputError) as error:
+            fix = "measure a full grid of [rows, positions, context, seconds]: scripts/gpu-check."
+            raise ConfigError(f"{path}: measured.{model}", f"{error}.", fix) from None
 
 
 @functools.cache

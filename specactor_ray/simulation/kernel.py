@@ -14,7 +14,6 @@ import struct
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from time import thread_time
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -43,8 +42,6 @@ class Process:
     """Factor of the durations of `work`."""
     dead: bool = False
     frozen: bool = False
-    spent_s: float = 0.0
-    """Real seconds of its code, if the kernel measures them."""
     held: list[tuple[Fiber, int]] = field(default_factory=list)
     """Tasks that became ready while it was frozen, each with the number of its wait."""
 
@@ -93,9 +90,6 @@ class Kernel:
         self._hub = getcurrent()
         self._trace = trace
         self._running: Fiber | None = None
-        self.measures = False
-        """Whether to measure the real time of each process's code."""
-        self._resumed_at = 0.0
         self._alive: dict[Fiber, None] = {}
         self._idle: list[greenlet] = []
         """Coroutines whose task has ended."""
@@ -177,13 +171,6 @@ class Kernel:
         for task, wake_id in held:
             self._push(self.now, task, wake_id)
 
-    def take_spent(self, process: Process) -> float:
-        """Real seconds of the running process's code since the last call."""
-        now = thread_time()
-        spent, process.spent_s = process.spent_s + now - self._resumed_at, 0.0
-        self._resumed_at = now
-        return spent
-
     # ---- the loop ----
 
     def run(self, until: float = float("inf"), done: Callable[[], bool] = lambda: False) -> None:
@@ -237,12 +224,7 @@ class Kernel:
         if coroutine is None:
             coroutine = self._idle.pop() if self._idle else greenlet(self._work, parent=self._hub)
             task.coroutine = coroutine
-        if self.measures:
-            self._resumed_at = thread_time()
-            coroutine.switch()
-            task.process.spent_s += thread_time() - self._resumed_at
-        else:
-            coroutine.switch()
+        coroutine.switch()
         self._running = None
 
     def _push(self, time: float, task: Fiber | None, what: Any) -> None:

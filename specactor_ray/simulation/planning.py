@@ -15,7 +15,7 @@ from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.plan.search import Method, Plan, SliceLoad, search_plan
-from specactor_ray.simulation.roofline import ForwardCost
+from specactor_ray.simulation.hardware import ForwardCost
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, SkillConfig
 from specactor_ray.simulation.text import draw_lengths
 from specactor_ray.simulation.world import build_world

@@ -153,10 +153,9 @@ class SimulatedProposer(SlotProposer):
     def _work(self, seconds: float, rows: int, positions: int) -> None:
         clock, world = self._clock, self._world
         begin = clock.kernel.now
-        clock.work(seconds + world.python.draft_s(clock.process, rows))
+        clock.work(seconds + rows * world.python.draft_row_s)
         world.record.add(Span(self._name, "draft", begin, clock.kernel.now, rows, positions))
         world.record.streams(self._name, *_kernels.held(self._placed, self._cached, self.branches.arrays))
-        world.python.begin(clock.process)
 
     def tails(self, slots: np.ndarray) -> Tails:
         tails = super().tails(slots)
@@ -209,11 +208,10 @@ class TimedProposer(Proposer):
 
     def extend(self) -> np.ndarray:
         clock, world = self._clock, self._world
-        world.python.begin(clock.process)  # the cost model includes the time of the lookup
         changed = self._inner.extend()
         if len(changed):
             found = len(self._inner.tails(changed).tokens)
-            begin, own_s = clock.kernel.now, world.python.draft_s(clock.process, len(changed))
+            begin, own_s = clock.kernel.now, len(changed) * world.python.draft_row_s
             clock.work(self._time.forward.seconds(len(changed), found, 0) + own_s)
             world.record.add(Span(self._name, "draft", begin, clock.kernel.now, len(changed), found))
         return changed

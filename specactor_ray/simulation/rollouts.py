@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,14 +26,14 @@ from specactor_ray.simulation.text import (
     draw_arrivals,
     draw_lengths,
 )
-from specactor_ray.simulation.world import PythonTime, Span, World
+from specactor_ray.simulation.world import Span, World
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run counts as endless."""
 _DAY_TICK_S = 0.25
 _FIRST_SEED = 1_000_000
 _FIGURES = (
-    *("variant", "mode", "devices", "draft_devices", "rollout_s", "update_s", "tokens", "tokens_per_s"),
+    *("variant", "mode", "devices", "draft_devices", "rollout_s", "tokens", "tokens_per_s"),
     *("tokens_per_s_and_device", "ended_s", "latency_s"),
     *("peak_streams", "peak_stream_tokens", "peak_stream_bytes", "moves", "events"),
 )
@@ -49,11 +49,8 @@ class Result:
     devices: float
     """GPUs (or, without any, CPU cores) of verifiers and draft actors together; `daily`: their mean."""
     draft_devices: float
-    verifiers: int = 1
     rollout_s: float = 0.0
     """Virtual seconds."""
-    update_s: float = 0.0
-    """Seconds of the update in the same RL step."""
     tokens: int = 0
     ended_s: list[float] = field(default_factory=list)
     """End of each request since the begin of the rollout."""
@@ -83,23 +80,12 @@ class Result:
     def tokens_per_s_and_device(self) -> float:
         return self.tokens_per_s / max(self.devices, 1)
 
-    def shares(self) -> dict[str, float]:
-        """Shares of the verifiers' time: forwards, waiting for drafts, the package's Python, and without requests."""
-        total, metrics = max(self.rollout_s * self.verifiers, 1e-9), self.metrics
-        busy = {
-            "forward": (metrics.forward_s + metrics.sampling_s) / total,
-            "waiting": metrics.waiting_s / total,
-            "protocol": metrics.protocol_s / total,
-        }
-        return {**busy, "idle": max(0.0, 1.0 - sum(busy.values()))}
-
     def to_json(self) -> dict[str, Any]:
         """Figures as plain data, without spans."""
         return {
             **{name: getattr(self, name) for name in _FIGURES},
             "acceptance_length": self.metrics.acceptance_length,
             "supply": self.metrics.supply,
-            "shares": self.shares(),
             "digest": f"{self.digest:08x}",
         }
 
@@ -109,9 +95,8 @@ class SimulatedRollouts(VirtualRun):
 
     Args:
         name, scenario: The variant, and its scenario.
-        world: Cost models; text and Python are set here.
+        world: Cost models; the text is set here.
         recording: Recorded requests, in place of drawn ones.
-        on_progress: Called with the share of requests that have ended.
     """
 
     def __init__(
@@ -120,20 +105,16 @@ class SimulatedRollouts(VirtualRun):
         scenario: ScenarioConfig,
         world: World,
         recording: Sequence[RecordedRequest] | None = None,
-        on_progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        machines, network, python = scenario.machines, scenario.network, scenario.python
+        machines, network = scenario.machines, scenario.network
         nodes = [Node(f"node-{number}", machines.cpus, machines.gpus) for number in range(machines.nodes)]
         super().__init__(scenario.config, world, nodes, scenario.seed)
-        self.scenario, self._recording, self._on_progress = scenario, recording, on_progress
-        self.kernel.measures = python.measured
-        rows_s = (python.verify_row_us / 1e6, python.plain_row_us / 1e6, python.draft_row_us / 1e6)
-        world.python = PythonTime(*rows_s, kernel=self.kernel if python.measured else None)
+        self.scenario, self._recording = scenario, recording
         self._lengths: dict[int, int] = {}
         world.text = self._text()
         self.network.set_links(network.call_ms / 1e3, network.jitter, network.bandwidth_gb_s * 1e9)
         devices, draft_devices = count_devices(scenario)
-        self.result = Result(name, scenario.config.mode.value, devices, draft_devices, scenario.config.target.replicas)
+        self.result = Result(name, scenario.config.mode.value, devices, draft_devices)
         self._done = False
 
     def run(self) -> Result:
@@ -151,9 +132,6 @@ class SimulatedRollouts(VirtualRun):
         record = self.world.record
         result.events, result.digest, result.spans = kernel.events, kernel.digest, record.spans
         result.peak_streams, result.peak_stream_tokens = record.peak_streams, record.peak_tokens
-        if rate := self.scenario.steps.update_tokens_per_s:
-            workload = self.scenario.workload
-            result.update_s = (result.tokens + workload.requests * workload.prompt_tokens) / rate
         result.peak_stream_bytes = record.peak_tokens * self.world.stream_bytes_per_token
         kernel.close()
         return result
@@ -181,17 +159,12 @@ class SimulatedRollouts(VirtualRun):
             assert entry.finished is not None
             if entry.finished.error:
                 raise SimulationError(f"request {entry.request_id} failed: {entry.finished.error}")
-            self._end(begin)
+            self.result.ended_s.append(self.clock.now() - begin)
             if len(self.result.ended_s) >= self.scenario.workload.requests:
                 break
         stream.close()
         if self.client.dispatcher.reissues:
             raise SimulationError(f"verifiers were lost without a fault: {'; '.join(self.client.view().errors)}")
-
-    def _end(self, begin: float) -> None:
-        """Record the end of a request."""
-        self.result.ended_s.append(self.clock.now() - begin)
-        self._on_progress(len(self.result.ended_s) / self.scenario.workload.requests)
 
     def _day(self, begin: float) -> None:
         """Send requests at their times through the engine."""
@@ -203,7 +176,7 @@ class SimulatedRollouts(VirtualRun):
 
             def end(_future: Future[Any]) -> None:
                 result.latency_s.append(clock.now() - arrived)
-                self._end(begin)
+                result.ended_s.append(clock.now() - begin)
 
             handle = self.client.engine.submit(list(entry.prompt_token_ids), entry.sampling)
             handle.future.add_done_callback(end)

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.config.fields import limited, reject_values_not_allowed
+from specactor_ray.config.fields import at_least, limited, positive, reject_values_not_allowed
 from specactor_ray.config.load import load_as
 from specactor_ray.config.methods import BUILT_IN, acting_drafters
 from specactor_ray.config.rules import validate
@@ -20,9 +20,7 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
 from specactor_ray.rollout.planning import Devices, resolve_mode
 
-_MOST = 1e9
 _SECOND, _THIRD, _FOURTH, _FIFTH = RIGHT_BEHIND_WRONG
-_RUN = "the configuration of a run; name a scenario, which holds one as `config`"
 
 
 def _within(least: float, most: float, default: Any) -> Any:
@@ -31,15 +29,11 @@ def _within(least: float, most: float, default: Any) -> Any:
     return limited(lambda value: least <= value <= most, fix, default)
 
 
-def _count(default: int) -> Any:
-    return _within(1, _MOST, default)
-
-
 def _share(default: float) -> Any:
     return _within(0, 1, default)
 
 
-def _amount(default: float | None, most: float = _MOST) -> Any:
+def _amount(default: float | None, most: float = 1e9) -> Any:
     return _within(0, most, default)
 
 
@@ -59,21 +53,21 @@ class Arrival(str, Enum):
 class WorkloadConfig:
     """The requests of one rollout."""
 
-    requests: int = _count(256)
+    requests: int = at_least(1, 256)
     """Requests of a rollout; each sample of a group counts."""
-    group: int = _count(8)
+    group: int = at_least(1, 8)
     """Samples per prompt."""
-    prompt_tokens: int = _count(256)
+    prompt_tokens: int = at_least(1, 256)
     """Tokens of each prompt."""
-    median_tokens: int = _count(1000)
+    median_tokens: int = at_least(1, 1000)
     """Median of the output lengths, which are log-normal."""
     sigma: float = _amount(0.8, most=10)
     """Standard deviation of the logarithm of the lengths; 0 makes all outputs equally long."""
-    max_tokens: int = _count(8192)
+    max_tokens: int = at_least(1, 8192)
     """Tokens of the longest output; longer draws are cut."""
     arrival: Arrival = Arrival.at_once
     """Arrival of requests: `at_once`, `continuous` or `daily`."""
-    day_s: float = _within(1, _MOST, 240.0)
+    day_s: float = at_least(1, 240.0)
     """`daily`: seconds of a day, from midnight to midnight."""
     night: float = _share(0.05)
     """`daily`: the rate at midnight relative to that at noon; in between it follows a cosine, to the third power, so
@@ -118,8 +112,6 @@ class PythonConfig:
     """Time of the package's Python; the defaults were measured by `scripts/bench_protocol.py` at 128 rows on two
     cores."""
 
-    measured: bool = False
-    """Charge the real time on this machine in place of the figures below. Runs then differ slightly."""
     verify_row_us: float = _amount(1.1)
     """Microseconds per row of a verify step with drafts."""
     plain_row_us: float = _amount(0.3)
@@ -136,7 +128,7 @@ class NetworkConfig:
     """Milliseconds of a call, one way."""
     jitter: float = _share(0.3)
     """Share by which calls take at most longer or shorter."""
-    bandwidth_gb_s: float = _within(1e-3, _MOST, 25.0)
+    bandwidth_gb_s: float = positive(25.0)
     """Bandwidth between two nodes for calls and objects, in 10**9 bytes per second."""
 
 
@@ -144,19 +136,17 @@ class NetworkConfig:
 class MachinesConfig:
     """Nodes of the cluster."""
 
-    nodes: int = _count(1)
+    nodes: int = at_least(1, 1)
     gpus: float = _amount(8.0)
     """GPUs of each node."""
-    cpus: float = _within(1, _MOST, 64.0)
+    cpus: float = at_least(1, 64.0)
     """CPU cores of each node."""
 
 
 @dataclass
 class StepsConfig:
-    """The rest of an RL step."""
+    """Steps beside rollouts."""
 
-    update_tokens_per_s: float = _amount(0.0)
-    """Tokens of prompts and outputs per second of the update, over all its devices; 0: no update."""
     load_s: float = _amount(30.0)
     """Seconds in which an actor loads its model."""
 
@@ -170,11 +160,11 @@ class ScenarioConfig:
     hardware: str = "h100"
     """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or a profile that
     `specactor profile` wrote."""
-    part: int = _count(1)
+    part: int = at_least(1, 1)
     """Divisor of the cluster: 1/part of it is simulated, and figures are those of that part."""
     seed: int = _amount(0)
     """Seed of all draws; the same seed gives the same run."""
-    cache_share: float = _within(0.01, 1, 0.85)
+    cache_share: float = positive(0.85, up_to=1.0)
     """Share of a verifier's device memory for weights and cache."""
     correlation: float = _share(0.0)
     """Share of variance that the guesses of all methods have in common; at 1 they are right at the same positions."""
@@ -195,26 +185,15 @@ class ScenarioConfig:
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> ScenarioConfig:
     """Read a scenario, check it, and resolve `config.mode: auto` by its machines. Raises ConfigError if a file cannot
     be read, or a key is invalid."""
-    scenario = _load(path, overrides)
+    scenario = load_as(ScenarioConfig, path, overrides, folder="simulation")
     _check(scenario)
     return scenario
-
-
-def _load(path: Path, overrides: Sequence[str]) -> ScenarioConfig:
-    try:
-        return load_as(ScenarioConfig, path, overrides, folder="simulation")
-    except ConfigError as error:
-        given = {item.partition("=")[0].partition(".")[0] for item in overrides}
-        if error.key in {"kind", "mode", "target"} - given:  # of another kind of file
-            kind = "a hardware file; name a scenario, which names it as `hardware`" if error.key == "kind" else _RUN
-            raise ConfigError(str(path), f"is {kind}.", "see conf/simulation/two_cores.yaml for an example.") from None
-        raise
 
 
 def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfig:
     """One of the scenario's variants, checked. `overrides`: `KEY=VALUE` items for all variants, which take precedence
     over those of the variant itself. Raises ConfigError if there is no such variant, or its overrides do not fit."""
-    variants = _load(path, overrides).variants
+    variants = load_as(ScenarioConfig, path, overrides, folder="simulation").variants
     if name not in variants:
         have = ", ".join(variants) or "none"
         raise ConfigError("--compare", f"the scenario has no variant {name!r}.", f"use some of: {have}.")

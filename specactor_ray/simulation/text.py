@@ -8,8 +8,8 @@ sampling; the candidates of a draft method at a position, given that the tokens 
 from __future__ import annotations
 
 import functools
-import json
 import math
+import operator
 import random
 import zlib
 from collections.abc import Container, Mapping, Sequence
@@ -38,7 +38,6 @@ _SECOND_BY_GAP = np.linspace(0.8, 1.55, GAPS)
 """`(GAPS,)`: chance of the second candidate by range of the gap, relative to its mean."""
 _RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array(RIGHT_BEHIND_WRONG))
 """`(4,)`: chance that one of the candidates from the second up to this one is right where the first is wrong."""
-_MOST_TOKEN = 1 << 31
 _FIX = "; name a trajectories.jsonl that a run wrote"
 
 
@@ -244,60 +243,38 @@ class RecordedText:
 
 
 def load_recording(path: Path, limit: int | None = None) -> list[RecordedRequest]:
-    """Read the trajectories of a rollout, at most `limit`; failed ones are left out.
-
-    Raises:
-        InputError: The file cannot be read, has no finished trajectory, or a line is invalid; the message has line and
-            fix.
-    """
+    """Read the trajectories of a rollout, at most `limit`; failed ones are left out. Raises InputError if the file
+    cannot be read, a line is no trajectory, or none is left."""
+    requests: list[RecordedRequest] = []
+    number = 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
-        raise InputError(f"workload.trajectories: {path} cannot be read ({reason}){_FIX}") from None
-    requests: dict[str, RecordedRequest] = {}
-    for number, line in enumerate(lines, start=1):
-        if limit is not None and len(requests) >= limit:
-            break
-        where = f"workload.trajectories: {path}, line {number}"
-        try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):  # noqa: B007 - in the message
             row = parse_json(line)
-            request = _recorded(row) if row["finish_reason"] != "error" else None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            cut = isinstance(error, json.JSONDecodeError) and 1 < number == len(lines)
-            fix = "; the file was cut there: remove that line" if cut else _FIX
-            raise InputError(f"{where} is no trajectory ({type(error).__name__}: {error}){fix}") from None
-        if request is not None:
-            if request.request_id in requests:
-                raise InputError(f"{where}: request {request.request_id!r} is there already; remove that line")
-            requests[request.request_id] = request
+            if row["finish_reason"] != "error" and (limit is None or len(requests) < limit):
+                requests.append(_recorded(row))
+    except OSError as error:
+        raise InputError(f"workload.trajectories: {path} cannot be read ({error.strerror}){_FIX}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = f"line {number} is no trajectory ({type(error).__name__}: {error})"
+        raise InputError(f"workload.trajectories: {path}, {problem}{_FIX}") from None
     if not requests:
-        raise InputError(f"workload.trajectories: {path} holds no finished trajectory; name another file")
-    unlimited = max(len(request.output) for request in requests.values()) + 1
-    return [request if request.max_tokens else replace(request, max_tokens=unlimited) for request in requests.values()]
+        raise InputError(f"workload.trajectories: {path} holds no finished trajectory{_FIX}")
+    unlimited = max(len(request.output) for request in requests) + 1
+    return [request if request.max_tokens else replace(request, max_tokens=unlimited) for request in requests]
 
 
 def _recorded(row: Mapping[str, Any]) -> RecordedRequest:
-    stats = row["stats"]
-    accuracy = {}
-    for method, (drafted, accepted) in stats["by_method"].items():
-        if not 0 <= accepted <= drafted:
-            raise ValueError(f"{method} has {accepted} accepted of {drafted} draft tokens")
+    steps, accuracy = int(row["stats"]["steps"]), {}
+    for method, (drafted, accepted) in row["stats"]["by_method"].items():
         # Tokens after a wrong one were not tested, and a step has one wrong token at most.
-        tested = accepted + min(int(stats["steps"]), drafted - accepted)
-        if tested:
+        tested = accepted + min(steps, drafted - accepted)
+        if tested > 0:
             accuracy[method] = accepted / tested
-    output = _tokens(row["token_ids"])
-    if not output:
-        raise ValueError("it has no output tokens")
+    prompt, output = (tuple(map(operator.index, row[key])) for key in ("prompt_token_ids", "token_ids"))
+    if min((*prompt, *output)) < 0 or not output:
+        raise ValueError("its token ids are negative, or it has no output")
     limit = len(output) if row["finish_reason"] == "length" else 0
-    return RecordedRequest(str(row["request_id"]), _tokens(row["prompt_token_ids"]), output, limit, accuracy)
-
-
-def _tokens(ids: Sequence[Any]) -> tuple[int, ...]:
-    if any(type(one) is not int or not 0 <= one < _MOST_TOKEN for one in ids):
-        raise ValueError("its token ids are not whole numbers of 0 or more")
-    return tuple(ids)
+    return RecordedRequest(str(row["request_id"]), prompt, output, limit, accuracy)
 
 
 def draw_lengths(workload: WorkloadConfig, count: int, seed: str) -> list[int]:

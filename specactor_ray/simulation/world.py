@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specactor_ray.config.methods import inline_drafters, traits
 from specactor_ray.config.schema import DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.plan.costs import CostPoint, cost_grids
-from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, find_model, load_hardware, load_models
-from specactor_ray.simulation.kernel import Kernel, Process
-from specactor_ray.simulation.roofline import ForwardCost, RooflineCost
+from specactor_ray.simulation.hardware import (
+    ForwardCost,
+    Hardware,
+    MeasuredHardware,
+    RooflineCost,
+    find_model,
+    load_hardware,
+    load_models,
+)
 from specactor_ray.simulation.scenario import ScenarioConfig
 from specactor_ray.simulation.text import HashedText, Text
 
@@ -44,29 +48,14 @@ _LOOKUP = LinearTime(0.0, row_s=5e-6)
 
 @dataclass(frozen=True)
 class PythonTime:
-    """Time of the package's Python beside forwards: a figure per row, or as measured on this machine by a kernel."""
+    """Seconds of the package's Python beside forwards."""
 
     verify_row_s: float = 0.0
     """Seconds per row of a verify step with drafts."""
     plain_row_s: float = 0.0
     """Seconds per row of a verify step without drafts."""
     draft_row_s: float = 0.0
-    kernel: Kernel | None = None
-    """Kernel with `measures`, in place of the figures."""
-
-    def verify_s(self, process: Process, rows: int, speculates: bool) -> float:
-        """Seconds to charge for one verify step."""
-        row_s = self.verify_row_s if speculates else self.plain_row_s
-        return rows * row_s if self.kernel is None else self.kernel.take_spent(process)
-
-    def draft_s(self, process: Process, rows: int) -> float:
-        """Seconds to charge for one draft step."""
-        return rows * self.draft_row_s if self.kernel is None else self.kernel.take_spent(process)
-
-    def begin(self, process: Process) -> None:
-        """Begin the measurement of the process's time."""
-        if self.kernel is not None:
-            self.kernel.take_spent(process)
+    """Seconds per chain of a draft step."""
 
 
 @dataclass(frozen=True)
@@ -176,56 +165,37 @@ class World:
 
 
 def build_world(scenario: ScenarioConfig) -> World:
-    """Cost models, times and cache of a scenario; `SimulatedRollouts` sets text and Python.
+    """Durations and cache of a scenario; `SimulatedRollouts` sets the text.
 
     Raises:
         ConfigError: The hardware does not exist, or has no figures for a model.
     """
     hardware, target = load_hardware(scenario.hardware), scenario.config.target
-    world = _timed_world(scenario, hardware)
-    if isinstance(hardware, ProfiledHardware):
+    devices = target.gpus or target.cores
+    try:
+        cost = hardware.cost(target.model, devices)
+    except ConfigError as error:
+        raise ConfigError("config.target", f"{error.key}: {error.problem}", error.fix) from None
+    drafters = scenario.config.drafters if scenario.config.mode is not ModeName.plain else []
+    forwards = {skill.method: skill.forward_ms for skill in scenario.skills}
+    drafting = {
+        drafter.method: _draft_time(index, drafter, hardware, forwards.get(drafter.method))
+        for index, drafter in enumerate(drafters)
+    }
+    python = scenario.python
+    rows_s = PythonTime(python.verify_row_us / 1e6, python.plain_row_us / 1e6, python.draft_row_us / 1e6)
+    world = World(target=cost, drafting=drafting, python=rows_s, load_s=scenario.steps.load_s)
+    if isinstance(hardware, MeasuredHardware) and hardware.is_profile:
         known = load_models().get(target.model.lower())
         world.vocab_size = known.vocabulary if known is not None else None
         return world
     shapes = [find_model(drafter.model) for drafter in inline_drafters(scenario.config) if drafter.model]
     beside = sum(shape.parameters * shape.weight_bytes for shape in shapes)
     world.vocab_size = find_model(target.model).vocabulary
-    share, devices = scenario.cache_share, target.gpus or target.cores
-    world.cache_tokens = hardware.cache_tokens(target.model, devices, share, beside)
-    drafters = scenario.config.drafters if scenario.config.mode is not ModeName.plain else []
+    world.cache_tokens = hardware.cache_tokens(target.model, devices, scenario.cache_share, beside)
     caches = [find_model(drafter.model).kv_bytes_per_token for drafter in drafters if drafter.model]
     world.stream_bytes_per_token = max(caches, default=0.0)
     return world
-
-
-def profile_world(
-    scenario: ScenarioConfig, verify: Sequence[CostPoint], drafting: Mapping[str, Sequence[CostPoint]]
-) -> World:
-    """The world of a measured machine: points of verifying, and of each draft method. Repeated points are averaged."""
-    costs = {method: cost_grids(_mean(points)) for method, points in drafting.items()}
-    hardware = ProfiledHardware("profile", scenario.config.target.model, cost_grids(_mean(verify)), costs)
-    return _timed_world(scenario, hardware)
-
-
-def _mean(points: Sequence[CostPoint]) -> list[CostPoint]:
-    seconds: dict[CostPoint, list[float]] = defaultdict(list)
-    for point in points:
-        seconds[replace(point, seconds=0.0)].append(point.seconds)
-    return [replace(point, seconds=fmean(values)) for point, values in seconds.items()]
-
-
-def _timed_world(scenario: ScenarioConfig, hardware: Hardware) -> World:
-    """A world with durations only."""
-    target, steps = scenario.config.target, scenario.steps
-    try:
-        cost = hardware.target_cost(target.model, target.gpus or target.cores)
-    except ConfigError as error:
-        raise ConfigError("config.target", f"{error.key}: {error.problem}", error.fix) from None
-    forwards = {skill.method: skill.forward_ms for skill in scenario.skills}
-    drafting = {}
-    for index, drafter in enumerate(scenario.config.drafters if scenario.config.mode is not ModeName.plain else ()):
-        drafting[drafter.method] = _draft_time(index, drafter, hardware, forwards.get(drafter.method))
-    return World(target=cost, drafting=drafting, load_s=steps.load_s)
 
 
 def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_ms: float | None) -> DraftTime:
@@ -233,8 +203,8 @@ def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_
     if forward_ms is not None:
         return DraftTime(LinearTime(forward_ms / 1e3), is_lookup)
     try:
-        if isinstance(hardware, ProfiledHardware):
-            cost: ForwardCost = hardware.draft_cost(drafter.method, max(1, round(drafter.cores)))
+        if isinstance(hardware, MeasuredHardware) and hardware.is_profile:
+            cost: ForwardCost = hardware.cost(drafter.method, max(1, round(drafter.cores)))
             return DraftTime(_ProfiledLookup(cost) if is_lookup else cost, is_lookup)
         if is_lookup:
             return DraftTime(_LOOKUP, is_lookup)
@@ -242,7 +212,7 @@ def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_
             raise ConfigError("model", "is not set.", "name a shape of conf/simulation/hardware/models.yaml.")
         known = load_models().get(drafter.model.lower())
         merge_s = math.inf if known is None else known.layers * _MERGE_LAYER_S
-        cost = hardware.draft_cost(drafter.model, max(drafter.gpus, 1))
+        cost = hardware.cost(drafter.model, max(drafter.gpus, 1))
         fusion = cost.fusion_seconds if isinstance(cost, RooflineCost) and cost.model.features else None
         return DraftTime(cost, fusion=fusion, merge_s=merge_s)
     except ConfigError as error:

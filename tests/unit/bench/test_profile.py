@@ -28,10 +28,8 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.draft.slots import RowProposer
-from specactor_ray.target.base import Drafts, TargetRequest
 from specactor_ray.target.hf import HfEngine
 from tests import tiny
-from tests.by_name import ByName
 
 REPOSITORY = Path(__file__).parents[3]
 WINDOW = 4
@@ -60,44 +58,6 @@ def recorded(engine: HfEngine, tiny_model_dir: Path) -> list[CorpusRecord]:
 
 
 class TestAcceptance:
-    @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-    def test_equal_to_what_a_target_accepts_step_by_step(
-        self, engine: HfEngine, recorded: list[CorpusRecord], tiny_draft_model_dir: Path, method: str
-    ) -> None:
-        """Keyed sampling makes the recorded output the truth: no target is needed to measure a draft method."""
-        model = str(tiny_draft_model_dir) if method == "draft_model" else None
-        drafter = DrafterSpec(method, model=model, max_batch=8, history_tokens=0)
-        steps = accepted = 0
-        proposer = ByName(build_proposer(drafter, TargetConfig(), "cpu"))
-        for number, one in enumerate(recorded):
-            name = str(number)
-            engine.add(number, TargetRequest(name, one.prompt_token_ids, one.sampling))
-            while not len(engine.decoding()):
-                first = engine.step()
-            output = first.tokens.tolist()
-            proposer.open(name, one.prompt_token_ids, output, one.sampling, WINDOW)
-            while engine.has_work():
-                while proposer.extend():
-                    pass
-                result = engine.step(Drafts.of({number: proposer.tail(name)[1]}))
-                proposer.commit(name, len(output), result.tokens.tolist())
-                output += result.tokens.tolist()
-                steps, accepted = steps + 1, accepted + int(result.accepted[0])
-            assert tuple(output) == one.output_token_ids, "the recorded output is what the target says"
-            proposer.close(name)
-        found = measure_acceptance(build_proposer(drafter, TargetConfig(), "cpu"), recorded, WINDOW, batch=4)
-        assert accepted > 10, "they agree too rarely for this to test anything"
-        assert found.steps == steps
-        # An engine cuts the last tail by the token it adds itself.
-        assert accepted <= found.accepted <= accepted + len(recorded)
-
-    def test_a_drafter_that_is_always_right_and_one_that_never_is(self, recorded: list[CorpusRecord]) -> None:
-        oracle = Oracle({(*one.prompt_token_ids, one.sampling.seed): one.output_token_ids for one in recorded})
-        assert set(measure_acceptance(oracle, recorded, WINDOW, batch=4).survival) == {1.0}
-        wrong = Oracle({(*one.prompt_token_ids, one.sampling.seed): [9999] * 200 for one in recorded})
-        assert set(measure_acceptance(wrong, recorded, WINDOW, batch=4).survival) == {0.0}
-        assert not oracle.open_requests and oracle.finished == len(recorded)
-
     def test_a_step_at_the_end_of_an_output_tells_nothing_beyond_it(self) -> None:
         one = CorpusRecord(0, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100), "length")
         oracle = Oracle({(1, 2, 0): [5, 6, 7, 8, 9]})
@@ -122,22 +82,13 @@ class Oracle(RowProposer):
     def __init__(self, answers: dict[tuple[int, ...], Any]) -> None:
         super().__init__()
         self._answers = answers
-        self.finished = 0
         self.features: list[Any] = []
-
-    @property
-    def open_requests(self) -> list[str]:
-        return list(self.request_ids.values())
 
     def add_features(self, slot: int, features: Any) -> None:
         self.features += [(self.request_ids[slot], span.begin, span.states[:, 0].tolist()) for span in features]
 
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Any:
         return self._answers[(*prompt.tolist(), self.samplings[slot].seed)][len(output) :]
-
-    def close(self, slot: int, finished: bool) -> None:
-        super().close(slot, finished)
-        self.finished += finished
 
 
 class TestCosts:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specactor_ray.simulation.hardware import RooflineHardware, load_hardware
-from specactor_ray.simulation.roofline import DeviceSpec, RooflineCost
+from specactor_ray.simulation.hardware import DeviceSpec, RooflineCost, RooflineHardware, load_hardware
 
 TOLERANCE = 0.15
 """Largest difference of a prediction."""
@@ -73,19 +72,19 @@ def roofline(name: str) -> RooflineHardware:
 
 
 def _plain_step(h100: RooflineHardware) -> PublishedPoint:
-    predicted = h100.target_cost("llama-3.1-8b").seconds(1, 1, _CONTEXT)
+    predicted = h100.cost("llama-3.1-8b").seconds(1, 1, _CONTEXT)
     source = "SGLang documentation, speculative decoding: MT-Bench, 1 H100, 158.34 tokens/s"
     return PublishedPoint("Llama-3.1-8B: plain step at batch 1, ms", 1e3 / 158.34, 1e3 * predicted, source)
 
 
 def ridge(device: DeviceSpec) -> float:
     """FLOP per byte of the data sheet at which neither bound is the lower."""
-    return device.peak_tflops.value / device.memory_bandwidth_tb_s.value
+    return device.peak_tflops / device.memory_bandwidth_tb_s
 
 
 def crossover(device: DeviceSpec) -> float:
     """Positions from which a bf16 linear takes longer to compute than its weights to read: 2 flops per 2 bytes."""
-    return ridge(device) * device.compute_share.value / device.bandwidth_share.value
+    return ridge(device) * device.compute_share / device.bandwidth_share
 
 
 def draft_seconds(cost: RooflineCost, rows: int, tokens_per_row: int, context_tokens: int) -> float:
@@ -98,7 +97,7 @@ def draft_seconds(cost: RooflineCost, rows: int, tokens_per_row: int, context_to
 
 
 def _more_rows(h100: RooflineHardware) -> PublishedPoint:
-    cost = h100.target_cost("qwen2.5-32b", 4)
+    cost = h100.cost("qwen2.5-32b", 4)
     base = cost.seconds(128, 128, 128 * _CONTEXT)
     predicted = cost.seconds(256, 256, 256 * _CONTEXT) / base
     return PublishedPoint("Qwen2.5-32B: 256 against 128 positions, times", 1.4, predicted, "arXiv 2511.16193")
@@ -110,10 +109,10 @@ def _memory_bound(h100: RooflineHardware) -> PublishedPoint:
 
 
 def _decoupled(h100: RooflineHardware) -> list[PublishedPoint]:
-    name, drafter = "Llama-3.3-70B TP8, 1B drafter", h100.target_cost("llama-3.2-1b")
-    bare = h100.target_cost("llama-3.3-70b", 8)
+    name, drafter = "Llama-3.3-70B TP8, 1B drafter", h100.cost("llama-3.2-1b")
+    bare = h100.cost("llama-3.3-70b", 8)
     host_s = 1.0 / _SGLANG_PLAIN_TOKENS_PER_S - bare.seconds(1, 1, _CONTEXT)
-    target = h100.target_cost("llama-3.3-70b", 8, host_s=host_s)
+    target = h100.cost("llama-3.3-70b", 8, host_s=host_s)
     points = [
         PublishedPoint(
             f"{name}: gain at batch {batch}", published, _decoupled_gain(target, drafter, batch, accepted), _SGLANG_PR
@@ -135,7 +134,7 @@ def _decoupled_gain(target: RooflineCost, drafter: RooflineCost, batch: int, acc
 
 def _inline_heads(gb200: RooflineHardware) -> list[PublishedPoint]:
     rows, window, context = 32, 3, 4096
-    target, head = gb200.target_cost("qwen3-8b"), gb200.target_cost("qwen3-8b-eagle3")
+    target, head = gb200.cost("qwen3-8b"), gb200.cost("qwen3-8b-eagle3")
     plain_s = target.seconds(rows, rows, rows * context)
     verify_s = target.seconds(rows, rows * (window + 1), rows * context)
     round_s = verify_s + draft_seconds(head, rows, window, rows * context)

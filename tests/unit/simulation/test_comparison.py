@@ -17,20 +17,10 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from specactor_ray.cli.main import app
-from specactor_ray.cli.simulation_report import (
-    speed_lines,
-    speed_table,
-    sweep_table,
-    timeline,
-    timeline_file,
-    work_table,
-    write_plot,
-)
+from specactor_ray.cli.simulate import speed_table, sweep_table, timeline, timeline_file, work_table, write_plot
 from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
-from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.simulation import comparison
 from specactor_ray.simulation.comparison import Sweep, VariantJob, check_requests, compare, simulate_variant
-from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
 from specactor_ray.simulation.scenario import load_scenario
 from specactor_ray.simulation.text import RecordedRequest
@@ -101,15 +91,11 @@ class TestComparing:
         (other,) = results_of(scenario, ["seed=4"], ["decoupled"])
         assert other.digest != results[2].digest
 
-    def test_an_interruption_leaves_what_is_finished(self, scenario: Path) -> None:
-        report, finished = compare(scenario, processes=1, on_progress=interrupt_from(1.9))
-        assert len(finished) == 1 and report["status"] == "interrupted"
+    @pytest.mark.parametrize("processes", [1, 2])
+    def test_an_interruption_leaves_what_is_finished_and_no_process(self, scenario: Path, processes: int) -> None:
+        report, finished = compare(scenario, processes=processes, on_progress=interrupt_from(1))
+        assert finished and report["status"] == ("interrupted" if len(finished) < 3 else "complete")
         assert all(len(result.ended_s) == 16 for result in finished)
-        assert results_of(scenario, on_progress=interrupt_from(0.0)) == []
-
-    def test_an_interruption_ends_all_processes(self, scenario: Path) -> None:
-        report, finished = compare(scenario, processes=2, on_progress=interrupt_from(0.0))
-        assert report["status"] == "interrupted" and all(len(result.ended_s) == 16 for result in finished)
         assert not multiprocessing.active_children()
 
     @pytest.mark.parametrize("processes", [1, 2])
@@ -119,14 +105,9 @@ class TestComparing:
         with pytest.raises(InputError, match=r"workload\.trajectories: .*none\.jsonl cannot be read"):
             compare(path, names=["recorded", "plain"], processes=processes)
 
-    def test_a_run_that_cannot_start_is_named(self, tmp_path: Path) -> None:
-        path = write_scenario(tmp_path, SMALL + f"  crowded: {json.dumps(SCATTERED)}\n")
-        with pytest.raises(SimulationError, match="variant crowded: "):
-            results_of(path, names=["crowded", "plain"])
-
     def test_a_process_that_dies_is_an_error(self, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(comparison, "_run", die)
-        with pytest.raises(SpecActorError, match=r"a process died .* have no result: plain, coupled"):
+        monkeypatch.setattr(comparison, "simulate_variant", die)
+        with pytest.raises(SpecActorError, match=r"a process died .*--processes 1"):
             compare(scenario, names=["plain", "coupled"], processes=2)
 
 
@@ -146,15 +127,10 @@ class TestSweeps:
         assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
     def test_an_interruption_leaves_the_values_that_are_finished(self, scenario: Path) -> None:
-        stop = interrupt_from(3.5)
+        stop = interrupt_from(3)
         report, _ = compare(scenario, names=["plain", "coupled"], sweep=SWEEP, processes=1, on_progress=stop)
         assert [len(point["results"]) for point in report["points"]] == [2, 1]
         assert report["status"] == "interrupted" and "-" in text_of(sweep_table(report))
-
-    @pytest.mark.parametrize("text", ["seed", "seed=", "=1,2", "seed=,"])
-    def test_malformed_sweeps_are_refused(self, scenario: Path, text: str) -> None:
-        done = simulate("run", "--config", scenario, "--sweep", text)
-        assert isinstance(done.exception, InputError) and "is not KEY=V1,V2" in str(done.exception)
 
 
 class TestRequests:
@@ -193,47 +169,20 @@ class TestFigures:
         speeds = {one["variant"]: one["tokens"] / one["rollout_s"] / one["devices"] for one in point["results"]}
         assert point["ratios"] == pytest.approx({name: speeds[name] / speeds["plain"] for name in NAMES})
         partial = comparison._point(scenario, [], NAMES, found[1][1:])
-        assert partial["ratios"] == {} and not list(speed_lines(partial))
+        assert partial["ratios"] == {}
         assert "1.00*" not in text_of(speed_table(partial))
 
     def test_tables(self, found: Any) -> None:
         (point,) = found[0]["points"]
         speed, work = text_of(speed_table(point)), text_of(work_table(point))
-        assert "tokens/s/GPU" in speed and "1.00*" in speed and "RL step s" not in speed
-        rows = {line.split()[0]: line.split() for line in work.splitlines() if line.split()[:1] and "%" in line}
-        assert list(rows) == NAMES
-        shares = [float(cell.rstrip("%")) for cell in rows["decoupled"] if cell.endswith("%")]
-        assert sum(shares) == pytest.approx(100, abs=0.3)
-
-    def test_an_rl_step_has_an_update(self, scenario: Path) -> None:
-        report, (result,) = compare(scenario, ["steps.update_tokens_per_s=500"], ["decoupled"])
-        assert result.update_s == (result.tokens + 16 * 32) / 500
-        table = text_of(speed_table(report["points"][0]))
-        assert "RL step s" in table and f"{result.rollout_s + result.update_s:.2f}" in table
+        assert "tokens/s/GPU" in speed and "1.00*" in speed
+        rows = {words[0]: words[1] for words in map(str.split, work.splitlines()) if words and words[0] in NAMES}
+        assert rows == {one["variant"]: f"{one['acceptance_length']:.2f}" for one in point["results"]}
 
     def test_plots_are_optional(self, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         assert write_plot(tmp_path, found[0]) == []
         assert list(tmp_path.iterdir()) == []
-
-    def test_conclusions(self) -> None:
-        def lines(**ratios: float) -> list[str]:
-            draft = {"decoupled": (1, 1.25), "plain": (0, 1.0), "coupled": (0, 1.25)}
-            results = [
-                {"variant": name, "devices": 4, "draft_devices": draft[name][0], "acceptance_length": draft[name][1]}
-                for name in ratios
-            ]
-            return list(speed_lines({"results": results, "ratios": ratios, "baseline": "plain", "device": "core"}))
-
-        assert lines(plain=1.0, coupled=1.2, decoupled=0.9) == [
-            "coupled is the fastest per core: 1.20 times plain.",
-            "decoupled makes 0.90 of plain: 25% of its cores draft. Those that verify are 1.20 times as fast as those "
-            "of plain, and break even at 1.33.",
-        ]
-        first, second = lines(plain=1.0, coupled=0.8)
-        assert first == "plain is the fastest per core."
-        assert second.startswith("coupled makes 0.80 of plain: 1.25 tokens per request and step do not make up")
-        assert not lines(plain=1.0)
 
 
 class TestTimelines:
@@ -248,16 +197,12 @@ class TestTimelines:
         groups = {event["args"]["name"] for event in found["traceEvents"] if event["name"] == "process_name"}
         assert groups == ({"verifiers", "drafters"} if name == "decoupled" else {"verifiers"})
 
-    def test_spans_that_touch_do_not_overlap_and_rows_are_in_natural_order(self) -> None:
+    def test_spans_that_touch_do_not_overlap(self) -> None:
         spans = [
             Span("verifier-10", "verify", 0.0, 1.0000000004, 1, 2),
             Span("verifier-10", "verify", 1.0000000004, 2.0, 1, 2),
-            Span("verifier-2", "verify", 0.5, 0.5, 1, 2),
         ]
-        found = timeline("v", spans)
-        check_timeline(found)
-        names = [event["args"]["name"] for event in found["traceEvents"] if event["name"] == "thread_name"]
-        assert names == ["verifier-2", "verifier-10"]
+        check_timeline(timeline("v", spans))
         assert timeline_file("a/b c-1.5") == "trace-a_b_c-1.5.json"
 
 
@@ -298,21 +243,16 @@ class TestCommand:
         assert [one["variant"] for one in point["results"]] == point["variants"] == ["plain", "decoupled"]
         check_timeline(json.loads((folder / "trace-decoupled.json").read_text()))
 
-    def test_a_sweep_is_written(self, scenario: Path, tmp_path: Path) -> None:
-        done = simulate("run", "-c", scenario, "--compare", "plain", "--sweep", "seed=1,2", "--output", tmp_path / "o")
-        assert done.exit_code == 0, done.output
-        assert {path.name for path in (tmp_path / "o").iterdir()} == {"report.json", "sweep.png"}
-        assert json.loads((tmp_path / "o" / "report.json").read_text())["sweep"] == "seed"
-
-    @pytest.mark.parametrize(("least", "finished"), [(0.5, 1), (0.0, 0)])
+    @pytest.mark.parametrize("finished", [1, 0])
     def test_ctrl_c_prints_and_writes_what_is_finished(
-        self, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float, finished: int
+        self, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: int
     ) -> None:
-        def update(self: PhaseProgress, done: float, figures: str) -> None:
-            if done >= least:
+        def interrupted(job: VariantJob) -> Result:
+            if job.variant == NAMES[finished]:
                 raise KeyboardInterrupt
+            return simulate_variant(job)
 
-        monkeypatch.setattr(PhaseProgress, "update", update)
+        monkeypatch.setattr(comparison, "simulate_variant", interrupted)
         folder = tmp_path / "new" / "out"
         done = simulate("run", "--config", scenario, "--processes", 1, "--output", folder)
         assert done.exit_code == 130, done.output
@@ -334,7 +274,6 @@ class TestCommand:
         assert done.exit_code == 0, done.output
         note = "note: config.mode is the same in all variants now; coupled would have config.mode=coupled"
         assert note in done.stderr and "workload.requests is the same" not in done.stderr
-        assert "2 requests, " in done.stdout
 
     @pytest.mark.parametrize(
         ("arguments", "expected"),
@@ -342,6 +281,7 @@ class TestCommand:
             (["--processes", "0"], "--processes: 0 is too small"),
             (["--compare", "fast"], "no variant 'fast'. Fix: use some of: plain, coupled, decoupled."),
             (["--compare", ","], "--compare: ',' names no variant"),
+            *((["--sweep", text], "is not KEY=V1,V2") for text in ("seed", "seed=", "=1,2", "seed=,")),
             (["--output", "{folder}/full"], "full holds files, and none is overwritten; name another folder"),
             (["--output", "{folder}/full/x.json/out"], "cannot be written to"),
             (["workload.requsts=1"], "Did you mean workload.requests?"),

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.actors.specs import VerifierSpec
-from specactor_ray.controller.reconcile import ReplacementLimits
-from specactor_ray.simulation.cluster import SimulatedHost
-from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.network import VirtualActor
 from tests.chaos.__main__ import main
 from tests.faults.campaign import replay_line, run_campaign, shrink
@@ -57,44 +53,6 @@ def test_actors_that_stand_still_for_less_than_the_timeout_are_not_given_up(monk
     report = simulation.run()
     assert report.violations == [] and report.faults["freeze actor"] == 12
     assert [client.dispatcher.reissues for client in simulation.clients] == [0]
-
-
-def test_who_dies_while_others_still_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_engine(self: SimulatedHost, spec: VerifierSpec) -> SimulatedEngine:
-        self.clock.sleep(20.0)
-        return build(self, spec)
-
-    build = SimulatedHost.build_engine
-    monkeypatch.setattr(SimulatedHost, "build_engine", build_engine)
-    simulation = Simulation(FaultScenario(6, requests=8))
-    killed: list[str] = []
-
-    def kill() -> None:
-        assert simulation.backend is not None
-        actor = next(one for one in simulation.backend.actors.values() if one.name.startswith("ngram"))
-        killed.append(actor.name)
-        simulation.network.kill(actor)
-
-    simulation.kernel.at(10.0, kill)
-    report = simulation.run()
-    assert killed and report.violations == [] and report.finished == 16
-
-
-def test_a_start_whose_verifiers_die_again_and_again_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulation, killed = Simulation(FaultScenario(6, requests=8, verifiers=1)), list[str]()
-    monkeypatch.setattr(SimulatedHost, "build_proposer", lambda self, *_arguments: self.clock.sleep(28.0))
-
-    def kill() -> None:
-        for actor in simulation.network.actors:
-            if actor.name.startswith("verifier") and not actor.process.dead:
-                killed.append(actor.name)
-                simulation.network.kill(actor)
-        simulation.kernel.at(simulation.kernel.now + 4.0, kill)
-
-    simulation.kernel.at(4.0, kill)
-    report = simulation.run()
-    assert "verifier-0" in report.violations[-1]
-    assert len(killed) == ReplacementLimits().max_start_failures
 
 
 @pytest.mark.parametrize("kind", [*OF_TRAINING, "kill controller", "kill verifier", "bad links"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -115,10 +114,6 @@ class TestText:
             bucket = [(p, hit) for p, hit in zip(known, right, strict=True) if low <= p < high]
             assert fmean(hit for _, hit in bucket) == pytest.approx(fmean(p for p, _ in bucket), abs=0.03)
 
-    def test_equal_seeds_say_the_same(self) -> None:
-        first, second = generated(skill(0.7)), generated(skill(0.7))
-        assert rights(first, "m", 5) == rights(second, "m", 5) != rights(first, "m", 6)
-
 
 class Engine:
     """An engine on a kernel of its own."""
@@ -185,25 +180,6 @@ class TestEngine:
         assert [r.forward_s for r in results] == pytest.approx([2.02, 2.006])
         assert [output.num_accepted for output in found[1].outputs] == [2]
 
-    def test_outputs_are_the_texts_whatever_was_drafted(self) -> None:
-        one = Engine({1: 40})
-        one.add(1)
-        got: list[int] = []
-
-        def script() -> None:
-            reason = None
-            while reason is None:
-                right = list(one.tokens(1)[len(got) : len(got) + 3])
-                tail = [right, [*right[:1], 9999], [], [*right, 9999]][len(got) % 4]
-                (output,) = one.engine.step({"1": tail}).outputs
-                assert output.start == len(got) and output.num_accepted <= len(tail)
-                got.extend(output.token_ids)
-                reason = output.finish_reason
-            assert reason == "stop" and not one.engine.has_work()
-
-        one.run(script)
-        assert got == list(one.tokens(1)) and len(got) == 40
-
     def test_prompts_are_prefilled_in_chunks_beside_decoding(self) -> None:
         one = Engine({1: 50, 2: 50}, max_step_tokens=16)
         one.add(1, prompt=10)
@@ -237,11 +213,6 @@ class TestEngine:
         assert rows[0] == (0, 60) and (2, 0) in rows
         again = [prefilled for _, prefilled in rows[1:] if prefilled]
         assert len(again) == 1 and 30 < again[0] <= 90  # prompt and what it had said
-
-    def test_what_can_never_fit_is_refused(self) -> None:
-        one = Engine({1: 60}, cache_tokens=100)
-        with pytest.raises(InputError):
-            one.add(1, prompt=50, most=60)
 
 
 class TestDrafters:
@@ -368,21 +339,6 @@ class TestDrafters:
         took, tails = self.draft(proposer, clock, 1)
         assert tails == [(0, (3, 4, 1))] and took == 0.5 + 3 * 0.125
 
-    def test_measured_python_is_charged_once(self) -> None:
-        kernel = Kernel(0)
-        kernel.measures, python, process = True, PythonTime(kernel=kernel), Process("p")
-        charged: list[float] = []
-
-        def work() -> None:
-            python.begin(process)
-            sum(range(300_000))
-            charged.append(python.verify_s(process, 1, True))
-            charged.append(python.draft_s(process, 1))
-
-        VirtualClock(kernel, process).spawn(work, "work")
-        kernel.run()
-        assert charged[0] > 1e-4 and charged[1] < charged[0] / 5
-
 
 class TestWorkload:
     def test_lengths_are_log_normal_and_cut(self) -> None:
@@ -431,24 +387,15 @@ class TestWorkload:
             ("{", r"line 1 is no trajectory \(JSONDecodeError"),
             ("[]", r"line 1 is no trajectory \(TypeError"),
             ('{"finish_reason": "stop"}', r"line 1 is no trajectory \(KeyError: 'stats'"),
-            ("ROW\n{", r"line 2 is no trajectory .*; the file was cut there: remove that line"),
-            ("ROW\nROW", r"line 2: request 'a' is there already; remove that line"),
-            ("EMPTY", "line 1 is no trajectory .*it has no output tokens"),
-            ("NEGATIVE", "its token ids are not whole numbers of 0 or more"),
-            ("BROKEN", "its token ids are not whole numbers of 0 or more"),
-            ("BEYOND", "has 99 accepted of 1 draft tokens"),
+            ("EMPTY", "line 1 is no trajectory .*it has no output"),
+            ("NEGATIVE", "its token ids are negative"),
+            ("BROKEN", r"line 1 is no trajectory \(TypeError"),
         ],
     )
     def test_what_is_no_recording_is_refused(self, tmp_path: Path, text: str, message: str) -> None:
-        rows = {
-            "ROW": self.row(),
-            "EMPTY": self.row(token_ids=[]),
-            "NEGATIVE": self.row(token_ids=[3, -1]),
-            "BROKEN": self.row(token_ids=[1.7]),
-            "BEYOND": self.row(stats={"steps": 3, "by_method": {"ngram": [1, 99]}}),
-        }
+        ids = {"EMPTY": [], "NEGATIVE": [3, -1], "BROKEN": [1.7]}
         path = tmp_path / "x.jsonl"
-        path.write_text(re.sub("|".join(rows), lambda found: rows[found[0]], text))
+        path.write_text(self.row(token_ids=ids[text]) if text in ids else text)
         with pytest.raises(InputError, match=message):
             load_recording(path)
 

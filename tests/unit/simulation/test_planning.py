@@ -41,14 +41,6 @@ def test_the_chosen_ratio_is_within_2_percent_of_the_best(
     assert simulated[nearest] > 0.98 * max(simulated.values()), (ratio, nearest)
 
 
-def test_the_command_plans_the_whole_cluster() -> None:
-    path = FOLDER / "qwen32b_256xh100.yaml"
-    done = CliRunner().invoke(app, ["simulate", "plan", "-c", str(path), "workload.requests=64"])
-    assert done.exit_code == 0, done.output
-    assert "batch 1024 on 256 device(s)" in done.stdout
-    assert "decoupled draft_model, " in done.stdout and ", plain " in done.stdout
-
-
 def test_requests_beyond_the_batch_of_a_verifier_wait() -> None:
     """`specactor simulate` has 62 tokens/s on two verifiers of one core, each with 4 rows."""
     chosen = plan_scenario(load_scenario(FOLDER / "two_cores.yaml")).chosen
@@ -70,11 +62,10 @@ def test_recorded_requests_are_refused() -> None:
         plan_scenario(scenario)
 
 
-def test_the_tables_of_plans_fit_100_columns_and_their_notes_fit_the_command() -> None:
-    done = CliRunner().invoke(app, ["simulate", "plan", "-c", str(FOLDER / "qwen32b_256xh100.yaml")])
-    lines = done.stdout.splitlines()
-    end = next(number for number, line in enumerate(lines) if line.startswith("note: "))
-    assert all(len(line.rstrip()) <= 100 for line in lines[:end]), done.stdout
-    footnote = lines[next(number for number, line in enumerate(lines) if line.startswith("* chosen")) : end]
-    assert all(line[0] != " " for line in footnote) and "over the whole rollout" in " ".join(footnote)
+def test_the_command_plans_the_whole_cluster() -> None:
+    path = FOLDER / "qwen32b_256xh100.yaml"
+    done = CliRunner().invoke(app, ["simulate", "plan", "-c", str(path), "workload.requests=64"])
+    assert done.exit_code == 0, done.output
+    assert "batch 1024 on 256 device(s)" in done.stdout and "over the whole rollout" in done.stdout
+    assert "decoupled draft_model, " in done.stdout and ", plain " in done.stdout
     assert "--windows" not in done.stdout and "coupled layouts are not planned" in done.stdout

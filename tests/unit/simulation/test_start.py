@@ -143,10 +143,11 @@ def test_an_actor_that_is_killed_while_it_starts_is_replaced(kind: str) -> None:
     assert {row["phase"] for row in rows} == {"ready"} and not {row["id"] for row in rows} & set(killed)
 
 
-def test_actors_that_are_killed_again_and_again_end_the_start_which_is_not_the_users_fault() -> None:
+@pytest.mark.parametrize("kind", ["verifier", "ngram"])
+def test_actors_that_are_killed_again_and_again_end_the_start_which_is_not_the_users_fault(kind: str) -> None:
     start, killed = Start(), list[str]()
     for seconds in range(2, 40, 2):
-        start.at(seconds, lambda: killed.extend(start.kill("ngram")))
+        start.at(seconds, lambda: killed.extend(start.kill(kind)))
     error = start.play()
     assert error is not None and not isinstance(error, UserError)
     assert f"{killed[-1]} did not" in str(error) and "failure 4 in a row" in str(error)
