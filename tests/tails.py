@@ -43,7 +43,7 @@ def verify_tails(
     rules.write(slots.tolist(), params, [0] * len(params))
     drafts = np.fromiter(chain.from_iterable(tails), np.int32, int(offsets[-1]))
     first, at = np.array(row_offsets, np.int64), np.array(positions, np.int64)
-    found = verify_arrays(logits, first, offsets, drafts, at, slots, rules, record_margins=record_margins, **options)
+    found = verify_arrays(logits, first, offsets, drafts, at, slots, rules, 1 + record_margins, **options)
     if problems := found.problems(lengths):
         raise SamplingError(problems)
     columns = zip(found.tokens.tolist(), found.logprobs.tolist(), found.margins.tolist(), strict=True)

@@ -9,21 +9,19 @@ needed.
 from __future__ import annotations
 
 import abc
-import json
 import os
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.models.loading import load_model_config, load_tokenizer
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
+from specactor_ray.sampling.unavailable import translated
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +33,8 @@ _SENT = ("temperature", "top_k", "top_p", "max_tokens", "seed", "stop", "stop_to
 """Fields of `SamplingParams` that are sent to a server."""
 _TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "stop")
 """Keys of `generation_kwargs` that `SamplingParams` has as well."""
-_SHAPE = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
-)
-"""Keys of a model's configuration that determine its weights."""
-
+_TEXT = "specactor: 3 rivers, naïve \u6cb3 \n\tx = 1"
+"""Text that two tokenizers encode in the same way if they are those of one model."""
 
 Outputs = list[tuple[Sequence[int], Sequence[float]]]
 """Token ids and log-probabilities of each output."""
@@ -76,7 +70,6 @@ def attach(trainer: Any, rollout: Rollout | str | None, weights_folder: str | No
                 )
             client = ServerClient(trainer, rollout, weights_folder)
         else:
-            _require_same_model(trainer, rollout)
             client = RolloutClient(trainer, rollout)
         client.sampling(**_sampling_arguments(trainer))  # refuse unsupported arguments before the first step
     trainer.vllm_generation = _generation(trainer, client)
@@ -91,6 +84,12 @@ class _Client(abc.ABC):
         self._trainer = trainer
         self._step, self._calls = -1, [0, 0]
         """Numbers of calls in that step in evaluation, and in training."""
+
+    def _require_tokenizer(self, token_ids: Sequence[int], model: str) -> None:
+        """Raises InputError unless `_TEXT` has these tokens, after a beginning of sequence if there is one."""
+        own = self._trainer._tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
+        if list(token_ids[-len(own) :]) != own:
+            raise InputError(f"attach: {model} has another tokenizer than the trainer; serve the trainer's model")
 
     @abc.abstractmethod
     def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> Outputs:
@@ -123,21 +122,11 @@ class _Client(abc.ABC):
         self, *, max_tokens: int | None, generation_kwargs: Mapping[str, Any] | None, seed: int = 0, **others: Any
     ) -> SamplingParams:
         """TRL's arguments as parameters of a request. Outputs end at the trainer's end-of-sequence ids."""
-        settings = {**others, **(generation_kwargs or {})}
-        refuse(settings, "TRL: ")
-        for name, value in settings.items():
-            if name not in (*_TRANSLATED, *UNAVAILABLE) and not (name == "logprobs" and value in (0, None)):
-                raise InputError(
-                    f"TRL: {name}={value!r} is not available: sampling is keyed, with seeds derived from args.seed. "
-                    f"Fix: leave it out; generation_kwargs may hold {', '.join(_TRANSLATED)}"
-                )
         if max_tokens is None:
             raise InputError("TRL: max_completion_length is None; give a number of tokens")
-        settings = {"max_tokens": max_tokens, **settings}
-        if settings["top_k"] in (None, -1):  # both mean all tokens in vLLM
-            settings["top_k"] = 0
-        chosen = {name: value for name, value in settings.items() if name in _TRANSLATED}
-        stops, texts = (chosen.pop(name, None) or () for name in ("stop_token_ids", "stop"))
+        settings = {"max_tokens": max_tokens, **others, **(generation_kwargs or {})}
+        chosen = translated(settings, _TRANSLATED, "TRL: ", neutral={"logprobs": 0})
+        stops, texts = (chosen.pop(name, ()) for name in ("stop_token_ids", "stop"))
         try:
             stops = (*self._trainer.eos_token_ids, *stops)
             texts = (texts,) if isinstance(texts, str) else texts
@@ -156,11 +145,26 @@ class _Client(abc.ABC):
 
 
 class RolloutClient(_Client):
-    """Generates with a rollout of this process."""
+    """Generates with a rollout of this process.
+
+    Raises:
+        InputError: The rollout has another tokenizer, or too short a context.
+    """
 
     def __init__(self, trainer: Any, rollout: Rollout) -> None:
+        from specactor_ray.rollout.rollout import Rollout
+
         super().__init__(trainer)
-        self._rollout = rollout
+        if not isinstance(rollout, Rollout):
+            raise InputError(f"attach takes a rollout or the address of a server, not {type(rollout).__name__}")
+        self._rollout, target = rollout, rollout.config.target
+        self._require_tokenizer(rollout.engine.tokenizer(_TEXT)["input_ids"], target.model)
+        length = trainer.max_completion_length
+        if length is not None and target.max_model_len is not None and length >= target.max_model_len:
+            raise InputError(
+                f"TRL: max_completion_length is {length}, and target.max_model_len {target.max_model_len} holds prompt "
+                "and output. Fix: raise target.max_model_len"
+            )
 
     def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> Outputs:
         done = self._rollout.generate(prompts, sampling, n)
@@ -183,17 +187,15 @@ class ServerClient(_Client):
 
     def __init__(self, trainer: Any, url: str, weights_folder: str | None = None) -> None:
         super().__init__(trainer)
-        self._url, self._folder = url.rstrip("/").removesuffix("/v1"), weights_folder
+        headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("SPECACTOR_API_KEY")) else {}
+        base = url.rstrip("/").removesuffix("/v1")
+        self._http, self._folder = httpx.Client(base_url=base, headers=headers, timeout=None), weights_folder
         if weights_folder is not None and not Path(weights_folder).is_dir():
             raise InputError(
                 f"attach: weights_folder={weights_folder!r} is no folder; name one that the server sees, too"
             )
         self._model = self._ask("/v1/models")["data"][0]["id"]
-        text = "specactor: 3 rivers, naïve \u6cb3 \n\tx = 1"
-        here = trainer._tokenizer(text, add_special_tokens=False)["input_ids"]
-        there = self._ask("/tokenize", {"prompt": text})["tokens"]
-        if there[-len(here) :] != here:
-            raise InputError(f"{url} serves {self._model}, whose tokenizer is not the trainer's; serve its model")
+        self._require_tokenizer(self._ask("/tokenize", {"prompt": _TEXT})["tokens"], self._model)
 
     def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> Outputs:
         fields = {name: getattr(sampling, name) for name in _SENT}
@@ -212,19 +214,15 @@ class ServerClient(_Client):
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send a request and return its answer; with a body it is a POST."""
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("SPECACTOR_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(urllib.request.Request(self._url + path, data, headers)) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise InputError(
-                f"{self._url}{path}: {error.code}: {error.read().decode(errors='replace')[:2000]}"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise InputError(f"{self._url}{path} does not answer: {error}. Fix: start `specactor serve`") from None
+            answer = self._http.request("GET" if body is None else "POST", path, json=body)
+            content = None if answer.is_error else answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            url = self._http.base_url.join(path)
+            raise InputError(f"{url} does not answer: {error}. Fix: start `specactor serve`") from None
+        if answer.is_error:
+            raise InputError(f"{answer.url}: {answer.status_code}: {answer.text[:2000]}")
+        return content
 
 
 def _generation(trainer: Any, client: _Client | None) -> Any:
@@ -274,32 +272,3 @@ def _require_supported(trainer: Any) -> None:
         raise InputError("TRL: use_vllm is True, which starts vLLM or is attached already. Fix: set use_vllm=False")
     if trainer._is_vlm:
         raise InputError("TRL: the processing class is one for images; rollouts are of text only")
-
-
-def _require_same_model(trainer: Any, rollout: Rollout) -> None:
-    from specactor_ray.rollout.rollout import Rollout
-
-    if not isinstance(rollout, Rollout):
-        raise InputError(f"attach takes a rollout or the address of a server, not {type(rollout).__name__}")
-    target = rollout.config.target
-    served = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
-    trained = trainer.model.config.get_text_config()
-    for key in _SHAPE:
-        here, there = getattr(served, key, None), getattr(trained, key, None)
-        if here != there:
-            raise InputError(
-                f"target.model is {target.model}, whose {key} is {here}; the trainer's model has {there}. Fix: serve "
-                "the model that is trained"
-            )
-    tokenizer: Any = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
-    if tokenizer.get_vocab() != trainer._tokenizer.get_vocab():
-        raise InputError(
-            f"target.model is {target.model}, whose tokenizer has another vocabulary than the trainer's. Fix: give the "
-            "trainer the tokenizer of the model"
-        )
-    length = trainer.max_completion_length
-    if length is not None and target.max_model_len is not None and length >= target.max_model_len:
-        raise InputError(
-            f"TRL: max_completion_length is {length}, and target.max_model_len {target.max_model_len} holds prompt and "
-            "output. Fix: raise target.max_model_len"
-        )

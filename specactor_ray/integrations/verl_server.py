@@ -20,7 +20,7 @@ from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
+from specactor_ray.sampling.unavailable import translated
 from specactor_ray.transport.messages import WeightSet
 
 NAME = "specactor"
@@ -50,11 +50,7 @@ _ANY_NUMBER = 2**31
 
 
 def require_supported(rollout: Any, model: Any) -> None:
-    """Refuse unsupported values, by the key of verl's configuration.
-
-    Args:
-        rollout, model: Sections `rollout` and `model` of `actor_rollout_ref`.
-    """
+    """Refuse unsupported values in the sections `rollout` and `model` of verl's configuration, by their keys."""
     for key, (allowed, fix) in _SETTINGS.items():
         value = _value({"rollout": rollout}, key)
         if value not in allowed:
@@ -67,17 +63,8 @@ def require_supported(rollout: Any, model: Any) -> None:
 
 
 def configuration(rollout: Any, model_path: str, trust_remote_code: bool, has_gpus: bool) -> Config:
-    """Our configuration of a replica. `engine_kwargs.specactor` holds further keys, which override it.
-
-    Args:
-        rollout: Section `actor_rollout_ref.rollout`.
-        model_path: A local directory or a Hugging Face id.
-        trust_remote_code: As in verl.
-        has_gpus: Whether verifiers run on GPUs.
-
-    Raises:
-        ConfigError: A key cannot be used.
-    """
+    """Our configuration of a replica from verl's section `rollout`. `engine_kwargs.specactor` holds further keys, which
+    override it. A ConfigError names a wrong one."""
     ranks = _value(rollout, "tensor_model_parallel_size")
     gpus = ranks if has_gpus else 0
     length = _value(rollout, "max_model_len") or rollout.prompt_length + rollout.response_length
@@ -107,38 +94,21 @@ def configuration(rollout: Any, model_path: str, trust_remote_code: bool, has_gp
 def sampling_of(
     rollout: Any, parameters: Mapping[str, Any], num_prompt: int, seed: int, max_model_len: int
 ) -> SamplingParams:
-    """Parameters of one request.
+    """Parameters of one request from verl's; `seed` is used if these have none.
 
     The position in the noise is that in the whole sequence. So a request that is resent with its output so far as part
     of the prompt continues with the tokens that would have followed.
-
-    Args:
-        rollout: Section `actor_rollout_ref.rollout`.
-        parameters: Parameters from verl; the model's values replace absent ones.
-        num_prompt: Number of tokens of the prompt.
-        seed: Seed if `parameters` has none.
-        max_model_len: Most prompt + output tokens.
     """
-    refuse(parameters, "verl: sampling_params.")
-    for name, value in parameters.items():
-        known = name in (*_TRANSLATED, *_IGNORED, *UNAVAILABLE)
-        if not known and value not in (None, [], (), _NEUTRAL.get(name)):
-            raise InputError(
-                f"verl: sampling_params.{name}={value!r} is not available. Fix: leave it out; it may hold "
-                f"{', '.join(_TRANSLATED)}"
-            )
+    given = translated(parameters, _TRANSLATED, "verl: sampling_params.", _IGNORED, _NEUTRAL)
     room = max_model_len - num_prompt
     if room < 1:
         raise InputError(
             f"verl: {num_prompt} tokens leave no room for an output in {max_model_len}. Fix: raise "
             "actor_rollout_ref.rollout.max_model_len, or engine_kwargs.specactor.target.max_model_len"
         )
-    given = {name: parameters[name] for name in _TRANSLATED if parameters.get(name) is not None}
     most = given.pop("max_tokens", None) or parameters.get("max_new_tokens")
     if most is None:
         most = min(rollout.response_length, rollout.prompt_length + rollout.response_length - num_prompt)
-    if given.get("top_k") == -1:  # means all tokens in vLLM
-        given["top_k"] = 0
     settings = {"seed": seed, "ignore_eos": rollout.ignore_eos, **given, "max_tokens": max(1, min(most, room))}
     return SamplingParams(**settings, first_position=num_prompt)
 
@@ -187,14 +157,8 @@ class Seeds:
 
 
 class VerlServer:
-    """Serves one replica of verl with its own rollout in verl's Ray cluster; an asynchronous actor.
-
-    Args:
-        rollout: verl's configuration `actor_rollout_ref.rollout`.
-        model_path, use_shm, trust_remote_code: Settings of the model, as in verl.
-        replica_rank: Rank of the replica.
-        sleeps: Whether to free caches, and on GPUs the weights, while verl trains.
-    """
+    """Serves one replica of verl with its own rollout in verl's Ray cluster; an asynchronous actor. With `sleeps` it
+    frees caches, and on GPUs the weights, while verl trains."""
 
     def __init__(
         self, rollout: Any, model_path: str, use_shm: bool, trust_remote_code: bool, replica_rank: int, sleeps: bool

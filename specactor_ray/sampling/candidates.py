@@ -5,21 +5,16 @@ A drafter that samples with the target's noise needs the next best tokens of the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from specactor_ray.core.jit import kernel
-from specactor_ray.sampling import keyed, noise
-from specactor_ray.sampling import numba as base
-from specactor_ray.sampling.keyed import Backend
-from specactor_ray.sampling.noise import perturbed, threefry2x32
-from specactor_ray.sampling.rules import Rules, SamplingBatch
+from specactor_ray.sampling.keyed import Backend, fitting, verify_arrays
+from specactor_ray.sampling.rules import Rules
 
 if TYPE_CHECKING:
     import torch
 
-_jit: Any = kernel(sources=(base, noise))
 MOST = 5
 """Most candidates per draw."""
 
@@ -34,10 +29,6 @@ class Candidates(NamedTuple):
     """float32 `(n,)`: first minus second perturbed score; inf where there is no second."""
 
 
-_ALL = np.zeros(0, np.uint32)
-"""Value of `ids` for a whole vocabulary."""
-
-
 def candidates(
     logits: torch.Tensor,
     positions: np.ndarray,
@@ -48,36 +39,18 @@ def candidates(
     ids: np.ndarray | None = None,
     backend: Backend = "auto",
 ) -> Candidates:
-    """Rank the tokens of one draw per row.
+    """Rank the tokens of one draw per row of `(n, V)` logits. Arguments and errors as in `verify_arrays`.
 
     Args:
-        logits: (n, V) float32, bfloat16 or float16.
-        positions: int64 `(n,)`: positions of the draws; the base of the rule is added.
-        slots: int64 `(n,)`: slots in `rules`.
-        rules: Sampling rules of the slots.
         most: Candidates per draw, `MOST` or 1.
         ids: uint32 `(V,)`, ascending: tokens of the logits, if these are a part of the vocabulary. The result is that
             of logits over the whole vocabulary with -inf elsewhere; only numba supports it.
-        backend: As in `verify_arrays`.
-
-    Raises:
-        ValueError: Shapes, dtype, positions or backend do not fit.
     """
-    n, logits = len(slots), logits.detach()
-    rows, none = np.arange(n), np.zeros(n + 1, np.int64)
-    keyed.longest(logits, rows, none, positions, slots, rules)
-    name = keyed.fitting(logits, most) if backend == "auto" else backend
-    if ids is not None and (name != "numba" or len(ids) != logits.shape[1]):
-        raise ValueError(f"{len(ids)} ids for {logits.shape[1]} logits and backend {name}")
-    if name == "triton" and n:
-        from specactor_ray.sampling import fused
-
-        batch = SamplingBatch(logits, rows, none, none[:0], 1, positions, slots, rules, most)
-        return unpacked(fused.verify_on_host(batch), most)
-    tokens, gaps = np.full((n, most), -1, np.int32), np.full(n, np.inf, np.float32)
-    x = logits.cpu().float().contiguous().numpy()
-    _rank_rows(x, x.view(np.int32), positions, slots, rules.table, _ALL if ids is None else ids, tokens, gaps)
-    return Candidates(tokens, gaps)
+    rows, tails, drafts = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64), np.zeros(0, np.int32)
+    found = verify_arrays(
+        logits, rows, tails, drafts, positions, slots, rules, most, ids=ids, logprobs=False, backend=backend
+    )
+    return unpacked(found.packed, most)
 
 
 def candidates_on_device(
@@ -93,24 +66,21 @@ def candidates_on_device(
     """
     import torch
 
-    n = len(positions)
-    if logits.device.type != "cpu":
-        from specactor_ray.sampling import fused
+    order = torch.arange(len(positions), device=logits.device)
+    none = torch.zeros(len(positions) + 1, dtype=torch.int64, device=logits.device)
+    if logits.device.type == "cpu":
+        rows, tails, at = order.numpy(), none.numpy(), positions.numpy()
+        found = verify_arrays(logits, rows, tails, tails[:0], at, rows, rules, most, ids=ids, logprobs=False)
+        return torch.from_numpy(found.packed)
+    if fitting(logits, most) != "triton":
+        raise RuntimeError("sampling runs on the host")
+    from specactor_ray.sampling import fused
 
-        if keyed.fitting(logits, most) != "triton":
-            raise RuntimeError("sampling runs on the host")
-        order = torch.arange(n, device=logits.device)
-        none = torch.zeros(n + 1, dtype=torch.int64, device=logits.device)
-        return fused.verify(logits, order, none, none[:1], 0, positions, order, rules, most)
-    tokens, gaps = candidates(logits, positions.numpy(), np.arange(n), rules, most, ids=ids)
-    packed = np.zeros((n, 5 if most == 1 else 4 + tokens.shape[1]), np.int64)
-    packed[:, 0], packed[:, 2], packed.view(np.float64)[:, 4] = tokens[:, 0] >= 0, tokens[:, 0], gaps
-    packed[:, 5:] = tokens[:, 1:]
-    return torch.from_numpy(packed)
+    return fused.verify(logits, order, none, none[:1], 0, positions, order, rules, most)
 
 
 def unpacked(packed: np.ndarray, most: int) -> Candidates:
-    """Candidates from int64 `(n, words)`, the buffer of `fused.verify` without drafts."""
+    """Candidates from int64 `(n, words)`, the buffer of `keyed.Found` without drafts."""
     drawn = packed[:, 0] > 0
     tokens = np.where(drawn, packed[:, [2, *range(5, 4 + most)]].T, -1).T
     gaps = np.where(drawn & (most > 1), packed.view(np.float64)[:, 4], np.inf)
@@ -124,77 +94,3 @@ def warm_up(device: torch.device, dtype: torch.dtype, most: int = MOST) -> None:
 
     zero = np.zeros(1, np.int64)
     candidates(torch.zeros(1, 8, dtype=dtype, device=device), zero, zero, Rules(1, device), most)
-
-
-@_jit
-def _insert(score: Any, v: Any, scores: Any, tokens: Any) -> None:
-    """Insert a candidate by its score; among equal scores the lower token comes first."""
-    place = len(scores) - 1
-    while place > 0 and score > scores[place - 1]:
-        scores[place], tokens[place] = scores[place - 1], tokens[place - 1]
-        place -= 1
-    scores[place], tokens[place] = score, v
-
-
-@_jit
-def _hash_tokens(key: Any, ids: Any, gap: Any) -> None:
-    """`_hash_block` of these tokens."""
-    k0, k1, position = key
-    for i in range(len(ids)):
-        x0, _ = threefry2x32(k0, k1, ids[i], position)
-        gap[i] = np.float32(np.int32(np.uint32(~x0) >> np.uint32(1)))
-
-
-@_jit
-def _rank_row(x: Any, bits: Any, key: Any, rule: Any, scratch: Any, ids: Any, scores: Any, tokens: Any) -> None:
-    e, gap = scratch
-    temperature = rule["temperature"]
-    status, m = base._max_logit(bits)
-    if status != base.OK:
-        return
-    if len(tokens) == 1 and not len(ids):
-        sampled = (rule["top_k"], rule["top_p"], False, scratch)
-        is_greedy = temperature < base.GREEDY_BELOW
-        tokens[0] = base._first_index(x, m) if is_greedy else base.sample_row(x, bits, key, temperature, *sampled)[1]
-        return
-    scores[:] = -np.inf
-    if temperature < base.GREEDY_BELOW:
-        for v in range(len(x)):
-            if x[v] > scores[-1]:
-                _insert(np.float64(x[v]), np.int64(ids[v]) if len(ids) else v, scores, tokens)
-        return
-    cut = base.find_cut(x, m, temperature, rule["top_k"], rule["top_p"])
-    inv_t, bar = np.float32(1.0 / temperature), np.float32(np.inf)
-    for start in range(0, len(x), base._BLOCK):
-        n = min(base._BLOCK, len(x) - start)
-        base._exp_block(x, start, n, m, inv_t, e)
-        if len(ids):
-            _hash_tokens(key, ids[start : start + n], gap)
-        else:
-            base._hash_block(key, start, n, gap)
-        if base._count_under(gap, e, bar, n) == 0:
-            continue
-        for i in range(n):
-            v = start + i
-            if gap[i] > np.float32(e[i] * bar) or not base._kept(x[v], v, cut[0], cut[1]) or x[v] == -np.inf:
-                continue
-            token = np.int64(ids[v]) if len(ids) else v
-            score = perturbed(x[v], token, key, temperature)
-            if score > scores[-1]:
-                _insert(score, token, scores, tokens)
-                bar = base._bar(m, temperature, scores[-1])
-
-
-@_jit
-def _rank_rows(
-    logits: Any, bits: Any, positions: Any, slots: Any, rules: Any, ids: Any, tokens: Any, gaps: Any
-) -> None:
-    scratch = (np.empty(base._BLOCK, np.float32), np.empty(base._BLOCK, np.float32))
-    scores = np.empty(tokens.shape[1], np.float64)
-    for i in range(len(slots)):
-        rule = rules[slots[i]]
-        seed, position = rule["seed"], positions[i] + rule["base"]
-        key = (np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> np.uint64(32)), np.uint32(position))
-        _rank_row(logits[i], bits[i], key, rule, scratch, ids, scores, tokens[i])
-        if len(scores) > 1 and tokens[i, 1] >= 0:
-            gaps[i] = scores[0] - scores[1]

@@ -5,6 +5,8 @@ Importing this module imports triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import triton as kernels
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import Backend, verify_arrays
-from specactor_ray.sampling.rules import Rules, SamplingBatch
+from specactor_ray.sampling.rules import Rules
 
 _FEWEST_CHUNKS = 64
 """Least number of chunks, with which vocabularies up to 262,144 share their compiled kernels."""
@@ -30,22 +32,14 @@ def verify(
     rules: Rules,
     ranks: int,
 ) -> Tensor:
-    """Sample and verify a batch of requests. All tensors are on the device of the logits; nothing waits for the device.
+    """`keyed.verify_arrays` with tensors on the device of the logits; nothing waits for the device.
 
     Args:
-        logits: (M, V) float32, bfloat16 or float16; a row is contiguous.
-        offsets: (N,) first logits row of each request.
-        tail_offsets: (N + 1,) request i drafts `tails[tail_offsets[i]:tail_offsets[i + 1]]`.
-        tails: Draft tokens of all requests.
+        logits, offsets, tail_offsets, tails, positions, slots, rules, ranks: As there; a row of logits is contiguous.
         longest: Most drafts of a request, or more.
-        positions: (N,) position of each request's first row; the base of its rule is added.
-        slots: (N,) the request's slot in `rules`.
-        rules: Sampling rules of the slots.
-        ranks: 1: tokens and log-probabilities; 2: margins as well; more: the candidates from the second on as well.
 
     Returns:
-        (N, 2 + 3 * (longest + 1)) int64: the buffer of `sampling.Found`; with more than two ranks `longest + 1` columns
-        more of the second, of the third, ... candidates (-1: there is none; undefined past the count).
+        The buffer of `keyed.Found`, with `longest + 1` columns of each kind.
     """
     n, width, vocab = offsets.shape[0], longest + 1, logits.shape[1]
     chunks = -(-vocab // kernels.SCAN["BLOCK"])
@@ -66,16 +60,22 @@ def verify(
     return out
 
 
-def verify_on_host(batch: SamplingBatch) -> np.ndarray:
-    """`verify` with host arrays: one copy to the device, one back. Drafts on the device stay there."""
-    logits, drafts, on_device = batch.logits, batch.drafts, isinstance(batch.drafts, Tensor)
-    parts = [batch.offsets, batch.tail_offsets, batch.positions, batch.slots, *([] if on_device else [drafts])]
+def verify_on_host(
+    logits: Tensor,
+    arrays: Sequence[np.ndarray],
+    drafts: np.ndarray | Tensor,
+    longest: int,
+    rules: Rules,
+    ranks: int,
+) -> np.ndarray:
+    """`verify` with host arrays `(offsets, tail_offsets, positions, slots)`: one copy to the device, one back. Drafts
+    on the device stay there."""
+    parts = [*arrays, *([] if isinstance(drafts, Tensor) else [drafts])]
     joined = torch.from_numpy(np.concatenate(parts)).to(logits.device)
-    first, of_tails, at, slots, *rest = joined.split([len(part) for part in parts])
-    rows = logits if logits.stride(1) == 1 else logits.contiguous()
+    offsets, tail_offsets, positions, slots, *rest = joined.split([len(part) for part in parts])
+    x = logits if logits.stride(1) == 1 else logits.contiguous()
     tails = drafts if isinstance(drafts, Tensor) else rest[0]
-    out = verify(rows, first, of_tails, tails, batch.width - 1, at, slots, batch.rules, batch.ranks)
-    host: np.ndarray = out.cpu().numpy()
+    host: np.ndarray = verify(x, offsets, tail_offsets, tails, longest, positions, slots, rules, ranks).cpu().numpy()
     return host
 
 
@@ -97,7 +97,7 @@ def difference(device: torch.device, dtype: torch.dtype, ranks: int, vocab_size:
         if ranks == MOST:
             return candidates(x[:n], 100 * rows, rows, rules, backend=backend)
         arrays = (2 * rows, offsets, drafts, 100 * rows, rows, rules)
-        result = verify_arrays(x, *arrays, record_margins=ranks == 2, backend=backend)
+        result = verify_arrays(x, *arrays, ranks, backend=backend)
         return (result.tokens, result.margins) if ranks == 2 else (result.tokens,)
 
     right = found(logits, np.zeros(0, np.int32), "numba")[0][:, 0].astype(np.int32)

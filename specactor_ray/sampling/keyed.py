@@ -5,18 +5,12 @@ The token at output position `t` of a request with seed `s`, counted from its `f
     logits[v] / T + g(s, t, v)
 
 among the tokens that top-k and top-p leave; temperature 0 is the plain argmax. Ties go to the lowest id. `g` is
-standard Gumbel noise, so this draws from the softmax (the Gumbel-max trick); it comes from a counter-based
-generator keyed on (s, t, v), so every process, thread and device draws the same. Hence verification is token
-comparison, the output does not depend on the drafter, and a drafter that samples with the same seed and position
-agrees with the target with probability at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv 2408.07978).
-`docs/design/keyed-sampling.md` gives the construction and the reasons.
+standard Gumbel noise of a counter-based generator, so this draws from the softmax, and every process, thread and device
+draws the same. `docs/design/keyed-sampling.md` gives the construction and the reasons.
 
-Filters, in the order Hugging Face and vLLM apply them: temperature; top-k; top-p over the renormalised top-k set.
-Tokens are ordered by (probability descending, id ascending); top-k keeps the first k, top-p the shortest prefix
-that holds at least `top_p` of the mass. Exactly k tokens stay even when the k-th is tied.
-
-Log-probabilities are those of softmax(logits / T) over the whole vocabulary, before top-k and top-p and without
-noise (T = 1 at temperature 0): the distribution the policy defines, and the one a trainer recomputes.
+Filters apply in the order of Hugging Face and vLLM: temperature; top-k; top-p over the renormalised top-k set, by
+(probability descending, id ascending). Exactly k tokens stay even when the k-th is tied. Log-probabilities are those
+of softmax(logits / T) over the whole vocabulary, before the filters and without noise (T = 1 at temperature 0).
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -34,7 +28,7 @@ from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import numba as kernels
 from specactor_ray.sampling.noise import fill_gumbel
-from specactor_ray.sampling.rules import Rules, SamplingBatch
+from specactor_ray.sampling.rules import Rules
 
 if TYPE_CHECKING:  # lookups draw noise without torch
     import torch
@@ -87,7 +81,9 @@ class Found:
     Args:
         packed: int64 `(n, 2 + 3 * width)`. Per request: the count of tokens, the status of the row after them (not OK:
             that row cannot be sampled), then `width` columns of tokens (-1 past the count), of log-probabilities and of
-            margins (bits of float64; undefined past the count, and margins unless they are recorded).
+            margins (bits of float64; undefined past the count, and margins unless they are recorded). With more than
+            two ranks `width` columns more of the second, of the third, ... candidates (-1: there is none), for
+            `candidates.unpacked`.
     """
 
     __slots__ = ("counts", "logprobs", "margins", "packed", "statuses", "tokens", "width")
@@ -110,12 +106,7 @@ class Found:
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
-    """The noise g(seed, position, v) of all v: (vocab_size,) float32. `sample_rows` does not need it.
-
-    Args:
-        seed: In [0, 2**64).
-        position: Output position, in [0, 2**32).
-    """
+    """The noise g(seed, position, v) of all v: (vocab_size,) float32. `sample_rows` does not need it."""
     out = np.empty(vocab_size, np.float32)
     fill_gumbel((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32), np.uint32(position)), out)
     return out
@@ -129,14 +120,7 @@ def sample_rows(
     record_margins: bool = False,
     backend: Backend = "auto",
 ) -> Sampled:
-    """Sample one token per row.
-
-    Args:
-        logits: (N, V) float32, bfloat16 or float16.
-        params: N; seed, temperature, top_k and top_p are used.
-        positions: N output positions of the tokens.
-        record_margins: Also return the perturbed top-2 margins.
-        backend: "auto" takes triton on CUDA, else numba on the host; both give the same tokens.
+    """Sample one token per row of `(n, V)` logits, at the output positions of the `n` requests.
 
     Raises:
         SamplingError: Logits of a row hold NaN or +inf, or are all -inf.
@@ -148,9 +132,8 @@ def sample_rows(
     rules = Rules(n, logits.device)
     rules.write(range(n), params, [0] * n)
     rows, none = np.arange(n), np.zeros(n + 1, np.int64)
-    options: dict[str, Any] = {"record_margins": record_margins, "backend": backend}
     drafts, at = np.zeros(0, np.int32), np.asarray(positions, np.int64)
-    found = verify_arrays(logits, rows, none, drafts, at, rows, rules, **options)
+    found = verify_arrays(logits, rows, none, drafts, at, rows, rules, 1 + record_margins, backend=backend)
     if problems := found.problems(none):
         raise SamplingError(problems)
     tokens, logprobs, margins = (one[:, 0].tolist() for one in (found.tokens, found.logprobs, found.margins))
@@ -165,8 +148,10 @@ def verify_arrays(
     positions: np.ndarray,
     slots: np.ndarray,
     rules: Rules,
+    ranks: int = 1,
     *,
-    record_margins: bool = False,
+    ids: np.ndarray | None = None,
+    logprobs: bool = True,
     backend: Backend = "auto",
 ) -> Found:
     """Accept for each request the longest draft prefix that the target samples itself, and add the target's next token.
@@ -183,34 +168,37 @@ def verify_arrays(
         positions: int64 (n,): position of each request's first row; the base of its rule is added.
         slots: int64 (n,): the request's slot in `rules`.
         rules: Sampling rules of the slots.
-        record_margins: Also compute the perturbed top-2 margins.
+        ranks: 1: tokens and log-probabilities; 2: the perturbed top-2 margins as well; more: the best candidates.
+        ids: As in `candidates`.
+        logprobs: Whether log-probabilities are needed.
         backend: "auto" takes triton on CUDA, else numba on the host; both give the same tokens.
 
     Raises:
         ValueError: Shapes, dtype or positions do not fit.
     """
-    width, ranks = 1 + longest(logits, offsets, tail_offsets, positions, slots, rules), 1 + record_margins
-    if not len(slots):
-        return Found(np.empty((0, 5), np.int64))
-    batch = SamplingBatch(logits.detach(), offsets, tail_offsets, drafts, width, positions, slots, rules, ranks)
+    arrays = (offsets, tail_offsets, positions, slots)
+    width, logits = 1 + _longest(logits, *arrays, rules), logits.detach()
     name = fitting(logits, ranks) if backend == "auto" else backend
-    if name == "triton":
+    if ids is not None and (name != "numba" or len(ids) != logits.shape[1]):
+        raise ValueError(f"{len(ids)} ids for {logits.shape[1]} logits and backend {name}")
+    if name == "triton" and len(slots):
         from specactor_ray.sampling import fused
 
-        return Found(fused.verify_on_host(batch))
-    return Found(_run_numba(batch))
+        return Found(fused.verify_on_host(logits, arrays, drafts, width - 1, rules, ranks))
+    x = logits.cpu().float().contiguous().numpy()
+    packed = np.full((len(slots), 2 + (2 + ranks if ranks > 2 else 3) * width), -1, np.int64)
+    tails = (drafts if isinstance(drafts, np.ndarray) else drafts.cpu().numpy()).astype(np.int32, copy=False)
+    tokens, out = _all_tokens(logits.shape[1]) if ids is None else ids, (packed, packed.view(np.float64))
+    rows, at = (x, x.view(np.int32), offsets, tail_offsets, tails), (positions, slots, rules.table)
+    kernels.verify_batch(*rows, *at, tokens, ranks, logprobs, out)
+    return Found(packed)
 
 
 def warm_up(
     device: torch.device | None = None, dtype: torch.dtype | None = None, *, record_margins: bool = False
 ) -> None:
-    """Compile or load the kernels now (some seconds on the first run of a machine), not in the first step.
-
-    Args:
-        device: Device of the logits; default: the CPU.
-        dtype: Data type of the logits.
-        record_margins: Whether margins will be recorded.
-    """
+    """Compile or load the kernels now (some seconds on the first run of a machine), not in the first step. `device` and
+    `dtype` are those of the logits; default: the CPU."""
     import torch
 
     params = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
@@ -219,7 +207,7 @@ def warm_up(
         fitting(torch.empty(0, dtype=dtype, device=device), 1 + record_margins)
 
 
-def longest(
+def _longest(
     logits: torch.Tensor,
     offsets: np.ndarray,
     tail_offsets: np.ndarray,
@@ -233,27 +221,25 @@ def longest(
                          f" {logits.dtype}")  # fmt: skip
     if not len(offsets) == len(tail_offsets) - 1 == len(positions) == len(slots):
         raise ValueError(f"{len(offsets)} row offsets for {len(tail_offsets) - 1} tails and {len(positions)} positions")
-    exist, keyed, longest = kernels.survey(logits.shape[0], offsets, tail_offsets, positions, slots, rules.table)
-    if not exist:
-        raise ValueError(f"offsets, tails or slots reach outside of {logits.shape[0]} logits, {len(rules.table)} rules")
-    if not keyed:
+    if not len(slots):
+        return 0
+    lengths, rows, table = tail_offsets[1:] - tail_offsets[:-1], logits.shape[0], rules.table
+    inside = offsets.min() >= 0 and (offsets + lengths).max() < rows and slots.min() >= 0 and slots.max() < len(table)
+    if not inside:
+        raise ValueError(f"offsets, tails or slots reach outside of {rows} logits, {len(table)} rules")
+    first = positions + table["base"][slots]
+    if first.min() < 0 or (first + lengths).max() > kernels.MAX_POSITION:
         raise ValueError(f"positions must be between 0 and {kernels.MAX_POSITION}")
-    return int(longest)
+    return int(lengths.max())
 
 
-def _run_numba(batch: SamplingBatch) -> np.ndarray:
-    x, drafts = batch.logits.cpu().float().contiguous().numpy(), batch.drafts
-    packed = np.full((len(batch.slots), 2 + 3 * batch.width), -1, np.int64)
-    if not isinstance(drafts, np.ndarray):
-        drafts = drafts.cpu().numpy()
-    tails = (batch.offsets, batch.tail_offsets, drafts.astype(np.int32, copy=False))
-    out, margins = (packed, packed.view(np.float64)), batch.ranks > 1
-    kernels.verify_batch(x, x.view(np.int32), *tails, batch.positions, batch.slots, batch.rules.table, margins, out)
-    return packed
+@functools.lru_cache(8)
+def _all_tokens(vocab: int) -> np.ndarray:
+    return np.arange(vocab, dtype=np.uint32)
 
 
 def fitting(logits: torch.Tensor, ranks: int) -> str:
-    """The backend of "auto"; `ranks`: see `Batch`."""
+    """The backend of "auto"; `ranks` as in `verify_arrays`."""
     return "triton" if _fused_is_exact(logits.device, logits.dtype, ranks) else "numba"
 
 

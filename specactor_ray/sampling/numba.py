@@ -128,11 +128,11 @@ def _log_sum_exp(x: Any, m: Any, inv_t: Any, e: Any) -> Any:
 
 
 @_jit
-def _hash_block(key: Any, start: Any, n: Any, gap: Any) -> None:
-    """gap[i] = the whole part of (1 - u) 2^31, from the first Threefry word alone."""
+def _hash_block(key: Any, ids: Any, gap: Any) -> None:
+    """gap[i] = the whole part of (1 - u) 2^31 of a token, from the first Threefry word alone."""
     k0, k1, position = key
-    for i in range(n):
-        x0, _ = threefry2x32(k0, k1, np.uint32(start + i), position)
+    for i in range(ids.shape[0]):
+        x0, _ = threefry2x32(k0, k1, ids[i], position)
         gap[i] = np.float32(np.int32(np.uint32(~x0) >> np.uint32(1)))
 
 
@@ -292,92 +292,94 @@ def find_cut(x: Any, m: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
 
 
 @_jit
-def _greedy(x: Any, m: Any, want_margin: Any, e: Any) -> Any:
-    """(status, token, logprob at T = 1, gap between the two largest logits)."""
-    token = _first_index(x, m)
-    second = np.float32(-np.inf)
-    if want_margin:
-        for v in range(x.shape[0]):
-            if x[v] > second and v != token:
-                second = x[v]
-    return OK, token, -_log_sum_exp(x, m, np.float32(1), e), np.float64(m) - np.float64(second)
+def _insert(score: Any, token: Any, scores: Any, tokens: Any) -> None:
+    """Insert a token into a ranking that it enters; among equal scores the lower token comes first."""
+    place = len(scores) - 1
+    while place > 0 and (score > scores[place - 1] or (score == scores[place - 1] and token < tokens[place - 1])):
+        scores[place], tokens[place] = scores[place - 1], tokens[place - 1]
+        place -= 1
+    scores[place], tokens[place] = score, token
 
 
 @_jit
-def _scan_block(x: Any, start: Any, n: Any, key: Any, temperature: Any, cut: Any, m: Any, want_margin: Any,
-                scratch: Any, state: Any) -> Any:  # fmt: skip
-    """Score the tokens of a block that the bar lets through; `state` is (best, second, token, bar)."""
+def _scan_block(x: Any, start: Any, n: Any, ids: Any, key: Any, temperature: Any, cut: Any, m: Any, first: Any,
+                scratch: Any, bar: Any, scores: Any, tokens: Any) -> Any:  # fmt: skip
+    """Rank the tokens of a block that the bar lets through, except `first`. Returns the bar after them."""
     e, gap = scratch
-    best, second, token, bar = state
     for i in range(n):
         v = start + i
         if gap[i] > np.float32(e[i] * bar) or not _kept(x[v], v, cut[0], cut[1]) or x[v] == -np.inf:
             continue
-        score = perturbed(x[v], v, key, temperature)
-        if score > best or (score == best and v < token):
-            best, second, token = score, best, v
-        elif score > second and v != token:
-            second = score
-        else:
-            continue
-        bar = _bar(m, temperature, second if want_margin else best)
-    return best, second, token, bar
+        score = perturbed(x[v], ids[v], key, temperature)
+        if v != first and (score > scores[-1] or (score == scores[-1] and v < tokens[-1])):
+            _insert(score, v, scores, tokens)
+            bar = _bar(m, temperature, scores[-1])
+    return bar
 
 
 @_jit
-def sample_row(x: Any, bits: Any, key: Any, temperature: Any, top_k: Any, top_p: Any, want_margin: Any,
-               scratch: Any) -> Any:  # fmt: skip
-    """(status, token, logprob, margin) of one row.
+def _draw(x: Any, m: Any, key: Any, rule: Any, ids: Any, want_logprob: Any, scratch: Any,
+          scores: Any, tokens: Any) -> Any:  # fmt: skip
+    """Rank the tokens by their perturbed scores. Returns the log-probability of the first one."""
+    e, gap = scratch
+    temperature, total, first = rule["temperature"], 0.0, _first_index(x, m)
+    cut = find_cut(x, m, temperature, rule["top_k"], rule["top_p"])
+    inv_t = np.float32(1.0 / temperature)
+    # The most probable token comes first: its score makes a good bar, and no filter drops it.
+    _insert(perturbed(m, ids[first], key, temperature), first, scores, tokens)
+    bar = _bar(m, temperature, scores[-1])
+    for start in range(0, x.shape[0], _BLOCK):
+        n = min(_BLOCK, x.shape[0] - start)
+        _exp_block(x, start, n, m, inv_t, e)
+        if want_logprob:
+            total += np.float64(_sum_block(e, n))
+        _hash_block(key, ids[start : start + n], gap)
+        if _count_under(gap, e, bar, n) > 0:
+            bar = _scan_block(x, start, n, ids, key, temperature, cut, m, first, scratch, bar, scores, tokens)
+    logprob = (np.float64(x[tokens[0]]) - np.float64(m)) / temperature
+    return logprob - log_f64(total) if want_logprob else logprob
+
+
+@_jit
+def rank_row(x: Any, bits: Any, key: Any, rule: Any, ids: Any, want_logprob: Any, scratch: Any,
+             scores: Any, tokens: Any) -> Any:  # fmt: skip
+    """Rank the tokens of one row: the first one is the sample.
 
     Args:
         x: Logits, (V,) float32; `bits` is the same memory as int32.
         key: (seed's low word, its high word, position), uint32 each.
+        rule: An entry of the table of `Rules`.
+        ids: Tokens of the logits, uint32 (V,), ascending.
         scratch: (e, gap), float32 arrays of `_BLOCK` entries.
+        scores, tokens: The ranking, float64 and int64; -inf and -1 where no more tokens are left.
+
+    Returns:
+        (status, log-probability of the sample, if wanted).
     """
-    e, gap = scratch
+    scores[:], tokens[:], logprob = -np.inf, -1, 0.0
     status, m = _max_logit(bits)
     if status != OK:
-        return status, 0, 0.0, 0.0
-    if temperature < GREEDY_BELOW:
-        return _greedy(x, m, want_margin, e)
-    cut = find_cut(x, m, temperature, top_k, top_p)
-    inv_t = np.float32(1.0 / temperature)
-    # The most probable token comes first: its score makes a good bar, and no filter drops it.
-    token = _first_index(x, m)
-    best, second = perturbed(m, token, key, temperature), -np.inf
-    state = (best, second, token, _bar(m, temperature, second if want_margin else best))
-    total = 0.0
-    for start in range(0, x.shape[0], _BLOCK):
-        n = min(_BLOCK, x.shape[0] - start)
-        _exp_block(x, start, n, m, inv_t, e)
-        total += np.float64(_sum_block(e, n))
-        _hash_block(key, start, n, gap)
-        if _count_under(gap, e, state[3], n) > 0:
-            state = _scan_block(x, start, n, key, temperature, cut, m, want_margin, scratch, state)
-    best, second, token, _ = state
-    logprob = (np.float64(x[token]) - np.float64(m)) / temperature - log_f64(total)
-    return OK, token, logprob, best - second
-
-
-@_jit
-def survey(rows: Any, offsets: Any, tail_offsets: Any, positions: Any, slots: Any, rules: Any) -> Any:
-    """Whether all requests read existing logits (of `rows` rows) and rules, whether their positions can be keyed, and
-    the length of the longest tail. Arrays as in `verify_batch`."""
-    exist, keyed, longest = True, True, np.int64(0)
-    for i in range(offsets.shape[0]):
-        length, slot = tail_offsets[i + 1] - tail_offsets[i], slots[i]
-        if offsets[i] < 0 or offsets[i] + length >= rows or slot < 0 or slot >= rules.shape[0]:
-            exist = False
-            break
-        first = positions[i] + rules[slot]["base"]
-        keyed &= first >= 0 and first + length <= MAX_POSITION
-        longest = max(longest, length)
-    return exist, keyed, longest
+        return status, logprob
+    if rule["temperature"] >= GREEDY_BELOW:
+        logprob = _draw(x, m, key, rule, ids, want_logprob, scratch, scores, tokens)
+    else:
+        if len(tokens) == 1:
+            tokens[0] = _first_index(x, m)
+        else:
+            for v in range(x.shape[0]):
+                if x[v] > scores[-1]:
+                    _insert(np.float64(x[v]), v, scores, tokens)
+        if want_logprob:
+            logprob = -_log_sum_exp(x, m, np.float32(1), scratch[0])
+    for rank in range(len(tokens)):
+        if tokens[rank] >= 0:
+            tokens[rank] = ids[tokens[rank]]
+    return status, logprob
 
 
 @_jit
 def verify_batch(logits: Any, bits: Any, row_offsets: Any, tail_offsets: Any, tails: Any, positions: Any, slots: Any,
-                 rules: Any, want_margin: Any, out: Any) -> None:  # fmt: skip
+                 rules: Any, ids: Any, ranks: Any, want_logprobs: Any, out: Any) -> None:  # fmt: skip
     """Sample each request position by position until the token differs from its tail or the tail is used up.
 
     Args:
@@ -385,11 +387,14 @@ def verify_batch(logits: Any, bits: Any, row_offsets: Any, tail_offsets: Any, ta
         tails: Draft tokens of all requests; request i has `tails[tail_offsets[i]:tail_offsets[i + 1]]`.
         positions: Position of each request's first row; the base of its rule is added.
         slots: Its slot in `rules`, the table of `Rules`.
-        out: The buffer of `sampling.Found`, tokens filled with -1, as int64 and as float64.
+        ids: As in `rank_row`.
+        ranks: Number of ranked tokens per draw.
+        out: The buffer of `keyed.Found`, filled with -1, as int64 and as float64.
     """
     packed, floats = out
-    width = (packed.shape[1] - 2) // 3
+    width = (packed.shape[1] - 2) // (2 + ranks if ranks > 2 else 3)
     scratch = (np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32))
+    scores, tokens = np.empty(ranks, np.float64), np.empty(ranks, np.int64)
     for i in range(row_offsets.shape[0]):
         rule = rules[slots[i]]
         seed, position = rule["seed"], positions[i] + rule["base"]
@@ -398,14 +403,16 @@ def verify_batch(logits: Any, bits: Any, row_offsets: Any, tail_offsets: Any, ta
         count, status = 0, OK
         while count <= tail_len:
             row, key = row_offsets[i] + count, (low, high, np.uint32(position + count))
-            status, token, logprob, margin = sample_row(
-                logits[row], bits[row], key, rule["temperature"], rule["top_k"], rule["top_p"], want_margin, scratch
-            )
+            status, logprob = rank_row(logits[row], bits[row], key, rule, ids, want_logprobs, scratch, scores, tokens)
             if status != OK:
                 break
-            packed[i, 2 + count] = token
-            floats[i, 2 + width + count], floats[i, 2 + 2 * width + count] = logprob, margin
+            packed[i, 2 + count], floats[i, 2 + width + count] = tokens[0], logprob
+            if ranks > 1:
+                floats[i, 2 + 2 * width + count] = scores[0] - scores[1]
+            if ranks > 2:
+                for rank in range(1, ranks):
+                    packed[i, 2 + (2 + rank) * width + count] = tokens[rank]
             count += 1
-            if count <= tail_len and tails[first + count - 1] != token:
+            if count <= tail_len and tails[first + count - 1] != tokens[0]:
                 break
         packed[i, 0], packed[i, 1] = count, status

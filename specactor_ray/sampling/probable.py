@@ -21,8 +21,9 @@ def most_probable(
 ) -> TopTokens | None:
     """The most probable tokens at the sampled positions, under softmax(logits / T) (T = 1 at temperature 0).
 
-    They are ordered by (probability descending, id ascending). Log-probabilities are those of the sampled tokens plus
-    the difference of the logits over T: no second sum over the vocabulary, and the same bits for the same token.
+    They are ordered by (probability descending, id ascending); `topk` selects among equal last ones.
+    Log-probabilities are those of the sampled tokens plus the difference of the logits over T: no second sum over the
+    vocabulary, and the same bits for the same token.
 
     Args:
         logits, offsets, slots, rules: As in `verify_arrays`.
@@ -55,29 +56,13 @@ def logprobs_of(logits: torch.Tensor, tokens: np.ndarray) -> np.ndarray:
 
 def _ranked(logits: torch.Tensor, rows: np.ndarray, sampled: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens with the largest logits of each row, `(n, most)`, and the float64 differences of their logits from the
-    sampled token's. Equal logits are ordered by id on every device."""
+    sampled token's."""
     import torch
 
     x = logits[torch.from_numpy(rows).to(logits.device)].float()
     own = x.gather(1, torch.from_numpy(sampled).to(logits.device).unsqueeze(-1))
-    best = x.topk(min(most + 1, x.shape[1]), dim=1)
+    best = x.topk(min(most, x.shape[1]), dim=1)
     tokens, values = best.indices.cpu().numpy(), best.values.cpu().numpy()
-    if tokens.shape[1] > most:
-        tied = np.flatnonzero(values[:, most] == values[:, most - 1])  # topk chooses freely among equal last ones
-        tokens, values = tokens[:, :most], values[:, :most]
-        if len(tied):
-            at = torch.from_numpy(tied).to(x.device)
-            tokens[tied] = _lowest_ids(x[at], best.values[at, most - 1 : most], most).cpu().numpy()
-            values[tied] = x[at].gather(1, torch.from_numpy(tokens[tied]).to(x.device)).cpu().numpy()
     order = np.lexsort((tokens, -values))
     gaps = np.take_along_axis(values, order, axis=1).astype(np.float64) - own.double().cpu().numpy()
     return np.take_along_axis(tokens, order, axis=1), gaps
-
-
-def _lowest_ids(x: torch.Tensor, cut: torch.Tensor, most: int) -> torch.Tensor:
-    """The `most` tokens of each row that are above `cut` `(n, 1)` or, with the lowest ids, equal to it."""
-    import torch
-
-    above, equal = x > cut, x == cut
-    room = most - above.sum(dim=1, keepdim=True, dtype=torch.int32)
-    return (above | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= room))).nonzero()[:, 1].view(len(x), most)

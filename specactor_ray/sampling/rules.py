@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -60,21 +60,6 @@ class Rules:
 
             self._words = torch.from_numpy(self.table.view(np.int64).reshape(-1, 5)).to(self._device, copy=True)
         return self._words
-
-
-class SamplingBatch(NamedTuple):
-    """The arguments of `sampling.verify_arrays`, which documents them; `width`: most drafts of a request plus one."""
-
-    logits: torch.Tensor
-    offsets: np.ndarray
-    tail_offsets: np.ndarray
-    drafts: np.ndarray | torch.Tensor
-    width: int
-    positions: np.ndarray
-    slots: np.ndarray
-    rules: Rules
-    ranks: int
-    """Ranked candidates per draw: 1: tokens alone; 2: margins as well; more: also these candidates."""
 
 
 def filtered(rules: np.ndarray) -> np.ndarray:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from specactor_ray.core.errors import UnavailableError, clipped
+from specactor_ray.core.errors import InputError, UnavailableError, clipped
 
 _LOGITS = "a draft token is verified against the model's own logits"
 _CONTEXT = "a token depends on weights, context, seed and position only"
@@ -61,3 +62,35 @@ def refuse(options: Mapping[str, Any], where: str = "") -> None:
         option = UNAVAILABLE.get(name)
         if option is not None and value not in option.neutral:
             raise UnavailableError(name, clipped(value), option.reason, where)
+
+
+def translated(
+    options: Mapping[str, Any],
+    known: Sequence[str],
+    where: str,
+    ignored: Sequence[str] = (),
+    neutral: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The options that `SamplingParams` has as well, without null; `top_k` -1 means all tokens, as in vLLM.
+
+    Args:
+        options, where: As in `refuse`.
+        known: Names that `SamplingParams` has.
+        ignored: Names that change no token.
+        neutral: Name → value without effect, besides null and empty lists.
+
+    Raises:
+        InputError: Another option is set.
+    """
+    refuse(options, where)
+    for name, value in options.items():
+        is_neutral = value in (None, [], ()) or (name in neutral and value == neutral[name])
+        if name not in (*known, *ignored, *UNAVAILABLE) and not is_neutral:
+            raise InputError(
+                f"{where}{name}={value!r} is not available: sampling is keyed. Fix: leave it out; available are "
+                f"{', '.join(known)}"
+            )
+    found = {name: options[name] for name in known if options.get(name) is not None}
+    if found.get("top_k") == -1:
+        found["top_k"] = 0
+    return found

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.serve.requests import Refusal
-from specactor_ray.transport.messages import WeightSet
 
 if TYPE_CHECKING:
     from specactor_ray.serve.service import Service
@@ -26,11 +22,7 @@ _LOOK_S = 0.1
 
 
 class Control:
-    """Operations of trainers on a server besides generation. All coroutines run in the service's event loop.
-
-    Args:
-        service: Service whose requests are held and whose weights change.
-    """
+    """Operations of trainers on a server besides generation. All coroutines run in the service's event loop."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._rollout, self._engine = service, service.rollout, service.engine
@@ -43,10 +35,6 @@ class Control:
         """Held while weights change, or verifiers go to sleep or wake."""
         self._labels: dict[int, str] = {}
         """Version of the weights → the trainer's name for it."""
-        self._staging = False
-        self._staged: WeightSet | None = None
-        """An update in two steps has begun, and its weights."""
-        self._probe: asyncio.Task[bool] | None = None
 
     # ---- pauses ----
 
@@ -95,44 +83,19 @@ class Control:
         """The trainer's name for a version; if there is none, the version number."""
         return self._labels.get(version, str(version))
 
-    async def update(self, weights: WeightSet | str, policy: WeightPolicy, label: str | None = None) -> None:
-        """Update the weights of all verifiers; other requests are served meanwhile.
-
-        Args:
-            weights: Directory of a checkpoint, or weights that were checked.
-            policy: Policy for running requests, unless they are paused.
-            label: The trainer's name for the weights.
-        """
+    async def update(self, directory: str, policy: WeightPolicy, label: str | None = None) -> None:
+        """Update the weights of all verifiers to those of a checkpoint; other requests are served meanwhile. The policy
+        applies to running requests, unless they are paused."""
         async with self._changing:
             self._require_no_step_back(label)
-            rollout, before = self._rollout, self._rollout.weight_version
-            if isinstance(weights, WeightSet):
-                weights = replace(weights, version=before + 1)
+            before = self._rollout.weight_version
             try:
-                await _loaded(rollout.update_weights, weights, policy)
+                await asyncio.to_thread(self._rollout.update_weights, directory, policy)
+            except OSError as error:
+                raise Refusal(f"weights: {error.strerror or error}") from None
             finally:
-                if rollout.weight_version != before and label:  # also if some verifiers did not take them in time
+                if self._rollout.weight_version != before and label:  # also if some verifiers were too late
                     self.relabel(label)
-
-    def start_update(self) -> None:
-        """Begin an update in two steps: `stage_or_update`, then `finish_update`."""
-        self._staging, self._staged = True, None
-
-    async def stage_or_update(self, directory: str) -> None:
-        """Check and hold the weights of a checkpoint until `finish_update`; without `start_update` use them now."""
-        if self._staging:
-            self._staged = await _loaded(self._rollout.prepare_weights, directory)
-        else:
-            await self.update(directory, WeightPolicy.KEEP)
-
-    async def finish_update(self, label: str | None) -> None:
-        """Use the weights of `stage_or_update`; running requests continue with them. Raises as `update`."""
-        staged, was_staging = self._staged, self._staging
-        self._staging, self._staged = False, None
-        if staged is None:
-            problem = "/update_weights brought no weights" if was_staging else "no update was started"
-            raise Refusal(f"{problem}; POST /start_weight_update, /update_weights, then /finish_weight_update")
-        await self.update(staged, WeightPolicy.KEEP, label)
 
     def relabel(self, label: str) -> None:
         """Set the name of the present weights; an older name is allowed, for a trainer that starts again."""
@@ -152,11 +115,8 @@ class Control:
     # ---- sleep ----
 
     async def sleep(self, policy: WeightPolicy) -> None:
-        """Free the memory of the verifiers' caches, and on GPUs of their weights. Requests are refused until `wake`.
-
-        Args:
-            policy: Policy for running requests; except with `abort`, waiting requests must end first.
-        """
+        """Free the memory of the verifiers' caches, and on GPUs of their weights. Requests are refused until `wake`;
+        except with `abort`, waiting requests must end first."""
         async with self._changing:
             if self.is_asleep:
                 return
@@ -187,36 +147,17 @@ class Control:
 
     async def require_live(self) -> None:
         """Raises Refusal (503) unless the engine commits a token, of any request or of a probe request, or requests are
-        held. Concurrent callers share one probe request."""
+        held."""
         if self.is_paused or self.is_asleep:
             return
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self._generates())
-        if not await asyncio.shield(self._probe):
-            raise Refusal("the engine does not answer", 503)
-
-    async def _generates(self) -> bool:
         committed = self._rollout.committed_tokens
-        try:
-            handle = self._engine.submit([0], SamplingParams(max_tokens=1), priority=-(2**31))
-        except SpecActorError:
-            return False
+        handle = self._engine.submit([0], SamplingParams(max_tokens=1), priority=-(2**31))
         try:
             for _ in range(round(_LIVE_S / _LOOK_S)):
-                if handle.done():
-                    return not (await handle).error
-                if self._rollout.committed_tokens > committed or self.is_paused:
-                    return True
+                is_answered = handle.done() and not (await handle).error
+                if is_answered or self._rollout.committed_tokens > committed or self.is_paused:
+                    return
                 await asyncio.sleep(_LOOK_S)
-        except SpecActorError:
-            return False
         finally:
             self._engine.drop(handle)
-        return False
-
-
-async def _loaded(load: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return await asyncio.to_thread(load, *arguments)
-    except OSError as error:
-        raise Refusal(f"weights: {error.strerror or error}") from None
+        raise Refusal("the engine does not answer", 503)

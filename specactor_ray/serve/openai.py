@@ -19,7 +19,6 @@ from specactor_ray.serve.requests import (
     Integer,
     JsonObject,
     Messages,
-    Prompts,
     Refusal,
     SamplingBody,
     TemplateBody,
@@ -42,9 +41,9 @@ router = APIRouter()
 class CompletionBody(SamplingBody):
     """Body of `/v1/completions`."""
 
-    prompt: Prompts
+    prompt: Any
+    """Text, texts, token ids, or several lists of token ids."""
     logprobs: Integer | None = None
-    echo: bool | None = None
 
 
 class ChatBody(SamplingBody, TemplateBody):
@@ -63,7 +62,6 @@ class TokenizeBody(TemplateBody):
     model: Text = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(JsonObject):
@@ -112,8 +110,7 @@ async def tokenize(service: Serving, body: TokenizeBody) -> dict[str, Any]:
     if body.add_special_tokens is False and body.prompt is not None:
         raise Refusal("add_special_tokens must be true", param="add_special_tokens")
     tokens = await (_encoded(service, body) if body.prompt is None else service.encode(body.prompt))
-    texts = [service.token_text(token).text for token in tokens] if body.return_token_strs else None
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.context, "token_strs": texts}
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.context}
 
 
 @router.post("/detokenize")
@@ -130,13 +127,7 @@ async def completions(service: Serving, body: CompletionBody, request: Request) 
     service.require_model(body.model)
     given = body.given()
     prompts = await service.prompts(given.pop("prompt"), "prompt")
-    if given.pop("echo", None):
-        if body.stream:
-            raise Refusal("echo is not available in a stream; leave out one of them", param="echo")
-        if body.logprobs is not None and not body.prompt_logprobs:
-            given["prompt_logprobs"] = True
-    wanted = service.wanted(given)
-    return await _answered(request, body, CompletionForm(service, body, prompts, wanted))
+    return await _answered(request, body, CompletionForm(service, body, prompts, service.wanted(given)))
 
 
 @router.post("/v1/chat/completions")
@@ -252,7 +243,7 @@ class OpenAIForm(Form):
 
     def name(self, token_id: int) -> str:
         """Name of a token in reports."""
-        return f"token_id:{token_id}" if self._as_ids else self.service.token_text(token_id).text
+        return f"token_id:{token_id}" if self._as_ids else self.service.token_text(token_id)
 
     def frame(self, part: Part) -> dict[str, Any]:
         """Fields of a choice besides its content."""
@@ -283,29 +274,16 @@ class CompletionForm(OpenAIForm):
         self, service: Service, body: CompletionBody, prompts: Sequence[Sequence[int]], wanted: Wanted
     ) -> None:
         super().__init__(service, body, prompts, wanted)
-        self._echoed = body.prompt if body.echo else None
         self._offsets: dict[int, int] = {}
         """Choice → number of characters of its tokens so far."""
 
     def choice(self, part: Part, is_event: bool = False) -> dict[str, Any]:
-        number, tokens = part.index // self.wanted.n, part.tokens
         choice = {**self.frame(part), "text": part.text}
-        if self._echoed is not None and part.output is not None:
-            choice["text"] = self._echo(number) + part.text
-            logprobs = (0.0, *(part.output.prompt_logprobs or ()))
-            tokens = [*map(Token, part.output.prompt_token_ids, logprobs), *tokens]
         if self.wanted.logprobs is not None:
-            choice["logprobs"] = report = self._report(part.index, tokens)
-            if self._echoed is not None:  # a first token has no prediction
-                report["token_logprobs"][0] = report["top_logprobs"][0] = None
+            choice["logprobs"] = self._report(part.index, part.tokens)
         if self.with_ids and part.output is not None:
-            choice["prompt_token_ids"] = self.prompts[number]
+            choice["prompt_token_ids"] = self.prompts[part.index // self.wanted.n]
         return choice
-
-    def _echo(self, number: int) -> str:
-        several = isinstance(self._echoed, list) and not isinstance(self._echoed[0], int)
-        given = self._echoed[number] if several else self._echoed  # type: ignore[index]
-        return given if isinstance(given, str) else str(self.service.tokenizer.decode(given))
 
     def _report(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
         names, offsets, at = [], [], self._offsets.get(index, 0)
@@ -367,7 +345,7 @@ class ChatForm(OpenAIForm):
         return {**self._named(token.token_id, token.logprob), "top_logprobs": others}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
-        utf8 = self.service.token_text(token_id).utf8
+        utf8 = list(self.service.token_text(token_id).encode())
         return {"token": self.name(token_id), "logprob": finite(logprob), "bytes": utf8}
 
 

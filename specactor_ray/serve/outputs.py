@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import Response, StreamingResponse
 
@@ -101,37 +101,6 @@ def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     if backend is None or tokenizer.clean_up_tokenization_spaces:
         return partial(tokenizer.decode, skip_special_tokens=True)
     return partial(backend.decode, skip_special_tokens=True)
-
-
-class TokenText(NamedTuple):
-    """Text and bytes of one token."""
-
-    text: str
-    utf8: list[int]
-    """Bytes, also of an incomplete character."""
-
-
-def token_text_of(tokenizer: Any, token_id: int) -> TokenText:
-    """Text and bytes of a token."""
-    text = tokenizer.decode([token_id])
-    if _PARTIAL in text:
-        piece = tokenizer.convert_ids_to_tokens(token_id)
-        if isinstance(piece, str) and len(piece) == 6 and piece.startswith("<0x"):
-            return TokenText(text, [int(piece[3:5], 16)])
-        if isinstance(piece, str) and all(one in _BYTE_OF for one in piece):
-            return TokenText(text, [_BYTE_OF[one] for one in piece])
-    return TokenText(text, list(text.encode()))
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Character → byte, as byte-level tokenizers write bytes: printable Latin-1 characters stand for their own byte,
-    those from 256 on for the other bytes."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [one for one in range(256) if one not in set(plain)]
-    return {chr(one): one for one in plain} | {chr(256 + number): one for number, one in enumerate(others)}
-
-
-_BYTE_OF = _byte_level_alphabet()
 
 
 # ---- parts ----
@@ -232,9 +201,9 @@ class Form(abc.ABC):
     def whole(self, parts: Sequence[Part]) -> Any:
         """The answer that is not streamed, of one part for each choice."""
 
-    @abc.abstractmethod
     def event(self, part: Part) -> Any:
-        """The event of a part."""
+        """The event of a part, where streams are available."""
+        raise NotImplementedError
 
     def first_events(self, choices: int) -> Iterable[Any]:
         """Events before the first part."""
@@ -340,6 +309,6 @@ def prompt_report(service: Service, output: Trajectory | None) -> list[dict[str,
         return None
     report: list[dict[str, Any] | None] = [None]
     for token_id, value in zip(output.prompt_token_ids[1:], output.prompt_logprobs, strict=True):
-        text = service.token_text(token_id).text
+        text = service.token_text(token_id)
         report.append({str(token_id): {"logprob": finite(value), "decoded_token": text}})
     return report

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from specactor_ray.core.errors import (
@@ -109,28 +109,7 @@ Directory = Annotated[str, AfterValidator(_directory)]
 Label = Annotated[str, BeforeValidator(_label), Field(min_length=1, max_length=_MOST_CHARACTERS)]
 """A trainer's name for a version of the weights: text, or a number."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
-_SEVERAL = [{"type": "array", "items": one, "minItems": 1} for one in (_TEXT, _IDS)]
-Prompts = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _IDS, *_SEVERAL]})]
-"""Text, texts, token ids, or several lists of token ids."""
-_STOPS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]
-Stops = Annotated[Any, WithJsonSchema({"anyOf": _STOPS})]
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"type": "string", "enum": ["system", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
-        "tool_calls": {"type": "array", "items": {"type": "object"}},
-    },
-    "required": ["role", "content"],
-}
-Messages = Annotated[list[Any], WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1})]
+Messages = list[dict[str, Any]]
 """Messages of a conversation."""
 
 
@@ -176,7 +155,7 @@ class SamplingBody(RequestBody):
     max_tokens: Integer | None = None
     n: Integer | None = None
     seed: Integer | None = None
-    stop: Stops = None
+    stop: str | list[str] | None = None
     stop_token_ids: list[Integer] | None = None
     ignore_eos: bool | None = None
     first_position: Integer | None = None
@@ -208,17 +187,8 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "add_special_tokens": (True,),
     "echo": (False,),
-    "suffix": ("",),
-    "modalities": (["text"],),
     "chat_template": (),
-    "documents": ([],),
-    "vllm_xargs": ({},),
     "extra_args": ({},),
-    "reasoning_effort": (),
-    "prediction": (),
-    "audio": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
 }
 """Fields of prompts and texts with one supported form → their allowed values besides null."""
 _IGNORED = frozenset(

@@ -8,7 +8,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,10 +19,9 @@ from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.preflight import context_tokens, load_target_config
 from specactor_ray.rollout.prompts import encode_prompt, is_token_ids
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling.seeds import derive_seed
+from specactor_ray.sampling.seeds import derive_seed, sample_of
 from specactor_ray.serve.control import Control
 from specactor_ray.serve.metrics import ServerMetrics
-from specactor_ray.serve.outputs import token_text_of
 from specactor_ray.serve.requests import MOST_CHOICES, Refusal, Wanted, wanted_of
 
 if TYPE_CHECKING:
@@ -66,8 +65,8 @@ class Service:
         self.rollout, self.engine, self.model = rollout, rollout.engine, model
         self.tokenizer = copy.deepcopy(rollout.engine.tokenizer)
         """Tokenizer of this event loop: a long text encoded in another thread does not delay the engine."""
-        self.token_text = functools.lru_cache(_CACHED)(partial(token_text_of, self.tokenizer))
-        """Text and bytes of a token id."""
+        self.token_text: Callable[[int], str] = functools.lru_cache(_CACHED)(self.tokenizer.decode)
+        """Text of a token id."""
         self._encoding = asyncio.Lock()
         self.limits = limits or Limits()
         self.context, self.vocabulary = context, vocabulary
@@ -106,8 +105,7 @@ class Service:
 
     async def prompts(self, given: Any, field: str) -> list[tuple[int, ...]]:
         """The prompts of a request, text or token ids or a list of either, as token ids."""
-        several = is_batch(given)
-        each = given if several else [given]
+        each = given if isinstance(given, list) and not is_token_ids(given) else [given]
         if len(each) > MOST_CHOICES:
             raise Refusal(f"the request has {len(each)} prompts; at most {MOST_CHOICES} are allowed", param=field)
         for one in each:
@@ -155,14 +153,13 @@ class Service:
         try:
             for number, sample in itertools.product(range(len(prompts)), range(wanted.n)):
                 if len(prompts) * wanted.n > 1:
-                    sampling = replace(wanted.sampling, seed=derive_seed(wanted.sampling.seed, number, sample))
+                    sampling = sample_of(wanted.sampling, number, sample)
                 prompt = list(prompts[number])
                 handles.append(self.engine.submit(prompt, sampling, session=session, priority=priority))
         except SpecActorError:
             self.drop(handles)
             raise
         self._open.update(dict.fromkeys(handles, name))
-        self.metrics.began(prompts, wanted.n)
         return handles
 
     def drop(self, handles: Sequence[Handle]) -> None:
@@ -175,11 +172,6 @@ class Service:
     def running(self, name: str | None = None) -> list[Handle]:
         """Running or waiting choices of the requests with this name, or of all."""
         return [handle for handle, own in self._open.items() if name in (None, own) and not handle.done()]
-
-    @property
-    def open_choices(self) -> int:
-        """Number of running or waiting outputs."""
-        return len(self._open)
 
     async def outputs(self, request: Request, handles: Sequence[Handle]) -> list[Trajectory]:
         """The outputs of all choices, which are aborted when the client leaves or one of them failed."""
@@ -200,7 +192,6 @@ class Service:
 
     def checked(self, output: Trajectory) -> Trajectory:
         """Return an output that has ended, unless it failed."""
-        self.metrics.ended(output)
         if output.finish_reason == "error":
             raise Refusal(output.error, 500 if output.token_ids else 400)
         if output.finish_reason == "abort":
@@ -224,11 +215,6 @@ class Service:
             problem = f"the prompt has {len(prompt)} tokens; prompt and output have at most {self.context} together"
             raise Refusal(problem, param="prompt")
         self.require_known(prompt)
-
-
-def is_batch(given: Any) -> bool:
-    """Whether the prompt of a request is a list of prompts."""
-    return isinstance(given, list) and not is_token_ids(given)
 
 
 async def _left(request: Request) -> None:

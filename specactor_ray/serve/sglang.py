@@ -11,8 +11,8 @@ from fastapi import APIRouter, Body, Request, Response
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.serve.outputs import Form, Part, answer, finite, spans_of
-from specactor_ray.serve.requests import Directory, Integer, JsonObject, Label, Refusal, Text, Wanted
-from specactor_ray.serve.service import Service, Serving, is_batch
+from specactor_ray.serve.requests import Directory, Integer, JsonObject, Label, Refusal, Text, TokenId, Wanted
+from specactor_ray.serve.service import Service, Serving
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _OF_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval")
@@ -20,7 +20,7 @@ _OF_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_tri
 _IGNORED = frozenset(
     ("log_metrics", "conversation_id", "data_parallel_rank", "routed_dp_rank", "priority", "modalities", "extra_key")
 )
-"""Fields of a request that change no token; `priority` is read."""
+"""Fields of a request that change no token."""
 
 router = APIRouter()
 
@@ -31,82 +31,68 @@ router = APIRouter()
 class SglangGenerateBody(JsonObject):
     """Body of `/generate`."""
 
-    text: str | list[str] | None = None
-    input_ids: list[Any] | None = None
+    text: str | None = None
+    input_ids: list[TokenId] | None = None
     sampling_params: dict[str, Any] | None = None
     rid: Text = None
     return_logprob: bool | None = None
     logprob_start_len: Integer | None = None
-    top_logprobs_num: Integer | None = None
-    return_text_in_logprobs: bool | None = None
     stream: bool | None = None
 
 
 @router.post("/generate")
 async def generate(service: Serving, body: SglangGenerateBody, request: Request) -> Response:
-    """Outputs of one or several prompts."""
-    extra = body.model_extra or {}
-    for name, value in extra.items():
+    """The output of one prompt."""
+    for name, value in (body.model_extra or {}).items():
         if name not in _IGNORED and value not in (None, False, [], {}):
             raise Refusal(f"{name[:64]} is not available at /generate", param=name[:64])
     if body.return_logprob and body.logprob_start_len not in (None, -1):
         raise Refusal("logprob_start_len must be -1: prompts get no log-probabilities", param="logprob_start_len")
-    if (body.text is None) == (body.input_ids is None):
+    if body.text is not None and body.input_ids is None:
+        prompt = await service.encode(body.text, "text")
+    elif body.text is None and body.input_ids is not None:
+        prompt = tuple(body.input_ids)
+    else:
         raise Refusal("send either text or input_ids", param="input_ids")
-    given = body.input_ids if body.text is None else body.text
-    prompts = await service.prompts(given, "input_ids" if body.text is None else "text")
-    wanted = _wanted(service, body, prompts)
-    form = SglangForm(service, body, prompts, wanted, is_list=is_batch(given) or wanted.n > 1)
-    priority = extra.get("priority")
-    if type(priority) is not int or abs(priority) >= 2**31:
-        priority = 0
+    form = SglangForm(service, body, prompt, _wanted(service, body, len(prompt)))
     session = request.headers.get("x-smg-routing-key")
-    return await answer(request, form, stream=body.stream, name=form.name, session=session, priority=priority)
+    return await answer(request, form, stream=body.stream, name=form.name, session=session)
 
 
-def _wanted(service: Service, body: SglangGenerateBody, prompts: Sequence[Sequence[int]]) -> Wanted:
+def _wanted(service: Service, body: SglangGenerateBody, num_prompt: int) -> Wanted:
     """Convert SGLang's names to ours. The seed applies to positions of the whole text, so that an output that was cut
     off and is resent as part of the prompt continues with the same tokens."""
     given = {_RENAMED.get(name, name): value for name, value in (body.sampling_params or {}).items()}
     given["include_stop_str_in_output"] = bool(given.get("no_stop_trim"))
     given = {name: value for name, value in given.items() if name not in _OF_TEXT}
-    if given.get("seed") is not None and len(prompts) == 1:
-        given.setdefault("first_position", len(prompts[0]))
-    if body.return_logprob or body.top_logprobs_num:
-        given["logprobs"] = body.top_logprobs_num or 0
+    if given.get("n") not in (None, 1):
+        raise Refusal("n must be 1 at /generate: send a request for each sample", param="n")
+    if given.get("seed") is not None:
+        given.setdefault("first_position", num_prompt)
+    if body.return_logprob:
+        given["logprobs"] = 0
     return service.wanted(given)
 
 
 class SglangForm(Form):
     """Answers of `/generate`; each event repeats the content of the earlier ones."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: SglangGenerateBody,
-        prompts: Sequence[Sequence[int]],
-        wanted: Wanted,
-        is_list: bool,
-    ) -> None:
-        super().__init__(service, prompts, wanted)
+    def __init__(self, service: Service, body: SglangGenerateBody, prompt: Sequence[int], wanted: Wanted) -> None:
+        super().__init__(service, [prompt], wanted)
         self.name = body.rid or secrets.token_hex(16)
-        self._is_list = is_list
         given = body.sampling_params or {}
         self._special, self._untrimmed = given.get("skip_special_tokens") is False, bool(given.get("no_stop_trim"))
-        self._with_text = bool(body.return_text_in_logprobs)
-        self._so_far: dict[int, Part] = {}
-        """Choice → its content in the earlier events."""
+        self._so_far = Part(0, "")
+        """Content of the earlier events."""
 
-    def whole(self, parts: Sequence[Part]) -> Any:
-        choices = list(map(self._choice, parts))
-        return choices if self._is_list else choices[0]
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        return self._choice(parts[0])
 
     def event(self, part: Part) -> dict[str, Any]:
-        before = self._so_far.setdefault(part.index, Part(part.index, ""))
-        before.text += part.text
-        before.tokens += part.tokens
-        before.output = part.output
-        return self._choice(before)
+        self._so_far.text += part.text
+        self._so_far.tokens += part.tokens
+        self._so_far.output = part.output
+        return self._choice(self._so_far)
 
     def _choice(self, part: Part) -> dict[str, Any]:
         output, control = part.output, self.service.control
@@ -122,16 +108,9 @@ class SglangForm(Form):
             spans = spans_of(output, control.label_of)
             meta |= {"prompt_tokens": len(output.prompt_token_ids), "seed": output.sampling.seed}
             meta |= {"weight_version": spans[-1]["version"] if spans else control.label, "weight_versions": spans}
-        if self.wanted.logprobs:
-            meta["output_top_logprobs"] = [[self._reported(*other) for other in token.top] for token in part.tokens]
         if self.wanted.logprobs is not None:
-            meta["output_token_logprobs"] = [self._reported(token.token_id, token.logprob) for token in part.tokens]
-        choice = {"text": text, "output_ids": part.token_ids, "meta_info": meta}
-        return {"index": part.index, **choice} if self._is_list else choice
-
-    def _reported(self, token_id: int, logprob: float) -> tuple[float, int, str | None]:
-        text = self.service.token_text(token_id).text if self._with_text else None
-        return finite(logprob), token_id, text
+            meta["output_token_logprobs"] = [(finite(token.logprob), token.token_id, None) for token in part.tokens]
+        return {"text": text, "output_ids": part.token_ids, "meta_info": meta}
 
     def _text(self, output: Trajectory) -> str:
         """Text as SGLang decodes it: without the token or text that ends the output, unless `no_stop_trim` is set."""
@@ -159,7 +138,6 @@ def _finish_reason(output: Trajectory) -> dict[str, Any]:
 
 
 @router.get("/server_info")
-@router.get("/get_server_info")
 async def server_info(service: Serving, config_format: str = "text") -> dict[str, Any]:
     """Fields of SGLang's ServerArgs that trainers compare with their own, and those of vLLM that TRL reads."""
     del config_format
@@ -168,32 +146,12 @@ async def server_info(service: Serving, config_format: str = "text") -> dict[str
     model = {"model": service.model, "max_model_len": service.context, "logprobs_mode": "processed_logprobs"}
     return {
         "vllm_config": {"model_config": model, "weight_transfer_config": None},
-        "model_path": target.model,
-        "tokenizer_path": target.model,
-        "served_model_name": service.model,
-        "context_length": service.context,
         "dtype": target.dtype,
         "tp_size": ranks,
         "pp_size": 1,
-        "dp_size": target.replicas,
-        "ep_size": 1,
         "num_gpus": ranks * target.replicas,
-        "nnodes": 1,
-        "node_rank": 0,
-        "max_running_requests": target.max_batch * target.replicas,
-        "disaggregation_mode": "null",
         "enable_memory_saver": False,
-        "weight_version": service.control.label,
     }
-
-
-@router.get("/model_info")
-@router.get("/get_model_info")
-async def model_info(service: Serving) -> dict[str, Any]:
-    """The one model that is served."""
-    path = service.rollout.config.target.model
-    label = service.control.label
-    return {"model_path": path, "tokenizer_path": path, "is_generation": True, "weight_version": label}
 
 
 @router.get("/v1/loads")

@@ -6,14 +6,13 @@ prime-rl, SkyRL and TRL's server mode call these, and a few of their own; some h
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query, Request, Response
 
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
-from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of
 from specactor_ray.serve.requests import Directory, JsonObject, Label, Refusal, RequestBody, TokenId, Wanted
 from specactor_ray.serve.service import Service, Serving
@@ -67,6 +66,8 @@ class VllmGenerateBody(RequestBody):
 async def generate_tokens(service: Serving, body: VllmGenerateBody, request: Request) -> Response:
     """Outputs of one prompt, as token ids."""
     service.require_model(body.model)
+    if body.stream:
+        raise Refusal("/inference/v1/generate has no stream; /v1/completions with return_token_ids has", param="stream")
     for name, value in (body.model_extra or {}).items():
         if name not in _IGNORED and value is not None:
             raise Refusal(f"{name[:64]} is not available at /inference/v1/generate", param=name[:64])
@@ -74,7 +75,7 @@ async def generate_tokens(service: Serving, body: VllmGenerateBody, request: Req
     headers = request.headers
     name = body.request_id or headers.get("x-request-id") or f"generate-tokens-{secrets.token_hex(16)}"
     form, session = VllmForm(service, body, wanted, name), headers.get("x-session-id")
-    return await answer(request, form, stream=body.stream, name=name, session=session, priority=body.priority)
+    return await answer(request, form, stream=False, name=name, session=session, priority=body.priority)
 
 
 def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
@@ -96,12 +97,12 @@ class VllmForm(Form):
 
     def __init__(self, service: Service, body: VllmGenerateBody, wanted: Wanted, name: str) -> None:
         super().__init__(service, [body.token_ids], wanted)
-        self._body = body
-        self._head: dict[str, Any] = {"request_id": name, "output_mode": "tokens"}
-        self._prompt_ids = body.token_ids if body.return_token_ids else None
+        self._name, self._prompt_ids = name, body.token_ids if body.return_token_ids else None
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
-        return self._head | {
+        return {
+            "request_id": self._name,
+            "output_mode": "tokens",
             "model": self.service.model,
             "choices": list(map(self._choice, parts)),
             "usage": self.usage(part.output for part in parts),
@@ -109,16 +110,6 @@ class VllmForm(Form):
             "prompt_token_ids": self._prompt_ids,
             "kv_transfer_params": None,
         }
-
-    def event(self, part: Part) -> dict[str, Any]:
-        event = self._head | {"choices": [self._choice(part)]}
-        if self._prompt_ids is not None:  # in the first event
-            event["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
-        return event
-
-    def last_events(self, outputs: Sequence[Trajectory]) -> Iterable[Any]:
-        if self._body.with_usage:
-            yield self._head | {"choices": [], "usage": self.usage(outputs)}
 
     def _choice(self, part: Part) -> dict[str, Any]:
         output = part.output
@@ -133,8 +124,6 @@ class VllmForm(Form):
         if output is not None:
             choice["weight_versions"] = spans_of(output, self.service.control.label_of)
             choice["seed"] = output.sampling.seed
-            if self._body.stream and (report := prompt_report(self.service, output)) is not None:
-                choice["prompt_logprobs"] = report
         return choice
 
 
@@ -166,23 +155,6 @@ async def resume(service: Serving) -> dict[str, str]:
     """End the pause."""
     service.control.resume()
     return {"status": "resumed"}
-
-
-@router.get("/is_paused")
-async def is_paused(service: Serving) -> dict[str, bool]:
-    """Whether requests are held."""
-    return {"is_paused": service.control.is_paused}
-
-
-@router.post("/abort_requests")
-@router.post("/inference/v1/abort_requests")
-async def abort_requests(
-    service: Serving, request_ids: Annotated[list[str] | str | None, Body(embed=True)] = None
-) -> dict[str, Any]:
-    """Abort requests by their names, or all."""
-    names = [request_ids] if isinstance(request_ids, str) else request_ids
-    each: list[str | None] = [*(names or ())] or [None]
-    return {"status": "aborted", "aborted": sum([await service.control.abort(name) for name in each])}
 
 
 @router.get("/liveness")
@@ -223,9 +195,8 @@ class UpdateBody(UpdateInfo):
 
 
 @router.post("/start_weight_update")
-async def start_update(service: Serving) -> dict[str, str]:
-    """Hold weights received from now on until `/finish_weight_update`."""
-    service.control.start_update()
+async def start_update() -> dict[str, str]:
+    """No operation: `/update_weights` brings all weights."""
     return {"message": "Weight update started"}
 
 
@@ -238,9 +209,6 @@ async def update_weights(service: Serving, body: UpdateBody) -> dict[str, str]:
         strange = next(iter(info.model_extra or ()), "weight_dir" if is_prime_rls else "update_info")[:64]
         problem = "weight_dir is null: no weights are received over NCCL" if is_prime_rls else f"{strange}: no tensors"
         raise Refusal(f"{problem}; {_BY_DIRECTORY}", param=strange)
-    if not is_prime_rls:
-        await service.control.stage_or_update(info.weight_dir)
-        return {"message": "Weights updated"}
     await service.control.update(info.weight_dir, WeightPolicy.KEEP)
     return {"status": "ok"}
 
@@ -249,8 +217,9 @@ async def update_weights(service: Serving, body: UpdateBody) -> dict[str, str]:
 async def finish_update(
     service: Serving, weight_version: Annotated[Label | None, Body(embed=True)] = None
 ) -> dict[str, str]:
-    """Apply the weights of `/update_weights` to all further tokens."""
-    await service.control.finish_update(weight_version)
+    """Set the name of the weights of `/update_weights`."""
+    if weight_version is not None:
+        service.control.relabel(weight_version)
     return {"message": "Weight update finished"}
 
 
@@ -261,7 +230,6 @@ async def relabel(service: Serving, new_version: Annotated[Label, Body(embed=Tru
     return {"success": True, "message": f"Weight version updated to {new_version}", "new_version": new_version}
 
 
-@router.get("/weight_info")
 @router.get("/get_weight_version")
 async def weight_info(service: Serving) -> dict[str, str]:
     """The name of the present weights."""
@@ -286,22 +254,8 @@ async def sleep(service: Serving, level: Annotated[int, Query(ge=1, le=2)] = 1, 
     return {"status": "sleeping", "level": level}
 
 
-@router.post("/release_memory_occupation")
-async def release_memory(service: Serving) -> dict[str, bool]:
-    """As `/sleep`, after the end of running requests (SGLang)."""
-    await service.control.sleep(WeightPolicy.WAIT)
-    return {"success": True}
-
-
 @router.post("/wake_up")
-@router.post("/resume_memory_occupation")
 async def wake_up(service: Serving, tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
     """Allocate all memory again, regardless of the tags."""
     await service.control.wake()
-    return {"status": "awake", "tags": tags, "success": True}
-
-
-@router.get("/is_sleeping")
-async def is_sleeping(service: Serving) -> dict[str, bool]:
-    """Whether verifiers sleep."""
-    return {"is_sleeping": service.control.is_asleep}
+    return {"status": "awake", "tags": tags}

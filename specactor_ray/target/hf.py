@@ -225,7 +225,7 @@ class HfEngine:
         offsets, positions = begins(drafted), self._rows.length[rows].astype(np.int64)
         firsts = offsets[:-1] + np.arange(len(rows))
         rules, margins = self._rows.rules, self.record_margins
-        found = verify_arrays(logits, firsts, offsets, tails, positions, rows, rules, record_margins=margins)
+        found = verify_arrays(logits, firsts, offsets, tails, positions, rows, rules, 1 + margins)
         return found, most_probable(logits, firsts, found, rows, rules)
 
     def _commit(self, rows: np.ndarray, drafted: np.ndarray, found: Found, tops: TopTokens | None) -> StepResult:

@@ -150,9 +150,7 @@ class KeyedSampler:
         if not sampled.all():
             chosen = (offsets[sampled], begins(drafted[sampled]), positions[sampled], rows[sampled])
         offsets, tails, positions, slots = chosen
-        found = verify_arrays(
-            logits, offsets, tails, drafts, positions, slots, self._rules, record_margins=self._margins
-        )
+        found = verify_arrays(logits, offsets, tails, drafts, positions, slots, self._rules, 1 + self._margins)
         tops = most_probable(logits, offsets, found, slots, self._rules)
         tokens = np.full((n, found.width), _PAD, np.int32)
         tokens[sampled] = found.tokens

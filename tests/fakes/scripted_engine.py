@@ -15,10 +15,11 @@ import httpx
 from specactor_ray.config.schema import Config
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import OverloadedError, SpecActorError
+from specactor_ray.core.metrics import row
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.handle import Generates, Handle
-from specactor_ray.rollout.trajectory import RolloutMetrics, Trajectory
+from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.service import Limits, Service
 from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_target
@@ -104,8 +105,7 @@ def make_service(engine: ScriptedEngine, limits: Limits | None = None) -> Servic
         weight_version=0,
         committed_tokens=0,
         dispatcher=SimpleNamespace(waiting=0),
-        metrics=RolloutMetrics,
-        drafters=lambda: [{"id": "d", "method": "ngram", "tried": 3, "right": 2, "alarm": False}],
+        metric_rows=lambda: [row("specactor_weight_version", 0, actor="driver")],
     )
     return Service(rollout, "tiny", CONTEXT, VOCAB_SIZE, limits)
 

@@ -150,18 +150,13 @@ class TestOpenAI:
         ]
         assert whole.top_logprobs == expected and streamed == expected
 
-    def test_log_probabilities_of_prompts(self, rollout: Rollout, server: Served, client: openai.OpenAI) -> None:
+    def test_log_probabilities_of_prompts(self, rollout: Rollout, server: Served) -> None:
         """An output that comes as a part of the prompt has the log-probabilities that it was sampled with."""
         (output,) = rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=12, seed=8, ignore_eos=True), n=1)
         prompt, begin = [1, 2, 3, *output.token_ids], 3
         expected = [pytest.approx(value, abs=1e-4) for value in output.logprobs]
         (scored,) = rollout.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=True), n=1)
         assert scored.prompt_logprobs is not None and list(scored.prompt_logprobs[begin - 1 :]) == expected
-        options: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "logprobs": 0}
-        choice = client.completions.create(**options, echo=True).choices[0]
-        report, text = choice.logprobs, rollout.engine.tokenizer.decode(prompt)
-        assert choice.text.startswith(text) and len(report.tokens) == len(prompt) + 2
-        assert report.token_logprobs[0] is None and report.token_logprobs[begin : len(prompt)] == expected
         body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
         answer = httpx.post(f"{server.url}/inference/v1/generate", json=body).json()
         first, *others = answer["prompt_logprobs"]
@@ -179,10 +174,9 @@ class TestOpenAI:
     def test_metrics_count_tokens_and_drafts(self, server: Served) -> None:
         text = httpx.get(f"{server.url}/metrics").text
         figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        assert float(figures["specactor_output_tokens_total"]) > 0
-        assert float(figures["specactor_rollout_committed_tokens_total"]) > 0
+        assert float(figures['specactor_committed_tokens_total{actor="verifier-0"}']) > 0
         assert float(figures["specactor_time_to_first_token_seconds_count"]) > 0
-        assert any(name.startswith("specactor_drafter_tried_tokens_total") for name in figures)
+        assert float(figures['specactor_drafter_tried_tokens_total{actor="verifier-0",method="suffix"}']) >= 0
 
 
 @pytest.fixture(scope="module")
@@ -223,8 +217,8 @@ class TestLeaving:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
             connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-            wait_until(lambda: server.service.open_choices == 4)
-        wait_until(lambda: not server.service.open_choices and not rollout.engine.is_busy)
+            wait_until(lambda: len(server.service.running()) == 4)
+        wait_until(lambda: not server.service.running() and not rollout.engine.is_busy)
 
 
 class TestLoad:

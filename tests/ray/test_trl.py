@@ -16,7 +16,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.integrations.trl import attach
 from specactor_ray.models.loading import load_model, load_tokenizer
 from tests.ray.test_serve import serving
-from tests.tiny import tiny_draft, tiny_prompts, tiny_target
+from tests.tiny import tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 STEPS = 3
@@ -43,7 +43,7 @@ def drafting() -> Iterator[Rollout]:
         yield rollout
 
 
-def trainer(folder: Path, kind: str = "GRPO", model: Path | None = None, **settings: Any) -> Any:
+def trainer(folder: Path, kind: str = "GRPO", **settings: Any) -> Any:
     import trl
     from datasets import Dataset
 
@@ -63,7 +63,7 @@ def trainer(folder: Path, kind: str = "GRPO", model: Path | None = None, **setti
         "seed": 5,
         "disable_tqdm": True,
     }
-    name = str(model or tiny_target())
+    name = str(tiny_target())
     return getattr(trl, f"{kind}Trainer")(
         model=load_model(name).requires_grad_(True),
         reward_funcs=vowels,
@@ -132,8 +132,9 @@ def test_a_server_that_cannot_be_used_is_refused(drafting: Rollout, tmp_path: Pa
     with serving(drafting) as server:
         other = trainer(tmp_path)
         other._tokenizer.add_tokens(["rivers"])
-        with pytest.raises(InputError, match="whose tokenizer is not the trainer's"):
-            attach(other, server.url)
+        for place in (drafting, server.url):
+            with pytest.raises(InputError, match="has another tokenizer"):
+                attach(other, place)
 
 
 def test_a_resumed_run_samples_what_the_whole_run_did(drafting: Rollout, tmp_path: Path) -> None:
@@ -165,22 +166,20 @@ def test_rloo_generates_here_too(drafting: Rollout, tmp_path: Path) -> None:
         ({"min_p": 0.1}, "min_p=0.1 is not available"),
         ({"vllm_structured_outputs_regex": "a+"}, "structured_outputs_regex='a"),
         ({"generation_kwargs": {"presence_penalty": 0.5}}, "presence_penalty=0.5"),
-        ({"generation_kwargs": {"seed": 1}}, "seed=1 is not available: .* derived from args.seed"),
+        ({"generation_kwargs": {"seed": 1}}, "seed=1 is not available: sampling is keyed"),
         ({"generation_kwargs": {"stop_token_ids": 5}}, "TRL's arguments or generation_kwargs"),
         ({"max_completion_length": 64}, "max_completion_length is 64, and target.max_model_len 64"),
-        ({"model": tiny_draft}, "whose hidden_size is 64; the trainer's model has 32"),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_refused_by_name(
     drafting: Rollout, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    made = {name: value() if callable(value) else value for name, value in settings.items()}
     with pytest.raises(InputError, match=message):
-        attach(trainer(tmp_path, **made), drafting)
+        attach(trainer(tmp_path, **settings), drafting)
 
 
-def test_what_is_no_trainer_is_attached_or_speaks_another_vocabulary(drafting: Rollout, tmp_path: Path) -> None:
+def test_what_cannot_be_attached_is_refused(drafting: Rollout, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not list"):
         attach([], drafting)
     twice = trainer(tmp_path, generation_kwargs={"top_k": None, "stop_token_ids": None, "stop": "x"}, top_k=-1)
@@ -193,7 +192,3 @@ def test_what_is_no_trainer_is_attached_or_speaks_another_vocabulary(drafting: R
     attach(twice, drafting)
     with pytest.raises(InputError, match="use_vllm is True"):
         attach(twice, drafting)
-    other = trainer(tmp_path)
-    other._tokenizer.add_tokens(["<|other|>"])
-    with pytest.raises(InputError, match="another vocabulary"):
-        attach(other, drafting)

@@ -146,31 +146,3 @@ def test_ranks_are_bound_to_cores_by_an_environment_variable() -> None:
 
     source = inspect.getsource(OMPProcessManager._parse_omp_threads_bind_env)
     assert "VLLM_CPU_OMP_THREADS_BIND" in source and 'split("|")' in source and '"nobind"' in source
-
-
-def test_the_second_model_runner_offers_what_a_keyed_one_needs() -> None:
-    """Nothing of it is used yet."""
-    from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, input_batch, model_runner, states
-    from vllm.v1.worker.gpu.async_utils import AsyncOutput
-    from vllm.v1.worker.gpu.model_states.interface import ModelState
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
-    from vllm.v1.worker.gpu_worker import Worker
-
-    def parameters(function: Any) -> list[str]:
-        return list(inspect.signature(function).parameters)
-
-    assert parameters(Worker._make_model_runner) == ["self"]
-    assert parameters(model_runner.init_speculator) == ["vllm_config", "device", "req_states"]
-    assert BaseSpeculator.__abstractmethods__ == {"init_cudagraph_manager", "capture", "propose"}
-    assert {"input_batch", "num_sampled", "aux_hidden_states"} <= set(parameters(BaseSpeculator.propose))
-    assert parameters(ModelState.custom_sampler) == ["self", "sampler"]
-    assert parameters(Sampler.add_request) == ["self", "req_idx", "sampling_params"]
-    assert {"num_sampled", "cu_num_logits"} <= set(parameters(input_batch.get_num_sampled_and_rejected))
-    assert "varlen_decode" in parameters(cudagraph_utils.ModelCudaGraphManager)
-    assert "max_query_len" in parameters(attn_utils.get_varlen_cudagraph_unsupported_backend)
-    assert {"sampler_output", "copy_stream"} <= set(parameters(AsyncOutput))
-    assert "self.draft_tokens = torch.zeros(" in inspect.getsource(states.RequestState)
-    made = inspect.getsource(model_runner.GPUModelRunner)
-    for text in ("self.model_state.custom_sampler(self.sampler)", "self.use_aux_hidden_state_outputs = False"):
-        assert text in made, text

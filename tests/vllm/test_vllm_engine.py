@@ -206,24 +206,6 @@ def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> 
     assert any(o.request_id == "r0" and o.num_accepted == 4 for o in collected.outputs[: long_ends + 2])
 
 
-def test_a_step_without_drafts_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = _distribution_engine()
-    runner = engine.engine._core.model_executor.driver_worker.worker.model_runner
-    calls: list[str] = []
-    for name in ("_calc_spec_decode_metadata", "propose_draft_token_ids"):
-        real = getattr(runner, name)
-        monkeypatch.setattr(runner, name, lambda *args, real=real, name=name: [calls.append(name), real(*args)][1])
-    [request] = requests(1, 1.0, max_tokens=40, ignore_eos=True)
-    engine.add(request)
-    while not len(engine.decoding()):
-        engine.step()
-    engine.step()
-    assert not calls
-    engine.step({"r0": [1, 2]})
-    assert calls[0] == "_calc_spec_decode_metadata"
-    engine.remove("r0")
-
-
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("rows", [1, 12])
 def test_a_step_moves_logits_alone_between_devices(monkeypatch: pytest.MonkeyPatch, rows: int, drafts: int) -> None:

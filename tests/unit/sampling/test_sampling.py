@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import pickle
 import subprocess
@@ -19,7 +18,6 @@ from scipy import stats
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.sampling import noise as noise_kernels
 from specactor_ray.sampling import numba as kernels
 from specactor_ray.sampling.keyed import SamplingError, gumbel_noise, sample_rows, verify_arrays
 from specactor_ray.sampling.rules import Rules
@@ -88,68 +86,6 @@ def reference(logits: np.ndarray, params: SamplingParams, position: int) -> tupl
     return token, score[token] - rest.max() if len(rest) else np.inf
 
 
-# --- the noise ---------------------------------------------------------------------------------------------
-
-# Known answers of Random123's threefry2x32 with 20 rounds: counter, key, result.
-KNOWN = [
-    ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
-    ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
-    ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
-]
-
-
-@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
-def test_threefry_known_answers(counter, key, answer):
-    got = noise_kernels.threefry2x32(*(np.uint32(word) for word in key + counter))
-    assert tuple(int(word) for word in got) == answer
-
-
-def test_noise_is_frozen():
-    """Changing these numbers changes every sampled token of every user: never do it in silence."""
-    assert hashlib.sha256(gumbel_noise(2**63 + 12345, 77, 50_000).tobytes()).hexdigest()[:16] == "7c69d2e6481e3e03"
-
-
-def test_uniform_stays_inside_of_zero_and_one():
-    ones = np.uint32(0xFFFFFFFF)
-    assert noise_kernels.uniform(np.uint32(0), np.uint32(0)) == 2.0**-53
-    assert noise_kernels.uniform(ones, ones) == 1 - 2.0**-53 < 1
-    assert noise_kernels.gumbel(np.uint32(0), np.uint32(0)) == np.float32(-math.log(53 * math.log(2)))
-    assert noise_kernels.gumbel(ones, ones) == np.float32(53 * math.log(2))
-    for j in range(1, 2000, 7):  # the top cells of the grid, where a coarser one would lose the rare tokens
-        low = np.uint32(0xFFFFFFFF - (j << 12))
-        want = -math.log(-math.log1p(-(j + 0.5) * 2.0**-52))
-        assert noise_kernels.gumbel(ones, low) == pytest.approx(want, abs=4e-6)
-
-
-def test_own_logarithm_is_accurate():
-    rng = np.random.default_rng(1)
-    x = np.concatenate(
-        [rng.random(20_000), 1 - 2.0 ** -np.arange(1, 54), 2.0 ** -np.arange(1, 54), rng.random(999) * 37]
-    )
-    numba_log = np.array([noise_kernels.log_f64(v) for v in x])
-    np.testing.assert_allclose(numba_log, np.log(x), rtol=6e-16, atol=0)
-
-
-def test_noise_is_standard_gumbel():
-    noise = np.concatenate([gumbel_noise(99, t, 50_000) for t in range(20)]).astype(np.float64)
-    assert stats.kstest(noise, stats.gumbel_r.cdf).pvalue > ALPHA
-    assert stats.kstest(gumbel_noise(5, 0, 200_000), stats.gumbel_r.cdf).pvalue > ALPHA
-    tail = (noise > 9.0).sum()  # 123 expected
-    assert stats.binomtest(int(tail), len(noise), 1 - math.exp(-math.exp(-9.0))).pvalue > ALPHA
-
-
-def test_neighbouring_keys_have_unrelated_noise():
-    size = 50_000
-    keys = [(0, 0), (1, 0), (0, 1), (1, 1), (2**32, 0), (2**63, 0), (0, 2**31), (2, 0), (0, 2), (2**33 + 1, 3)]
-    uniforms = np.exp(-np.exp(-np.array([gumbel_noise(*key, size) for key in keys], np.float64)))
-    correlation = np.corrcoef(uniforms)
-    off = correlation[np.triu_indices(len(keys), 1)]
-    assert np.abs(off).max() < 4.5 / math.sqrt(size)
-    for lag in (1, 2, 4, 512):  # and along the vocabulary of one key
-        assert abs(np.corrcoef(uniforms[0][lag:], uniforms[0][:-lag])[0, 1]) < 4.5 / math.sqrt(size)
-        assert abs(np.corrcoef(uniforms[0][lag:], uniforms[2][:-lag])[0, 1]) < 4.5 / math.sqrt(size)
-
-
 # --- the distribution ----------------------------------------------------------------------------------------
 
 
@@ -196,15 +132,6 @@ def test_successive_positions_are_independent():
             table = np.zeros((4, 4))
             np.add.at(table, (tokens[:-lag], tokens[lag:]), 1)
             assert stats.chi2_contingency(table).pvalue > ALPHA
-
-
-def test_neighbouring_seeds_are_independent():
-    logits = np.log([0.4, 0.3, 0.2, 0.1])
-    base = draw(logits, 40_000, SamplingParams(seed=8))
-    for seed in (9, 8 + 2**32, 8 + 2**63):
-        table = np.zeros((4, 4))
-        np.add.at(table, (base, draw(logits, 40_000, SamplingParams(seed=seed))), 1)
-        assert stats.chi2_contingency(table).pvalue > ALPHA
 
 
 @pytest.mark.parametrize("noise_of_drafter", ["shared", "own"])
@@ -327,11 +254,6 @@ def test_filters_by_hand(rule, allowed):
     assert got.logprobs == pytest.approx(want.tolist(), abs=1e-6)  # of the distribution before the filters
 
 
-def test_top_p_that_a_prefix_meets_exactly_keeps_that_prefix():
-    params = [SamplingParams(seed=s, top_p=0.5) for s in range(100)]
-    assert set(sample_rows(torch.ones(100, 4), params, range(100)).token_ids) == {0, 1}
-
-
 def test_tied_scores_go_to_the_lowest_id():
     noise = gumbel_noise(13, 2, 50_000)
     values, first, count = np.unique(noise, return_index=True, return_counts=True)
@@ -362,17 +284,12 @@ def test_logprobs_are_those_of_the_scaled_softmax(temperature):
     assert got.logprobs == pytest.approx(want.tolist(), abs=3e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_means_its_float32_values(dtype):
-    logits = (torch.randn(9, 700, generator=torch.Generator().manual_seed(8)) * 3).to(dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_layout_and_gradients_do_not_matter(dtype):
+    logits = (torch.randn(700, 9, generator=torch.Generator().manual_seed(8)) * 3).to(dtype).requires_grad_()
     params = [SamplingParams(seed=i) for i in range(9)]
-    assert sample_rows(logits, params, range(9)) == sample_rows(logits.float(), params, range(9))
-
-
-def test_layout_and_gradients_do_not_matter():
-    logits = torch.randn(700, 9, generator=torch.Generator().manual_seed(8), requires_grad=True)
-    params = [SamplingParams(seed=i) for i in range(9)]
-    assert sample_rows(logits.T, params, range(9)) == sample_rows(logits.detach().T.contiguous(), params, range(9))
+    plain = logits.detach().float().T.contiguous()
+    assert sample_rows(logits.T, params, range(9)) == sample_rows(plain, params, range(9))
 
 
 # --- verification --------------------------------------------------------------------------------------------
@@ -441,13 +358,6 @@ def test_bad_logits_are_named(values, problem, temperature):
     assert list(caught.value.problems) == [1, 2]
     again = pickle.loads(pickle.dumps(caught.value))
     assert (again.problems, str(again)) == (caught.value.problems, str(caught.value))
-
-
-def test_negative_nan_bits_are_seen():
-    logits = np.zeros((1, 600), np.float32)
-    logits.view(np.uint32)[0, 17] = 0xFFC00000
-    with pytest.raises(SamplingError, match="NaN"):
-        sample_rows(torch.from_numpy(logits), [SamplingParams()], [0])
 
 
 @pytest.mark.parametrize(("change", "problem"), [

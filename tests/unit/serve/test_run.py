@@ -1,15 +1,31 @@
-"""The socket of the server, and its address."""
+"""The socket of the server, its address, and its end while requests are open."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import socket
+from typing import Any
 
+import httpx
 import pytest
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.serve.run import listen, listening_socket, url_of
+from specactor_ray.serve.run import listen, listening_socket, server_of, url_of
+from specactor_ray.serve.service import Limits
+from tests.fakes.scripted_engine import ScriptedEngine, make_service
 
 HOST = "127.0.0.1"
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "a", "n": 3}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {**CHAT, "stream": True}),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}),
+    ("/generate", {"text": "a"}),
+    ("/generate", {"text": "a", "stream": True}),
+]
 
 
 class TestSocket:
@@ -48,3 +64,40 @@ class TestSocket:
 def test_the_address_of_a_server_can_be_reached() -> None:
     assert url_of("127.0.0.1", 80) == "http://127.0.0.1:80" and url_of("::1", 80) == "http://[::1]:80"
     assert url_of("0.0.0.0", 80) == url_of("::", 80) == f"http://{socket.gethostname()}:80"
+
+
+def test_requests_that_are_cut_off_are_answered_in_their_form(caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine()
+    engine.held = True
+    service = make_service(engine, Limits(drain_s=0.0))
+    lines: list[str] = []
+    server, listener = server_of(service, report=lines.append), listening_socket("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    async def work() -> list[httpx.Response]:
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0)
+        async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+            asked = [client.post(path, json=body) for path, body in REQUESTS]
+            answers = asyncio.gather(*asked)
+            while len(engine.running) < 8:
+                await asyncio.sleep(0)
+            server.should_exit = True
+            await serving
+            return await answers
+
+    with caplog.at_level(logging.ERROR):
+        answers = asyncio.run(work())
+    assert lines == ["waiting up to 0 s for 6 requests; Ctrl-C cuts them off"] and server.cut_off == 6
+    assert not engine.running and not service.running() and not caplog.records
+    for (_, sent), answer in zip(REQUESTS, answers, strict=True):
+        is_stream = "stream" in sent
+        assert answer.status_code == (200 if is_stream else 503)
+        text = answer.text
+        if is_stream:
+            *_, text, last, end = text.split("\n\n")
+            assert last == "data: [DONE]" and not end
+        body = json.loads(text.removeprefix("data: "))
+        assert "the server ends" in body["error"]["message"]
+        assert body["success"] is False

@@ -40,20 +40,6 @@ class TestTokens:
     def test_without_logprobs_there_are_none(self) -> None:
         assert post(TOKENS, tokens([1], max_tokens=2)).json()["choices"][0]["logprobs"] is None
 
-    @pytest.mark.parametrize("n", [1, 3])
-    def test_a_stream_gives_the_same(self, n: int) -> None:
-        body = tokens([1, 2], max_tokens=8, seed=2, n=n, logprobs=0)
-        whole = post(TOKENS, body).json()
-        streamed = events(post(TOKENS, body | {"stream": True, "stream_options": {"include_usage": True}}))
-        assert streamed.pop()["usage"] == whole["usage"]
-        for choice in whole["choices"]:
-            mine = [one for event in streamed for one in event["choices"] if one["index"] == choice["index"]]
-            assert [token for one in mine for token in one["token_ids"]] == choice["token_ids"]
-            assert [entry for one in mine for entry in one["logprobs"]["content"]] == choice["logprobs"]["content"]
-            assert {one["finish_reason"] for one in mine[:-1]} <= {None}
-            for field in ("finish_reason", "weight_versions", "seed"):
-                assert mine[-1][field] == choice[field]
-
     def test_what_changes_no_token_is_taken(self) -> None:
         """SkyRL's parameters (`get_vllm_sampling_params`), and those of prime-rl's renderer client."""
         skyrl = {"min_tokens": 1, "skip_special_tokens": True, "include_stop_str_in_output": True, "max_tokens": 4}
@@ -70,6 +56,7 @@ class TestTokens:
         ("more", "param"),
         [
             ({"output_mode": "text"}, "output_mode"),
+            ({"stream": True}, "stream"),
             ({"features": {"mm_hashes": {}}}, "features"),
             ({"content_parts": [{}]}, "content_parts"),
             ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
@@ -99,14 +86,11 @@ def test_what_would_change_sampling_is_refused_by_name(path: str, name: str, val
 
 @pytest.mark.parametrize(
     "path",
-    [TOKENS, GENERATE, "/abort_request", "/abort_requests", "/update_weights", "/update_weights_from_disk"],
+    [TOKENS, GENERATE, "/abort_request", "/update_weights", "/update_weights_from_disk"],
 )
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"null", b'{"a": NaN}'])
 def test_what_is_no_request_is_refused(path: str, body: bytes) -> None:
     answer = post(path, body, headers={"Content-Type": "application/json"})
-    if path == "/abort_requests" and body in (b"", b"null", b'{"a": NaN}'):
-        assert answer.is_success  # no names: all
-        return
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
 
@@ -140,12 +124,6 @@ class TestGenerate:
         streamed[-1]["meta_info"]["id"] = whole["meta_info"]["id"]
         assert streamed[-1] == whole
 
-    def test_several_prompts_and_samples_are_a_list(self) -> None:
-        several = post(GENERATE, ids([[1], [2]], max_new_tokens=3)).json()
-        assert [one["index"] for one in several] == [0, 1]
-        assert len(post(GENERATE, ids([1], max_new_tokens=3, n=4)).json()) == 4
-        assert len(post(GENERATE, {"text": ["a", "b"]}).json()) == 2
-
     @pytest.mark.parametrize(
         ("sampling", "text"),
         [
@@ -170,10 +148,10 @@ class TestGenerate:
         [
             ({}, "input_ids"),
             ({"text": "a", "input_ids": [1]}, "input_ids"),
-            (ids([]), "none empty"),
+            (ids([]), "no tokens"),
             (ids([VOCAB_SIZE]), "token id"),
-            (ids([[1], []]), "none empty"),
-            (ids([1, "a"]), "token ids"),
+            (ids([[1], [2]]), "input_ids.0"),
+            (ids([1], n=2), "a request for each sample"),
             (ids([1]) | {"image_data": ["x"]}, "image_data"),
             (ids([1]) | {"lora_path": "x"}, "lora_path"),
             (ids([1]) | {"return_routed_experts": True}, "return_routed_experts"),
@@ -219,7 +197,6 @@ class TestControl:
             ("/update_weights", {"weight_dir": "~nobody/x"}, "weight_dir"),
             ("/update_weights", {"weight_dir": "a\0b"}, "weight_dir"),
             ("/update_weights", {"update_info": {"names": ["a"], "shapes": [[1]]}}, "names"),
-            ("/finish_weight_update", None, "start_weight_update"),
             ("/finish_weight_update", {"weight_version": -1}, "weight_version"),
             ("/update_weight_version", {}, "new_version"),
             ("/update_weights_from_disk", {}, "model_path"),
@@ -258,7 +235,7 @@ class TestControl:
             for path, body, left in (
                 ("/abort_request", {"rid": "another"}, 2),
                 ("/abort_request", {"rid": "a"}, 1),
-                ("/abort_requests", {"request_ids": ["b"]}, 0),
+                ("/abort_request", {"rid": "b"}, 0),
             ):
                 assert (await client.post(path, json=body)).is_success
                 (load,) = (await client.get("/v1/loads?include=core")).json()["loads"]
@@ -279,7 +256,6 @@ class TestControl:
             while len(engine.running) < 2:
                 await asyncio.sleep(0)
             assert (await client.post(TOKENS, json=tokens([1]))).status_code == 429
-            assert (await client.get("/is_paused")).json() == {"is_paused": False}
             assert (await client.post("/resume")).is_success
             assert (await client.post("/abort_request", json={"abort_all": True})).is_success
             await asyncio.gather(*waiting)
@@ -295,11 +271,11 @@ class TestControl:
         async def both(client: httpx.AsyncClient) -> set[int]:
             return {answer.status_code for answer in await asyncio.gather(client.get(path), client.get(path))}
 
-        assert on(service, both) == {200} and len(engine.submitted) == 1, "one request for all that look"
+        assert on(service, both) == {200}
         engine.held = True
         assert on(service, both) == {503} and not engine.running
 
     def test_server_info_holds_vllms_and_sglangs_fields(self) -> None:
         info = on(make_service(ScriptedEngine()), lambda client: client.get("/server_info?config_format=json")).json()
         assert info["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
-        assert (info["tp_size"], info["enable_memory_saver"], info["disaggregation_mode"]) == (1, False, "null")
+        assert (info["tp_size"], info["num_gpus"], info["enable_memory_saver"]) == (1, 1, False)

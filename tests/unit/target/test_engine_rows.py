@@ -75,7 +75,7 @@ def test_only_what_is_accepted_counts_and_a_broken_row_fails_alone(seed: int) ->
             logits[begin + broken[i]] = float("inf")
     rows, tokens = ints(*range(1, 2 * count, 2)), ints(*(token for tail in tails for token in tail))
     places = engine.length[rows].astype(np.int64)
-    found = verify_arrays(logits, offsets, begins(drafted), tokens, places, rows, engine.rules, record_margins=True)
+    found = verify_arrays(logits, offsets, begins(drafted), tokens, places, rows, engine.rules, 2)
     result = engine.commit(rows, drafted, found, record_margins=True)
     assert result.rows.tolist() == rows.tolist() and result.starts.tolist() == committed
     assert result.margins is not None
