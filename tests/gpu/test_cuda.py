@@ -103,13 +103,13 @@ def test_cuda_samples_what_the_cpu_samples(temperature: float) -> None:
     ]
     positions = list(range(64))
     on_cpu = sample_rows(logits, params, positions)
-    for backend in ("torch", "triton"):
+    for backend in ("numba", "triton"):
         on_gpu = sample_rows(logits.cuda(), params, positions, backend=backend)
         assert on_gpu.token_ids == on_cpu.token_ids
         assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "auto"])
+@pytest.mark.parametrize("backend", ["numba", "triton", "auto"])
 def test_cuda_has_the_candidates_of_the_cpu(backend: Backend) -> None:
     logits, rows = 3 * torch.randn(60, 5000, generator=torch.Generator().manual_seed(0)), np.arange(60)
     params = [SamplingParams((0.0, 0.6, 1.0)[i % 3], seed=i, top_k=(0, 2, 40)[i % 4 % 3]) for i in range(60)]
