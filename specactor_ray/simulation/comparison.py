@@ -176,7 +176,7 @@ def _run_in_processes(
         finally:
             for child in set(multiprocessing.active_children()) - others:
                 child.terminate()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
     return [future.result() for future in futures]
 
 

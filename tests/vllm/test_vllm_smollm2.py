@@ -44,7 +44,7 @@ def test_32_prompts_are_answered_alike() -> None:
     hf = Driver(HfEngine.from_config(TARGET))
     theirs = collect(hf, requests)
     hf.close()
-    vllm = Driver(VllmEngine.from_config(TARGET, max_drafts=8))
+    vllm = Driver(VllmEngine(TARGET, 8))
     plain = collect(vllm, requests)
     drafted = collect(vllm, requests, plain)
     vllm.close()

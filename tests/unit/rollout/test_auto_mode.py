@@ -219,4 +219,4 @@ def test_a_run_is_resolved_before_anything_is_written(
     assert config.mode is ModeName.auto
     if where == "rollout":
         lines = [line for line in out.getvalue().splitlines() if "checking model" not in line]  # a slow machine
-        assert saved == seen and lines[0].startswith("mode: coupled (") and len(lines) == 3
+        assert saved == seen and lines[0].startswith("mode: coupled (") and len(lines) == 2
