@@ -25,6 +25,7 @@ from tests.unit.target.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
 from tests.vllm.test_vllm_engine import make, states_of
 from tests.vllm.test_vllm_rollout import NGRAM, config, plain_truth, tokens_of
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
 
@@ -89,8 +90,7 @@ class TestOverRay:
             killing = pool.submit(kill_a_rank, rollout)
             assert tokens_of(rollout) == plain_truth()
             seen = killing.result(60)
-            ranks = ranks_of(psutil.Process(verifier_pid(rollout)))
-            assert len(ranks) == 2 and not {rank.pid for rank in ranks} & {rank.pid for rank in seen}
+            ranks = wait_until(lambda: replacements(rollout, seen), "ranks of another verifier", 120.0)
             shared = shared_memory(ranks)
             assert shared, "a verifier shares memory with its ranks"
         assert not psutil.wait_procs([*seen, *ranks], timeout=240)[1]
@@ -113,6 +113,13 @@ def split_config() -> Config:
 def verifier_pid(rollout: Rollout) -> int:
     (pid,) = [row["pid"] for row in rollout.status() if row["kind"] == "verifier" and row["phase"] == "ready"]
     return int(pid)
+
+
+def replacements(rollout: Rollout, lost: list[psutil.Process]) -> list[psutil.Process]:
+    """Both ranks of a verifier that is ready, none of which is one of `lost`; empty before there are such."""
+    pids = [row["pid"] for row in rollout.status() if row["kind"] == "verifier" and row["phase"] == "ready"]
+    ranks = ranks_of(psutil.Process(pids[0])) if pids and psutil.pid_exists(pids[0]) else []
+    return ranks if len(ranks) == 2 and not {*ranks} & {*lost} else []
 
 
 def kill_a_rank(rollout: Rollout) -> list[psutil.Process]:
