@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,8 +111,9 @@ def _join(config: ClusterConfig) -> Connection:
 
 @contextlib.contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
-    """Keep the caller's handler of SIGTERM, if it is Python code. That of `ray.init` raises SystemExit wherever the
-    main thread is: within a hook of `fork`, such as that of `logging`, the exception is lost and a lock stays held."""
+    """Keep the caller's handler of SIGTERM, if it is Python code. `ray.init` sets two: one in Python, which raises
+    SystemExit wherever the main thread is (within a hook of `fork`, such as that of `logging`, the exception is lost
+    and a lock stays held), and one in C++, which aborts the process three seconds later."""
     set_handler = signal.signal
 
     def set_other_handler(number: Any, handler: Any) -> Any:
@@ -123,6 +125,9 @@ def _own_sigterm_handler() -> Iterator[None]:
         yield
     finally:
         signal.signal = set_handler
+        own = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread() and callable(own):
+            signal.signal(signal.SIGTERM, own)  # replaces the handler in C++
 
 
 def _quiet() -> dict[str, Any]:

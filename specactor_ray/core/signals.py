@@ -69,6 +69,8 @@ def signals_deferred() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
     for arrival, frame in arrived[:1]:
+        if arrival == signal.SIGTERM:
+            signal.alarm(0)  # set by a handler of Ray in C++ that took the signal in another thread, to abort then
         handler = before[signal.Signals(arrival)]
         assert callable(handler)
         handler(arrival, frame)

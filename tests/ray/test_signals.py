@@ -89,6 +89,36 @@ def test_sigterm_while_ray_forks_is_neither_lost_nor_tears_a_lock(short_folder: 
     assert not list(short_folder.glob("specactor-*"))
 
 
+AFTER_A_START = """
+import os, signal, sys, time
+from specactor_ray.cluster.connection import connect
+from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.core.signals import Terminated, sigterm_interrupts
+
+with sigterm_interrupts():
+    with connect(ClusterConfig(address=sys.argv[1], num_cpus=1 if sys.argv[1] == "local" else None)):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        except Terminated:
+            time.sleep(5)  # an orderly end, longer than the 3 seconds that Ray's own handler permits
+            print("ended")
+"""
+
+
+@pytest.mark.parametrize("address", ["local", "joined"])
+def test_an_orderly_end_after_sigterm_has_its_time(address: str, short_folder: Path) -> None:
+    if address == "joined":
+        ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+        address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", AFTER_A_START, address]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    finally:
+        ray.shutdown()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+
+
 def test_sigterm_while_ray_waits_is_told_from_ctrl_c() -> None:
     ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
     try:
