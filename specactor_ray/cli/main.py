@@ -87,7 +87,7 @@ def config(
 def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     """Roll out the prompts of data.path and write trajectories (JSONL) and a summary (JSON).
 
-    Trajectories are written to OUTPUT.partial as they end; the file gets its own name when all have.
+    Trajectories go to trajectories.jsonl.partial in the run's folder as they end; the file is renamed when all have.
     """
     settings, progress = load_settings(config_file, overrides)
     from specactor_ray.runs.rollout import run_rollout

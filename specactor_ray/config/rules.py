@@ -261,6 +261,8 @@ def _of_training(config: Config) -> Iterator[Problem]:
         yield "trainer.ranks", problem, "use trainer.backend=deepspeed, or 1 rank."
     if trainer.backend is TrainerBackend.deepspeed and importlib.util.find_spec("deepspeed") is None:
         yield "trainer.backend", "DeepSpeed is not installed.", "pip install deepspeed, or use trainer.backend=torch."
+    if config.tracking.wandb_project and importlib.util.find_spec("wandb") is None:
+        yield "tracking.wandb_project", "wandb is not installed.", "pip install wandb, or leave it out."
     if trainer.gpus > 1:
         problem = f"{trainer.gpus} GPUs, but a rank computes on one."
         yield "trainer.gpus", problem, "use 1 and raise trainer.ranks (trainer.backend=deepspeed)."

@@ -143,6 +143,6 @@ def discard_run_folder(folder: Path) -> None:
     """Remove the files of a run that ended before it began, and its folders if they are empty then."""
     partial = folder / PARTIAL_FILE
     if not partial.exists() or not partial.stat().st_size:
-        for name in (PARTIAL_FILE, CONFIG_FILE):
-            (folder / name).unlink(missing_ok=True)
+        for path in (folder / PARTIAL_FILE, folder / CONFIG_FILE, *folder.glob("config-from-step-*.yaml")):
+            path.unlink(missing_ok=True)
         remove_if_empty(folder, folder.parent)

@@ -20,7 +20,7 @@ from rich.text import Text
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
-from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.progress import Heartbeat
 from specactor_ray.rollout.trajectory import drafted_by_method
@@ -240,11 +240,8 @@ class StepRecorder:
         project, name = self._config.tracking.wandb_project, self._config.run.name
         if not project:
             return
-        try:
-            import wandb  # type: ignore[import-not-found]
-        except ImportError:
-            fix = "pip install wandb, or leave tracking.wandb_project out."
-            raise ConfigError("tracking.wandb_project", "wandb is not installed.", fix) from None
+        import wandb  # type: ignore[import-not-found]
+
         run = wandb.init(project=project, name=name, id=name, resume="allow")
         self._parts.callback(run.finish)
         yield lambda record: run.log(dict(numbers(record)), step=record["step"])

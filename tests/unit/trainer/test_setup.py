@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -236,7 +237,16 @@ def test_checkpoints_remember_settings_without_options_that_may_be_secret(tmp_pa
     assert one["environment.name"] == "retry" and "secret" not in json.dumps(one)
 
 
-def test_deepspeed_that_is_not_installed_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"trainer": {"backend": "deepspeed"}}, r"trainer\.backend: DeepSpeed is not installed"),
+        ({"tracking": {"wandb_project": "mine"}}, r"tracking\.wandb_project: wandb is not installed"),
+    ],
+)
+def test_packages_that_are_missing_are_named_first(
+    monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], problem: str
+) -> None:
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"trainer\.backend: DeepSpeed is not installed"):
-        rules.validate_training(from_mapping({"trainer": {"backend": "deepspeed"}, "data": {"n": 4}}))
+    with pytest.raises(ConfigError, match=problem):
+        rules.validate_training(from_mapping({**section, "data": {"n": 4}}))
