@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from specactor_ray.cluster.cores import cores_needed
+from specactor_ray.cluster.cores import draft_cores
 from specactor_ray.config.methods import acting_drafters, is_hosted
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
@@ -28,17 +28,12 @@ class Variant:
     @property
     def total_cores(self) -> int:
         """Cores of verifiers and draft actors; hosted drafters take turns with the verifier on its cores."""
-        return self.config.target.replicas * self.config.target.cores + draft_cores(self.config)
+        return self.config.target.replicas * self.config.target.cores + draft_cores(acting_drafters(self.config))
 
     def facts(self) -> dict[str, Any]:
         """Label, mode, batch and cores for a report."""
         mode = self.config.mode.value
         return {"variant": self.label, "mode": mode, "batch": self.batch, "total_cores": self.total_cores}
-
-
-def draft_cores(config: Config) -> int:
-    """Whole CPU cores that all draft actors take; shares of a core are put together."""
-    return cores_needed(drafter.cores for drafter in acting_drafters(config) for _ in range(drafter.replicas))
 
 
 class BenchMode(StrEnum):
@@ -113,7 +108,7 @@ def _variant(config: Config, mode: ModeName, batch: int, name: str, layout: tupl
     chosen.target.replicas, chosen.target.cores = replicas, cores
     chosen.target.max_batch = -(-batch * config.target.replicas // replicas)
     chosen.target.record_margins = True  # so that a difference is distinguished from a near-tie
-    beside = f" + {draft_cores(config)}" if mode is ModeName.decoupled else ""
+    beside = f" + {draft_cores(acting_drafters(config))}" if mode is ModeName.decoupled else ""
     return Variant(f"{name} {replicas}x{cores}{beside}", batch, chosen)
 
 
@@ -123,7 +118,7 @@ def _method_alone(config: Config, drafter: DrafterConfig) -> Config:
         return config
     chosen = copy.deepcopy(config)
     alone = copy.deepcopy(drafter)
-    cores = draft_cores(config)
+    cores = draft_cores(acting_drafters(config))
     alone.replicas = max(1, min(drafter.replicas, cores))
     alone.cores = float(max(1, cores // alone.replicas)) if cores else drafter.cores
     chosen.drafters = [alone]
@@ -139,9 +134,9 @@ def _reject_drafters_on_gpus(config: Config) -> None:
 
 def _extra_cores(config: Config) -> int:
     """Additional cores of each verifier when there are no drafters."""
-    extra, rest = divmod(draft_cores(config), config.target.replicas)
+    extra, rest = divmod(draft_cores(acting_drafters(config)), config.target.replicas)
     if rest:
-        problem = f"{draft_cores(config)} draft cores cannot be shared out evenly among the verifiers."
+        problem = f"{draft_cores(acting_drafters(config))} draft cores cannot be shared out evenly among the verifiers."
         fix = f"choose drafters whose cores are a multiple of target.replicas ({config.target.replicas})."
         raise ConfigError("drafters", f"{problem} Plain decoding on the same cores cannot be measured.", fix)
     if extra % config.target.tensor_parallel and not config.target.gpus:
@@ -153,7 +148,7 @@ def _extra_cores(config: Config) -> int:
 
 def _other_plain_layouts(config: Config, batch: int) -> Iterator[tuple[int, int]]:
     target = config.target
-    more, rest = divmod(draft_cores(config), target.cores)
+    more, rest = divmod(draft_cores(acting_drafters(config)), target.cores)
     replicas = target.replicas + more
     if more and not rest and batch * target.replicas % replicas == 0:
         yield replicas, target.cores

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
+from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.core.errors import ClusterError
 
 _ROUNDING = 1e-6
@@ -97,6 +98,11 @@ def cores_needed(sizes: Iterable[float]) -> int:
     ledger, sizes = CoreLedger(), list(sizes)
     ledger.add_node("all", range(sum(math.ceil(size) for size in sizes)))
     return len({core for number, size in enumerate(sizes) for core in ledger.take("all", size, str(number))})
+
+
+def draft_cores(drafters: Iterable[DrafterConfig]) -> int:
+    """Whole CPU cores of all draft actors of these sections; shares of a core are put together."""
+    return cores_needed(drafter.cores for drafter in drafters for _ in range(drafter.replicas))
 
 
 def usable_cores() -> tuple[str, tuple[int, ...]]:

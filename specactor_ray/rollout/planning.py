@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from specactor_ray.cluster.cores import cores_needed
+from specactor_ray.cluster.cores import draft_cores
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
@@ -50,7 +50,7 @@ def settle(config: Config, devices: Devices | None) -> Config:
     if target.cores is None:
         target.cores = _GPU_CORES + target.tensor_parallel
         if devices is not None:
-            others = _draft_cores(acting_drafters(settled)) + trainer_cores(settled)
+            others = draft_cores(acting_drafters(settled)) + trainer_cores(settled)
             target.cores = max(1, min(target.cores, (devices.cores - others) // target.replicas))
     target.dtype = fitting_dtype(target.dtype, target.gpus > 0, target.backend)
     if settled.mode is not ModeName.auto:  # it may still give a draft model a GPU
@@ -179,11 +179,7 @@ def devices_of(config: Config) -> tuple[int, int]:
     """GPUs and cores of verifiers and draft actors, as configured."""
     target, drafters = config.target, acting_drafters(config)
     gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
-    return gpus, target.replicas * target.cores + _draft_cores(drafters)
-
-
-def _draft_cores(drafters: Sequence[DrafterConfig]) -> int:
-    return cores_needed(drafter.cores for drafter in drafters for _ in range(drafter.replicas))
+    return gpus, target.replicas * target.cores + draft_cores(drafters)
 
 
 def trainer_cores(config: Config) -> int:
@@ -196,7 +192,7 @@ def _spare_cores(config: Config, devices: Devices) -> int:
     """Cores that each verifier gets from those configured for draft actors; its ranks share them evenly."""
     target = config.target
     room = (devices.cores - trainer_cores(config)) // target.replicas - target.cores
-    more = max(0, min(_draft_cores(config.drafters) // target.replicas, room))
+    more = max(0, min(draft_cores(config.drafters) // target.replicas, room))
     return more - more % target.tensor_parallel
 
 
