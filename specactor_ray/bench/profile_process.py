@@ -25,10 +25,11 @@ from specactor_ray.config.methods import drafter_spec
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.core.child import Report
 from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
+from specactor_ray.core.ragged import common_prefix
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.corpus import CorpusRecord, RecordStore, collect
 from specactor_ray.distill.evaluation import AcceptanceCounts, draft_all, replay
-from specactor_ray.draft.proposer import Proposer, common_prefix, packed
+from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.plan.costs import CostPoint
 from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest, build_engine
 from specactor_ray.target.rows import refuse_impossible

@@ -65,11 +65,7 @@ class BuiltIn(NamedTuple):
 _MATCHES = ("min_match", "max_match", "history_tokens")
 BUILT_IN = {
     "ngram": BuiltIn("lookup:NgramProposer", Traits(looks_up=True, keeps_history=True), _MATCHES),
-    "suffix": BuiltIn(
-        "lookup:SuffixProposer",
-        Traits(looks_up=True, keeps_history=True, draws_noise=True),
-        (*_MATCHES, "length_factor", "min_probability"),
-    ),
+    "suffix": BuiltIn("lookup:SuffixProposer", Traits(looks_up=True, keeps_history=True), _MATCHES),
     "draft_model": BuiltIn(
         "model:DraftModelProposer", Traits(draws_noise=True, branches=True, checkpoint=Checkpoint.MODEL)
     ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
-from specactor_ray.config.fields import at_least, below_one, limited, not_empty, one_of, positive
+from specactor_ray.config.fields import at_least, limited, not_empty, one_of, positive
 from specactor_ray.config.training_schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -218,7 +218,7 @@ class DrafterConfig:
     """For `draft_model` and `eagle`: key/value cache, in 2**30 bytes. Default: the need of max_batch requests, at most
     a tenth of a GPU, or 0.5 on the CPU."""
     shared_noise: bool = True
-    """For `suffix`, `draft_model` and `eagle`: sample with the target's noise, so that drafts are right far more often
+    """For `draft_model` and `eagle`: sample with the target's noise, so that drafts are right far more often
     at temperatures above 0; false draws independently, to measure the difference."""
     follow_policy: bool = False
     """For `draft_model`: load every new version of the target's weights in training (its model must be the target's
@@ -233,11 +233,6 @@ class DrafterConfig:
     history_tokens: int | None = at_least(0, default=None)
     """For `ngram` and `suffix`: most output tokens kept, including running ones, at 32 to 40 and 48 to 64 bytes per
     token. `ngram` reads those of the same prompt, `suffix` all. 0 keeps none. Default: 65536 and 1048576."""
-    length_factor: float = positive(2.0)
-    """For `suffix`: most draft tokens per matched token."""
-    min_probability: float = below_one(0.1)
-    """For `suffix`: a draft is extended while the estimated probability that all added tokens are right is at least
-    this."""
     online: OnlineConfig = field(default_factory=OnlineConfig)
     """For `eagle`: training on the samples of RL training."""
 

@@ -1,6 +1,9 @@
-"""Index arithmetic for ragged arrays: the values of all rows one after the other, beside an array of lengths."""
+"""Index arithmetic for ragged arrays (the values of all rows one after the other, beside an array of lengths), common
+prefixes, and arrays that grow."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -19,8 +22,25 @@ def places(firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return places
 
 
-def enlarged(array: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """A copy with length `size` in one axis; new elements are 0."""
+def common_prefix(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
+    """Length of the longest common prefix of two lists of tokens."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
+    return int(different[0]) if len(different) else length
+
+
+def enlarged(array: np.ndarray, axis: int, size: int, fill: int = 0) -> np.ndarray:
+    """A copy with length `size` in one axis; new elements are `fill`."""
     larger = np.zeros((*array.shape[:axis], size, *array.shape[axis + 1 :]), array.dtype)
+    if fill:  # else pages that are not written take no memory
+        larger[...] = fill
     larger[tuple(map(slice, array.shape))] = array
     return larger
+
+
+def grow(owner: object, names: Iterable[str], size: int, axis: int = 0, fill: int = 0) -> None:
+    """Replace arrays of `owner` that are shorter than `size` in one axis; see `enlarged`."""
+    for name in names:
+        array = getattr(owner, name)
+        if array.shape[axis] < size:
+            setattr(owner, name, enlarged(array, axis, size, fill))

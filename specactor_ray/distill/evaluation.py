@@ -22,9 +22,10 @@ from specactor_ray.config.rules import validate_drafter
 from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.progress import PhaseProgress, show_tokens
+from specactor_ray.core.ragged import common_prefix
 from specactor_ray.distill.card import read_card
 from specactor_ray.distill.corpus import Corpus, CorpusRecord, target_config
-from specactor_ray.draft.proposer import Proposer, build_proposer, common_prefix, packed
+from specactor_ray.draft.proposer import Proposer, build_proposer, packed
 from specactor_ray.models.checkpoint_files import describes_head
 from specactor_ray.transport.messages import Features
 

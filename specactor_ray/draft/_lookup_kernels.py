@@ -23,8 +23,6 @@ import numpy as np
 from specactor_ray.core.jit import kernel
 from specactor_ray.draft import _kernels
 from specactor_ray.draft._kernels import Lines
-from specactor_ray.sampling import noise
-from specactor_ray.sampling.noise import keyed_gumbel
 
 TOKEN, BACK, NEXT, GROUP, LINKS = 0, 1, 2, 3, 4
 CONTEXT_ONLY = ALL = -1
@@ -38,7 +36,7 @@ DOUBT = 0.5
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
 
-_jit: Any = kernel(sources=(_kernels, noise))
+_jit: Any = kernel(sources=(_kernels,))
 
 
 class Log(NamedTuple):
@@ -55,21 +53,17 @@ class Log(NamedTuple):
 class Texts(NamedTuple):
     """Arrays of `LookupProposer` by slot: each request's own text, and its place in the log of the run.
 
-    `rows`, int32 `(slots, width, LINKS + levels)`, and `heads`, int32 `(slots, levels * width)`: logs of the own text,
-    with `indexed` tokens (0 begins a new log). In the log of the run: `groups` (-1: it does not use that log), numbers
-    of the last rows, output tokens `written`. `seeds` of the target's noise, the position in it of each line's first
-    token (`bases`), whether it is used (`noisy`).
+    `own_rows`, int32 `(slots, width, LINKS + levels)`, `own_heads`, int32 `(slots, levels * width)`: logs of the own
+    text, with `indexed` tokens (0 begins a new log). In the log of the run: `groups` (-1: it does not use that log),
+    numbers of the last rows, output tokens `written`.
     """
 
-    rows: np.ndarray
-    heads: np.ndarray
+    own_rows: np.ndarray
+    own_heads: np.ndarray
     indexed: np.ndarray
     groups: np.ndarray
     lasts: np.ndarray
     written: np.ndarray
-    seeds: np.ndarray
-    bases: np.ndarray
-    noisy: np.ndarray
 
 
 @_jit
@@ -131,8 +125,8 @@ def advance(mirror: Any, texts: Any, log: Any, count: Any, slots: Any) -> Any:
     for slot in slots:
         line, end, begin = lines.lines[slot], lines.known[slot], texts.indexed[slot]
         if begin == 0:
-            texts.heads[slot] = 0
-        own = (texts.rows[slot], texts.heads[slot], log.levels, 1)
+            texts.own_heads[slot] = 0
+        own = (texts.own_rows[slot], texts.own_heads[slot], log.levels, 1)
         texts.indexed[slot], _ = write(own, begin, line, begin, end, 0, begin - 1)
         begin = lines.prompts[slot] + texts.written[slot]
         if texts.groups[slot] >= 0 and begin < end:
@@ -190,12 +184,8 @@ def _find(log: Any, group: Any, newest: Any, line: Any, end: Any, high: Any, fou
 
 
 @_jit
-def _elect(rows: Any, found: Any, votes: Any, key: Any, tokens: Any, ballots: Any, noisy: Any) -> Any:
-    """(token, its votes): the most frequent token in the rows `found`; among equals the one seen last.
-
-    With `noisy`, the token with the largest log(votes) + g: g is the target's own noise at this position, so this is
-    the token that the target would sample if its distribution were that of the votes.
-    """
+def _elect(rows: Any, found: Any, votes: Any, tokens: Any, ballots: Any) -> Any:
+    """(token, its votes): the most frequent token in the rows `found`; among equals the one seen last."""
     if votes == 1:
         return rows[found[0], TOKEN], 1
     distinct = 0
@@ -207,27 +197,18 @@ def _elect(rows: Any, found: Any, votes: Any, key: Any, tokens: Any, ballots: An
             tokens[j], ballots[j] = token, 0
             distinct += 1
         ballots[j] += 1
-    winner, best = 0, -1e300
-    for j in range(distinct):
-        score = float(ballots[j])
-        if noisy and distinct > 1:
-            score = np.log(score) + keyed_gumbel(key, tokens[j])
-        if score > best:
-            winner, best = j, score
+    winner = ballots[:distinct].argmax()
     return tokens[winner], ballots[winner]
 
 
 @_jit
-def _follow(rows: Any, votes: Any, limit: Any, floor: Any, noise: Any, scratch: Any, tokens: Any) -> Any:
+def _follow(rows: Any, votes: Any, limit: Any, floor: Any, scratch: Any, tokens: Any) -> Any:
     """Follow the elected tokens from the first `votes` rows in `scratch[0]` on, `limit` tokens at most, while the
-    probability of the path is not below `floor`. Fills `tokens`. `noise`: (seed, position of the first token, whether
-    it is used); else the majority decides. Returns (drafted tokens, sum of the path probabilities)."""
+    probability of the path is not below `floor`. Fills `tokens`. Returns (drafted tokens, sum of the path
+    probabilities)."""
     length, score, path, found = 0, 0.0, 1.0, scratch[0]
-    seed, position, noisy = noise
-    low, top = np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> _SHIFT)
     while length < limit and votes > 0:
-        key = (low, top, np.uint32(position + length))
-        token, ballot = _elect(rows, found, votes, key, scratch[1], scratch[2], noisy)
+        token, ballot = _elect(rows, found, votes, scratch[1], scratch[2])
         path *= ballot / (votes + DOUBT)
         if path < floor:
             break
@@ -248,8 +229,8 @@ def _follow(rows: Any, votes: Any, limit: Any, floor: Any, noise: Any, scratch: 
 def fill(
     mirror: Any, limits: Any, texts: Any, log: Any, count: Any, high: Any, factor: Any, floor: Any, slots: Any
 ) -> None:
-    """Lengthen the tails of `slots` up to `limits` by the rule of `lookup.py`. `high`, `factor` and `floor`:
-    `max_match`, `length_factor` and `min_probability` of `LookupProposer`."""
+    """Lengthen the tails of `slots` up to `limits` by the rule of `lookup.py`. `high`, `factor`, `floor`: `max_match`,
+    `length_factor`, `min_probability` of `LookupProposer`."""
     lines, texts, log = Lines(*mirror), Texts(*texts), Log(*log)
     scratch, tokens = np.empty((3, MAX_VOTES), np.int32), np.empty(lines.lines.shape[1], np.int32)
     for slot in slots:
@@ -257,9 +238,8 @@ def fill(
         begin, end, limit = lines.known[slot], np.int64(lines.ends[slot]), np.int64(limits[slot])
         if end >= limit:
             continue
-        own = Log(texts.rows[slot], texts.heads[slot], log.levels, 1)
+        own = Log(texts.own_rows[slot], texts.own_heads[slot], log.levels, 1)
         guessed, longest, length, best = end - begin, 0, 0, 0.0
-        noise = (texts.seeds[slot], texts.bases[slot] + end, texts.noisy[slot])
         for source in range(1 + log.scopes if group >= 0 else 1):
             if source == 0:
                 matched, votes = _find(own, 0, begin - 1, line, end, high, scratch[0])
@@ -270,7 +250,7 @@ def fill(
             if factor > 0.0:
                 room = min(room, np.int64(factor * max(matched - guessed, 0)) - guessed)
             rows = own.rows if source == 0 else log.rows
-            size, score = _follow(rows, votes, room, floor, noise, scratch, tokens)
+            size, score = _follow(rows, votes, room, floor, scratch, tokens)
             if score > best and (length == 0 or matched >= longest):
                 longest, length, best = matched, size, score
                 line[end : end + size] = tokens[:size]

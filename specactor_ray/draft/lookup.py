@@ -57,45 +57,39 @@ class LookupProposer(SlotProposer):
     """Drafts by look-ups, on token ids of any vocabulary.
 
     The outputs of the run are in one `TokenLog`, each behind the end of its prompt, which is context only. An output
-    that is opened again, or is finished elsewhere after it began here, is written again. The arguments are keys of
-    `drafters` (`config/schema.py`); None: the default of the method. `history_tokens` 0: only a request's own text is
-    looked up; `length_factor` 0: no limit of the length.
+    that is opened again, or is finished elsewhere after it began here, is written again. The first arguments are keys
+    of `drafters` (`config/schema.py`). `history_tokens`: None: the default of the method; 0: only a request's own text
+    is looked up. `length_factor`: most draft tokens per matched token, 0: no limit; `min_probability`: least
+    estimated chance that all tokens of a draft are right.
     """
 
     vocab_size: int | None = None
     scopes: int
-    """1: outputs of the same prompt are searched. 2: also outputs of all prompts. Then defaults of `history_tokens`,
-    `length_factor`, `min_probability` and `shared_noise`."""
+    """1: outputs of the same prompt are searched. 2: also outputs of all prompts."""
     history: int
-    factor, floor, noise = 0.0, 0.0, False
-    _by_slot = (*SlotProposer._by_slot, "_indexed", "_groups", "_lasts", "_written", "_seeds", "_bases", "_noisy")
+    """Default of `history_tokens`."""
+    length_factor, min_probability = 0.0, 0.0
+    _by_slot = (*SlotProposer._by_slot, "_indexed", "_groups", "_lasts", "_written")
 
     def __init__(
-        self,
-        min_match: int = 2,
-        max_match: int = 8,
-        history_tokens: int | None = None,
-        max_batch: int = 64,
-        length_factor: float | None = None,
-        min_probability: float | None = None,
-        shared_noise: bool | None = None,
+        self, min_match: int = 2, max_match: int = 8, history_tokens: int | None = None, max_batch: int = 64
     ) -> None:
         super().__init__(max_batch)
         kept = self.history if history_tokens is None else history_tokens
-        factor = self.factor if length_factor is None else float(length_factor)
-        self._limits = max_match, factor, self.floor if min_probability is None else float(min_probability)
-        self._shared_noise = self.noise if shared_noise is None else shared_noise
-        self._has_history = kept > 0
+        self._max_match, self._has_history = max_match, kept > 0
         self._log_shape = max(kept, 1), min_match, max_match, self.scopes
         self._log = TokenLog(*self._log_shape)
         self._indexed, self._groups, self._lasts, self._written = np.zeros((4, 0), np.int64)
-        self._seeds, self._bases, self._noisy = np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_)
-        self._rows, self._heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
-        """These nine arrays: see `_lookup_kernels.Texts`."""
+        self._own_rows, self._own_heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
+        """These six arrays: see `_lookup_kernels.Texts`."""
         nothing = np.zeros(0, np.int32)  # compiles or loads the kernels (some seconds on the first run of a machine)
         self._log.write(nothing, 0, -1)
         self._write(nothing)
         self._fill(nothing)
+
+    @classmethod
+    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+        return cls(config.min_match, config.max_match, config.history_tokens, config.max_batch)
 
     def extend(self) -> np.ndarray:
         slots = np.flatnonzero(self._unanswered).astype(np.int32)
@@ -120,9 +114,7 @@ class LookupProposer(SlotProposer):
         return min(self._log.count, len(self._log.rows))
 
     def _enter(self, slot: int, late: bool) -> bool:
-        sampling, prompt = self.samplings[slot], self.mirrors.prompt(slot)
-        self._seeds[slot], self._noisy[slot] = sampling.seed, self._shared_noise and sampling.temperature > 0.0
-        self._bases[slot] = sampling.first_position - len(prompt)
+        prompt = self.mirrors.prompt(slot)
         self._indexed[slot] = self._written[slot] = 0
         self._groups[slot], self._lasts[slot] = self._begin_output(prompt) if self._has_history else (-1, -1)
         self._write(np.array([slot], np.int32))
@@ -131,7 +123,7 @@ class LookupProposer(SlotProposer):
     def _begin_output(self, prompt: np.ndarray) -> tuple[int, int]:
         """Write the end of the prompt of a new output to the history. Returns its group and the number of the row."""
         group = crc32(prompt.tobytes()) >> 1
-        return group, self._log.write(prompt[-self._limits[0] :], kernels.CONTEXT_ONLY, -1)
+        return group, self._log.write(prompt[-self._max_match :], kernels.CONTEXT_ONLY, -1)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         self._write(slots[self._placed[slots]])
@@ -139,17 +131,18 @@ class LookupProposer(SlotProposer):
     def _write(self, slots: np.ndarray) -> None:
         """Add the newly committed tokens to the logs."""
         log, (have, width) = self._log, self.mirrors.lines.shape
-        if self._rows.shape[:2] != (have, width):  # the lines have grown: index all texts again
+        if self._own_rows.shape[:2] != (have, width):  # the lines have grown: index all texts again
             columns = len(log.arrays[2])
-            self._rows = np.zeros((have, width, kernels.LINKS + columns), np.int32)
-            self._heads = np.zeros((have, columns * width), np.int32)
+            self._own_rows = np.zeros((have, width, kernels.LINKS + columns), np.int32)
+            self._own_heads = np.zeros((have, columns * width), np.int32)
             self._indexed[:] = 0
             slots = np.append(np.flatnonzero(self._placed).astype(np.int32), slots)
         log.count = kernels.advance(self.mirrors.arrays, _TEXTS(self), log.arrays, log.count, slots)
 
     def _fill(self, slots: np.ndarray) -> None:
         mirrors, log, placed = self.mirrors, self._log, slots[self._placed[slots]]
-        kernels.fill(mirrors.arrays, mirrors.limits, _TEXTS(self), log.arrays, log.count, *self._limits, placed)
+        limits = self._max_match, self.length_factor, self.min_probability
+        kernels.fill(mirrors.arrays, mirrors.limits, _TEXTS(self), log.arrays, log.count, *limits, placed)
 
 
 _TEXTS = operator.attrgetter(*(f"_{name}" for name in kernels.Texts._fields))
@@ -163,24 +156,15 @@ class NgramProposer(LookupProposer):
     traits = BUILT_IN[method].traits
     scopes, history = 1, 1 << 16
 
-    @classmethod
-    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
-        return cls(config.min_match, config.max_match, config.history_tokens, config.max_batch)
-
 
 class SuffixProposer(LookupProposer):
     """`suffix`: also all outputs of the run, with drafts as long as their estimated probability allows.
 
     SuffixDecoding (arXiv 2411.04975) over the many samples per prompt of reinforcement learning; recent outputs count
-    more, as in DAS (arXiv 2511.13841). At temperatures above 0 the target's noise is added to the votes.
+    more, as in DAS (arXiv 2511.13841).
     """
 
     method = "suffix"
     traits = BUILT_IN[method].traits
     scopes, history = 2, 1 << 20
-    factor, floor, noise = 2.0, 0.1, True
-
-    @classmethod
-    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
-        lookups = (config.min_match, config.max_match, config.history_tokens, config.max_batch)
-        return cls(*lookups, config.length_factor, config.min_probability, config.shared_noise)
+    length_factor, min_probability = 2.0, 0.1

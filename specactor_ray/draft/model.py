@@ -17,10 +17,8 @@ import torch
 from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.ragged import places
-from specactor_ray.draft import branches as branching
-from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, ranges_of
 from specactor_ray.draft.burst import LONGEST, Burst, Bursts, CudaCapturer, Runner
-from specactor_ray.draft.proposer import Tails
+from specactor_ray.draft.chains import FREE, MAIN, Chains, ranges_of
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.loading import load_model
@@ -41,7 +39,7 @@ class ModelProposer(SlotProposer):
     bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
     """
 
-    _by_slot = (*SlotProposer._by_slot, "_rows", "_origins")
+    _by_slot = (*SlotProposer._by_slot, "_origins")
 
     def __init__(
         self,
@@ -51,33 +49,21 @@ class ModelProposer(SlotProposer):
         branches: int = 0,
         capturer: CudaCapturer | None = None,
     ) -> None:
-        super().__init__(max_batch)
-        self.branches = BranchTable(self.mirrors, branches)
+        super().__init__(max_batch, branches)
         cache = runner.cache
         self._cache, self._shared_noise, self._ids = cache, shared_noise, runner.ids
         self.vocab_size: int | None = runner.vocab_size
         self.max_len = min(runner.max_positions, cache.slots)
         self._rules = Rules(0, cache.device)
         """Sampling rules by slot; positions are those of the lines."""
-        self._rows, self._origins = np.zeros((2, 0), np.int64)
-        """int64 `(slots,)`, for requests that have a place: row in the cache; index in the line of the token that the
-        first entry of the row has read."""
+        self._origins = np.zeros(0, np.int64)
+        """int64 `(slots,)`: index in the line of the token that the first entry of the request's row has read."""
         self._most = MOST if branches else 1
         """Number of candidates per draw."""
         warm_up(cache.device, runner.dtype, self._most)
-        branching.warm_up()
         if capturer is None and cache.device.type == "cuda":
             capturer = CudaCapturer()
         self._bursts = Bursts(runner, self.max_len, self._most, capturer) if capturer is not None else None
-
-    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        if self.branches.most:
-            self._cache.free_rows(self.branches.settle(self._rows, slots, starts, lengths, tokens))
-        return super().commit(slots, starts, lengths, tokens)
-
-    def tails(self, slots: np.ndarray) -> Tails:
-        tails = super().tails(slots)
-        return tails._replace(branches=self.branches.published(slots)) if self.branches.most else tails
 
     @property
     def _tips(self) -> np.ndarray:
@@ -168,15 +154,15 @@ class ModelProposer(SlotProposer):
         return True
 
     def _leave(self, slot: int) -> None:
-        self._cache.free_rows(np.append(self.branches.release(slot), self._rows[slot]))
+        super()._leave(slot)
+        self._free(self._rows[[slot]])
+
+    def _free(self, rows: np.ndarray) -> None:
+        self._cache.free_rows(rows)
 
     def _drop_branches(self) -> None:
         """Free the pages of all branches for main chains."""
-        self._cache.free_rows(self.branches.close_all())
-
-    def _fit(self, slots: int) -> None:
-        super()._fit(slots)
-        self._cache.free_rows(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
+        self._free(self.branches.close_all())
 
     def _rows_of(self, chains: Chains) -> np.ndarray:
         """int64 `(n,)`: rows of the cache; the row of a new branch is forked from its main chain's."""
@@ -214,7 +200,7 @@ class ModelProposer(SlotProposer):
         if number == MAIN:
             self._give_up(slot)
         elif self.branches.ats[slot, number] != FREE:  # else it was dropped with its main chain
-            self._cache.free_rows(self.branches.rows[slot, [number]])
+            self._free(self.branches.rows[slot, [number]])
             self.branches.close(slot, number)
 
     def _append(self, chains: Chains, tokens: np.ndarray, gaps: np.ndarray) -> np.ndarray:
@@ -250,7 +236,7 @@ class DraftModelProposer(ModelProposer):
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
         self.mirrors.ends[:] = self.mirrors.known
-        self._cache.free_rows(self.branches.release(np.flatnonzero(self._placed)))
+        self._free(self.branches.release(np.flatnonzero(self._placed)))
         self._cache.truncate(self._rows[self._placed], 0)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:

@@ -51,16 +51,6 @@ def packed(commits: Sequence[tuple[int, int, Sequence[int]]]) -> tuple[np.ndarra
     return slots, starts, lengths, np.array([token for _, _, tokens in commits for token in tokens], np.int32)
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    length = 0
-    for mine, theirs in zip(left, right, strict=False):
-        if mine != theirs:
-            break
-        length += 1
-    return length
-
-
 class Failures:
     """Counts failures by the kind of error. Logs the first one of a kind with its traceback, and then the 10th, the
     100th and so on."""

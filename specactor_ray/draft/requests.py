@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.core.ragged import grow
 from specactor_ray.draft.proposer import Failures, Proposer
 from specactor_ray.transport.link import Link
 from specactor_ray.transport.messages import CommitBatch, DraftOpen, TailBatch
@@ -87,7 +88,7 @@ class DraftRequests:
         self.counters["opens"] += 1
         row, request_id = opened.row, opened.request_id
         if row >= len(verifier.slots) - 1:
-            verifier.slots = _longer(verifier.slots, 2 * row + 2)
+            grow(verifier, ("slots",), 2 * row + 2, fill=_NONE)
         # The row's last request has ended, finished or not; the new one may have moved here from another row.
         self._close(int(verifier.slots[row]))
         self._close(self._slots.get(request_id, _NONE))
@@ -104,8 +105,8 @@ class DraftRequests:
     def _take_slot(self) -> int:
         if not self._free:
             last, slots = len(self._owners) - 1, 2 * len(self._owners) + 1
-            for name in ("_owners", "_rows", "_generations", "_changed"):
-                setattr(self, name, _longer(getattr(self, name), slots))
+            grow(self, ("_owners", "_rows", "_generations"), slots, fill=_NONE)
+            grow(self, ("_changed",), slots)
             self._free = list(range(last, slots - 1))[::-1]
         return self._free.pop()
 
@@ -218,8 +219,3 @@ class DraftRequests:
         return TailBatch(
             self._drafter_id, self._rows[slots], self._generations[slots], *tails, token_s, tuple(lost.items())
         )
-
-
-def _longer(array: np.ndarray, length: int) -> np.ndarray:
-    """A copy, filled up with `_NONE` (False)."""
-    return np.pad(array, (0, length - len(array)), constant_values=_NONE if array.dtype == np.int32 else False)

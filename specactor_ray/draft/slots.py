@@ -6,137 +6,28 @@ Other requests get empty tails on their commits until a place is free. A user's 
 from __future__ import annotations
 
 import abc
-import functools
-import operator
 from collections.abc import Sequence
 
 import numpy as np
 
-from specactor_ray.core.ragged import enlarged
+from specactor_ray.core.ragged import grow
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft import _kernels
+from specactor_ray.draft.chains import BranchTable, MirrorTable, warm_up
 from specactor_ray.draft.proposer import Failures, Proposer, Tails
 from specactor_ray.transport.messages import FinishedOutput
 
-_MOST = 2**31 - 1
-_CLOSED = {"prompts": 0, "known": -1, "ends": -1, "windows": 0, "lasts": -1}
-"""Values of a slot that is not open."""
-
-
-class MirrorTable:
-    """One line of tokens per slot: prompt, committed output, tail."""
-
-    def __init__(self) -> None:
-        self.lines = np.zeros((0, 0), np.int32)
-        """int32 `(slots, width)` tokens; an open line has room for its committed tokens and a whole tail."""
-        self.prompts, self.known, self.ends, self.windows, self.lasts = np.zeros((5, 0), np.int32)
-        """int32 `(slots,)`: tokens of the prompt; of prompt and committed output (-1: not open); of these and the tail;
-        most tokens of the tail; most tokens of prompt and output."""
-        self.judged = np.zeros(2, np.int64)
-        """See `Proposer.judged`."""
-        self.arrays = _LINES(self)
-        """All of these arrays, for kernels."""
-
-    def is_open(self, slot: int) -> bool:
-        return slot < len(self.known) and bool(self.known[slot] >= 0)
-
-    @property
-    def limits(self) -> np.ndarray:
-        """int32 `(slots,)`: index in the line at which each tail ends at the latest; -1 where nothing is open."""
-        limits: np.ndarray = np.minimum(self.known + self.windows, self.lasts)
-        return limits
-
-    def prompt(self, slot: int) -> np.ndarray:
-        """The prompt, int32, a view."""
-        return self.lines[slot, : self.prompts[slot]]
-
-    def committed(self, slot: int) -> np.ndarray:
-        """The final output tokens, int32, a view."""
-        return self.lines[slot, self.prompts[slot] : self.known[slot]]
-
-    def open(
-        self, slot: int, prompt: Sequence[int], committed: Sequence[int], sampling: SamplingParams, window: int
-    ) -> None:
-        tokens = np.array([*prompt, *committed], np.int32)  # raises before any change
-        begin, known = len(prompt), len(tokens)
-        self._fit(slot + 1, known + window)
-        self.lines[slot, :known] = tokens
-        self.prompts[slot], self.windows[slot] = begin, window
-        self.lasts[slot] = min(begin + sampling.max_tokens, _MOST)
-        self.known[slot] = self.ends[slot] = known
-
-    def close(self, slot: int) -> None:
-        for name, closed in _CLOSED.items():
-            getattr(self, name)[slot] = closed
-
-    def commit(
-        self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """See `Proposer.commit`; a tail that disagrees is dropped as a whole. Returns int32 `(n,)` each: the token up
-        to which the line, tail included, is unchanged (-1: the commit does not fit); new output tokens."""
-        # Copies: kernels are compiled for writable arrays, and those of a message may be read-only.
-        slots, starts, lengths, tokens = (np.array(array, np.int32) for array in (slots, starts, lengths, tokens))
-        self._fit(0, _kernels.reach(self.arrays, slots, starts, lengths, len(tokens)))
-        same: np.ndarray
-        same, fresh = _kernels.commit(self.arrays, slots, starts, lengths, tokens)
-        return same, fresh
-
-    def lengthen(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append tokens to a tail, up to its limit. Raises TypeError or ValueError if they are no int32 token ids."""
-        tokens = np.asarray(tokens)
-        if len(tokens) and tokens.dtype.kind not in "iu":
-            raise TypeError(f"guesses are token ids, not {tokens.dtype}")
-        begin = int(self.ends[slot])
-        tokens = tokens[: max(int(self.limits[slot]) - begin, 0)]
-        if len(tokens) and tokens.dtype != np.int32 and int(tokens.max()) > _MOST:
-            raise ValueError(f"guesses are token ids, not {tokens.max()}")
-        self.lines[slot, begin : begin + len(tokens)] = tokens
-        self.ends[slot] = begin + len(tokens)
-
-    def tails(self, slots: np.ndarray) -> Tails:
-        return Tails(*_kernels.tails(self.arrays, np.asarray(slots, np.int32)))
-
-    def _fit(self, slots: int, width: int) -> None:
-        """Grow to at least `slots` lines of `width` tokens by doubling."""
-        have, wide = self.lines.shape
-        if slots <= have and width <= wide:
-            return
-        slots, width = _doubled(have, slots), _doubled(wide, width)
-        old, self.lines = self.lines, np.zeros((slots, width), np.int32)
-        for slot, end in enumerate(self.ends.tolist()):  # pages behind the ends stay untouched
-            if end > 0:
-                self.lines[slot, :end] = old[slot, :end]
-        for name, closed in _CLOSED.items():
-            setattr(self, name, enlarged(getattr(self, name), 0, slots))
-            getattr(self, name)[have:] = closed
-        self.arrays = _LINES(self)
-
-
-_LINES = operator.attrgetter(*_kernels.Lines._fields)
-
-
-def _doubled(have: int, wanted: int) -> int:
-    return have if wanted <= have else 1 << (wanted - 1).bit_length()
-
-
-@functools.cache
-def _warm_up() -> None:
-    """Compile or load the kernels."""
-    table, zero = MirrorTable(), np.zeros(1, np.int32)
-    table.open(0, (1,), (), SamplingParams(), 1)
-    table.commit(zero, zero, zero, zero[:0])
-    table.tails(zero)
-
 
 class SlotProposer(Proposer):
-    """Implements `Proposer` except `extend`. `max_batch`: most requests drafted for at once."""
+    """Implements `Proposer` except `extend`. `max_batch`, `branches`: most requests drafted for at once, and most
+    branches of each."""
 
-    _by_slot: tuple[str, ...] = ("_placed", "_waiting", "_unanswered")
+    _by_slot: tuple[str, ...] = ("_placed", "_waiting", "_unanswered", "_rows")
     """Names of the arrays `(slots,)` that grow with the table, filled with 0."""
     required = (*Proposer.required, "mirrors")
 
-    def __init__(self, max_batch: int = 64) -> None:
+    def __init__(self, max_batch: int = 64, branches: int = 0) -> None:
         self.mirrors = MirrorTable()
+        self.branches = BranchTable(self.mirrors, branches)
         self.judged = self.mirrors.judged
         self.request_ids, self.samplings = dict[int, str](), dict[int, SamplingParams]()
         """Request id and sampling parameters of each open slot."""
@@ -146,7 +37,9 @@ class SlotProposer(Proposer):
         """Number of free places."""
         self._placed, self._waiting, self._unanswered = np.zeros((3, 0), np.bool_)
         """bool `(slots,)`: has a place; open without a place; has a commit that `extend` has not processed."""
-        _warm_up()
+        self._rows = np.zeros(0, np.int64)
+        """int64 `(slots,)`: rows of the main chains in the drafter's cache; those of branches: `BranchTable.rows`."""
+        warm_up()
 
     def _enter(self, slot: int, late: bool) -> bool:
         """Take resources for a request, at its `open` or, if `late`, at a commit. False: there are none now."""
@@ -154,6 +47,10 @@ class SlotProposer(Proposer):
 
     def _leave(self, slot: int) -> None:
         """Free what `_enter` took; the mirror is still open. Called for requests with a place only."""
+        self._free(self.branches.release(slot))
+
+    def _free(self, rows: np.ndarray) -> None:
+        """Free rows of the drafter's cache."""
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         """Called after `commit` for slots with new tokens; their lines are unchanged up to the token `same`."""
@@ -175,6 +72,8 @@ class SlotProposer(Proposer):
         self._admit(slot, late=False)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        if self.branches.most:
+            self._free(self.branches.settle(self._rows, slots, starts, lengths, tokens))
         same, fresh = self.mirrors.commit(slots, starts, lengths, tokens)
         advanced = fresh > 0
         moved = slots[advanced]
@@ -185,7 +84,8 @@ class SlotProposer(Proposer):
         return same >= 0
 
     def tails(self, slots: np.ndarray) -> Tails:
-        return self.mirrors.tails(slots)
+        tails = self.mirrors.tails(slots)
+        return tails._replace(branches=self.branches.published(slots)) if self.branches.most else tails
 
     def close(self, slot: int, finished: bool) -> None:
         if not self.mirrors.is_open(slot):
@@ -211,10 +111,9 @@ class SlotProposer(Proposer):
             self._leave(slot)
 
     def _fit(self, slots: int) -> None:
-        for name in self._by_slot:
-            array = getattr(self, name)
-            if len(array) < slots:
-                setattr(self, name, enlarged(array, 0, slots))
+        """Make room for this many slots, and for the longest window."""
+        grow(self, self._by_slot, slots)
+        self._free(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
 
 
 class RowProposer(SlotProposer):

@@ -1,4 +1,4 @@
-"""Best candidates of keyed draws, for drafters with branches (`draft/branches.py`).
+"""Best candidates of keyed draws, for drafters with branches (`draft/chains.py`).
 
 A drafter that samples with the target's noise needs the next best tokens of the same draw as well.
 """

@@ -9,7 +9,7 @@ import numpy as np
 
 from specactor_ray.config.methods import Traits
 from specactor_ray.core.ragged import enlarged
-from specactor_ray.draft.branches import MAIN, RANKS, BranchTable, Chains, warm_up
+from specactor_ray.draft.chains import MAIN, RANKS, Chains
 from specactor_ray.draft.proposer import Proposer, Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.simulation import _kernels
@@ -40,7 +40,7 @@ class SimulatedProposer(SlotProposer):
     """
 
     vocab_size: int
-    _by_slot = (*SlotProposer._by_slot, "_cached", "_anchors", "_known", "_ranks")
+    _by_slot = (*SlotProposer._by_slot, "_anchors", "_known", "_ranks")
 
     def __init__(
         self,
@@ -52,17 +52,14 @@ class SimulatedProposer(SlotProposer):
         max_batch: int = 64,
         branches: int = 0,
     ) -> None:
-        super().__init__(max_batch)
-        warm_up()
+        self._time = world.draft_time(method)
+        super().__init__(max_batch, 0 if self._time.is_lookup else branches)
         self.method, self.vocab_size = method, world.text.vocab_size
         self._name, self._clock, self._world, self._random = name, clock, world, random
-        self._time = world.draft_time(method)
         self.traits = Traits(looks_up=self._time.is_lookup, branches=branches > 0)
-        self.branches = BranchTable(self.mirrors, 0 if self._time.is_lookup else branches)
-        """Branches; their `rows` are numbers of tokens in the cache."""
-        self._cached, self._anchors = np.zeros((2, 0), np.int64)
-        """`(slots,)`: number of tokens of main chains in the cache; for an EAGLE head, number of those that are based
-        on the target's states."""
+        self._anchors = np.zeros(0, np.int64)
+        """int64 `(slots,)`: for an EAGLE head, number of tokens of main chains in the cache that are based on the
+        target's states. `_rows`, and `rows` of the branches, are numbers of tokens in the cache."""
         self._known = np.zeros((0, 0), np.int32)
         """int32 `(slots, positions)`: right output tokens; for a lookup, its guesses."""
         self._ranks = np.zeros((0, 2, 0), np.int8)
@@ -79,28 +76,16 @@ class SimulatedProposer(SlotProposer):
             self._known, self._ranks = enlarged(self._known, 1, width), enlarged(self._ranks, 2, width)
         known = guesses(ranks[0], output, self.vocab_size) if self._time.is_lookup else output
         self._known[slot], self._ranks[slot] = 0, _kernels.NO_GUESS
-        self._cached[slot] = self._anchors[slot] = 0
+        self._rows[slot] = self._anchors[slot] = 0
         self._known[slot, : len(output)], self._ranks[slot, :, : len(output)] = known, ranks
         return True
 
-    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        if self.branches.most:
-            self.branches.settle(self._cached, slots, starts, lengths, tokens)
-        return super().commit(slots, starts, lengths, tokens)
-
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
-        np.minimum.at(self._cached, slots, same if self._time.fusion is None else self._anchors[slots])
-
-    def _leave(self, slot: int) -> None:
-        self.branches.release(slot)
-
-    def _fit(self, slots: int) -> None:
-        super()._fit(slots)
-        self.branches.fit(slots, int(self.mirrors.windows.max(initial=1)))
+        np.minimum.at(self._rows, slots, same if self._time.fusion is None else self._anchors[slots])
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._clock.work(self._world.sync_s)
-        self.mirrors.ends[:], self._cached[:] = self.mirrors.known, 0
+        self.mirrors.ends[:], self._rows[:] = self.mirrors.known, 0
         self.branches.release(np.flatnonzero(self._placed))
 
     # ---- guesses ----
@@ -124,7 +109,7 @@ class SimulatedProposer(SlotProposer):
 
     def _ready(self) -> Chains:
         mirrors, placed = self.mirrors, self._placed
-        reads = _kernels.reads(placed, self._cached, mirrors.arrays)
+        reads = _kernels.reads(placed, self._rows, mirrors.arrays)
         none = np.zeros((2, len(placed)), np.int64)
         budget = 0 if reads else self.budget
         return self.branches.plan(mirrors.ends, none[0] > 0, placed, none[1], budget, forward_s=self.forward_s)
@@ -134,7 +119,7 @@ class SimulatedProposer(SlotProposer):
         mirrors, table, changed = self.mirrors, self.branches, np.zeros(len(self._placed), np.bool_)
         if not len(chains.slots):
             return changed
-        at = (self._known, self._ranks, self._cached, mirrors.arrays, table.arrays, chains.slots, chains.numbers)
+        at = (self._known, self._ranks, self._rows, mirrors.arrays, table.arrays, chains.slots, chains.numbers)
         ends, prefill, tokens, gaps = _kernels.draft(*at, self.vocab_size, 1 + RANKS)
         table.append(mirrors.ends, chains, tokens, gaps)
         changed[chains.slots] = True
@@ -155,7 +140,7 @@ class SimulatedProposer(SlotProposer):
         begin = clock.kernel.now
         clock.work(seconds + rows * world.python.draft_row_s)
         world.record.add(Span(self._name, "draft", begin, clock.kernel.now, rows, positions))
-        world.record.streams(self._name, *_kernels.held(self._placed, self._cached, self.branches.arrays))
+        world.record.streams(self._name, *_kernels.held(self._placed, self._rows, self.branches.arrays))
 
     def tails(self, slots: np.ndarray) -> Tails:
         tails = super().tails(slots)

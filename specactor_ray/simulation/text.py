@@ -23,7 +23,7 @@ import numpy as np
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import parse_json
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.branches import GAPS, ranges_of
+from specactor_ray.draft.chains import GAPS, ranges_of
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
 from specactor_ray.simulation._kernels import NO_GUESS
 from specactor_ray.simulation.scenario import SkillConfig, WorkloadConfig

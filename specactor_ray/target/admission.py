@@ -11,7 +11,7 @@ from collections.abc import Callable, Container
 
 import numpy as np
 
-from specactor_ray.core.ragged import enlarged
+from specactor_ray.core.ragged import common_prefix, enlarged
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.target.rows import EngineRows
 
@@ -171,7 +171,7 @@ class PrefixCache:
             return
         kept = tokens.copy()
         for other, shorter in self._like(kept):
-            if other in self._retained and common_length(shorter, kept) == len(shorter):
+            if other in self._retained and common_prefix(shorter, kept) == len(shorter):
                 self.free(other)  # an earlier turn of the same conversation
         self.add(row, kept, lambda: kept)
         self._retained[row] = None
@@ -199,7 +199,7 @@ class PrefixCache:
     def longest(self, tokens: np.ndarray) -> tuple[int, int]:
         """The row with the longest common prefix with these tokens, int32, and its length; 0 if no row has a whole page
         in common."""
-        lengths = {row: common_length(cached, tokens) for row, cached in self._like(tokens)}
+        lengths = {row: common_prefix(cached, tokens) for row, cached in self._like(tokens)}
         best = max(lengths, key=lengths.__getitem__, default=-1)
         if best in self._retained:
             self._retained[best] = self._retained.pop(best)
@@ -213,11 +213,3 @@ class PrefixCache:
 
     def _page_of(self, tokens: np.ndarray) -> bytes:
         return tokens[: self._cache.page_size].tobytes()
-
-
-def common_length(one: np.ndarray, other: np.ndarray) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(one), len(other))
-    different = one[:length] != other[:length]
-    first = int(different.argmax()) if length else 0
-    return first if length and different[first] else length

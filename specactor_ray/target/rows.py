@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.ragged import begins, enlarged, places
+from specactor_ray.core.ragged import begins, grow, places
 from specactor_ray.core.types import TopTokens
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.sampling.rules import Rules
@@ -50,8 +50,8 @@ class EngineRows:
         if (finish := self._end_of(request)) is not None:
             return finish
         if row >= len(self.length):
-            for name in ("prompt", "length", "limit", "exported", "_minds_eos"):
-                setattr(self, name, enlarged(getattr(self, name), 0, max(2 * len(self.length), row + 1)))
+            names = ("prompt", "length", "limit", "exported", "_minds_eos")
+            grow(self, names, max(2 * len(self.length), row + 1))
         sampling, prompt = request.sampling, len(request.prompt_token_ids)
         self.requests[row] = request
         self.prompt[row], self.length[row] = prompt, prompt + len(request.committed_token_ids)

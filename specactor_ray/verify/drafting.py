@@ -10,7 +10,6 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,6 @@ from specactor_ray.verify.table import Acceptance, RequestTable
 
 _KEPT_POSITIONS = 2048
 """Number of newest positions of each request whose hidden states are kept for drafters that join later."""
-MOST_READ = 4096
-"""Most prompt and output tokens of the requests that a delivery opens at a model; a single request may have more."""
 
 
 @dataclass(slots=True)
@@ -82,8 +79,6 @@ class DrafterSeat(Drafter):
     ) -> None:
         super().__init__(drafter_id, link.spec, hosted=isinstance(link, HostedDrafter))
         self.link, self.number, self._table = link.link, number, table
-        self.postponed = 0
-        """Number of deliveries left out since its last turn."""
         self._session, self._begun = session, False
         self._features = features if self.spec.traits.reads_features else FeatureLog()
         # Row and generation of requests to close at the drafter → whether they are finished.
@@ -115,8 +110,7 @@ class DrafterSeat(Drafter):
         """The batch of unsent data, which counts as sent from now on. None if there is none after the first batch."""
         table, number = self._table, self.number
         told, mine = table.told[number], np.flatnonzero(table.assigned[number])
-        deliveries, self.postponed = 1 + self.postponed, 0
-        opened = tuple(self._opening(row) for row in self._to_open(mine[told[mine] < 0].tolist(), deliveries))
+        opened = tuple(map(self._opening, mine[told[mine] < 0].tolist()))
         rows = mine[(told[mine] >= 0) & (told[mine] < table.committed[mine])].astype(np.int32)
         closed, self._closed = tuple((*handle, finished) for handle, finished in self._closed.items()), {}
         last, self._last = self._last, []
@@ -133,14 +127,6 @@ class DrafterSeat(Drafter):
             tokens = np.concatenate([*(one[3] for one in last), tokens])
         arrays = (rows, generations, starts, lengths, tokens)
         return CommitBatch(verifier_id, *arrays, opened, closed, features, self._session)
-
-    def _to_open(self, rows: list[int], deliveries: int) -> list[int]:
-        """The first of these requests that fit into this many deliveries; the others follow with the next one."""
-        if self.spec.traits.looks_up:
-            return rows
-        requests, committed = self._table.requests, self._table.committed
-        ends = accumulate(len(requests[row].prompt_token_ids) + int(committed[row]) for row in rows)
-        return rows[: max(len(list(takewhile(lambda end: end <= deliveries * MOST_READ, ends))), 1)]
 
     def _opening(self, row: int) -> DraftOpen:
         table, request = self._table, self._table.requests[row]
@@ -241,8 +227,6 @@ class Drafting:
             seat.able = seat.link.failed is None
             if models_turn or not seat.takes_turns:
                 seat.link.offer(functools.partial(seat.news, self.verifier_id))
-            else:
-                seat.postponed += 1
 
     def revise(self, rows: np.ndarray) -> None:
         """Revise the assignments before a step over these rows, if a revision is due."""

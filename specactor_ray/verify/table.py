@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specactor_ray.config.schema import MAX_METHODS
-from specactor_ray.core.ragged import enlarged
+from specactor_ray.core.ragged import grow
 from specactor_ray.verify import _kernels
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.metrics import COUNTS
@@ -122,9 +122,9 @@ class RequestTable:
         """The row that `open` will return next."""
         if not self._free:
             old = len(self.generation)
-            self._enlarge(_BY_ROW, 0, 2 * old)
-            self._enlarge(_BY_SEAT, 1, 2 * old)
-            self._enlarge(("evidence", "drafts"), 2, 2 * old)
+            grow(self, _BY_ROW, 2 * old)
+            grow(self, _BY_SEAT, 2 * old, axis=1)
+            grow(self, ("evidence", "drafts"), 2 * old, axis=2)
             self._free = list(range(old, 2 * old))[::-1]
         return self._free[-1]
 
@@ -148,8 +148,7 @@ class RequestTable:
 
     def fit_seats(self, count: int) -> None:
         """Make room for this many drafters."""
-        if count > len(self.method):
-            self._enlarge((*_BY_SEAT, "method"), 0, 1 << (count - 1).bit_length())
+        grow(self, (*_BY_SEAT, "method"), 1 << (count - 1).bit_length())
 
     def clear_seat(self, seat: int, method: int) -> None:
         """Reset a seat for a drafter of this method."""
@@ -186,11 +185,7 @@ class RequestTable:
     def _fit(self, tokens: int) -> None:
         """Make room for outputs of this many tokens and a tail."""
         if (tokens := tokens + self.window + 1) > self.output.shape[1]:
-            self._enlarge(("output",), 1, 1 << (tokens - 1).bit_length())
-
-    def _enlarge(self, names: Sequence[str], axis: int, size: int) -> None:
-        for name in names:
-            setattr(self, name, enlarged(getattr(self, name), axis, size))
+            grow(self, ("output",), 1 << (tokens - 1).bit_length(), axis=1)
 
 
 _PLANES = operator.attrgetter(*_kernels.Planes._fields)

@@ -23,7 +23,7 @@ from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import places
-from specactor_ray.draft.branches import MAIN, Chains
+from specactor_ray.draft.chains import MAIN, Chains
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.model import ModelProposer
@@ -227,7 +227,7 @@ class EagleProposer(ModelProposer):
     def _drop_guesses(self, slots: np.ndarray) -> None:
         """Drop entries that are based on the head's own outputs. The tails stay until they are drafted again."""
         self._drafted[slots] = self.mirrors.known[slots]
-        self._cache.free_rows(self.branches.release(slots))
+        self._free(self.branches.release(slots))
         self._cache.truncate(self._rows[slots], self._anchors[slots] + 1 - self._origins[slots])
 
     # ---- one forward ----

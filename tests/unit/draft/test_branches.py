@@ -11,8 +11,7 @@ import pytest
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft._kernels import _PRIOR, chance
-from specactor_ray.draft.branches import FREE, GAPS, MAIN, RANKS, UNKNOWN, BranchTable, Chains, ranges_of
-from specactor_ray.draft.slots import MirrorTable
+from specactor_ray.draft.chains import FREE, GAPS, MAIN, RANKS, UNKNOWN, BranchTable, Chains, MirrorTable, ranges_of
 
 VOCABULARY = 12
 SHARES = (0.55, 0.4, 0.25, 0.2, 0.2)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor_ray.core.ragged import common_prefix
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.proposer import common_prefix, packed
-from specactor_ray.draft.slots import MirrorTable
+from specactor_ray.draft.chains import MirrorTable
+from specactor_ray.draft.proposer import packed
 
 TRUTH = [5, 3, 5, 5, 2, 3, 5, 1, 5, 3, 2, 2, 5, 4, 1, 3]
 PROMPT = (9, 9)

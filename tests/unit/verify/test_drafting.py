@@ -11,7 +11,7 @@ import pytest
 
 from specactor_ray.actors.process import ActorHost
 from specactor_ray.actors.specs import VerifierSpec
-from specactor_ray.config.methods import DrafterSpec, Traits, traits
+from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import ModeName, SpeculationConfig, TargetConfig
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup import NgramProposer
@@ -21,7 +21,7 @@ from specactor_ray.target.base import States, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, TailBatch
 from specactor_ray.verify._kernels import Committed
-from specactor_ray.verify.drafting import MOST_READ, DrafterLink, Drafting, HostedDrafter
+from specactor_ray.verify.drafting import DrafterLink, Drafting
 from tests.by_name import ByName
 from tests.unit.verify.tables import Claim, batch, ints, request
 
@@ -161,41 +161,6 @@ def test_a_lookup_learns_from_an_output_up_to_its_end() -> None:
     message, learned = ended()
     assert message.tokens.tolist() == [51, 52] and message.closed[0][2]
     assert learned == (51, 52)
-
-
-@pytest.mark.parametrize(
-    ("looks_up", "left_out", "deliveries"),
-    [
-        (True, 0, [["a", "b", "c", "d", "e"]]),
-        (False, 0, [["a", "b"], ["c"], ["d"], ["e"]]),
-        (False, 1, [["a", "b", "c"], ["d", "e"]]),
-        (False, 2, [["a", "b", "c", "d"], ["e"]]),
-    ],
-)
-def test_a_model_reads_some_prompts_at_a_time(looks_up: bool, left_out: int, deliveries: list[list[str]]) -> None:
-    """In order, as many as fit in the deliveries since its last turn, one at least."""
-    heard: list[CommitBatch] = []
-    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
-    link = Link(direct_sender(heard.append))
-    loop = DraftLoop("d", NgramProposer())
-    spec = DrafterSpec("m", traits=Traits(looks_up=looks_up))
-    drafting.set_drafters({"d": HostedDrafter(spec, link, loop) if left_out else DrafterLink(spec, link)})
-    sizes = {"a": 0.75, "b": 0.25, "c": 0.5, "d": 1.5, "e": 0.1}
-    rows = []
-    for name, size in sizes.items():
-        prompt = (1,) * (int(size * MOST_READ) - 1)
-        rows.append(drafting.table.open(TargetRequest(name, prompt, SamplingParams(max_tokens=9), (7,))))
-    drafting.revise(ints(rows))
-    for _ in range(len(sizes)):
-        for _ in range(left_out):
-            drafting.flush(models_turn=False)
-        drafting.flush()
-        one = np.ones(len(rows), np.int32)
-        drafting.commit(Committed(ints(rows), one, one, -one, 0 * one, 0 * one))
-    assert [opened for message in heard if (opened := [one.request_id for one in message.opened])] == deliveries
-    assert all(opened.row not in message.rows for message in heard for opened in message.opened)
-    drafting.flush()
-    assert sorted(heard[-1].rows.tolist()) == sorted(rows) and heard[-1].starts.tolist() == [5] * len(rows)
 
 
 def test_states_of_a_prompt_that_is_read_in_pieces_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:

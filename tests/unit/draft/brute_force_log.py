@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from specactor_ray.sampling.keyed import gumbel_noise
 
 DOUBT = 0.5
-VOCABULARY = 8
-
-
-class Noise(NamedTuple):
-    """The target's noise of a request from an output position on."""
-
-    seed: int
-    position: int
 
 
 @dataclass
@@ -62,12 +50,7 @@ class BruteForceLog:
         return next((r for r in self.rows[row.number + 1 :] if r.text == row.text), None)
 
     def draft(
-        self,
-        context: Sequence[int],
-        limit: int,
-        group: int | None,
-        noise: Noise | None,
-        floor: float,
+        self, context: Sequence[int], limit: int, group: int | None, floor: float
     ) -> tuple[int, list[int], float]:
         """(match length, tokens, score)."""
         length, rows = self.occurrences(context, group)
@@ -77,11 +60,7 @@ class BruteForceLog:
             votes: dict[int, int] = {}
             for row in rows:
                 votes[row.token] = votes.get(row.token, 0) + 1
-            worth = {token: float(count) for token, count in votes.items()}
-            if noise is not None:
-                g = gumbel_noise(noise.seed, noise.position + len(tokens), VOCABULARY)
-                worth = {token: math.log(count) + float(g[token]) for token, count in votes.items()}
-            winner = max(worth, key=worth.__getitem__)
+            winner = max(votes, key=votes.__getitem__)
             path *= votes[winner] / (len(rows) + DOUBT)
             if path < floor:
                 break

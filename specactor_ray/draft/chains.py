@@ -1,25 +1,26 @@
-"""Branches of a drafter's tails: continuations for other outcomes of the verification under way.
+"""Chains of a drafter: the main chain of each request, and branches for other outcomes of the verification under way.
 
-The main chains are the lines of `MirrorTable`. A drafter that samples with the target's noise has the next best
-candidates of each position for this very draw; a branch is the main chain up to a position, then such a candidate and
-its continuation. Where a commit refutes the main chain, the branch that agrees takes its place. How often each
-candidate is right is learned by the gap between the first and the second score. SSD (arXiv 2603.03251) drafts outcomes
-by their distribution; here they are those of the draw.
+The main chains are the lines of `MirrorTable`: prompt, committed output, tail. A drafter that samples with the target's
+noise has the next best candidates of each position for this very draw; a branch is the main chain up to a position,
+then such a candidate and its continuation. Where a commit refutes the main chain, the branch that agrees takes its
+place. How often each candidate is right is learned by the gap between the first and the second score. SSD (arXiv
+2603.03251) drafts outcomes by their distribution; here they are those of the draw.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from specactor_ray.core.ragged import enlarged
+from specactor_ray.core.ragged import grow
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft import _kernels as kernels
 from specactor_ray.draft._kernels import FREE, GAPS, MAIN, RANKS
-from specactor_ray.draft.slots import MirrorTable
+from specactor_ray.draft.proposer import Tails
 from specactor_ray.transport.messages import NO_BRANCHES, Branches
 
 __all__ = ["FREE", "GAPS", "MAIN", "RANKS"]  # names of `_kernels` for other modules
@@ -27,6 +28,95 @@ GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])
 """Ends of the ranges of gaps between scores (logits over temperature, plus noise)."""
 UNKNOWN = np.zeros(0)
 """Seconds of forwards without a measurement."""
+_MOST = 2**31 - 1
+_BY_SLOT = ("prompts", "known", "ends", "windows", "lasts")
+
+
+class MirrorTable:
+    """One line of tokens per slot: prompt, committed output, tail."""
+
+    def __init__(self) -> None:
+        self.lines = np.zeros((0, 0), np.int32)
+        """int32 `(slots, width)` tokens; an open line has room for its committed tokens and a whole tail."""
+        self.prompts, self.known, self.ends, self.windows, self.lasts = np.zeros((5, 0), np.int32)
+        """int32 `(slots,)`, -1 where nothing is open: tokens of the prompt; of prompt and committed output; of these
+        and the tail; most tokens of the tail; most tokens of prompt and output."""
+        self.judged = np.zeros(2, np.int64)
+        """See `Proposer.judged`."""
+        self.arrays = _LINES(self)
+        """All of these arrays, for kernels."""
+
+    def is_open(self, slot: int) -> bool:
+        return slot < len(self.known) and bool(self.known[slot] >= 0)
+
+    @property
+    def limits(self) -> np.ndarray:
+        """int32 `(slots,)`: index in the line at which each tail ends at the latest; negative where nothing is open."""
+        limits: np.ndarray = np.minimum(self.known + self.windows, self.lasts)
+        return limits
+
+    def prompt(self, slot: int) -> np.ndarray:
+        """The prompt, int32, a view."""
+        return self.lines[slot, : self.prompts[slot]]
+
+    def committed(self, slot: int) -> np.ndarray:
+        """The final output tokens, int32, a view."""
+        return self.lines[slot, self.prompts[slot] : self.known[slot]]
+
+    def open(
+        self, slot: int, prompt: Sequence[int], committed: Sequence[int], sampling: SamplingParams, window: int
+    ) -> None:
+        tokens = np.array([*prompt, *committed], np.int32)  # raises before any change
+        begin, known = len(prompt), len(tokens)
+        self._fit(slot + 1, known + window)
+        self.lines[slot, :known] = tokens
+        self.prompts[slot], self.windows[slot] = begin, window
+        self.lasts[slot] = min(begin + sampling.max_tokens, _MOST)
+        self.known[slot] = self.ends[slot] = known
+
+    def close(self, slot: int) -> None:
+        for name in _BY_SLOT:
+            getattr(self, name)[slot] = -1
+
+    def commit(
+        self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `Proposer.commit`; a tail that disagrees is dropped as a whole. Returns int32 `(n,)` each: the token up
+        to which the line, tail included, is unchanged (-1: the commit does not fit); new output tokens."""
+        # Copies: kernels are compiled for writable arrays, and those of a message may be read-only.
+        slots, starts, lengths, tokens = (np.array(array, np.int32) for array in (slots, starts, lengths, tokens))
+        self._fit(0, kernels.reach(self.arrays, slots, starts, lengths, len(tokens)))
+        same: np.ndarray
+        same, fresh = kernels.commit(self.arrays, slots, starts, lengths, tokens)
+        return same, fresh
+
+    def lengthen(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
+        """Append tokens to a tail, up to its limit. Raises TypeError or ValueError if they are no int32 token ids."""
+        tokens = np.asarray(tokens)
+        if len(tokens) and tokens.dtype.kind not in "iu":
+            raise TypeError(f"guesses are token ids, not {tokens.dtype}")
+        begin = int(self.ends[slot])
+        tokens = tokens[: max(int(self.limits[slot]) - begin, 0)]
+        if len(tokens) and tokens.dtype != np.int32 and int(tokens.max()) > _MOST:
+            raise ValueError(f"guesses are token ids, not {tokens.max()}")
+        self.lines[slot, begin : begin + len(tokens)] = tokens
+        self.ends[slot] = begin + len(tokens)
+
+    def tails(self, slots: np.ndarray) -> Tails:
+        return Tails(*kernels.tails(self.arrays, np.asarray(slots, np.int32)))
+
+    def _fit(self, slots: int, width: int) -> None:
+        """Grow to at least `slots` lines of `width` tokens by doubling."""
+        have, wide = self.lines.shape
+        if slots <= have and width <= wide:
+            return
+        slots, width = _doubled(have, slots), _doubled(wide, width)
+        old, self.lines = self.lines, np.zeros((slots, width), np.int32)
+        for slot, end in enumerate(self.ends.tolist()):  # pages behind the ends stay untouched
+            if end > 0:
+                self.lines[slot, :end] = old[slot, :end]
+        grow(self, _BY_SLOT, slots, fill=-1)
+        self.arrays = _LINES(self)
 
 
 class Chains(NamedTuple):
@@ -81,8 +171,7 @@ class BranchTable:
             self.gaps = np.full((have, self.most + 1, width), FREE, np.int32)
             self.opened = np.zeros((have, width), np.int32)
         if slots > have:
-            for name in kernels.Planes._fields[:-1]:
-                setattr(self, name, enlarged(getattr(self, name), 0, slots))
+            grow(self, kernels.Planes._fields[:-1], slots)
             self.ats[have:], self.gaps[have:] = FREE, FREE
         self.arrays = _PLANES(self)
         return freed
@@ -159,7 +248,12 @@ class BranchTable:
         return Branches(*kernels.published(self.arrays, self._mirrors.arrays, np.asarray(slots, np.int32)))
 
 
+_LINES = operator.attrgetter(*kernels.Lines._fields)
 _PLANES = operator.attrgetter(*kernels.Planes._fields)
+
+
+def _doubled(have: int, wanted: int) -> int:
+    return have if wanted <= have else 1 << (wanted - 1).bit_length()
 
 
 def ranges_of(gaps: np.ndarray) -> np.ndarray:
@@ -180,3 +274,5 @@ def warm_up() -> None:
     table.append(mirrors.ends, chains, np.ones((1, 1 + RANKS), np.int32), zero)
     table.settle(long, zero, zero, zero + 1, zero + 2)
     table.published(zero)
+    mirrors.commit(zero, zero, zero, zero[:0])
+    mirrors.tails(zero)
