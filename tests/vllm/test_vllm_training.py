@@ -34,6 +34,9 @@ def test_log_probabilities_are_the_trainers_after_every_update(tmp_path: Path) -
         "target.max_model_len=256",
         "target.max_batch=32",
         "trainer.steps=3",
+        "mode=coupled",  # its drafts are deterministic
+        "drafters=[{method: ngram}]",
+        "speculation.verify=all",
     ]
     outcome = run(settings(tasks, tmp_path / "runs", "vllm", *vllm))
     assert outcome.status == "complete"

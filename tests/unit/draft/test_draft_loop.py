@@ -13,7 +13,7 @@ import torch
 
 from specactor_ray.config.methods import Checkpoint, Traits
 from specactor_ray.draft.lookup import NgramProposer
-from specactor_ray.draft.loop import ENOUGH, DraftLoop
+from specactor_ray.draft.loop import ENOUGH, DraftLoop, Health, checksum
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.slots import RowProposer
@@ -152,19 +152,50 @@ class Picky(RowProposer):
         super().close(slot, finished)
 
 
+@pytest.mark.parametrize("traits", [Traits(), Traits(checkpoint=Checkpoint.MODEL)], ids=["lookup", "model"])
 @pytest.mark.parametrize("right", [False, True])
-def test_an_alarm_is_raised_while_a_drafter_is_never_right(right: bool, caplog: pytest.LogCaptureFixture) -> None:
-    class Repeats(Picky):
-        traits = Traits(looks_up=True, checkpoint=Checkpoint.MODEL)
-
-    loop, told = loop_of(Repeats(""))
+def test_an_alarm_is_raised_while_weights_are_never_right(
+    right: bool, traits: Traits, caplog: pytest.LogCaptureFixture
+) -> None:
+    proposer = Picky("")
+    proposer.traits = replace(traits, looks_up=True)
+    loop, told = loop_of(proposer)
     loop.deliver(news([opening(0, window=1, max_tokens=ENOUGH + 1)]))
     for position in range(ENOUGH):
         loop.run_once()
+        assert not loop.snapshot()["health"]["alarm"]
         hear(loop, news(commits=[(0, position, [int(told[-1].tokens[0]) + (not right)])]))
-    health = loop.snapshot()["health"]
-    assert health["tried"] == ENOUGH and health["right"] == ENOUGH * right and health["alarm"] is not right
-    assert ("none of its last" in caplog.text) is not right
+    health, alarm = loop.snapshot()["health"], not right and traits.checkpoint is Checkpoint.MODEL
+    assert health["tried"] == ENOUGH and health["right"] == ENOUGH * right and health["alarm"] is alarm
+    assert ("none of its last" in caplog.text) is alarm
+
+
+def test_an_alarm_is_logged_at_its_begin_and_its_end() -> None:
+    health = Health("eagle-0#1a2b", "eagle", Traits(checkpoint=Checkpoint.MODEL))
+    assert health.observe(500, 300) == ""
+    health.renew(7, "00c0ffee")
+    assert health.to_dict()["tried"] == 0 and health.observe(500 + ENOUGH - 1, 300) == ""
+    warning = health.observe(500 + ENOUGH, 300)
+    for words in ("eagle-0#1a2b (eagle)", f"last {ENOUGH} draft tokens", "version 7", "00c0ffee", "Fix: "):
+        assert words in warning
+    assert health.observe(900, 300) == "" and health.observe(900, 300) == ""
+    assert health.to_dict() == {
+        "method": "eagle", "version": 7, "checksum": "00c0ffee", "tried": 400, "right": 0, "missed": 400, "alarm": True
+    }  # fmt: skip
+    health.renew(8, "0badcafe")
+    assert health.to_dict()["alarm"], "nothing says that these weights are better"
+    assert health.observe(910 + ENOUGH, 300) == "" and health.to_dict()["alarm"]
+    ended = health.observe(1200, 301)
+    assert "right again" in ended and "version 8" in ended and not health.to_dict()["alarm"]
+
+
+def test_a_checksum_tells_weights_apart() -> None:
+    weights = {"a": torch.arange(6000.0).reshape(60, 100), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.ones(0)}
+    first = checksum(weights)
+    assert len(first) == 8 and checksum(dict(reversed(weights.items()))) == first
+    others = [{**weights, "a": weights["a"] + 1}, {**weights, "b": -weights["b"]}, {**weights, "d": weights["b"]}]
+    assert len({first, *map(checksum, others)}) == 4
+    assert checksum({}) == ""
 
 
 FIRST = np.zeros(1, np.int32)
@@ -212,17 +243,6 @@ def test_reported_slots_that_are_not_open_are_passed_over() -> None:
     assert [batch.rows.tolist() for batch in told] == [[0, 1], [0]] and loop.snapshot()["failures"] == 0
 
 
-def test_a_slot_that_is_used_again_brings_nothing_of_its_last_request() -> None:
-    """Nor does a late message about that one reach the new one."""
-    loop, told = loop_of(NgramProposer(1, 4, 100, 8))
-    hear(loop, news([opening(0, "a")]))
-    loop.deliver(news(closed=[(0, True)]))
-    loop.deliver(news([replace(opening(0, "b", (7, 8, 9)), generation=2)]))
-    loop.deliver(news(commits=[(0, 0, [2])], closed=[(0, True)]))
-    assert open_at(loop) == 1 and told[-1].lost == ((0, 1),)
-    assert told[-1].generations.tolist() == [2] and told[-1].lengths.tolist() == [0]
-
-
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), RuntimeError("no luck")])
 def test_a_method_that_leaves_its_process_loses_its_requests_and_the_loop_goes_on(
     error: BaseException, caplog: pytest.LogCaptureFixture
@@ -246,27 +266,26 @@ def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:
     assert [batch.lost for batch in told] == [((7, 1),), ((0, 1),)] and loop.snapshot()["resyncs"] == 2
     hear(loop, news([opening(0)]))
     assert told[-1].lost == () and told[-1].rows.tolist() == [0]
+    loop.deliver(news([opening(0, "other")], verifier_id="v1"))
+    assert open_at(loop) == 1, "that verifier is not listed"
+    loop.set_verifiers({"v1": Link(direct_sender(told.append))})
+    loop.deliver(news(commits=[(0, 0, [2])], verifier_id="v1"))
+    assert open_at(loop) == 0 and told[-1].lost == ((0, 1),)
 
 
 def test_a_row_or_a_request_that_is_used_again_replaces_what_was_there() -> None:
+    """And a late message about the last request of a row does not reach the new one."""
     loop, told = loop_of(NgramProposer(1, 4, 100, 8))
     loop.set_verifiers({name: Link(direct_sender(told.append)) for name in ("v0", "v1")})
     loop.deliver(news([opening(0, "a"), opening(1, "b")]))
     assert open_at(loop) == 2
-    loop.deliver(news([opening(0, "c")]))
-    assert open_at(loop) == 2 and told[-1].rows.tolist() == [0]
+    loop.deliver(news([replace(opening(0, "c", (7, 8, 9)), generation=2)]))
+    loop.deliver(news(commits=[(0, 0, [2])], closed=[(0, True)]))
+    assert open_at(loop) == 2 and told[-1].lost == ((0, 1),)
+    assert told[-1].generations.tolist() == [2] and told[-1].lengths.tolist() == [0]
     loop.deliver(news([opening(4, "c")], verifier_id="v1"))
     loop.deliver(news(closed=[(0, True)]))
     assert open_at(loop) == 2, "it has moved to another verifier; what the first says of it is over"
-
-
-def test_what_a_verifier_says_before_it_is_listed_is_asked_for_again() -> None:
-    loop, told = loop_of(NgramProposer(1, 4, 100, 8))
-    loop.deliver(news([opening(0)], verifier_id="v1"))
-    assert open_at(loop) == 0
-    loop.set_verifiers({"v1": Link(direct_sender(told.append))})
-    loop.deliver(news(commits=[(0, 0, [2])], verifier_id="v1"))
-    assert open_at(loop) == 0 and told[0].lost == ((0, 1),)
 
 
 def test_a_newer_session_closes_all_requests_of_its_verifier_and_older_ones_are_ignored() -> None:

@@ -354,33 +354,26 @@ def test_drafts_that_begin_to_pay_are_taken_up_for_good() -> None:
     assert not all(again) and again.index(False) + 3 < len(again) - again[::-1].index(True), "the pauses begin short"
 
 
-def test_drafters_are_told_now_and_then_while_they_are_left_alone() -> None:
+def suspended() -> Suspension:
+    """In a long pause."""
     suspension = Suspension()
     while suspension._spell < 128 or not suspension.is_on:
         steps(suspension, 1, accepted=0, drafting_s=0.002)
-    quiet = []
+    return suspension
+
+
+def test_a_pause_is_interrupted_for_news_and_ends_with_half_the_requests_or_new_drafters() -> None:
+    suspension, quiet = suspended(), list[bool]()
     while suspension.is_on:
         quiet.append(suspension.is_quiet)
         steps(suspension, 1, accepted=0, drafting_s=0.0)
     assert quiet.count(False) == len(quiet) // TELL_EVERY > 1 and not suspension.is_quiet
-
-
-def test_half_as_many_requests_end_a_pause() -> None:
-    """The tail of a rollout has room for drafts."""
-    suspension = Suspension()
-    while suspension._spell < 128 or not suspension.is_on:
-        steps(suspension, 1, accepted=0, drafting_s=0.002)
-    for num_rows in (16, 12, 9):
-        suspension.record(num_rows, 0, PLAIN_S, 0.0, PLAIN_OWN_S)
+    suspension = suspended()
+    for num_rows in (16, 12, 9, 8):  # the tail of a rollout has room for drafts
         assert suspension.is_on
-    suspension.record(8, 0, PLAIN_S, 0.0, PLAIN_OWN_S)
+        suspension.record(num_rows, 0, PLAIN_S, 0.0, PLAIN_OWN_S)
     assert not suspension.is_on
-
-
-def test_new_drafters_are_tried_at_once() -> None:
-    suspension = Suspension()
-    while not suspension.is_on:
-        steps(suspension, 1, accepted=0, drafting_s=0.002)
+    suspension = suspended()
     suspension.end()
     assert all(steps(suspension, PROBE_STEPS, accepted=0, drafting_s=0.002))
 

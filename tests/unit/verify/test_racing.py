@@ -17,7 +17,7 @@ from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.verify.policy import Drafter, DraftPolicy
-from specactor_ray.verify.racing import REVISE_EVERY, SWITCH_SHARE, Assigner, Places, draft_ladder
+from specactor_ray.verify.racing import REVISE_EVERY, SWITCH_SHARE, Assigner, Places
 from specactor_ray.verify.table import Acceptance, RequestTable
 from tests.unit.verify.tables import ints, request
 
@@ -74,12 +74,6 @@ def race(stragglers, ranking, workers, loads, serving):  # type: ignore[no-untyp
 def test_it_is_the_written_algorithm(stragglers, ranking, workers, loads, serving):  # type: ignore[no-untyped-def]
     arguments = stragglers, ranking, workers, loads, serving
     assert race(*arguments) == sorted(as_written(*arguments))
-
-
-@given(st.lists(st.sampled_from([1.0, 2.0, 2.5, 9.0]), min_size=4, max_size=4))
-def test_the_ladder_has_the_best_method_first(promised: list[float]) -> None:
-    assert draft_ladder(METHODS, np.array(promised)) == sorted(METHODS, key=lambda m: -promised[METHODS.index(m)])
-    assert draft_ladder([], np.zeros(0)) == []
 
 
 # ---- the assigner ----
@@ -211,16 +205,6 @@ def test_the_ladder_ranks_by_promised_speed_at_each_place() -> None:
     new = bench.add("new")
     bench.step()
     assert bench.seats(new) == [0, 2], "dear drafts are slow"
-
-
-def test_lookups_follow_all_they_have_room_for() -> None:
-    bench = Bench(drafter("eagle"), drafter("ngram", 2), drafter("suffix", 2), drafter("suffix", 2, 1), requests=5)
-    bench.step()
-    assert bench.loads == [5, 2, 2, 2]
-    assert not any({2, 3} <= set(bench.seats(row)) for row in bench.rows), "one of each method is enough"
-    lookups = Bench(drafter("ngram"), requests=3)
-    lookups.step()
-    assert lookups.loads == [3], "also where there is nothing else"
 
 
 @pytest.mark.parametrize("race", list(RaceName))
