@@ -438,3 +438,56 @@ class ModelConformance(EngineConformance):
         with pytest.raises(InputError, match="no tokens"):
             engine.add(TargetRequest("empty", (), SamplingParams()))
         assert answers(engine, [good[1]]).tokens == truth
+
+
+class LoadedConformance(ModelConformance):
+    """And what engines do with the memory and the weights of their models."""
+
+    short: Mapping[str, Any]
+    """Limits of an engine without room for the requests below at the same time."""
+
+    @classmethod
+    @abc.abstractmethod
+    def weights(cls) -> dict[str, Any]:
+        """Of the engine's model."""
+
+    def test_memory_pressure_preempts_without_changing_tokens(self, engine: Driver) -> None:
+        batch = requests(6, 1.0, max_tokens=180, ignore_eos=True)
+        truth, short = answers(engine, batch), Driver(self.make_engine(**self.short))
+        drafts, collected = noisy_tails(truth.tokens, 3, engine.vocab_size), Collected()
+        decoded, preempted = set[str](), set[str]()
+        for request in batch:
+            short.add(request)
+        while short.has_work():
+            decoding = set(short.decoding())
+            preempted |= decoded - decoding - collected.reasons.keys()
+            decoded |= decoding
+            collected.step(short, {name: drafts(name, short.committed[name]) for name in decoding})
+        assert collected.tokens == truth.tokens and preempted
+
+    def test_weights_are_replaced_and_restored_and_bad_ones_change_nothing(self) -> None:
+        engine, original, batch = Driver(self.make_engine()), self.weights(), requests(4, 1.0)
+        before = answers(engine, batch).tokens
+        engine.load_weights(1, {name: tensor * 1.3 for name, tensor in original.items()})
+        assert engine.weight_version == 1
+        changed = answers(engine, batch).tokens
+        assert changed != before
+        with pytest.raises(InputError, match="missing"):
+            engine.load_weights(2, {name: t for name, t in original.items() if "layers.1" not in name})
+        with pytest.raises(InputError, match="shape"):
+            engine.load_weights(2, {**original, "model.norm.weight": original["model.norm.weight"][:3]})
+        assert engine.weight_version == 1 and answers(engine, batch).tokens == changed
+        engine.load_weights(2, original)
+        assert answers(engine, batch).tokens == before
+
+    def test_sleeping_is_refused_with_requests_and_changes_nothing(self, engine: Driver) -> None:
+        batch = requests(3, 1.0)
+        before = answers(engine, batch).tokens
+        engine.sleep()
+        engine.wake()
+        assert answers(engine, batch).tokens == before
+        engine.wake()
+        engine.add(batch[0])
+        with pytest.raises(InputError, match="running"):
+            engine.sleep()
+        assert run(engine).tokens["r0"] == before["r0"]

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core.errors import InputError
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.vllm import VllmEngine
-from tests.exact_distribution import assert_sampled_from
-from tests.tiny import tiny_prompt_ids, tiny_vllm_target
-from tests.unit.engine_conformance import (
-    Collected,
-    Driver,
-    Guess,
-    ModelConformance,
-    answers,
-    noisy_tails,
-    requests,
-    run,
-)
+from tests.tiny import tiny_vllm_target
+from tests.unit.engine_conformance import Collected, Driver, LoadedConformance, answers, noisy_tails, requests, run
 from tests.unit.target.test_hf_engine import load
 from tests.unit.target.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
@@ -73,10 +58,16 @@ def end_engines() -> Iterator[None]:
     gc.collect()
 
 
-class TestConformance(ModelConformance):
+class TestConformance(LoadedConformance):
+    short: ClassVar = {"kv_cache_gb": 400 / (1 << 20)}
+
     @classmethod
     def make_engine(cls, **limits: Any) -> TargetEngine:
         return raw(**limits)
+
+    @classmethod
+    def weights(cls) -> dict[str, Any]:
+        return load(tiny_vllm_target()).state_dict()
 
 
 def hf(**limits: Any) -> Driver:
@@ -98,33 +89,6 @@ def test_tokens_are_those_of_hf(temperature: float, filters: dict[str, Any], com
     assert ours.tokens == theirs.tokens and ours.reasons == theirs.reasons
     for request_id, expected in theirs.logprobs.items():
         assert ours.logprobs[request_id] == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.parametrize("filters", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}], ids=["T1", "nucleus"])
-@pytest.mark.parametrize("quality", ["oracle", "random", "mixed"])
-def test_tokens_come_from_the_targets_distribution(filters: dict[str, Any], quality: str) -> None:
-    sampling = SamplingParams(**filters, max_tokens=8)
-    batch = [
-        TargetRequest(f"r{i}", ids, replace(sampling, seed=7000 + i)) for i, ids in enumerate(tiny_prompt_ids(6) * 50)
-    ]
-    engine = _distribution_engine()
-    truth = answers(engine, batch).tokens
-    rng = random.Random(9)
-    drafts: dict[str, Guess] = {
-        "oracle": lambda rid, done: truth[rid][done : done + 4],
-        "random": lambda rid, done: [rng.randrange(engine.vocab_size) for _ in range(4)],
-        "mixed": noisy_tails(truth, 9, engine.vocab_size),
-    }
-    collected = answers(engine, batch, drafts[quality])
-    accepted = sum(output.num_accepted for output in collected.outputs)
-    assert accepted > 500 or quality == "random"
-    outputs = [(request.prompt_token_ids, collected.tokens[request.request_id]) for request in batch]
-    assert_sampled_from(load(tiny_vllm_target()), outputs, sampling)
-
-
-@functools.cache
-def _distribution_engine() -> Driver:
-    return make()
 
 
 def test_hidden_states_are_those_of_hf() -> None:
@@ -151,48 +115,6 @@ def states_of(collected: Collected, request_id: str) -> torch.Tensor:
     return torch.cat([from_wire(states) for _, states in collected.states[request_id]])
 
 
-def test_weights_are_replaced_and_restored_and_bad_ones_change_nothing() -> None:
-    engine, reference = make(), hf()
-    original = load(tiny_vllm_target()).state_dict()
-    batch = requests(6, 1.0)
-
-    def both() -> dict[str, list[int]]:
-        for request in batch:
-            engine.add(request)
-            reference.add(request)
-        tokens = run(engine).tokens
-        assert tokens == run(reference).tokens
-        return tokens
-
-    before = both()
-    changed = {name: tensor * 1.3 for name, tensor in original.items()}
-    for each in (engine, reference):
-        each.load_weights(1, changed)
-    assert engine.weight_version == 1 and both() != before
-    with pytest.raises(InputError, match="missing"):
-        engine.load_weights(2, {name: t for name, t in original.items() if "layers.1" not in name})
-    with pytest.raises(InputError, match="shape"):
-        engine.load_weights(2, {**original, "model.norm.weight": torch.ones(3)})
-    assert engine.weight_version == 1
-    for each in (engine, reference):
-        each.load_weights(2, original)
-    assert both() == before
-
-
-def test_sleeping_is_refused_with_requests_and_changes_nothing() -> None:
-    engine = make()
-    batch = requests(3, 1.0)
-    before = answers(engine, batch).tokens
-    engine.sleep()
-    engine.wake()
-    assert answers(engine, batch).tokens == before
-    engine.wake()
-    engine.add(batch[0])
-    with pytest.raises(InputError, match="running"):
-        engine.sleep()
-    assert run(engine).tokens["r0"] == before["r0"]
-
-
 def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> None:
     """vLLM's own proposers draft nothing for the whole batch then."""
     engine = make(max_model_len=96)
@@ -206,11 +128,10 @@ def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> 
     assert any(o.request_id == "r0" and o.num_accepted == 4 for o in collected.outputs[: long_ends + 2])
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize(("rows", "drafts"), [(1, 0), (12, 3)])
 def test_a_step_moves_logits_alone_between_devices(monkeypatch: pytest.MonkeyPatch, rows: int, drafts: int) -> None:
     """Whatever the number of rows: tokens, rules and positions cost nothing."""
-    engine = _distribution_engine()
+    engine = make()
     for request in requests(rows, 1.0, max_tokens=40, ignore_eos=True):
         engine.add(request)
     while len(engine.decoding()) < rows:
@@ -232,27 +153,6 @@ def test_a_step_moves_logits_alone_between_devices(monkeypatch: pytest.MonkeyPat
     engine.step({f"r{i}": [1] * drafts for i in range(rows)})
     monkeypatch.undo()
     assert +moves == {"cpu": 2 if drafts else 1}, "drafts are on the device of the logits"
-    for i in range(rows):
-        engine.remove(f"r{i}")
-
-
-def test_memory_pressure_preempts_without_changing_tokens() -> None:
-    batch = requests(6, 1.0, max_tokens=180, ignore_eos=True)
-    results, preempted = [], []
-    for kilobytes in (32 << 10, 400):
-        engine = make(kv_cache_gb=kilobytes / (1 << 20))
-        for request in batch:
-            engine.add(request)
-        decoded: set[str] = set()
-        collected = Collected()
-        while engine.has_work():
-            decoding = set(engine.decoding())
-            preempted.append((kilobytes, decoded - decoding - set(collected.reasons)))
-            decoded |= decoding
-            collected.step(engine)
-        results.append(collected.tokens)
-    assert results[0] == results[1]
-    assert {size for size, requests_ in preempted if requests_} == {400}, "only the small cache is short of room"
 
 
 def test_logits_that_cannot_be_sampled_from_end_their_requests_alone() -> None:
