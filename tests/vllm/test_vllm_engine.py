@@ -17,7 +17,7 @@ from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.vllm import VllmEngine
 from tests.tiny import tiny_vllm_target
-from tests.unit.engine_conformance import Collected, Driver, LoadedConformance, answers, noisy_tails, requests, run
+from tests.unit.engine_conformance import Collected, Driver, LoadedConformance, answers, noisy_tails, requests
 from tests.unit.target.test_hf_engine import load
 from tests.unit.target.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
@@ -76,38 +76,27 @@ def hf(**limits: Any) -> Driver:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "filters", "compiled"),
-    [(0.0, {}, False), (1.0, {}, True), (0.7, {"top_k": 30, "top_p": 0.9}, False)],
+    ("temperature", "filters", "limits"),
+    [
+        (0.0, {}, {}),
+        (1.0, {}, {"compiled": True}),
+        (0.7, {"top_k": 30, "top_p": 0.9}, {}),
+        (1.0, {}, {"hidden_layers": (0, 3, HEAD_INPUT), "max_step_tokens": 24}),
+    ],
 )
-def test_tokens_are_those_of_hf(temperature: float, filters: dict[str, Any], compiled: bool) -> None:
+def test_tokens_and_states_are_those_of_hf(temperature: float, filters: dict[str, Any], limits: dict[str, Any]) -> None:
+    """Also with drafts, and when a prompt comes in pieces."""
     batch = requests(12, temperature, **filters)
-    engines = [make(compiled=compiled), hf()]
-    for request in batch:
-        for engine in engines:
-            engine.add(request)
-    ours, theirs = (run(engine) for engine in engines)
-    assert ours.tokens == theirs.tokens and ours.reasons == theirs.reasons
+    engine, reference = make(**limits), hf(hidden_layers=limits.get("hidden_layers", ()))
+    theirs, plain = answers(reference, batch), answers(engine, batch)
+    ours = answers(engine, batch, noisy_tails(theirs.tokens, 2, engine.vocab_size))
+    assert plain.tokens == ours.tokens == theirs.tokens and ours.reasons == theirs.reasons
     for request_id, expected in theirs.logprobs.items():
         assert ours.logprobs[request_id] == pytest.approx(expected, abs=1e-3)
-
-
-def test_hidden_states_are_those_of_hf() -> None:
-    """Also with drafts, and when a prompt comes in pieces."""
-    layers = (0, 3, HEAD_INPUT)
-    batch = requests(5, 1.0, max_tokens=20)
-    vllm, reference = make(hidden_layers=layers, max_step_tokens=24), hf(hidden_layers=layers)
-    collected = []
-    for engine in (reference, vllm):
-        for request in batch:
-            engine.add(request)
-        drafts = noisy_tails(collected[0].tokens, 2, engine.vocab_size) if collected else None
-        collected.append(run(engine, drafts))
-    theirs, ours = collected
-    assert ours.tokens == theirs.tokens
-    for request_id in ours.tokens:
-        for spans in (ours.states[request_id], theirs.states[request_id]):
-            ends = [start + len(states) for start, states in spans]
-            assert [start for start, _ in spans] == [0, *ends[:-1]]
+    assert bool(ours.states) == ("hidden_layers" in limits)
+    for request_id, spans in ours.states.items():
+        ends = [start + len(states) for start, states in spans]
+        assert [start for start, _ in spans] == [0, *ends[:-1]]
         assert torch.allclose(states_of(ours, request_id), states_of(theirs, request_id), atol=1e-3)
 
 

@@ -30,8 +30,8 @@ def reference() -> torch.nn.Module:
     return load()
 
 
-def proposer(cache_bytes: int = 16 << 20, max_batch: int = 64, shared_noise: bool = True, branches: int = 0) -> ByName:
-    drafter = DraftModelProposer(RaggedModel(load(), cache_bytes), max_batch, shared_noise, branches)
+def proposer(cache_bytes: int = 16 << 20, shared_noise: bool = True, branches: int = 0) -> ByName:
+    drafter = DraftModelProposer(RaggedModel(load(), cache_bytes), 64, shared_noise, branches)
     drafter.budget = 40
     return ByName(drafter)
 
@@ -176,26 +176,6 @@ def test_a_larger_window_new_weights_and_the_models_end_leave_branches_right(ref
     check_empty(drafter)
 
 
-def test_a_request_that_outgrows_the_cache_leaves_its_place_to_another(reference: torch.nn.Module) -> None:
-    probe = RaggedModel(load(), 16 << 20)
-    drafter = proposer(cache_bytes=probe.cache.bytes_per_token * 600, max_batch=2)
-    sampling = SamplingParams(max_tokens=500)
-    for name in ("a", "b"):
-        drafter.open(name, tuple([5] * 20), (), sampling, 4)
-    drafter.open("c", (5, 6, 7), (), sampling, 4)
-    extend_fully(drafter)
-    assert len(drafter.tail("b")[1]) == 4 and drafter.tail("c") == (0, ()), "there are two places"
-    assert drafter.commit("b", 0, [9] * 460)
-    extend_fully(drafter)
-    assert drafter.tail("b") == (460, ()), "no room for so many tokens"
-    assert drafter.commit("c", 0, [9]) and drafter.commit("b", 460, [9])
-    extend_fully(drafter)
-    assert drafter.tail("c")[1] == expected_tail(reference, (5, 6, 7), [9], sampling, 4)
-    for name in ("a", "b", "c"):
-        drafter.close(name)
-    assert drafter._places == 2 and drafter._model.cache.free_slots == drafter._model.cache.slots
-
-
 def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: torch.nn.Module) -> None:
     drafter, prompts = proposer(), tiny_prompt_ids(3)
     samplings = [SamplingParams(temperature=1.0, max_tokens=60, seed=i) for i in range(3)]
@@ -251,16 +231,11 @@ def test_logits_of_no_token_are_refused() -> None:
     assert not model.cache.lengths.any()
 
 
-def test_own_noise_is_another_seed_and_the_same_every_time(reference: torch.nn.Module) -> None:
-    sampling = SamplingParams(temperature=1.0, seed=4, max_tokens=30)
+def test_own_noise_is_another_seed(reference: torch.nn.Module) -> None:
+    sampling, prompt = SamplingParams(temperature=1.0, seed=4, max_tokens=30), tiny_prompt_ids(1)[0]
+    drafter = proposer(shared_noise=False)
+    drafter.open("r", prompt, (), sampling, 6)
+    extend_fully(drafter)
     own = own_noise(sampling)
-    assert own.seed != sampling.seed and own == own_noise(sampling) and own.max_tokens == 30
-    prompt = tiny_prompt_ids(1)[0]
-    tails = {}
-    for shared in (True, False):
-        drafter = proposer(shared_noise=shared)
-        drafter.open("r", prompt, (), sampling, 6)
-        extend_fully(drafter)
-        tails[shared] = drafter.tail("r")[1]
-    assert tails[True] == expected_tail(reference, prompt, [], sampling, 6)
-    assert tails[False] == expected_tail(reference, prompt, [], own, 6)
+    assert own.seed != sampling.seed and own.max_tokens == 30
+    assert drafter.tail("r")[1] == expected_tail(reference, prompt, [], own, 6)

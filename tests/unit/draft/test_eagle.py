@@ -205,30 +205,16 @@ def test_a_request_too_long_for_the_head_leaves_its_place_to_another() -> None:
     first, second = Sequence(0, 0.0), Sequence(1, 0.0)
     for request in (first, second):
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    with pytest.raises(ValueError, match="the head reads 192"):
+        drafter.add_features(first.name, [Features(0, states_of(50, 0, width=64))])
     assert drafter.commit(first.name, 0, [9] * drafter.max_len) and drafter.commit(second.name, 0, [9])
-    drafter.add_features(first.name, [])
+    for _ in range(3):
+        drafter.add_features(first.name, [Features(0, first.states)])
+    assert not drafter._unread, "no states are kept"
     assert not drafter.commit(second.name, 1, [9]), "there is a place: to be opened with all states"
     drafter.close(first.name)
     drafter.close(second.name)
     assert drafter._places == 1
-
-
-def test_states_of_another_width_are_refused() -> None:
-    drafter, request = eagle(), Sequence(0, 0.0)
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    with pytest.raises(ValueError, match="the head reads 192"):
-        drafter.add_features(request.name, [Features(0, states_of(50, 0, width=64))])
-
-
-def test_no_states_are_kept_of_a_request_that_is_too_long_for_the_head() -> None:
-    drafter, request = eagle(), Sequence(0, 0.0)
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    drafter.proposer.max_len = len(request.prompt) + 8
-    for token in range(3, 40):
-        request.commit(drafter, [token])
-        extend_fully(drafter)
-    assert drafter.tail(request.name) == (len(request.output), ())
-    assert not drafter._unread
 
 
 @pytest.mark.parametrize("branches", [0, 4])

@@ -16,13 +16,11 @@ from specactor_ray.config.schema import ModeName, SpeculationConfig, TargetConfi
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.target.base import States, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, TailBatch
 from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.drafting import DrafterLink, Drafting
-from tests.by_name import ByName
 from tests.unit.verify.tables import Claim, batch, ints, request
 
 
@@ -127,40 +125,6 @@ def test_tails_are_kept_up_to_the_largest_window_and_most_branches_of_a_drafter(
     for claim in (three, three._replace(branches=(*three.branches, (1, (5,))))):
         drafting.inbox.put(batch([claim]))
     assert len(drafting.inbox) == 1 and list(drafting.snapshot()["malformed"].values()) == [1]
-
-
-def ended() -> tuple[CommitBatch, tuple[int, ...]]:
-    """What a lookup is told when a request of three tokens ends, of which it knows one, and how it then continues an
-    output that begins alike."""
-    proposer = NgramProposer(min_match=1, max_match=2, history_tokens=100, max_batch=4)
-    heard: list[CommitBatch] = []
-    mirrors = DraftRequests("d", proposer)
-
-    def receive(message: CommitBatch) -> None:
-        heard.append(message)
-        mirrors.take(message)
-
-    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
-    drafting.set_drafters({"d": DrafterLink(spec_of("ngram"), Link(direct_sender(receive)))})
-    row = drafting.table.open(request("r"))
-    for step in range(3):
-        drafting.revise(ints([row]))
-        if step < 2:
-            drafting.flush()
-        drafting.commit(Committed(ints([row]), ints([1]), ints([50 + step]), ints([-1]), ints([0]), ints([0])))
-    drafting.close(row, finished=True)
-    drafting.table.open(request("in its row"))
-    drafting.flush()
-    learner = ByName(proposer)
-    learner.open("another", (1, 2), (50,), SamplingParams(), 8)
-    learner.extend()
-    return heard[-1], learner.tail("another")[1]
-
-
-def test_a_lookup_learns_from_an_output_up_to_its_end() -> None:
-    message, learned = ended()
-    assert message.tokens.tolist() == [51, 52] and message.closed[0][2]
-    assert learned == (51, 52)
 
 
 def test_states_of_a_prompt_that_is_read_in_pieces_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
@@ -65,18 +63,6 @@ def test_hardly_any_other_choice_commits_more_per_second(seed: int) -> None:
     assert rate == pytest.approx(rate_of(lengths))
     best = max(map(rate_of, product(*(range(limit + 1) for limit in most))))
     assert rate >= 0.97 * best
-
-
-@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 6)), min_size=1, max_size=4), st.data())
-def test_at_any_cost_what_is_promised_is_what_is_chosen(rows: list[tuple[float, int]], data: st.DataObject) -> None:
-    """Also where the cost falls; and it is never less than that of plain decoding."""
-    p, supply = (np.array(column) for column in zip(*rows, strict=True))
-    size = 6 * len(rows) + 1
-    curve = np.array(data.draw(st.lists(st.floats(0.01, 10.0), min_size=size, max_size=size)))
-    rate, _, lengths = chosen(p.astype(float), supply, np.full(len(rows), 9), curve)
-    assert all(0 <= length <= limit for length, limit in zip(lengths, supply, strict=True))
-    expected = len(rows) + sum(gained(q, n) for q, n in zip(p, lengths, strict=True))
-    assert rate == pytest.approx(expected / curve[sum(lengths)]) and rate >= len(rows) / curve[0] * (1 - 1e-9)
 
 
 def test_of_several_tails_the_one_that_promises_most_is_taken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -74,56 +75,39 @@ def one(attempt: int = 0, committed: Sequence[int] = ()) -> TargetRequest:
     return replace(requests(1, 1.0)[0], attempt=attempt, committed_token_ids=tuple(committed))
 
 
-def test_a_request_that_is_submitted_twice_runs_once(verifier: Verifier) -> None:
-    verifier.loop.submit([one(), one()])
-    verifier.step(3)
-    verifier.loop.submit([one()])
-    verifier.finish()
-    verifier.loop.submit([one()])
-    verifier.finish()
-    assert verifier.ends() == [("r0", 0)]
-    assert verifier.tokens("r0", 0) == truth_of([one()])["r0"]
+@pytest.mark.parametrize(
+    ("script", "ended"),
+    [
+        ("submit0 submit0 step submit0 finish submit0 finish", [0]),  # it runs once
+        ("submit0 step submit2 submit1 finish submit0 submit1 submit2 finish", [2]),  # a newer one replaces the older
+        ("cancel1 submit1 submit0 step idle submit2 finish", [2]),  # a cancellation may overtake its submission
+        ("submit3 step cancel2 step cancel4 step idle submit4 finish", []),  # it ends this attempt, or an older one
+        ("submit3 cancel2 finish", [3]),
+    ],
+)
+def test_attempts(verifier: Verifier, script: str, ended: list[int]) -> None:
+    for action, number in re.findall(r"([a-z]+)(\d?)", script):
+        match action:
+            case "submit":
+                verifier.loop.submit([one(int(number))])
+            case "cancel":
+                verifier.loop.cancel([("r0", int(number)), ("nobody", 0)])
+            case "step":
+                verifier.step(3)
+            case "finish":
+                verifier.finish()
+            case "idle":
+                assert not verifier.engine.has_work() and verifier.loop.snapshot()["running"] == 0
+    assert verifier.ends() == [("r0", attempt) for attempt in ended]
+    for attempt in ended:
+        assert verifier.tokens("r0", attempt) == truth_of([one()])["r0"]
 
 
-def test_a_newer_attempt_replaces_the_older_and_an_older_one_does_not_come_back(verifier: Verifier) -> None:
+def test_a_newer_attempt_goes_on_from_committed_tokens(verifier: Verifier) -> None:
     truth = truth_of([one()])["r0"]
-    verifier.loop.submit([one()])
-    verifier.step(4)
-    begun = verifier.tokens("r0", 0)
-    assert begun and verifier.engine.has_work()
-    verifier.loop.submit([one(2, begun[:1]), one(1)])
+    verifier.loop.submit([one(2, truth[:1])])
     verifier.finish()
-    assert verifier.ends() == [("r0", 2)], "nothing is said of an attempt that was replaced"
-    assert begun[:1] + verifier.tokens("r0", 2) == truth
-    assert not verifier.tokens("r0", 1)
-    for late in (0, 1, 2):
-        verifier.loop.submit([one(late)])
-    verifier.finish()
-    assert verifier.ends() == [("r0", 2)]
-
-
-def test_a_cancellation_that_overtakes_its_submission_still_holds(verifier: Verifier) -> None:
-    verifier.loop.cancel([("r0", 1)])
-    verifier.loop.submit([one(1), one(0)])
-    verifier.step(3)
-    assert not verifier.engine.has_work() and not verifier.events
-    verifier.loop.submit([one(2)])
-    verifier.finish()
-    assert verifier.ends() == [("r0", 2)]
-
-
-def test_a_cancellation_ends_this_attempt_or_an_older_one_and_no_newer(verifier: Verifier) -> None:
-    verifier.loop.submit([one(3)])
-    verifier.step(2)
-    verifier.loop.cancel([("r0", 2)])
-    verifier.step()
-    assert verifier.engine.has_work(), "that was about an earlier attempt"
-    verifier.loop.cancel([("r0", 4), ("nobody", 0)])
-    verifier.step()
-    assert not verifier.engine.has_work() and verifier.loop.snapshot()["running"] == 0
-    verifier.loop.submit([one(4)])
-    verifier.finish()
-    assert verifier.ends() == []
+    assert truth[:1] + verifier.tokens("r0", 2) == truth
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
