@@ -477,7 +477,10 @@ class LoadedConformance(ModelConformance):
         with pytest.raises(InputError, match="shape"):
             engine.load_weights(2, {**original, "model.norm.weight": original["model.norm.weight"][:3]})
         assert engine.weight_version == 1 and answers(engine, batch).tokens == changed
-        engine.load_weights(2, original)
+        engine.load_weights(2, {**original, "model.norm.weight": original["model.norm.weight"] * math.nan})
+        failed = answers(engine, batch)
+        assert set(failed.reasons.values()) == {"error"} and all("NaN" in text for text in failed.errors.values())
+        engine.load_weights(3, original)
         assert answers(engine, batch).tokens == before
 
     def test_sleeping_is_refused_with_requests_and_changes_nothing(self, engine: Driver) -> None:

@@ -242,25 +242,6 @@ def test_chains_and_rows_agree_after_any_commits(seed: int) -> None:
     assert sorted(drafting.cache) == sorted(drafting.rows.tolist())
 
 
-def test_a_commit_that_does_not_fit_changes_nothing() -> None:
-    drafting = Drafting(slots=1, most=4, window=6, seed=3)
-    for _ in range(6):
-        drafting.extend(6)
-    before = {name: getattr(drafting.table, name).copy() for name in ("ats", "tokens", "rows", "evidence")}
-    drafting.commit([1])
-    drafting.extend(6)
-    kept = {name: getattr(drafting.table, name).copy() for name in before}
-    wrong = (drafting.truth[0][0] + 1) % VOCABULARY
-    gap = (np.zeros(1, np.int32), np.full(1, 9, np.int32), np.ones(1, np.int32), np.full(1, wrong, np.int32))
-    contradiction = (gap[0], np.zeros(1, np.int32), np.full(1, 2, np.int32), np.array([wrong, 1], np.int32))
-    unknown = (np.full(1, 99, np.int32), *gap[1:])
-    for arrays in (gap, contradiction, unknown):
-        assert not len(drafting.table.settle(drafting.rows, *arrays))
-        for name in ("ats", "tokens", "rows"):
-            assert np.array_equal(kept[name], getattr(drafting.table, name))
-    drafting.check()
-
-
 def planned() -> tuple[Drafting, dict[tuple[int, int, int], float]]:
     """Chains by the chance that their next token is needed: (slot, where it begins, candidate)."""
     drafting = Drafting(slots=3, most=16, window=8, seed=5)

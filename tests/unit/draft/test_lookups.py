@@ -251,21 +251,6 @@ def test_only_the_latest_occurrences_vote(method: Any) -> None:
 
 
 @both
-def test_a_request_that_gets_a_place_late_brings_all_its_text(method: Any) -> None:
-    proposer = method(2, 4, max_batch=1)
-    proposer.open("a", [1, 2, 3, 1, 2], [], GREEDY, 2)
-    proposer.open("b", [1, 2, 3, 1, 2], [3], GREEDY, 1)
-    assert proposer.extend() == ["a", "b"]
-    assert proposer.tail("b") == (1, ()) and proposer.history_tokens == 4
-    assert proposer.commit("b", 1, [1]) is True
-    proposer.close("a")
-    assert proposer.extend() == ["b"], "a place alone asks nothing new"
-    assert proposer.commit("b", 2, [2]) is True
-    assert drafted(proposer, "b") == [3]
-    assert proposer.history_tokens == 4 + 4 + 3, "the ends of both prompts, and the output of the second"
-
-
-@both
 def test_nothing_is_compiled_once_it_drafts(method: Any) -> None:
     """A kernel that is compiled in the middle of a rollout keeps verifiers waiting."""
     compiled_ones = [kernel for kernel in vars(kernels).values() if hasattr(kernel, "signatures")]
