@@ -131,7 +131,7 @@ class Bench:
         self.verifier.set_drafters(links)
         self._threads += [threading.Thread(target=loop.run, daemon=True) for loop in apart.values()]
 
-    def run(self, batch: Sequence[TargetRequest], timeout_s: float = 120.0) -> dict[str, list[int]]:
+    def run(self, batch: Sequence[TargetRequest], timeout_s: float = 240.0) -> dict[str, list[int]]:
         for thread in self._threads:
             if not thread.is_alive():
                 thread.start()

@@ -144,7 +144,7 @@ class Collected:
         self.states: dict[str, list[tuple[int, np.ndarray]]] = {}
         """Per request the first positions and the states of its spans."""
 
-    def step(self, engine: Driver, tails: Mapping[str, Tail] | None = None) -> None:
+    def step(self, engine: Driver, tails: Mapping[str, Tail] | None = None) -> StepResult:
         """One step of the engine."""
         names = {row: request.request_id for row, request in engine.requests.items()}
         stepped = engine.step(tails)
@@ -155,6 +155,7 @@ class Collected:
             self.prompt_logprobs[names[row]] = values
         for output in stepped.outputs:
             self._take(output)
+        return stepped.result
 
     def _take(self, output: Output) -> None:
         self.outputs.append(output)

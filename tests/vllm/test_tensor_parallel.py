@@ -89,7 +89,7 @@ class TestOverRay:
         with Rollout.from_config(split_config()) as rollout, ThreadPoolExecutor() as pool:
             killing = pool.submit(kill_a_rank, rollout)
             assert tokens_of(rollout) == plain_truth()
-            seen = killing.result(60)
+            seen = killing.result(120)
             ranks = wait_until(lambda: replacements(rollout, seen), "ranks of another verifier", 120.0)
             shared = shared_memory(ranks)
             assert shared, "a verifier shares memory with its ranks"

@@ -134,7 +134,7 @@ def tokens_under(rollout: Rollout, meddle: Callable[[], Any]) -> dict[tuple[int,
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     tokens = tokens_of(rollout)
-    thread.join(30)
+    thread.join(120)
     assert meddled, "the stream ended before anything was done"
     return tokens
 

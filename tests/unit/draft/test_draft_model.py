@@ -176,49 +176,32 @@ def test_a_larger_window_new_weights_and_the_models_end_leave_branches_right(ref
     check_empty(drafter)
 
 
-def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: torch.nn.Module) -> None:
-    drafter, prompts = proposer(), tiny_prompt_ids(3)
+def test_a_chain_that_cannot_be_sampled_from_costs_the_others_nothing(reference: torch.nn.Module) -> None:
+    """The main chain of one request, and half of the branches."""
+    drafter, prompts = proposer(branches=4), tiny_prompt_ids(3)
     samplings = [SamplingParams(temperature=1.0, max_tokens=60, seed=i) for i in range(3)]
     for i, prompt in enumerate(prompts):
         drafter.open(f"r{i}", prompt, (), samplings[i], 5)
     drafter.extend()
-    bad, forward = drafter._rows[drafter.slots["r1"]], drafter._model.forward
+    mains, forward, poisoned = drafter._rows[[drafter.slots[f"r{i}"] for i in range(3)]], drafter._model.forward, 0
 
-    def poisoned(rows: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
-        logits = forward(rows, *arrays).logits.clone()
-        logits[np.flatnonzero(rows == bad)] = float("nan")
+    def poison(rows: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
+        nonlocal poisoned
+        logits, branches = forward(rows, *arrays).logits.clone(), np.flatnonzero(~np.isin(rows, mains))[::2]
+        logits[np.append(branches, np.flatnonzero(rows == mains[1]))] = float("nan")
+        poisoned += len(branches)
         return RaggedOutput(logits, None)
 
-    drafter._model.forward = poisoned
+    drafter._model.forward = poison
     assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no more of r1"
     assert len(drafter.tail("r1")[1]) == 1
     assert drafter.judged.tolist() == [5, 0], "a whole window that is not drafted counts as wrong"
     extend_fully(drafter)
     for i in (0, 2):
         assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompts[i], [], samplings[i], 5)
-    assert drafter.commit("r1", 0, [9])
+        check_branches(reference, drafter, f"r{i}", prompts[i], samplings[i])
+    assert poisoned > 2 and drafter.commit("r1", 0, [9])
     assert drafter.extend() == ["r1"], "each further commit is answered"
-    check_empty(drafter)
-
-
-def test_a_branch_that_cannot_be_sampled_from_costs_its_main_chain_nothing(reference: torch.nn.Module) -> None:
-    drafter, prompt = proposer(branches=4), tiny_prompt_ids(1)[0]
-    sampling, forward = SamplingParams(temperature=1.0, max_tokens=60, seed=3), drafter._model.forward
-    drafter.open("r", prompt, (), sampling, 5)
-    main, poisoned = drafter._rows[0], 0
-
-    def poison(rows: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
-        nonlocal poisoned
-        logits = forward(rows, *arrays).logits.clone()
-        bad = np.flatnonzero(rows != main)[::2]
-        logits[bad] = float("nan")
-        poisoned += len(bad)
-        return RaggedOutput(logits, None)
-
-    drafter._model.forward = poison
-    extend_fully(drafter)
-    assert poisoned > 2 and drafter.tail("r")[1] == expected_tail(reference, prompt, [], sampling, 5)
-    check_branches(reference, drafter, "r", prompt, sampling)
     check_empty(drafter)
 
 

@@ -62,49 +62,41 @@ def test_logprobs_are_those_of_a_fresh_forward() -> None:
         assert ours.logprobs[request.request_id] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
-class Counting:
-    """Runs an engine and counts the positions of prefills."""
-
-    def __init__(self, engine: Driver) -> None:
-        self.engine, self.collected = engine, Collected()
-
-    def prefilled(self, *batch: TargetRequest) -> int:
-        for request in batch:
-            self.engine.add(request)
-        positions = 0
-        while self.engine.has_work():
-            stepped = self.engine.step(None)
-            positions += stepped.result.num_prefill_tokens
-            for output in stepped.outputs:
-                self.collected._take(output)
-        return positions
+def prefilled(engine: Driver, collected: Collected, *batch: TargetRequest) -> int:
+    """Run requests; the number of prompt positions that were computed."""
+    for request in batch:
+        engine.add(request)
+    positions = 0
+    while engine.has_work():
+        positions += collected.step(engine).num_prefill_tokens
+    return positions
 
 
 def test_the_next_turn_prefills_only_what_is_new() -> None:
     (first,) = requests(1, 1.0, max_tokens=60, ignore_eos=True)
-    turns, fresh = Counting(make()), make()
-    turns.prefilled(first)
-    output = turns.collected.tokens["r0"]
+    engine, turns, fresh = make(), Collected(), make()
+    prefilled(engine, turns, first)
+    output = turns.tokens["r0"]
     new = tiny_prompt_ids(2)[1]
     second = TargetRequest(
         "second", (*first.prompt_token_ids, *output, *new), SamplingParams(1.0, max_tokens=20, seed=5)
     )
-    assert turns.prefilled(second) == 1 + len(new)  # the last token of the output was sampled, but never fed
+    assert prefilled(engine, turns, second) == 1 + len(new)  # the last token of the output was sampled, but never fed
     alone = answers(fresh, [second])
-    assert turns.collected.tokens["second"] == alone.tokens["second"]
-    assert turns.collected.logprobs["second"] == alone.logprobs["second"]
+    assert turns.tokens["second"] == alone.tokens["second"]
+    assert turns.logprobs["second"] == alone.logprobs["second"]
 
 
 def test_samples_of_a_prompt_share_its_prefill() -> None:
     prompt = tuple(tiny_prompt_ids(1)[0]) * 6
     batch = [TargetRequest(f"s{i}", prompt, SamplingParams(1.0, max_tokens=30, seed=i)) for i in range(6)]
-    shared, truth = Counting(make()), {}
+    shared, truth = Collected(), {}
     assert len(prompt) > 64
-    assert shared.prefilled(*batch) == len(prompt)  # the others feed their last prompt token alone
+    assert prefilled(make(), shared, *batch) == len(prompt)  # the others feed their last prompt token alone
     for one in batch:
         fresh = make()
         truth |= answers(fresh, [one]).tokens
-    assert shared.collected.tokens == truth
+    assert shared.tokens == truth
 
 
 def test_a_prefix_of_a_running_request_is_shared_while_it_runs() -> None:
@@ -147,10 +139,11 @@ def test_prefixes_give_way_to_requests_that_run() -> None:
 
 
 def test_no_context_of_old_weights_is_used() -> None:
-    (request,), turns = requests(1, 1.0, max_tokens=40, ignore_eos=True), Counting(make())
-    turns.prefilled(request)
-    turns.engine.load_weights(1, {name: tensor * 1.2 for name, tensor in load().state_dict().items()})
-    assert turns.prefilled(replace(request, request_id="again")) == len(request.prompt_token_ids)
+    (request,), engine = requests(1, 1.0, max_tokens=40, ignore_eos=True), make()
+    prefilled(engine, Collected(), request)
+    engine.load_weights(1, {name: tensor * 1.2 for name, tensor in load().state_dict().items()})
+    again = replace(request, request_id="again")
+    assert prefilled(engine, Collected(), again) == len(request.prompt_token_ids)
 
 
 def test_a_prompt_beyond_the_budget_is_refused() -> None:

@@ -73,32 +73,6 @@ def test_of_several_tails_the_one_that_promises_most_is_taken() -> None:
     assert chosen(p, supply, np.ones(5), np.ones(41))[1] == [0, 0, 1, 0, -1], "no more than there is room for"
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_hardly_any_other_number_of_rounds_commits_more_per_second(seed: int) -> None:
-    """Tails of two drafters that grow to different lengths; all lengths that may then be verified."""
-    rng = np.random.default_rng(seed)
-    rows, most = int(rng.integers(1, 4)), 4
-    p, room = rng.uniform(0.02, 1.0, (2, rows)), rng.integers(0, 5, rows).astype(np.int32)
-    supply = rng.integers(0, 3, (2, rows)).astype(np.int32)
-    longest = np.maximum(supply, rng.integers(0, 5, (2, rows))).astype(np.int32)
-    curve = 0.05 + 10 ** rng.uniform(-4, -1) * np.arange(5 * rows) ** rng.uniform(1.0, 1.5)
-    token_s = 10 ** rng.uniform(-4, -1.5)
-
-    def best_rate(rounds: int) -> float:
-        there = np.minimum(np.minimum(supply + rounds, longest), room)
-        gains = [[max(map(gained, p[:, row], np.minimum(there[:, row], n))) for n in range(5)] for row in range(rows)]
-        choices = product(range(5), repeat=rows)
-        return max(
-            (rows + sum(map(list.__getitem__, gains, choice))) / (curve[sum(choice)] + rounds * token_s)
-            for choice in choices
-            if (np.array(choice) <= there.max(axis=0)).all()
-        )
-
-    rounds = _kernels.best_rounds(p, supply, longest, room, curve, token_s, most, 1.0)
-    assert 0 <= rounds <= most
-    assert best_rate(rounds) >= 0.97 * max(map(best_rate, range(most + 1)))
-
-
 def test_models_that_have_much_to_read_must_promise_more() -> None:
     """Such as after a suspension, in which they are told nothing."""
     bench = Bench(replace(MODEL, token_s=0.0375), rows=2)

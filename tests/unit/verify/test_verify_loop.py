@@ -142,22 +142,26 @@ def test_a_request_for_other_weights_is_refused_once_and_makes_no_token(verifier
     assert verifier.ends() == [("r0", 2)]
 
 
-def test_a_request_that_can_never_run_says_so_once(verifier: Verifier) -> None:
-    bad = TargetRequest("bad", (10**6,), SamplingParams(), attempt=5)
-    verifier.loop.submit([bad, bad])
-    verifier.finish()
-    (finished,) = verifier.events
-    assert isinstance(finished, Finished) and (finished.finish_reason, finished.attempt) == ("error", 5)
-
-
-@pytest.mark.parametrize(("name", "value"), [("top_k", 2**63), ("temperature", 10**400), ("seed", -1), ("top_p", "1")])
-def test_parameters_out_of_bounds_end_their_request_alone(verifier: Verifier, name: str, value: Any) -> None:
-    sampling = SamplingParams()
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("top_k", 2**63, "sampling.top_k is "),
+        ("temperature", 10**400, "sampling.temperature is "),
+        ("seed", -1, "sampling.seed is "),
+        ("top_p", "1", "sampling.top_p is "),
+        ("max_tokens", 9, "token id 1000000"),
+    ],
+)
+def test_a_request_that_can_never_run_fails_once_and_alone(
+    verifier: Verifier, name: str, value: Any, problem: str
+) -> None:
+    sampling, prompt = SamplingParams(), (10**6,) if name == "max_tokens" else (1,)
     object.__setattr__(sampling, name, value)  # as it may come out of a pickle
-    verifier.loop.submit([replace(one(), request_id="bad", sampling=sampling), one()])
+    bad = TargetRequest("bad", prompt, sampling, attempt=5)
+    verifier.loop.submit([bad, bad, one()])
     verifier.finish()
     (failed,) = [event for event in verifier.events if isinstance(event, Finished) and event.request_id == "bad"]
-    assert failed.finish_reason == "error" and f"sampling.{name} is " in failed.error
+    assert (failed.finish_reason, failed.attempt) == ("error", 5) and problem in failed.error
     assert verifier.tokens("r0", 0) == truth_of([one()])["r0"]
 
 
