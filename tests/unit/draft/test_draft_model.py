@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.seeds import own_noise
 from tests.by_name import ByName, branches_of, extend_fully
+from tests.fakes.capturer import FakeCapturer
 from tests.tiny import tiny_draft, tiny_prompt_ids
 
 
@@ -30,8 +32,8 @@ def reference() -> torch.nn.Module:
     return load()
 
 
-def proposer(cache_bytes: int = 16 << 20, shared_noise: bool = True, branches: int = 0) -> ByName:
-    drafter = DraftModelProposer(RaggedModel(load(), cache_bytes), 64, shared_noise, branches)
+def proposer(cache_bytes: int = 16 << 20, shared_noise: bool = True, branches: int = 0, capturer: Any = None) -> ByName:
+    drafter = DraftModelProposer(RaggedModel(load(), cache_bytes), 64, shared_noise, branches, capturer)
     drafter.budget = 40
     return ByName(drafter)
 
@@ -74,27 +76,31 @@ def check_empty(drafter: ByName) -> None:
     """Close all requests: the cache is as it was at the start."""
     for name in list(drafter.slots):
         drafter.close(name)
-    cache = drafter._model.cache
-    assert cache.free_slots == cache.slots and sorted(cache._free_rows) == list(range(len(cache.lengths)))
+    cache, scratch = drafter._model.cache, int(drafter._bursts is not None)  # bursts keep a page
+    assert cache.free_slots == cache.slots - scratch * cache.page_size
+    assert sorted(cache._free_rows) == list(range(scratch, len(cache.lengths)))
 
 
 @pytest.mark.parametrize("branches", [0, 4])
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_tails_after_any_history_are_those_of_a_fresh_model(
-    reference: torch.nn.Module, seed: int, branches: int
+    reference: torch.nn.Module, seed: int, captured: bool, branches: int
 ) -> None:
-    rng = random.Random(seed)
-    drafter = proposer(branches=branches)
+    """Token by token and in bursts, captured or not."""
+    rng, device = random.Random(seed), FakeCapturer() if captured else None
+    drafter = proposer(branches=branches, capturer=device)
     prompts = tiny_prompt_ids(4, seed)
     samplings = [
-        SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=60, seed=seed * 10 + i) for i in range(4)
+        SamplingParams(rng.choice([0.0, 1.0]), max_tokens=60, seed=seed * 10 + i, **filters)
+        for i, filters in enumerate(({}, {}, {"top_k": 20}, {"top_p": 0.9}))
     ]
     committed: list[list[int]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):
         drafter.open(f"r{i}", prompt, (), samplings[i], window=5)
     for _ in range(8):
         for _ in range(rng.randint(0, 7)):
-            drafter.proposer.budget = rng.choice([0, 6, 40])
+            drafter.proposer.budget, drafter.proposer.burst = rng.choice([0, 6, 40]), rng.choice([1, 3, 50])
             drafter.extend()
         for i in rng.sample(range(4), rng.randint(1, 4)):
             _, tail = drafter.tail(f"r{i}")
@@ -115,6 +121,7 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(
         assert tail == expected_tail(reference, prompt, committed[i], samplings[i], 5)
         found += check_branches(reference, drafter, f"r{i}", prompt, samplings[i])
     assert (found > 4) == (branches > 0)
+    assert device is None or 0 < device.fetches < device.launches
     check_empty(drafter)
 
 
