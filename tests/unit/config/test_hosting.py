@@ -13,9 +13,6 @@ from specactor_ray.controller.elastic import scale_refusal
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.rollout.planning import Devices, resolve_mode, settle
-from tests.fakes.loops import EAGLE_LAYERS
-from tests.tiny import tiny_draft, tiny_eagle
-from tests.unit.draft.test_own_proposers import Bench, config_of
 
 LOOKUP = "tests.fakes.own_proposers:Lookup"
 OWN_MODEL = {"method": "tests.fakes.own_proposers:Model"}
@@ -89,23 +86,6 @@ def test_a_hosted_head_beside_draft_actors() -> None:
     auto, lines = resolve_mode(from_mapping({**on_gpu, "mode": "auto"}), Devices(16, 2))
     assert auto.mode is ModeName.decoupled, lines
     assert resolve_mode(from_mapping({**on_gpu, "mode": "auto"}), Devices(16, 1))[0].mode is ModeName.coupled
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("outside", [OWN_MODEL, {**MODEL, "model": str(tiny_draft())}])
-def test_a_hosted_head_drafts_where_draft_actors_fail_and_changes_no_token(
-    outside: dict[str, Any], temperature: float
-) -> None:
-    head = {"method": "eagle", "model": str(tiny_eagle()), "hosted": True}
-    bench = Bench(config_of(outside, head, mode="decoupled", hidden_layers=list(EAGLE_LAYERS)))
-    bench.run(temperature=temperature)
-    assert bench.apart.keys() == {outside["method"]}
-    seats = {one.spec.method: one for one in bench.drafting.policy.drafters.values()}
-    assert seats["eagle"].takes_turns and not seats[outside["method"]].takes_turns
-    acceptance = bench.drafting.policy.acceptance
-    right, tried = acceptance.evidence.sum(axis=2)
-    assert tried[acceptance.number(outside["method"])] > 0 and right[acceptance.number("eagle")] > 0, "both drafted"
-    assert bench.verifier.metrics.accepted_tokens > 0
 
 
 @pytest.mark.parametrize(
