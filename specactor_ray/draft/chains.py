@@ -263,16 +263,17 @@ def ranges_of(gaps: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def warm_up() -> None:
-    """Compile or load the kernels."""
+def compile_kernels(branches: bool) -> None:
+    """Compile or load the kernels of mirrors, or also those of chains that a model extends."""
     mirrors, zero, long = MirrorTable(), np.zeros(1, np.int32), np.zeros(1, np.int64)
-    table = BranchTable(mirrors, 1)
     mirrors.open(0, (1,), (), SamplingParams(), 4)
-    table.fit(1, 4)
-    chains = table.plan(mirrors.ends, zero > 0, zero == 0, long + 1, 4)
-    table.read(mirrors.ends, long, long, chains, long)
-    table.append(mirrors.ends, chains, np.ones((1, 1 + RANKS), np.int32), zero)
-    table.settle(long, zero, zero, zero + 1, zero + 2)
-    table.published(zero)
     mirrors.commit(zero, zero, zero, zero[:0])
     mirrors.tails(zero)
+    if branches:
+        table = BranchTable(mirrors, 1)
+        table.fit(1, 4)
+        chains = table.plan(mirrors.ends, zero > 0, zero == 0, long + 1, 4)
+        table.read(mirrors.ends, long, long, chains, long)
+        table.append(mirrors.ends, chains, np.ones((1, 1 + RANKS), np.int32), zero)
+        table.settle(long, zero, zero, zero + 1, zero + 2)
+        table.published(zero)

@@ -18,7 +18,7 @@ from specactor_ray.config.methods import BUILT_IN, DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.ragged import places
 from specactor_ray.draft.burst import LONGEST, Burst, Bursts, CudaCapturer, Runner
-from specactor_ray.draft.chains import FREE, MAIN, Chains, ranges_of
+from specactor_ray.draft.chains import FREE, MAIN, Chains, compile_kernels, ranges_of
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.loading import load_model
@@ -61,6 +61,7 @@ class ModelProposer(SlotProposer):
         self._most = MOST if branches else 1
         """Number of candidates per draw."""
         warm_up(cache.device, runner.dtype, self._most)
+        compile_kernels(branches=True)
         if capturer is None and cache.device.type == "cuda":
             capturer = CudaCapturer()
         self._bursts = Bursts(runner, self.max_len, self._most, capturer) if capturer is not None else None

@@ -12,7 +12,7 @@ import numpy as np
 
 from specactor_ray.core.ragged import grow
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.chains import BranchTable, MirrorTable, warm_up
+from specactor_ray.draft.chains import BranchTable, MirrorTable, compile_kernels
 from specactor_ray.draft.proposer import Failures, Proposer, Tails
 from specactor_ray.transport.messages import FinishedOutput
 
@@ -39,7 +39,7 @@ class SlotProposer(Proposer):
         """bool `(slots,)`: has a place; open without a place; has a commit that `extend` has not processed."""
         self._rows = np.zeros(0, np.int64)
         """int64 `(slots,)`: rows of the main chains in the drafter's cache; those of branches: `BranchTable.rows`."""
-        warm_up()
+        compile_kernels(branches=False)
 
     def _enter(self, slot: int, late: bool) -> bool:
         """Take resources for a request, at its `open` or, if `late`, at a commit. False: there are none now."""

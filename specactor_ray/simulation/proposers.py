@@ -9,7 +9,7 @@ import numpy as np
 
 from specactor_ray.config.methods import Traits
 from specactor_ray.core.ragged import enlarged
-from specactor_ray.draft.chains import MAIN, RANKS, Chains
+from specactor_ray.draft.chains import MAIN, RANKS, Chains, compile_kernels
 from specactor_ray.draft.proposer import Proposer, Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.simulation import _kernels
@@ -54,6 +54,7 @@ class SimulatedProposer(SlotProposer):
     ) -> None:
         self._time = world.draft_time(method)
         super().__init__(max_batch, 0 if self._time.is_lookup else branches)
+        compile_kernels(branches=True)
         self.method, self.vocab_size = method, world.text.vocab_size
         self._name, self._clock, self._world, self._random = name, clock, world, random
         self.traits = Traits(looks_up=self._time.is_lookup, branches=branches > 0)
