@@ -21,17 +21,6 @@ class Model(RowProposer):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.max_batch or 64)
-        self.window = config.window
-        self.opened: set[str] = set()
-        self.calls = 0
-
-    def open(self, slot: int, request_id: str, *arguments: Any) -> None:
-        super().open(slot, request_id, *arguments)
-        self.opened.add(request_id)
-
-    def extend(self) -> np.ndarray:
-        self.calls += 1
-        return super().extend()
 
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
         known = [*prompt.tolist(), *output.tolist()]
@@ -118,8 +107,7 @@ class Nameless(RowProposer):
 
 
 class Hollow(Model):
-    def __init__(self, config: Any) -> None:
-        self.window = config.window
+    def __init__(self, config: Any) -> None: ...
 
 
 class Broken(Model):

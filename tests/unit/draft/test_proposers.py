@@ -23,7 +23,7 @@ from tests.fakes import own_proposers as own
 from tests.fakes.loops import eagle, ragged
 from tests.tiny import tiny_draft
 
-CONFIG = SimpleNamespace(window=4, max_batch=None)
+CONFIG = SimpleNamespace(max_batch=None)
 STATES = np.random.default_rng(0).standard_normal((400, 192)).astype(np.float32)
 MAX_TOKENS = 60
 

@@ -96,17 +96,6 @@ def test_only_what_is_accepted_counts_and_a_broken_row_fails_alone(seed: int) ->
         assert result.drafted[i] == (accepted if accepted == size else len(tails[i])), "what lies behind an end"
 
 
-def test_bad_logits_behind_an_end_that_was_drafted_do_not_count() -> None:
-    engine, rows, drafted = engine_rows([SamplingParams(0.0)]), ints(1), np.array([1])
-    logits = torch.zeros(2, VOCAB)
-    logits[0, 4], logits[1] = 1.0, float("nan")
-    places, offsets = engine.length[rows].astype(np.int64), np.array([0, 1])
-    found = verify_arrays(logits, offsets[:1], offsets, ints(4), places, rows, engine.rules)
-    result = engine.commit(rows, drafted, found, record_margins=False)
-    assert list(result.outputs()) == [(1, [4], Finish.STOP)] and not result.errors
-    assert (result.drafted.tolist(), result.accepted.tolist()) == ([1], [1])
-
-
 def cut(drafts: dict[int, list[int]], rows: list[int], most: int = 9, budget: int = 99, **sampling: int) -> list[int]:
     engine = engine_rows([SamplingParams(**sampling)] * 4, [0] * 4)
     given = Drafts.of(drafts)
