@@ -64,15 +64,6 @@ def test_an_outlier_does_not_count_and_an_old_measurement_is_forgotten() -> None
     assert costs[:60] == pytest.approx([0.01] * 60) and costs[-1] == pytest.approx(0.02)
 
 
-def test_lookups_cost_nothing_worth_measuring() -> None:
-    loop, told = loop_of(NgramProposer(1, 4, 0, 8), clock=HandClock(tick_s=0.5))
-    loop.deliver(news([opening(row, prompt=(1, 2, 3, 1, 2, 3)) for row in range(2)]))
-    assert loop.run_once()
-    (batch,) = told
-    assert batch.lengths.tolist() == [3, 3] and batch.token_s == 0.0
-    assert not loop.run_once()
-
-
 # ---- rows of a forward ----
 
 

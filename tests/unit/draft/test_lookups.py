@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 import numpy as np
@@ -205,27 +204,6 @@ def test_tails_are_those_of_the_rule(
         else:  # half of the commits agree with the tail, as far as they go
             f.commit(name, (f.requests[name].tail + ids)[:number] if which else ids, overlap=which)
         f.compare()
-
-
-@both
-@pytest.mark.parametrize("kept", [12, 50, 3000])
-def test_long_texts_are_found_as_short_ones_are(method: Any, kept: int) -> None:
-    """Indexes that grow, buckets with rows of several contexts, and a history that is overwritten many times."""
-    rng = random.Random(kept)
-    phrases = [[rng.randrange(60) for _ in range(rng.randint(3, 9))] for _ in range(4 if kept < 100 else 25)]
-    f = follower(method, 2, 6, kept, 4.0, 0.1)
-    for number in range(4):
-        f.open(str(number), (1, 2, number % 2), [], LONG, 5)
-    for step in range(30):
-        for name in f.requests:
-            tail = f.requests[name].tail
-            f.commit(name, tail[: rng.randrange(3)] + rng.choice(phrases)[: rng.randint(1, 9)])
-        f.extend()
-        f.compare()
-        if step % 10 == 9:
-            f.close("3", finished=True)
-            f.open("3", (1, 2, step % 2), [], LONG, 5)
-    assert f.proposer.history_tokens == min(len(f.reference.run.rows), kept)  # type: ignore[union-attr]
 
 
 def drafted(proposer: ByName, request_id: str = "r") -> list[int]:
