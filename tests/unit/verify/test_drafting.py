@@ -19,7 +19,6 @@ from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.target.base import States, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import CommitBatch, TailBatch
-from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.drafting import DrafterLink, Drafting
 from tests.unit.verify.tables import Claim, batch, ints, request
 
@@ -141,51 +140,3 @@ def test_states_of_a_prompt_that_is_read_in_pieces_are_kept_together(monkeypatch
     assert kept((0, 3), (3, 3), (6, 3)) == [0, 3, 6]
     assert kept((9, 1), (10, 1), (11, 1)) == [0, 3, 6, 9, 10, 11]
     assert kept((12, 1), (13, 1)) == [10, 11, 12, 13]
-
-
-def test_a_head_is_told_the_states_that_became_known_with_each_commit() -> None:
-    heard: dict[str, list[CommitBatch]] = {"head": [], "lookup": []}
-    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
-    links = {name: Link(direct_sender(said.append)) for name, said in heard.items()}
-    drafting.set_drafters(
-        {
-            "head": DrafterLink(spec_of("eagle"), links["head"]),
-            "lookup": DrafterLink(spec_of("ngram"), links["lookup"]),
-        }
-    )
-    row, other = (drafting.table.open(request(name)) for name in "ab")
-    position = {row: 0, other: 0}
-
-    def step(**fresh: int) -> None:
-        """So many positions of `a` and of `b` were fed, and all but those of the prompt commit a token."""
-        rows, counts = ints([row, other]), ints([fresh["a"], fresh["b"]])
-        for one, fed in zip(rows.tolist(), counts.tolist(), strict=True):
-            fed += position[one] == 0  # two of the prompt
-            drafting.keep(States(ints([one]), ints([position[one]]), ints([fed]), np.zeros((fed, 4), np.float32)))
-            position[one] += fed
-        tokens = np.ones(counts.sum(), np.int32)
-        drafting.commit(Committed(rows, counts, tokens, ints([-1, -1]), ints([0, 0]), ints([0, 0])))
-
-    def told() -> list[tuple[int, list[tuple[int, int]]]]:
-        drafting.flush()
-        spans = heard["head"][-1].features
-        return [(one, [(span.begin, span.end) for span in features]) for one, features in spans]
-
-    step(a=1, b=1)
-    drafting.revise(ints([row, other]))
-    assert told() == []
-    opened = {one.row: [(span.begin, span.end) for span in one.features] for one in heard["head"][-1].opened}
-    assert opened == {row: [(0, 2)], other: [(0, 2)]}
-    step(a=3, b=1)
-    assert told() == [(row, [(2, 5)]), (other, [(2, 3)])]
-    step(a=1, b=2)
-    step(a=2, b=1)
-    assert told() == [(row, [(5, 6), (6, 8)]), (other, [(3, 5), (5, 6)])], "all since it was told last"
-    drafting.inbox.put(TailBatch("head", *[ints([])] * 5, lost=((row, int(drafting.table.generation[row])),)))
-    drafting.take_messages()
-    step(a=1, b=1)
-    assert told() == [(other, [(6, 7)])]
-    (again,) = heard["head"][-1].opened
-    assert [(span.begin, span.end) for span in again.features] == [(0, 2), (2, 5), (5, 6), (6, 8), (8, 9)]
-    assert len(heard["lookup"]) == len(heard["head"]) and not any(message.features for message in heard["lookup"])
-    assert not any(one.features for message in heard["lookup"] for one in message.opened)
