@@ -31,7 +31,6 @@ class Admission:
         self._rows, self._cache, self._max_batch, self._shares = rows, cache, max_batch, shares
         self.context = np.zeros((0, 0), np.int32)
         """int32 `(rows, tokens)`: prompt and output tokens of each row."""
-        self.preemptions = 0
         self.prefixes = PrefixCache(cache)
         self._cached: dict[int, int] = {}
         """Admitted row → its row in the cache, in the order of admission."""
@@ -88,7 +87,6 @@ class Admission:
         """Make room in the cache: drop tails, then preempt the newest requests. Returns bool `(n,)`: admitted `rows`
         with room. `tokens`: of their contexts, in the cache and in this forward; `drafted`: draft tokens after them,
         set to 0 where they are dropped."""
-        preemptions = self.preemptions
         short = tokens + drafted > self._cache.room(self.cache_rows(rows))
         for i in np.flatnonzero(short).tolist():
             cached = self._cached.get(row := int(rows[i]))
@@ -97,7 +95,7 @@ class Admission:
             drafted[i] = 0
             while not self._make_room(cached, int(tokens[i])) and self._preempt_newest() != row:
                 pass
-        if preemptions == self.preemptions:
+        if not short.any():
             return np.ones(len(rows), np.bool_)
         return np.array([row in self._cached for row in rows.tolist()], np.bool_)
 
@@ -141,7 +139,6 @@ class Admission:
         row, cached = self._cached.popitem()
         self.prefixes.free(cached)
         self._waiting.appendleft(row)
-        self.preemptions += 1
         return row
 
 

@@ -111,11 +111,6 @@ class HfEngine:
         decoding: np.ndarray = rows[self._rows.length[rows] - cached == 1]
         return decoding
 
-    @property
-    def preemptions(self) -> int:
-        """Number of requests that lost their cache to older ones."""
-        return self._admission.preemptions
-
     def has_work(self) -> bool:
         return bool(self._rows.requests)
 

@@ -62,37 +62,26 @@ def test_logprobs_are_those_of_a_fresh_forward() -> None:
         assert ours.logprobs[request.request_id] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
-def prefilled(engine: Driver, collected: Collected, *batch: TargetRequest) -> int:
-    """Run requests; the number of prompt positions that were computed."""
-    for request in batch:
-        engine.add(request)
-    positions = 0
-    while engine.has_work():
-        positions += collected.step(engine).num_prefill_tokens
-    return positions
-
-
 def test_the_next_turn_prefills_only_what_is_new() -> None:
     (first,) = requests(1, 1.0, max_tokens=60, ignore_eos=True)
-    engine, turns, fresh = make(), Collected(), make()
-    prefilled(engine, turns, first)
-    output = turns.tokens["r0"]
+    engine, fresh = make(), make()
+    output = answers(engine, [first]).tokens["r0"]
     new = tiny_prompt_ids(2)[1]
     second = TargetRequest(
         "second", (*first.prompt_token_ids, *output, *new), SamplingParams(1.0, max_tokens=20, seed=5)
     )
-    assert prefilled(engine, turns, second) == 1 + len(new)  # the last token of the output was sampled, but never fed
+    turn = answers(engine, [second])
+    assert turn.prefilled == 1 + len(new)  # the last token of the output was sampled, but never fed
     alone = answers(fresh, [second])
-    assert turns.tokens["second"] == alone.tokens["second"]
-    assert turns.logprobs["second"] == alone.logprobs["second"]
+    assert turn.tokens == alone.tokens and turn.logprobs == alone.logprobs
 
 
 def test_samples_of_a_prompt_share_its_prefill() -> None:
     prompt = tuple(tiny_prompt_ids(1)[0]) * 6
     batch = [TargetRequest(f"s{i}", prompt, SamplingParams(1.0, max_tokens=30, seed=i)) for i in range(6)]
-    shared, truth = Collected(), {}
+    shared, truth = answers(make(), batch), {}
     assert len(prompt) > 64
-    assert prefilled(make(), shared, *batch) == len(prompt)  # the others feed their last prompt token alone
+    assert shared.prefilled == len(prompt)  # the others feed their last prompt token alone
     for one in batch:
         fresh = make()
         truth |= answers(fresh, [one]).tokens
@@ -140,10 +129,10 @@ def test_prefixes_give_way_to_requests_that_run() -> None:
 
 def test_no_context_of_old_weights_is_used() -> None:
     (request,), engine = requests(1, 1.0, max_tokens=40, ignore_eos=True), make()
-    prefilled(engine, Collected(), request)
+    answers(engine, [request])
     engine.load_weights(1, {name: tensor * 1.2 for name, tensor in load().state_dict().items()})
     again = replace(request, request_id="again")
-    assert prefilled(engine, Collected(), again) == len(request.prompt_token_ids)
+    assert answers(engine, [again]).prefilled == len(request.prompt_token_ids)
 
 
 def test_a_prompt_beyond_the_budget_is_refused() -> None:
@@ -163,7 +152,7 @@ def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None
     batch = requests(3, 1.0, max_tokens=300 if tight else 20, ignore_eos=tight)
     truth = answers(engine, batch)
     collected = answers(engine, batch, noisy_tails(truth.tokens, 2, 512))
-    assert (engine.preemptions > 0) == tight
+    assert (collected.prefilled > sum(len(one.prompt_token_ids) for one in batch)) == tight, "only then preempted"
     model = load()
     for request in batch:
         spans = collected.states[request.request_id]
