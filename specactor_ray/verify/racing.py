@@ -23,11 +23,6 @@ SWITCH_SHARE = 8
 """One in so many requests changes its method in one revision, so that the new method is measured on them."""
 
 
-def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:
-    """The draft ladder: `methods`, best first, by `(methods,)` predicted tokens per second; equal ones in order."""
-    return [methods[n] for n in np.argsort(-promised, kind="stable").tolist()]
-
-
 class Places:
     """A new assignment. `level`: share the requests of a method evenly among its drafters with room."""
 
@@ -142,9 +137,9 @@ class Assigner:
         stays = has.copy()
         stays[leaving[gain[leaving] > 1.0 + SWITCH_GAIN]] = False
         places.keep(base[stays], rows[stays])
-        order = np.argsort(~has, kind="stable")
+        order, ladder = np.argsort(~has, kind="stable"), np.argsort(-promised, axis=0, kind="stable")
         for index in order[~places.wanted[:, rows[order]].any(axis=0)].tolist():
-            any(places.place(method, int(rows[index])) for method in draft_ladder(models, promised[:, index]))
+            any(places.place(models[n], int(rows[index])) for n in ladder[:, index].tolist())
 
     def _is_racing(self, decoding: int) -> bool:
         """Whether few requests are left, of which none waited or read its prompt at the begin of the race."""

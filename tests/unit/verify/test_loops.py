@@ -82,8 +82,6 @@ def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> Non
     assert snapshot["committed_tokens"] == sum(f.num_tokens for f in bench.finished.values())
     by_request = [f.stats for f in bench.finished.values()]
     assert sum(stats.accepted for stats in by_request) == snapshot["accepted_tokens"]
-    drafted = all(loop.snapshot()["extends"] for loop in bench.drafts.values())
-    assert drafted or layout == "inline", "a request has one hosted model"
     if kind == "suffix":
         assert all(loop.snapshot()["history_tokens"] for loop in bench.drafts.values())
 
