@@ -57,10 +57,8 @@ class LookupProposer(SlotProposer):
     """Drafts by look-ups, on token ids of any vocabulary.
 
     The outputs of the run are in one `TokenLog`, each behind the end of its prompt, which is context only. An output
-    that is opened again, or is finished elsewhere after it began here, is written again. The first arguments are keys
-    of `drafters` (`config/schema.py`). `history_tokens`: None: the default of the method; 0: only a request's own text
-    is looked up. `length_factor`: most draft tokens per matched token, 0: no limit; `min_probability`: least
-    estimated chance that all tokens of a draft are right.
+    that is opened again, or is finished elsewhere after it began here, is written again. The arguments are keys of
+    `drafters` (`config/schema.py`); `history_tokens`: None: the default of the method; 0: only a request's own text.
     """
 
     vocab_size: int | None = None
@@ -69,6 +67,7 @@ class LookupProposer(SlotProposer):
     history: int
     """Default of `history_tokens`."""
     length_factor, min_probability = 0.0, 0.0
+    """Most draft tokens per matched token (0: no limit); least estimated chance that a whole draft is right."""
     _by_slot = (*SlotProposer._by_slot, "_indexed", "_groups", "_lasts", "_written")
 
     def __init__(
