@@ -56,12 +56,11 @@ class Request:
         self.sent = 0
         self.tell_states(drafter)
 
-    def commit(self, drafter: ModelProposer, fresh: list[int], states: bool = True) -> None:
+    def commit(self, drafter: ModelProposer, fresh: list[int]) -> None:
         arrays = (np.array([value], np.int32) for value in (self.slot, len(self.output), len(fresh)))
         assert drafter.commit(*arrays, np.array(fresh, np.int32)).all()
         self.output = self.output + fresh
-        if states:
-            self.tell_states(drafter)
+        self.tell_states(drafter)
 
     def tell_states(self, drafter: ModelProposer) -> None:
         if drafter.traits.reads_features:
