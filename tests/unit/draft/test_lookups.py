@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,6 @@ from specactor_ray.draft.lookup import LookupProposer, NgramProposer, SuffixProp
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.transport.messages import FinishedOutput
 from tests.by_name import ByName
-from tests.unit.draft.brute_force_log import BruteForceLog
 
 GREEDY = SamplingParams(temperature=0.0)
 LONG = SamplingParams(temperature=0.0, max_tokens=10_000)
@@ -39,6 +40,69 @@ both = pytest.mark.parametrize("method", [ngram, suffix])
 
 def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
+
+
+@dataclass
+class Row:
+    number: int
+    text: int
+    token: int
+    group: int
+    guess: bool
+
+
+class BruteForceLog:
+    """What `TokenLog` promises, by looking at every token: rows in the order they were written, of which the last
+    `capacity` are known."""
+
+    def __init__(self, capacity: int, low: int, high: int) -> None:
+        self.capacity, self.low, self.high = capacity, low, high
+        self.rows: list[Row] = []
+
+    def append(self, text: int, tokens: Sequence[int], group: int, guess: bool = True) -> None:
+        for token in tokens:
+            self.rows.append(Row(len(self.rows), text, token, group, guess))
+
+    def alive(self) -> list[Row]:
+        return self.rows[-self.capacity :]
+
+    def occurrences(self, context: Sequence[int], group: int | None) -> tuple[int, list[Row]]:
+        """(longest match, its rows from the latest on); any group for None."""
+        found = []
+        for row in reversed(self.alive()):
+            if row.guess and group in (None, row.group):
+                before = [r.token for r in self.alive() if r.text == row.text and r.number < row.number]
+                length = 0
+                while (
+                    length < min(len(before), len(context), self.high) and before[-1 - length] == context[-1 - length]
+                ):
+                    length += 1
+                found.append((length, row))
+        longest = max((length for length, _ in found), default=0)
+        return (longest, [row for length, row in found if length == longest]) if longest >= self.low else (0, [])
+
+    def following(self, row: Row) -> Row | None:
+        return next((r for r in self.rows[row.number + 1 :] if r.text == row.text), None)
+
+    def draft(
+        self, context: Sequence[int], limit: int, group: int | None, floor: float
+    ) -> tuple[int, list[int], float]:
+        """(match length, tokens, score)."""
+        length, rows = self.occurrences(context, group)
+        tokens: list[int] = []
+        score, path = 0.0, 1.0
+        while rows and len(tokens) < limit:
+            votes: dict[int, int] = {}
+            for row in rows:
+                votes[row.token] = votes.get(row.token, 0) + 1
+            winner = max(votes, key=votes.__getitem__)
+            path *= votes[winner] / (len(rows) + kernels.DOUBT)
+            if path < floor:
+                break
+            tokens.append(winner)
+            score += path
+            rows = [n for row in rows if row.token == winner and (n := self.following(row)) is not None]
+        return length, tokens, score
 
 
 class Open:
