@@ -187,7 +187,7 @@ class DraftLoop(Loop):
             self._requests.take(message)
         proposer, requests = self.proposer, self._requests
         if proposer.traits.branches:
-            proposer.budget = len(requests) * (1 + MAX_BRANCHES) if self._cost.is_known and requests.began else 0
+            proposer.budget = len(requests) * (1 + MAX_BRANCHES) if self._cost.is_known else 0
             proposer.forward_s = self._cost.curve(0, proposer.budget)
         begin = self._clock.now()
         changed = np.asarray(proposer.extend(), np.int32)

@@ -49,8 +49,6 @@ class DraftRequests:
         self._free: list[int] = []
         self._owners, self._rows, self._generations = np.full((3, 1), _NONE, np.int32)
         """int32 `(slots,)`: number of the verifier, row and generation; the last slot stays free."""
-        self.began = False
-        """Whether a commit was applied; before, branches would only delay first tails."""
         self._changed = np.zeros(1, np.bool_)
         """bool `(slots,)`: whether the tail must be sent."""
 
@@ -118,7 +116,6 @@ class DraftRequests:
             followed[followed] = self._follow(
                 slots[followed], message.starts[followed], message.lengths[followed], tokens
             )
-            self.began = True
         for index in np.flatnonzero(~followed).tolist():
             verifier.lost[int(message.rows[index])] = int(message.generations[index])
         if message.features:

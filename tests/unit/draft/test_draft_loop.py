@@ -84,8 +84,7 @@ def test_a_loop_learns_what_forwards_cost_and_comes_to_rest(forward_s: float, ro
     loop.deliver(news([opening(row, window=6) for row in range(2)]))
     while loop.run_once():
         pass
-    assert set(budgets) == {0} and max(rows) == 2
-    assert not any(len(batch.branches.tails) for batch in told), "nothing was committed yet"
+    assert budgets[0] == 0 < budgets[-1], "the price of a forward is known"
     for start in range(20):
         bases, lengths, tokens, _ = loop.proposer.tails(np.arange(2, dtype=np.int32))
         assert bases.tolist() == [start, start] and lengths.tolist() == [6, 6]
