@@ -25,7 +25,7 @@ from specactor_ray.models.loading import load_model_config, load_tokenizer, requ
 from specactor_ray.plan.profile import load_profile
 from specactor_ray.rollout.memory import require_memory, with_cache
 from specactor_ray.rollout.planning import idle_cores, resolve, trainer_cores
-from specactor_ray.target.vllm_settings import require_vllm
+from specactor_ray.target.vllm_settings import require_engine_arguments, require_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ def require_parts(config: Config) -> None:
     """`require_named` without models."""
     if config.target.backend == "vllm":
         require_vllm()
+        require_engine_arguments(config.target.engine_arguments)
     drafter_specs(config)
     if is_connected():
         return

@@ -19,14 +19,14 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.environment import fall_back
-from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, clipped, did_you_mean
+from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError, clipped
 from specactor_ray.core.ragged import begins, places
 from specactor_ray.core.types import TopTokens
 from specactor_ray.models.loading import load_eos_token_ids, weight_shapes
@@ -96,10 +96,6 @@ class VllmEngine:
 
         remove_what_killed_ones_left()
         others = shared_memory()
-        known = {field.name for field in fields(EngineArgs)}
-        for name in config.engine_arguments.keys() - known:
-            key, hint = f"target.engine_arguments.{name}", did_you_mean(name, known)
-            raise ConfigError(key, f"vLLM's EngineArgs has no such field.{hint}", "see `vllm serve --help`.")
         arguments = engine_arguments(config, max_drafts, f"{__name__}.{NothingProposed.__name__}")
         try:
             settings = EngineArgs(**arguments).create_engine_config()

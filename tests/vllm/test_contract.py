@@ -12,8 +12,13 @@ import torch
 from specactor_ray.config.rules import REFUSED, SET_BY_KEYS
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.target.vllm import VllmEngine
-from specactor_ray.target.vllm_settings import TESTED_VERSIONS, capture_sizes, engine_arguments, require_vllm
+from specactor_ray.target.vllm_settings import (
+    TESTED_VERSIONS,
+    capture_sizes,
+    engine_arguments,
+    require_engine_arguments,
+    require_vllm,
+)
 from tests.tiny import tiny_vllm_target
 from tests.vllm import needs_vllm
 
@@ -47,16 +52,16 @@ def test_the_engine_core_and_its_scheduler() -> None:
     assert "unique_reply_rank=self.output_rank" in inspect.getsource(MultiprocExecutor.sample_tokens)
 
 
-def test_unknown_engine_arguments_are_refused() -> None:
+def test_engine_arguments_are_known_without_importing_vllm() -> None:
     from dataclasses import fields
 
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)}
     assert not {*SET_BY_KEYS, *REFUSED} - known
-    config = TargetConfig(str(tiny_vllm_target()), "vllm", engine_arguments={"block_sise": 32})
+    require_engine_arguments(known)
     with pytest.raises(ConfigError, match=r"target.engine_arguments.block_sise: .* Did you mean block_size\?"):
-        VllmEngine(config, 0)
+        require_engine_arguments(["quantization", "block_sise"])
 
 
 def test_engine_arguments_reach_the_engine() -> None:
