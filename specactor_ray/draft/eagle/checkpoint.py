@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -201,16 +202,19 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    weights: dict[str, torch.Tensor] = {}
+    files = sorted(folder.glob("*.safetensors"))
     try:
-        for file in sorted(folder.glob("*.safetensors")):
-            weights |= load_file(file)
-    except (OSError, SafetensorError) as error:
+        if files:
+            return {key: tensor for file in files for key, tensor in load_file(file).items()}
+        path = folder / "pytorch_model.bin"
+        if path.is_file():
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+            if isinstance(weights, dict) and all(isinstance(value, torch.Tensor) for value in weights.values()):
+                return weights
+            raise ValueError(f"{path.name} holds something else than names and tensors")
+    except (OSError, SafetensorError, RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
         raise ModelLoadError(f"The weights of the EAGLE head {str(folder)!r} cannot be read: {error}.") from error
-    if not weights:
-        reason = "has no weights in model.safetensors. Fix: convert pytorch_model.bin, or copy the head again."
-        raise ModelLoadError(f"The EAGLE head {str(folder)!r} {reason}")
-    return weights
+    raise ModelLoadError(f"The EAGLE head {str(folder)!r} has no weights (model.safetensors).")
 
 
 def _our_name(key: str) -> str:
