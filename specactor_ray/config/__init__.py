@@ -1,6 +1,6 @@
 """Configuration: typed sections, strict loading (defaults < YAML file < dotlist overrides).
 
-OmegaConf is imported with the first use of a name of this package.
+The loader is imported with the first use of a name of this package.
 """
 
 from __future__ import annotations

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from specactor_ray.core.console import say
+from specactor_ray.core.console import START_LOG, say
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +21,11 @@ _POLL_S = 0.5
 
 
 class Heartbeat:
-    """Calls `beat` (replaceable) with the seconds since the start every `interval_s`, from a separate thread, until
-    `stop` or the end of the `with` block. Errors of `beat` are logged and ignored."""
+    """Calls `beat` with the seconds since the start every `interval_s`, from a separate thread, until `stop` or the end
+    of the `with` block. Errors of `beat` are logged and ignored."""
 
     def __init__(self, beat: Callable[[float], None], interval_s: float = 5.0) -> None:
-        self.beat, self._interval_s, self._ended = beat, interval_s, threading.Event()
+        self._beat, self._interval_s, self._ended = beat, interval_s, threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
@@ -47,14 +48,18 @@ class Heartbeat:
         begin = time.monotonic()
         while not self._ended.wait(self._interval_s):
             try:
-                self.beat(time.monotonic() - begin)
+                self._beat(time.monotonic() - begin)
             except Exception:  # a display error must not end the work
                 logger.debug("progress could not be shown", exc_info=True)
 
 
-def elapsed(show: Callable[[str], None], what: str) -> Callable[[float], None]:
-    """A beat that shows `what, 10 s`."""
-    return lambda seconds: show(f"{what}, {seconds:.0f} s")
+@contextlib.contextmanager
+def start_phase(what: str, interval_s: float = 5.0) -> Iterator[None]:
+    """Log what a start does now when the block begins, and with the seconds at intervals until it ends."""
+    log = logging.getLogger(START_LOG)
+    log.info("%s", what)
+    with Heartbeat(lambda seconds: log.info("%s, %.0f s", what, seconds), interval_s):
+        yield
 
 
 class PhaseProgress:

@@ -36,9 +36,9 @@ def run_program(folder: Path, program: Sequence[str], *arguments: str, **env: st
 
 
 def error_line(done: Any) -> str:
-    """The one line on standard error of a command that a user's mistake ended; a slow start shows others."""
+    """The one line on standard error of a command that a user's mistake ended, after the phases of its start."""
     assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.strip().splitlines() if "checking and starting, " not in line]
+    lines = [line for line in done.stderr.strip().splitlines() if "checking model, " not in line]
     assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
     return lines[0]
 
@@ -205,6 +205,18 @@ class TestUserErrors:
     def test_scale(self, folder: Path, item: str) -> None:
         assert f"{item!r} is not METHOD=N" in error_line(specactor(folder, "scale", item, "--run", "x"))
 
+    @pytest.mark.parametrize(
+        ("command", "setting", "meant"),
+        [("train", "epoch=3", "epochs"), ("train", "device=cpu", ""), ("eval", "tokens=3", "max_tokens")],
+    )
+    def test_settings_of_drafters(self, folder: Path, command: str, setting: str, meant: str) -> None:
+        where = ["--output", "head"] if command == "train" else ["--method", "ngram"]
+        done = specactor(folder, "drafter", command, "--target", "x", "--data", "good.jsonl", *where, setting)
+        line, (shown, *_) = error_line(done), setting.split("=")
+        assert f"error: {shown}: is no setting of this command." in line and (meant in line) and "target" not in line
+        about = specactor(folder, "drafter", command, "--help", COLUMNS="200").stdout
+        assert "max_tokens" in about and ("learning_rate" in about) == (command == "train") == ("epochs" in line)
+
     def test_an_unknown_command_and_an_unknown_option(self, folder: Path) -> None:
         for arguments in (["roll"], ["rollout", "--confg", "x"]):
             done = specactor(folder, *arguments)
@@ -306,7 +318,7 @@ def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path)
         (folder / f"{module}.py").write_text("open('planted', 'w')\n")
     (folder / "mine.py").write_text("open('wanted', 'w')\ndef reward(sample):\n    return 1.0\n")
     script = tmp_path / "specactor"  # as pip writes it: its own folder comes first, not the current one
-    script.write_text("from specactor_ray.cli.main import main\nmain()\n")
+    script.write_text("from specactor_ray.__main__ import main\nmain()\n")
     done = run_program(folder, [str(script)], "status", "--address", "127.0.0.1:1")
     assert "no Ray cluster answers" in error_line(done)
     rewards = "reward.functions=[{name: 'mine:reward'}, {name: 'mine:other'}]"
@@ -314,10 +326,3 @@ def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path)
     assert "mine:other cannot be imported" in error_line(run_program(folder, [str(script)], *train))
     assert not (folder / "planted").exists()
     assert (folder / "wanted").exists()
-
-
-def test_ctrl_c_while_modules_are_imported_prints_no_traceback(tmp_path: Path) -> None:
-    """The module that comes first on the path stands for a signal that arrives during its import."""
-    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
-    done = run_program(tmp_path, ("-m", "specactor_ray"), "rollout", PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

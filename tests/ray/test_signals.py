@@ -43,7 +43,7 @@ def test_sigterm_while_actors_start_ends_in_order(tmp_path: Path, short_folder: 
         "cluster.num_cpus=2",
     ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "specactor_ray.cli.main", "rollout", *overrides],
+        [sys.executable, "-m", "specactor_ray", "rollout", *overrides],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(short_folder)},
         stdout=subprocess.PIPE,
@@ -85,7 +85,7 @@ def test_sigterm_while_ray_forks_is_neither_lost_nor_tears_a_lock(short_folder: 
     environment = {**os.environ, "TMPDIR": str(short_folder)}
     command = [sys.executable, "-c", IN_A_FORK]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "terminated\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "terminated\n", "interrupted; stopping ...\n")
     assert not list(short_folder.glob("specactor-*"))
 
 
@@ -116,7 +116,7 @@ def test_an_orderly_end_after_sigterm_has_its_time(address: str, short_folder: P
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     finally:
         ray.shutdown()
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "interrupted; stopping ...\n")
 
 
 def test_sigterm_while_ray_waits_is_told_from_ctrl_c() -> None:

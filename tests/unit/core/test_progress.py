@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import io
+import logging
 import queue
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from specactor_ray.core.progress import Heartbeat, PhaseProgress, ProgressState, elapsed, rollout_progress, show_tokens
+from specactor_ray.core.console import START_LOG, log_through
+from specactor_ray.core.progress import (
+    Heartbeat,
+    PhaseProgress,
+    ProgressState,
+    rollout_progress,
+    show_tokens,
+    start_phase,
+)
 
 
 @pytest.mark.parametrize(("first", "rate", "left"), [(0, "20.0", "0:40"), (500, "20.0", "0:15")])
@@ -70,11 +81,24 @@ def test_a_state_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatc
         assert twice.wait(30.0)
 
 
-def test_a_heartbeat_shows_lines_until_it_is_stopped() -> None:
+def test_a_start_names_its_phases_at_every_log_level() -> None:
     shown: queue.Queue[str] = queue.Queue()
-    with Heartbeat(elapsed(shown.put, "starting"), interval_s=0.001) as heartbeat:
-        assert [shown.get(timeout=30.0) for _ in range(2)] == ["starting, 0 s"] * 2
+    stream: Any = SimpleNamespace(write=shown.put, flush=lambda: None, isatty=lambda: False)
+    before = logging.root.handlers[:], logging.root.level
+    log_through(Console(file=stream, width=200), "ERROR")
+    try:
+        with start_phase("starting Ray", interval_s=0.001):
+            assert [shown.get(timeout=60.0) for _ in range(3)] == ["starting Ray\n"] + ["starting Ray, 0 s\n"] * 2
+    finally:
+        logging.root.handlers, logging.root.level = before
+        logging.getLogger(START_LOG).handlers.clear()
+        logging.getLogger(START_LOG).propagate = True
+
+
+def test_a_heartbeat_ends() -> None:
+    beats: queue.Queue[float] = queue.Queue()
+    with Heartbeat(beats.put, interval_s=0.001) as heartbeat:
+        beats.get(timeout=60.0)
         heartbeat.stop()
-        shown.queue.clear()
-        with pytest.raises(queue.Empty):
-            shown.get(timeout=0.05)
+        count = beats.qsize()
+    assert beats.qsize() == count and not any(thread.name == "heartbeat" for thread in threading.enumerate())
