@@ -54,10 +54,10 @@ class Heartbeat:
 
 
 @contextlib.contextmanager
-def start_phase(what: str, interval_s: float = 5.0) -> Iterator[None]:
-    """Log what a start does now when the block begins, and with the seconds at intervals until it ends."""
+def start_phase(what: str, note: str = "", interval_s: float = 5.0) -> Iterator[None]:
+    """Log the present work of a start, with a note, when the block begins, and with the seconds until it ends."""
     log = logging.getLogger(START_LOG)
-    log.info("%s", what)
+    log.info("%s%s", what, f": {note}" if note else "")
     with Heartbeat(lambda seconds: log.info("%s, %.0f s", what, seconds), interval_s):
         yield
 

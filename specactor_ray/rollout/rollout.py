@@ -73,8 +73,8 @@ class Rollout(RunClient):
             logger.warning("%s", unused)
         with start_phase("starting Ray"):
             self._connection: Connection = connect(config.cluster)
-        compiling = "a first start also compiles kernels, for up to a minute"
-        with start_phase(f"starting {config.mode.value} actors, which load models; {compiling}"):
+        compiling = "the first start on a machine compiles kernels, for up to a minute"
+        with start_phase(f"starting {config.mode.value} actors", compiling):
             try:
                 controller, self.run_name = start_controller(config, priors=priors)
                 super().__init__(config, controller, Calls())
