@@ -95,13 +95,6 @@ def test_shipped_files_are_found_in_an_empty_folder(installed: Path, tmp_path: P
     assert int(run(str(installed / "python"), "-c", read, cwd=tmp_path).stdout) > 1
 
 
-def test_what_is_there_comes_before_what_is_shipped(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "local_cpu.yaml").write_text("data: {n: 5}\n")
-    shown = run(str(installed / "specactor"), "config", "--config", "conf/local_cpu.yaml", cwd=tmp_path).stdout
-    assert yaml.safe_load(shown)["data"]["n"] == 5
-
-
 @pytest.mark.parametrize("job", ["rollout", "train", "bench", "train_drafter"])
 def test_jobs_are_modules(installed: Path, tmp_path: Path, job: str) -> None:
     wrong = {"train_drafter": ["--data", "none.jsonl", "--target", "smollm2-135m", "--output", "x"]}

@@ -20,7 +20,7 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
 from specactor_ray.rollout import memory
-from specactor_ray.rollout.planning import Devices, as_decoupled, resolve_mode, settle
+from specactor_ray.rollout.planning import Devices, resolve_mode, settle
 from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_draft, tiny_target
 
@@ -225,10 +225,6 @@ def test_a_resumed_rollout_keeps_its_data_type(tmp_path: Path, monkeypatch: pyte
     found[1].release()
     with pytest.raises(ConfigError, match=r"target\.dtype: is 'float32', and the interrupted run r has 'bfloat16'"):
         lease_interrupted(load_config(None, ["run.name=r", f"run.dir={tmp_path}", "target.dtype=float32"]))
-
-
-def test_a_comparison_of_modes_has_one_data_type(bf16: bool) -> None:
-    assert as_decoupled(load_config()).target.dtype == ("bfloat16" if bf16 else "float32")
 
 
 def test_a_fallback_is_said_once_and_remembered(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
