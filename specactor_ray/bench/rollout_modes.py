@@ -27,7 +27,7 @@ from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, require_folder, write_json
-from specactor_ray.core.progress import ProgressState, rollout_progress
+from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.preflight import check_target, require_devices, require_named, start_notes
@@ -143,7 +143,8 @@ def _checked_variants(
     require_named(config)
     require_devices(config)  # every variant has the same
     variants = plan_variants(config, modes, batches)
-    check_target(config)  # imports transformers, which takes seconds
+    with start_phase("checking the model"):
+        check_target(config)  # imports transformers, which takes seconds
     if peers:
         require_vllm()
         if config.target.tensor_parallel > 1:

@@ -91,7 +91,8 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
     with listening_socket(host, port) as listener, sigterm_interrupts():
         config, lines = refuse_early(config)
         require_tokenizer(config.target.model)
-        check_target(config)
+        with start_phase("checking the model"):
+            check_target(config)
         for line in (*lines, *start_notes(config)):
             say(console, line)
         try:

@@ -24,8 +24,6 @@ from specactor_ray.rollout.planning import Devices, resolve_mode, settle
 from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_draft, tiny_target
 
-GPUS = {"L4": 24, "A100": 40, "H100": 80, "H200": 141, "B200": 180}
-"""GiB of each GPU."""
 QWEN_7B = {
     "num_hidden_layers": 28,
     "hidden_size": 3584,
@@ -155,10 +153,10 @@ def test_the_cache_of_a_cpu_is_a_gigabyte_or_one_request() -> None:
 
 
 @pytest.mark.usefixtures("qwen")
-@pytest.mark.parametrize("name", GPUS)
-def test_the_plan_of_a_gpu(name: str) -> None:
+@pytest.mark.parametrize("gib", [24, 80, 180])
+def test_the_plan_of_a_gpu(gib: int) -> None:
     """Weights 14.2 GiB, logits of 2048 positions 1.7 GiB; at most 92% of the GPU, all of it where it is needed."""
-    total, target = GPUS[name] * GIB, on_gpu(dtype="bfloat16")
+    total, target = gib * GIB, on_gpu(dtype="bfloat16")
     cache = cache_bytes(target, room_on_gpu(target, total))
     beside = cache_size.beside_the_cache(target)
     assert 17.5 < beside / GIB < 19.5
