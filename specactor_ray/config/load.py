@@ -154,11 +154,11 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+        seen = set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -217,11 +217,8 @@ def _from_environment(path: KeyPath, text: str) -> str:
         return _REFERENCE.sub(value, text)
     except KeyError as error:
         name = error.args[0]
-        problem, fix = (
-            f"{clipped(text)} needs {name}, which is not set.",
-            f"set it, or write ${{oc.env:{name},DEFAULT}}.",
-        )
-        raise ConfigError(_dotted(path), problem, fix) from error
+        problem = f"{clipped(text)} needs {name}, which is not set."
+        raise ConfigError(_dotted(path), problem, f"set it, or write ${{oc.env:{name},DEFAULT}}.") from error
 
 
 def _without_values(error: ConfigError, references: Mapping[KeyPath, str]) -> ConfigError:

@@ -63,7 +63,7 @@ class TrainingDisplay:
         self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Number of ended trajectories of the present step, and its total."""
         self._console, self._steps = console, steps
-        self._step, self._phase, self._since = 0, "starting verifiers and trainer", time.monotonic()
+        self._step, self._phase, self._since = 0, "starting Ray, verifiers and trainer", time.monotonic()
         self._live: Live | Heartbeat
         if console.is_terminal:
             self._live = Live(get_renderable=lambda: Text(self.doing()), console=console, transient=True)
