@@ -136,6 +136,7 @@ def run_bench(
     return report
 
 
+@start_phase("checking the model")
 def _checked_variants(
     config: Config, modes: Sequence[BenchMode], batches: Sequence[int], peers: bool
 ) -> Sequence[Variant]:
@@ -143,8 +144,7 @@ def _checked_variants(
     require_named(config)
     require_devices(config)  # every variant has the same
     variants = plan_variants(config, modes, batches)
-    with start_phase("checking the model"):
-        check_target(config)  # imports transformers, which takes seconds
+    check_target(config)  # imports transformers, which takes seconds
     if peers:
         require_vllm()
         if config.target.tensor_parallel > 1:

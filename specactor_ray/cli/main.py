@@ -23,7 +23,15 @@ from specactor_ray.cli.drafter import drafter
 from specactor_ray.cli.live import scale, status
 from specactor_ray.cli.options import ConfigFile, Overrides, load_settings
 from specactor_ray.cli.plan import plan, profile
-from specactor_ray.cli.report import alarm_lines, config_keys_table, ladder_table, rollout_table, trajectory_lines
+from specactor_ray.cli.report import (
+    alarm_lines,
+    config_keys_table,
+    cut_line,
+    failed_prompts_line,
+    ladder_table,
+    reason_lines,
+    rollout_table,
+)
 from specactor_ray.cli.simulate import app as simulate
 from specactor_ray.core.console import make_console, say, show_error
 from specactor_ray.core.environment import versions
@@ -90,7 +98,10 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     console.print(rollout_table(outcome.summary))
     if (ladder := ladder_table(outcome.summary["actors"])) is not None:
         console.print(ladder)
-    for line in (*trajectory_lines(outcome.summary["trajectories"]), *alarm_lines(outcome.summary["drafters"])):
+    counts = outcome.summary["trajectories"]
+    failed = failed_prompts_line(counts["failed_prompts"])
+    alarms = alarm_lines(outcome.summary["drafters"])
+    for line in (*reason_lines(counts["failures"]), *failed, *cut_line(counts), *alarms):
         say(console, line)
     if outcome.trajectories.exists():
         say(console, f"trajectories: {outcome.trajectories.resolve()}")

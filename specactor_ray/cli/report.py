@@ -49,17 +49,22 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
     return lines
 
 
-def trajectory_lines(counts: Mapping[str, Any]) -> list[str]:
-    """Reasons of failure, failed prompts (counted from 1, in the order of the file), and outputs that the context
-    ended; no lines if there are none."""
-    lines, failed = reason_lines(counts["failures"]), counts["failed_prompts"]
-    if failed:
-        shown = [f"{int(index) + 1}" + (f" ({count} times)" if count > 1 else "") for index, count in failed.items()]
-        more = f" and {len(shown) - _MOST_DIFFERENCES} more" if len(shown) > _MOST_DIFFERENCES else ""
-        lines.append(f"  failed prompts (counted from 1): {', '.join(shown[:_MOST_DIFFERENCES])}{more}")
-    if cut := counts["cut_by_context"]:
-        lines.append(f"  {cut} outputs were ended by the context before sampling.max_tokens")
-    return lines
+def failed_prompts_line(failures: Mapping[str, int]) -> list[str]:
+    """The failed prompts, counted from 1 in the order of the file, and their failures; no line if none failed."""
+    if not failures:
+        return []
+    shown = ", ".join(
+        f"{int(index) + 1}" + (f" ({count} times)" if count > 1 else "")
+        for index, count in list(failures.items())[:_MOST_DIFFERENCES]
+    )
+    rest = f" and {len(failures) - _MOST_DIFFERENCES} more" if len(failures) > _MOST_DIFFERENCES else ""
+    return [f"  failed prompts (counted from 1): {shown}{rest}"]
+
+
+def cut_line(counts: Mapping[str, Any]) -> list[str]:
+    """Number of outputs that the context ended; no line if there are none."""
+    cut = counts["cut_by_context"]
+    return [f"  {cut} outputs were ended by the context before sampling.max_tokens"] if cut else []
 
 
 def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:

@@ -58,11 +58,18 @@ class BuiltIn(NamedTuple):
     place: str
     """`module:Class` in `specactor_ray.draft`."""
     traits: Traits
+    keys: tuple[str, ...] = ()
+    """Keys of its section that some other built-in methods do not use."""
 
 
+_MATCHES = ("min_match", "max_match", "history_tokens")
 BUILT_IN = {
-    "ngram": BuiltIn("lookup:NgramProposer", Traits(looks_up=True, keeps_history=True)),
-    "suffix": BuiltIn("lookup:SuffixProposer", Traits(looks_up=True, keeps_history=True, draws_noise=True)),
+    "ngram": BuiltIn("lookup:NgramProposer", Traits(looks_up=True, keeps_history=True), _MATCHES),
+    "suffix": BuiltIn(
+        "lookup:SuffixProposer",
+        Traits(looks_up=True, keeps_history=True, draws_noise=True),
+        (*_MATCHES, "length_factor", "min_probability"),
+    ),
     "draft_model": BuiltIn(
         "model:DraftModelProposer", Traits(draws_noise=True, branches=True, checkpoint=Checkpoint.MODEL)
     ),
@@ -89,6 +96,9 @@ def import_named(name: str, key: str) -> Any:
     except (Exception, SystemExit) as error:
         problem = f"{clipped_text(name)} cannot be imported ({type(error).__name__}: {clipped_text(str(error))})."
         raise ConfigError(key, problem, "check the name, and that the module is on PYTHONPATH and imports.") from error
+
+
+ALL_KEYS = tuple(dict.fromkeys(name for method in BUILT_IN.values() for name in method.keys))
 
 
 def traits(method: str, key: str = "drafters.N.method") -> Traits:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
-from specactor_ray.config.methods import BUILT_IN, is_hosted, is_named, reject_keys_against_traits
+from specactor_ray.config.methods import ALL_KEYS, BUILT_IN, is_hosted, is_named, reject_keys_against_traits
 from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.config.training_schema import AlgorithmName, OnlineWhere, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
@@ -202,10 +202,16 @@ def _of_drafting(config: Config) -> Iterator[Problem]:
 
 
 def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:
-    cores = drafter.cores
+    cores, default = drafter.cores, DrafterConfig()
     if not _SMALLEST_SHARE <= cores < math.inf or (cores > 1 and cores != int(cores)):
         problem = f"{cores:g} is neither a whole number of cores nor a share of one."
         yield f"{key}.cores", problem, f"use 1, 2, ..., or {_SMALLEST_SHARE:g} up to below 1."
+    used = BUILT_IN[drafter.method].keys if drafter.method in BUILT_IN else ALL_KEYS
+    for name in (name for name in ALL_KEYS if name not in used):
+        if (value := getattr(drafter, name)) != getattr(default, name):
+            problem = f"method {drafter.method} does not use it, but {value!r} is given."
+            methods = " or ".join(method for method, one in BUILT_IN.items() if name in one.keys)
+            yield f"{key}.{name}", problem, f"leave it out, or set {key}.method={methods}."
     if drafter.gpus > 1:
         problem = f"{drafter.gpus} GPUs, but the model runs on one device."
         yield f"{key}.gpus", problem, f"use 1 and raise {key}.replicas."

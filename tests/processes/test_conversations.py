@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,7 @@ from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
+from specactor_ray.trainer import workers
 from specactor_ray.trainer.conversations import Conversations, Episode
 from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import ExperienceMaker
@@ -207,13 +211,17 @@ def test_a_turn_that_is_cut_is_ended_by_the_template() -> None:
 
 
 FAILURES = {
+    "hangs": "took longer than environment.timeout_s (0.5 s)",
+    "blocks": "timed out and had to be killed",
     "raises": "RuntimeError: no such move",
+    "dies": "its process died 3 times",
     "none": "BadEnvironmentError: step returned None where a Reply belongs",
 }
 
 
-def test_a_failure_costs_its_sample(tmp_path: Path) -> None:
+def test_a_failure_costs_its_sample(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The others of the same processes go on; one whose process died once does so, too."""
+    monkeypatch.setattr(workers, "_GRACE_S", 0.5)
     words = load_tokenizer(str(tiny.tiny_target()))
     names = [*FAILURES, "fine", "dies once"]
 
@@ -226,7 +234,7 @@ def test_a_failure_costs_its_sample(tmp_path: Path) -> None:
 
     tasks = [Task(index, f"{name} task") for index, name in enumerate(names)]
     tasks.append(Task(len(tasks), "fine task", metadata={"reset": "fails"}))
-    episodes = converse(Scripted(says), tasks, options={"marks": str(tmp_path)})
+    episodes = converse(Scripted(says), tasks, timeout_s=0.5, options={"marks": str(tmp_path)})
     for name, episode in zip([*names, "reset"], episodes, strict=True):
         if name == "reset":
             assert episode.failure == "tests.fakes.environments:Echo: RuntimeError: no board" and not episode.turns
@@ -239,11 +247,6 @@ def test_a_failure_costs_its_sample(tmp_path: Path) -> None:
     assert len(closed) == len(names), "each instance that was made"
 
 
-def test_an_environment_that_hangs_ends_its_sample() -> None:
-    failure = "tests.fakes.environments:Echo: took longer than environment.timeout_s (0.5 s)"
-    assert one("hangs", timeout_s=0.5).failure == failure
-
-
 def test_turns_that_fail_and_prompts_without_room() -> None:
     episode = one("a", "fails")
     assert episode.error == "no room" and not episode.failure and len(episode.turns) == 1
@@ -254,3 +257,17 @@ def test_turns_that_fail_and_prompts_without_room() -> None:
 def test_without_verifiers_the_rollout_ends() -> None:
     with pytest.raises(ActorLostError):
         one("a", "lost")
+
+
+def test_an_interruption_does_not_wait_for_environments(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        end = time.monotonic() + 60.0
+        while not list(tmp_path.iterdir()) and time.monotonic() < end:
+            time.sleep(0.02)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # wakes no wait of the main thread
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        one("hangs", timeout_s=3600.0, options={"marks": str(tmp_path)})
+    thread.join()

@@ -237,6 +237,7 @@ class TestRangesAndContradictions:
             ([NGRAM, "drafters.0.min_match=9"], "drafters.0.min_match", "max_match"),
             ([NGRAM, "drafters.0.gpus=1"], "drafters.0.gpus", "0"),
             ([NGRAM, "drafters.0.model=m"], "drafters.0.model", "draft_model"),
+            ([NGRAM, "drafters.0.length_factor=3"], "drafters.0.length_factor", "method=suffix"),
             ([SUFFIX, "drafters.0.min_probability=1"], "drafters.0.min_probability", "0.1 is the default"),
             (["drafters=[{method: draft_model}]"], "drafters.0.model", "directory"),
             ([NGRAM, "drafters.0.online.where=trainer"], "drafters.0.online.where", "off"),

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from specactor_ray.cli.report import trajectory_lines
+from specactor_ray.cli.report import cut_line, failed_prompts_line
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ClusterError, InputError, ModelLoadError, UserError
@@ -162,7 +162,8 @@ class TestRun:
         counts = outcome.summary["trajectories"]
         assert outcome.exit_code == 1 and outcome.summary["status"] == "complete"
         assert counts["failed_prompts"] == {"0": 1, "1": 2}
-        assert trajectory_lines(counts)[-1] == "  failed prompts (counted from 1): 1, 2 (2 times)"
+        assert failed_prompts_line(counts["failed_prompts"]) == ["  failed prompts (counted from 1): 1, 2 (2 times)"]
+        assert failed_prompts_line({}) == []
 
     def test_outputs_that_the_context_cuts_are_announced_and_counted(self) -> None:
         shown = io.StringIO()
@@ -173,7 +174,7 @@ class TestRun:
         assert "warning: 1 of 3 prompts have more than 15 tokens" in shown.getvalue()
         assert "sampling.max_tokens=25 of the context of 40" in shown.getvalue()
         counts = outcome.summary["trajectories"]
-        assert counts["cut_by_context"] == 1 and "1 outputs were ended" in trajectory_lines(counts)[-1]
+        assert counts["cut_by_context"] == 1 and cut_line(counts) and not cut_line({"cut_by_context": 0})
 
     def test_a_model_without_a_tokenizer_takes_token_ids(self, tmp_path: Path) -> None:
         bare = tmp_path / "bare"
