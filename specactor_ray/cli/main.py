@@ -245,3 +245,7 @@ def check_job_arguments(command: Sequence[str], arguments: Sequence[str]) -> Non
     except ConfigError as error:
         if not isinstance(error.__cause__, KeyError):  # else a variable that is not set here
             raise
+
+
+if __name__ == "__main__":
+    main()

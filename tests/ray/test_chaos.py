@@ -209,7 +209,7 @@ def train(folder: Path, name: str) -> subprocess.Popen[str]:
         "tracking.tensorboard=false",
         "resume=auto",
     ]
-    command = [sys.executable, "-m", "specactor_ray", "train", *overrides]
+    command = [sys.executable, "-m", "specactor_ray.cli.main", "train", *overrides]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "COLUMNS"))}
-    program = [sys.executable, "-m", "specactor_ray", "demo", "--model", str(tiny_model_dir)]
+    program = [sys.executable, "-m", "specactor_ray.cli.main", "demo", "--model", str(tiny_model_dir)]
     done = subprocess.run(
         [*program, "--minutes", "0.01", "--output", "out"],
         cwd=tmp_path,

@@ -34,7 +34,7 @@ def command(folder: Path) -> subprocess.Popen[str]:
         f"run.dir={folder / 'runs'}",
         "resume=auto",
     ]
-    arguments = [sys.executable, "-m", "specactor_ray", "rollout", *overrides]
+    arguments = [sys.executable, "-m", "specactor_ray.cli.main", "rollout", *overrides]
     return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

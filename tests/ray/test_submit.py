@@ -32,7 +32,7 @@ class Head:
     environment: dict[str, str]
 
     def specactor(self, *arguments: str, **more: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "specactor_ray", *arguments]
+        command = [sys.executable, "-m", "specactor_ray.cli.main", *arguments]
         environment = {name: value for name, value in {**self.environment, **more}.items() if value}
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

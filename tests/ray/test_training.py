@@ -77,7 +77,7 @@ def records(outcome_folder: Path) -> list[dict[str, Any]]:
 
 
 def command(overrides: Sequence[str]) -> subprocess.Popen:
-    arguments = [sys.executable, "-m", "specactor_ray", "train", *overrides]
+    arguments = [sys.executable, "-m", "specactor_ray.cli.main", "train", *overrides]
     return subprocess.Popen(
         arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
