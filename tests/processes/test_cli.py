@@ -39,7 +39,7 @@ def run_program(folder: Path, program: Sequence[str], *arguments: str, **env: st
 def error_line(done: Any) -> str:
     """The one line on standard error of a command that a user's mistake ended, after the phases of its start."""
     assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.strip().splitlines() if "checking model, " not in line]
+    lines = [line for line in done.stderr.strip().splitlines() if "checking " not in line]
     assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
     return lines[0]
 

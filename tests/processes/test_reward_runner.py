@@ -27,7 +27,8 @@ def samples(count: int) -> list[RewardSample]:
 
 def config(name: str, **values: float | None) -> RewardConfig:
     where = "" if name == "length" else "tests.fakes.reward_functions:"
-    return RewardConfig(functions=[RewardFunctionConfig(where + name)], **values)  # type: ignore[arg-type]
+    functions = [RewardFunctionConfig(where + name)]
+    return RewardConfig(**{"functions": functions, "timeout_s": PATIENCE_S, **values})  # type: ignore[arg-type]
 
 
 def score(name: str, what: list[RewardSample], **values: float | None) -> list[Outcome]:
@@ -69,7 +70,7 @@ def test_what_fails_costs_its_own_sample_only(
 ) -> None:
     monkeypatch.setattr(workers, "_GRACE_S", grace_s)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # which a function does not get
-    timeout_s = 0.2 if function.startswith("hangs") else 10.0
+    timeout_s = 0.2 if function.startswith("hangs") else PATIENCE_S
     assert score(function, samples(4), timeout_s=timeout_s) == 2 * outcomes
 
 
