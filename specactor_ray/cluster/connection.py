@@ -33,6 +33,7 @@ from specactor_ray.cluster.token import (
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError, InputError
 from specactor_ray.core.leftovers import make_owned_folder, remove_abandoned
+from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import blocked, signals_deferred
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def connect(config: ClusterConfig) -> Connection:
     if ray.is_initialized():
         return Connection(ray.get_runtime_context().gcs_address, owned=False)
     if config.address != "local":
-        with _own_sigterm_handler():
+        with start_phase("joining the Ray cluster"), _own_sigterm_handler():
             return _join(config)
     started: list[Connection] = []
     try:
@@ -85,7 +86,7 @@ def connect(config: ClusterConfig) -> Connection:
         # group or control group, and an immediate end of the cluster would also end actors that its owner needs for an
         # orderly end, such as the trainer that writes a checkpoint. Ray ends the processes by SIGKILL then, which takes
         # some four seconds. Signals wait for the end of the start.
-        with signals_deferred(), _own_sigterm_handler(), blocked(signal.SIGTERM):
+        with start_phase("starting Ray"), signals_deferred(), _own_sigterm_handler(), blocked(signal.SIGTERM):
             started.append(_start_private_cluster(config))
     except BaseException:
         for connection in started:

@@ -119,13 +119,8 @@ class PhaseProgress:
         """Seconds since the beginning of the phase."""
         return self._clock() - self._begin
 
-    @property
-    def rate(self) -> float:
-        """`done` per second, without its value at the first update: a resumed phase begins in the middle."""
-        return self.rate_at(self._done)
-
     def rate_at(self, done: float) -> float:
-        """Rate at this value of `done`."""
+        """`done` per second, without its value at the first update: a resumed phase begins in the middle."""
         return 0.0 if self._first is None else (done - self._first) / max(self.seconds, 1e-9)
 
     def update(self, done: float, figures: str) -> None:
@@ -141,9 +136,10 @@ class PhaseProgress:
 
     def _time_left(self) -> str:
         """Estimate such as `, 1:05 left`; empty if there is none, and at the very end, where it would not change."""
-        if self.rate <= 0.0 or self._done >= 0.99 * self._total:
+        rate = self.rate_at(self._done)
+        if rate <= 0.0 or self._done >= 0.99 * self._total:
             return ""
-        seconds = round((self._total - self._done) / self.rate)
+        seconds = round((self._total - self._done) / rate)
         return f", {seconds // 60}:{seconds % 60:02d} left"
 
 

@@ -71,8 +71,7 @@ class Rollout(RunClient):
         priors = ladder_priors(config)
         if unused := unused_branches(config):
             logger.warning("%s", unused)
-        with start_phase("starting Ray"):
-            self._connection: Connection = connect(config.cluster)
+        self._connection: Connection = connect(config.cluster)
         compiling = "the first start on a machine compiles kernels, for up to a minute"
         with start_phase(f"starting {config.mode.value} actors", compiling):
             try:
