@@ -55,6 +55,12 @@ def finish(status: str, sound: bool = True) -> NoReturn:
     raise typer.Exit(EXIT_INTERRUPTED if status == "interrupted" else 0 if sound else EXIT_FAILED)
 
 
+def require_positive(option: str, value: int | None) -> None:
+    """Raises InputError for a number below 1."""
+    if value is not None and value < 1:
+        raise InputError(f"{option}: {value} is too small; use 1 or more")
+
+
 def split_items(text: str) -> list[str]:
     """`1, 4` → `["1", "4"]`; empty for an empty text."""
     return [item.strip() for item in text.split(",")] if text else []

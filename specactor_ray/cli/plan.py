@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from specactor_ray.cli.options import ConfigFile, Overrides, load_settings, parse_numbers
+from specactor_ray.cli.options import ConfigFile, Overrides, load_settings, parse_numbers, require_positive
 from specactor_ray.core.console import make_console, make_table, say
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def profile(
         str | None, typer.Option(help="Cores per actor. Default: 1, 2, 4, ... of this machine.", show_default=False)
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps per figure.")] = 5,
-    requests: Annotated[int, typer.Option(help="Samples recorded to measure acceptance on.", min=1)] = 16,
+    requests: Annotated[int, typer.Option(help="Samples recorded to measure acceptance on.")] = 16,
     output: Annotated[Path, typer.Option(help="The file; never overwritten.")] = Path("profile.json"),
 ) -> None:
     """Measure what verifying and drafting cost on this machine, and how often drafts are right.
@@ -42,6 +42,7 @@ def profile(
     options = {"--batches": batches, "--windows": windows, "--contexts": contexts}
     sizes, drafted, lengths = (parse_numbers(option, text) for option, text in options.items())
     device_counts = None if devices is None else parse_numbers("--devices", devices)
+    require_positive("--requests", requests)
     from specactor_ray.bench.profile import default_devices, parse_axes, run_profile
 
     axes = parse_axes(sizes, drafted, lengths, repeats)
@@ -63,7 +64,7 @@ def plan(
         Path | None, typer.Option("--profile", help="Profile. Default: the key `profile`.", show_default=False)
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(help="Cores or GPUs. Default: all of this machine.", min=1, show_default=False)
+        int | None, typer.Option(help="Cores or GPUs. Default: all of this machine.", show_default=False)
     ] = None,
     batch: Annotated[
         str | None,
@@ -77,6 +78,7 @@ def plan(
     settings = as_decoupled(load_settings(config_file, overrides)[0])
     if profile_file is not None:
         settings.profile = str(profile_file)
+    require_positive("--devices", devices)
     batches = [requests_of(settings)] if batch is None else parse_numbers("--batch", batch)
     measured, warnings = usable_profile(settings, settings.plan_force)
     count = checked_devices(settings, devices if devices is not None else settings.plan_devices, "--devices")

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.cli.options import finish, split_items
+from specactor_ray.cli.options import finish, require_positive, split_items
 from specactor_ray.core.console import draw, make_console, make_table, say, show_error
 from specactor_ray.core.errors import EXIT_FAILED, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, write_json
@@ -49,7 +49,7 @@ def run(
     output: Annotated[
         Path | None, typer.Option(help="Folder for the report, plots and timelines; never overwritten.")
     ] = None,
-    processes: Annotated[int | None, typer.Option(help="Default: one per core.", min=1, show_default=False)] = None,
+    processes: Annotated[int | None, typer.Option(help="Default: one per core.", show_default=False)] = None,
 ) -> None:
     """Predict how fast the variants of a scenario are, such as one of conf/simulation.
 
@@ -57,6 +57,7 @@ def run(
     ui.perfetto.dev opens.
     """
     overrides = overrides or []
+    require_positive("--processes", processes)
     with signals_deferred():
         from specactor_ray.simulation.scenario import load_scenario
 

@@ -78,7 +78,7 @@ def connect(config: ClusterConfig) -> Connection:
     if ray.is_initialized():
         return Connection(ray.get_runtime_context().gcs_address, owned=False)
     if config.address != "local":
-        with start_phase("joining the Ray cluster"), _own_sigterm_handler():
+        with _own_sigterm_handler():
             return _join(config)
     started: list[Connection] = []
     try:
@@ -86,7 +86,7 @@ def connect(config: ClusterConfig) -> Connection:
         # group or control group, and an immediate end of the cluster would also end actors that its owner needs for an
         # orderly end, such as the trainer that writes a checkpoint. Ray ends the processes by SIGKILL then, which takes
         # some four seconds. Signals wait for the end of the start.
-        with start_phase("starting Ray"), signals_deferred(), _own_sigterm_handler(), blocked(signal.SIGTERM):
+        with signals_deferred(), _own_sigterm_handler(), blocked(signal.SIGTERM):
             started.append(_start_private_cluster(config))
     except BaseException:
         for connection in started:
@@ -95,6 +95,7 @@ def connect(config: ClusterConfig) -> Connection:
     return started[0]
 
 
+@start_phase("joining the Ray cluster")
 def _join(config: ClusterConfig) -> Connection:
     address = resolve_address(config.address)
     variables = token_for(address, found_here=config.address == "auto" and not os.environ.get("RAY_ADDRESS"))
@@ -153,6 +154,7 @@ def worker_job_config() -> Any:
     return SamePath(_py_driver_sys_path=[os.path.abspath(entry) for entry in reversed(sys.path)])
 
 
+@start_phase("starting Ray")
 def _start_private_cluster(config: ClusterConfig) -> Connection:
     cpus = config.num_cpus if config.num_cpus is not None else len(os.sched_getaffinity(0))
     base = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONGEST_TEMP_DIR - 20 else "/tmp"

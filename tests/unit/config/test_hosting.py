@@ -91,7 +91,8 @@ def test_a_hosted_head_beside_draft_actors() -> None:
     assert resolve_mode(from_mapping({**on_gpu, "mode": "auto"}), Devices(16, 1))[0].mode is ModeName.coupled
 
 
-@pytest.mark.parametrize(("outside", "temperature"), [(OWN_MODEL, 0.0), ({**MODEL, "model": str(tiny_draft())}, 1.0)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("outside", [OWN_MODEL, {**MODEL, "model": str(tiny_draft())}])
 def test_a_hosted_head_drafts_where_draft_actors_fail_and_changes_no_token(
     outside: dict[str, Any], temperature: float
 ) -> None:

@@ -303,6 +303,7 @@ class TestCommand:
         ("arguments", "problem"),
         [
             (["--devices", "64"], "--devices: the plan may use 64 core(s), and there are 2"),
+            (["--devices", "0"], "--devices: 0 is too small"),
             (["--batch", "4,none"], "--batch: 'none' is no whole number"),
             (["--profile", "none.json"], "profile: there is no file none.json"),
             (["drafters=[{method: medusa}]"], "'medusa' is not known"),

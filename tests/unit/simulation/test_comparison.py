@@ -278,6 +278,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
+            (["--processes", "0"], "--processes: 0 is too small"),
             (["--compare", "fast"], "no variant 'fast'. Fix: use some of: plain, coupled, decoupled."),
             (["--compare", ","], "--compare: ',' names no variant"),
             *((["--sweep", text], "is not KEY=V1,V2") for text in ("seed", "seed=", "=1,2", "seed=,")),
