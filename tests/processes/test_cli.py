@@ -212,11 +212,6 @@ class TestConfigCommand:
 
 
 class TestJobs:
-    @pytest.mark.parametrize("job", ["rollout.py", "bench.py"])
-    def test_a_job_reports_mistakes_like_the_command(self, folder: Path, job: str) -> None:
-        done = run_program(folder, [str(REPOSITORY / "jobs" / job)], "--config", LOCAL, "data.path=bad.jsonl")
-        assert "bad.jsonl, line 2" in error_line(done)
-
     def test_a_job_goes_to_the_cluster_at_hand_and_starts_none(self, folder: Path) -> None:
         program = str(REPOSITORY / "jobs" / "rollout.py"), "--config", LOCAL, "data.path=good.jsonl"
         done = run_program(folder, program, RAY_ADDRESS="127.0.0.1:1")

@@ -199,14 +199,12 @@ class TestRangesAndContradictions:
             (["mode=decoupled"], "mode", "mode=plain"),
             (["mode=coupled"], "mode", "drafters=[{method: ngram}]"),
             (["target.gpus=2"], "target.gpus", "target.replicas"),
-            (["target.gpus=2", "target.backend=vllm"], "target.gpus", "target.tensor_parallel=2"),
             (["target.tensor_parallel=2"], "target.tensor_parallel", "target.backend=vllm"),
             (["target.backend=vllm", "target.tensor_parallel=2", "target.cores=3"], "target.cores", "multiple of 2"),
             (["target.backend=vllm", "target.tensor_parallel=2", "target.gpus=1"], "target.gpus", "target.gpus=2"),
             ([*SPLIT, "plan=auto", "profile=p.json"], "target.tensor_parallel", "plan=fixed"),
             (["target.max_batch=64", "target.max_step_tokens=32"], "target.max_step_tokens", "64"),
             (["target.kv_cache_gb=.nan"], "target.kv_cache_gb", "at most 1e+09"),
-            (["data.n=2147483648"], "data.n", "below 2**31"),
             (["speculation.draft_wait_s=.inf"], "speculation.draft_wait_s", "0 or more"),
             (["target.dtype=int8"], "target.dtype", "float32, bfloat16, float16"),
             (["target.dtype=float16"], "target.dtype", "target.gpus=1"),
@@ -220,15 +218,14 @@ class TestRangesAndContradictions:
             (["target.engine_arguments={block_size: 32}"], "target.engine_arguments", "target.backend=vllm"),
             ([*VLLM, "target.engine_arguments={max_num_seqs: 3}"], "target.engine_arguments.max_num_seqs", "max_batch"),
             ([*VLLM, "target.engine_arguments={worker_cls: x}"], "target.engine_arguments.worker_cls", "leave it out"),
-            (["target.model="], "target.model", "a text"),
             (["target.model=' '"], "target.model", "name it"),
             (["target.hidden_layers=[1,1]"], "target.hidden_layers", ""),
             (["cluster.num_cpus=4", "cluster.address=auto"], "cluster.num_cpus", "cluster.address=local"),
+            (["cluster.address=ray://u:secret@host:1"], "cluster.address", ""),
             (["cluster.health_timeout_s=1"], "cluster.health_timeout_s", "health_interval_s"),
             (["speculation.window=129"], "speculation.window", "1 to 128"),
             (["drafters=[" + ",".join(f"{{method: 'm:C{i}'}}" for i in range(9)) + "]"], "drafters", "take some out"),
             (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids", "token ids, each from 0"),
-            (["run.log_level=LOUD"], "run.log_level", "DEBUG, INFO, WARNING, ERROR"),
             (["run.name=a/b"], "run.name", "letters"),
             ([NGRAM, "drafters.0.shared_noise=false"], "drafters.0.shared_noise", "leave it out"),
             ([NGRAM, "drafters.0.method=medusa"], "drafters.0.method", "ngram, suffix, draft_model"),
@@ -252,7 +249,7 @@ class TestRangesAndContradictions:
         drafts = any(item.startswith(("mode", "drafters")) for item in items)
         error = error_of(*([] if drafts else ["mode=plain"]), *items)
         assert error.key == key
-        assert hint in error.fix
+        assert hint in error.fix and "secret" not in str(error)
 
     @pytest.mark.parametrize(
         "items",
