@@ -1,23 +1,24 @@
 """Strict loading: defaults < YAML file < dotlist overrides, then type and range checks.
 
-The user's settings are gathered in one plain tree (dicts and lists), in which `${oc.env:NAME}` stands for the value of
-an environment variable. It is then converted to the dataclasses of `schema.py` key by key, so that every message has
-the full key as it was written, including list indices.
+The user's settings are gathered in one plain tree (dicts and lists), in which OmegaConf resolves `${...}` references.
+It is then converted to the dataclasses of `schema.py` key by key, so that every message has the full key as it was
+written, including list indices.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from specactor_ray.config.fields import (
     choices,
@@ -28,6 +29,7 @@ from specactor_ray.config.fields import (
     type_in_words,
     without_none,
 )
+from specactor_ray.config.references import resolved, value_at, without_values
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import AUTO, Config
 from specactor_ray.core.errors import ConfigError, RangeError, clipped, clipped_text, did_you_mean
@@ -36,15 +38,12 @@ from specactor_ray.core.files import write_text
 SHIPPED = Path(__file__).parents[1] / "conf"
 """Configurations and prompts of the package; in a checkout they are the files of `conf/`."""
 Tree = dict[str, Any]
-KeyPath = tuple[str | int, ...]
 S = TypeVar("S")
-_REFERENCE = re.compile(r"\$\{oc\.env:(\w+)(?:,([^{}]*))?\}")
-"""`${oc.env:NAME}`, or with a default `${oc.env:NAME,DEFAULT}`."""
 _FROM_ENVIRONMENT = "_from_environment"
-"""Attribute of a loaded configuration, and of copies of it: path of each key with a reference → (its text, its
-value)."""
-_UNREADABLE = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError)
-"""Errors of PyYAML for invalid texts, such as a tag that does not fit its value."""
+"""Attribute of a loaded configuration, and of copies of it: path of each key whose value came from the environment →
+(its `${...}` text, its value)."""
+_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, ValueError)
+"""Errors of PyYAML and OmegaConf for invalid texts, such as a tag that does not fit its value."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -60,31 +59,24 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         ConfigError: A file cannot be read, a key is unknown, a value is of the wrong type or out of range, or
             values contradict each other.
     """
-    return load_as(Config, Path(path) if path is not None else {}, overrides)
+    if path is not None and not isinstance(path, str | Path):
+        fix = "name a YAML file or a shipped configuration; `specactor_ray.config.load.from_mapping` takes a dict."
+        raise ConfigError("config", f"{clipped(path)} is no name.", fix)
+    return from_mapping(_read_yaml(Path(path)) if path is not None else {}, overrides)
 
 
 def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Like `load_config`, from nested dicts and lists in place of a file. `settings` is not changed."""
-    return load_as(Config, settings, overrides)
+    config, read = _loaded(settings, overrides, Config)
+    setattr(config, _FROM_ENVIRONMENT, {path: (text, value_at(config, path)) for path, text in read.items()})
+    return config
 
 
 def load_as(schema: type[S], source: Path | Mapping[str, Any], overrides: Sequence[str] = (), folder: str = "") -> S:
-    """Like `load_config`, for any schema: a dataclass of such sections. Relations between keys are only checked for
-    `Config`. Shipped files of this schema are in `folder` of `conf`."""
-    tree = _read_yaml(source, folder) if isinstance(source, Path) else _plain(source)
-    for item in overrides:
-        _apply_override(tree, item, schema)
-    references = dict(_references(tree))
-    for path, text in references.items():
-        _value_at(tree, path[:-1])[path[-1]] = _from_environment(path, text)
-    try:
-        config = _section(schema, tree, "", schema)
-        if isinstance(config, Config):
-            validate(config)
-    except ConfigError as error:
-        raise _without_values(error, references) from None
-    setattr(config, _FROM_ENVIRONMENT, {path: (text, _value_at(config, path)) for path, text in references.items()})
-    return typing.cast(S, config)
+    """Like `load_config`, for another schema: a dataclass of such sections. Relations between keys are not checked.
+    Shipped files of this schema are in `folder` of `conf`."""
+    settings = _read_yaml(source, folder) if isinstance(source, Path) else source
+    return _loaded(settings, overrides, schema)[0]
 
 
 def to_yaml(config: Config) -> str:
@@ -92,12 +84,12 @@ def to_yaml(config: Config) -> str:
 
     Values from the environment (`${oc.env:TOKEN}`) are written as references, since they may be secrets.
     """
-    tree = _plain(config)
+    tree = _literal(_plain(config))
     for path, (reference, value) in getattr(config, _FROM_ENVIRONMENT, {}).items():
         with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError):
-            if _value_at(config, path) == value:
-                _value_at(tree, path[:-1])[path[-1]] = reference
-    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+            if value_at(config, path) == value:
+                value_at(tree, path[:-1])[path[-1]] = reference
+    return OmegaConf.to_yaml(tree)
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -129,51 +121,28 @@ def shipped_names(folder: str = "") -> list[str]:
 
 
 def _read_yaml(path: Path, folder: str = "") -> Tree:
-    where, shipped = str(path), f"shipped with the package: {', '.join(shipped_names(folder))}"
+    where = str(path)
     try:
-        tree = _plain(_parsed(find_file(path, folder).read_text(encoding="utf-8")))
+        container: Any = OmegaConf.load(find_file(path, folder))
     except FileNotFoundError:
-        raise ConfigError(where, "there is no such file.", f"check the path; {shipped}.") from None
+        raise ConfigError(where, "there is no such file.", _similar_files(path, folder)) from None
     except OSError as error:
-        raise ConfigError(where, f"cannot be read: {error.strerror}.", "name a YAML file.") from None
+        if error.errno is not None:
+            raise ConfigError(where, f"cannot be read: {error.strerror}.", "name a YAML file.") from None
+        container = None  # OmegaConf reads a file with a single number as such
     except _UNREADABLE as error:
         raise ConfigError(where, f"not valid YAML: {yaml_problem(error)}.", "correct the file.") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(where, "the file holds no `key: value` pairs.", f"for examples see those {shipped}.")
+    if not OmegaConf.is_dict(container):
+        example = Path("conf", folder, f"{shipped_names(folder)[-1]}.yaml")
+        raise ConfigError(where, "the file holds no `key: value` pairs.", f"see {example} for an example.")
+    tree: Tree = _plain(container)
     return tree
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Reads `1e-3` as a number and a date as a text, as YAML 1.2 does, and refuses a key that is given twice."""
-
-    yaml_implicit_resolvers: typing.ClassVar = {
-        first: [one for one in resolvers if not one[0].endswith(":timestamp")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        seen = set[str]()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes what `_Loader` reads: it quotes a text such as `1e-3`."""
-
-
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-    )
-
-
-def _parsed(text: str) -> Any:
-    return yaml.load(text, _Loader)
+def _similar_files(path: Path, folder: str) -> str:
+    others = sorted(file.name for file in path.parent.glob("*.yaml"))[:8]
+    here = f"{path.parent} holds {', '.join(others)}." if others else "check the path; it is relative to this folder."
+    return f"{here} Shipped with the package: {', '.join(shipped_names(folder))}."
 
 
 def yaml_problem(error: Exception) -> str:
@@ -187,7 +156,9 @@ def yaml_problem(error: Exception) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A copy as plain dicts with text keys, and lists."""
+    """Plain dicts with text keys and lists, in which `${...}` references are kept."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -197,49 +168,30 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-def _references(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Path and text of every value with a reference to the environment."""
-    if isinstance(tree, str) and _REFERENCE.search(tree):
-        yield path, tree
-    elif isinstance(tree, dict | list):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _references(value, (*path, key))
+def _literal(value: Any) -> Any:
+    """Plain values in which OmegaConf reads no text as a reference."""
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _from_environment(path: KeyPath, text: str) -> str:
-    """The text with values in place of references. A ConfigError of a missing variable has a KeyError as cause."""
-
-    def value(found: re.Match[str]) -> str:
-        name, default = found.groups()
-        return os.environ[name] if default is None else os.environ.get(name, default.strip())
-
+def _loaded(settings: Mapping[str, Any], overrides: Sequence[str], schema: type[S]) -> tuple[S, dict[Any, str]]:
+    """The settings as a dataclass; path → text of the references that read the environment."""
+    if isinstance(overrides, str | Mapping) or not all(isinstance(item, str) for item in overrides):
+        raise ConfigError("overrides", f"{clipped(overrides)} is no list of texts.", "write ['KEY=VALUE', ...].")
+    tree = _plain(settings)
+    for item in overrides:
+        _apply_override(tree, item, schema)
+    found, read = resolved(tree, lambda: _merged(_plain(schema()), tree))
     try:
-        return _REFERENCE.sub(value, text)
-    except KeyError as error:
-        name = error.args[0]
-        problem = f"{clipped(text)} needs {name}, which is not set."
-        raise ConfigError(_dotted(path), problem, f"set it, or write ${{oc.env:{name},DEFAULT}}.") from error
-
-
-def _without_values(error: ConfigError, references: Mapping[KeyPath, str]) -> ConfigError:
-    """The error with the text of a reference in place of its value."""
-    key = f"{error.key}."
-    for path, text in references.items():
-        other = f"{_dotted(path)}."
-        if key.startswith(other) or other.startswith(key):
-            return ConfigError(error.key, f"{clipped(text)} stands for a value that is not allowed.", error.fix)
-    return error
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(map(str, path))
-
-
-def _value_at(node: Any, path: KeyPath) -> Any:
-    """Value at a path of keys and indices in sections, dicts and lists."""
-    for part in path:
-        node = getattr(node, str(part)) if is_dataclass(node) else node[part]
-    return node
+        config = _section(schema, found, "", schema)
+        if isinstance(config, Config):
+            validate(config)
+    except ConfigError as error:
+        raise without_values(error, tree) from None
+    return config, read
 
 
 # ---- overrides ----
@@ -273,10 +225,11 @@ def _what_was_meant(item: str) -> str:
 
 def _override_value(key: str, text: str) -> Any:
     try:
-        return _plain(_parsed(text))
+        container = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except _UNREADABLE as error:
         problem = f"{clipped(text)} is not valid YAML ({yaml_problem(error)})."
         raise ConfigError(key, problem, f"quote the whole item for the shell: '{key}=...'") from None
+    return _plain(container)["value"]
 
 
 def _merged(old: Any, new: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
 from specactor_ray.config.methods import ALL_KEYS, BUILT_IN, is_hosted, is_named, reject_keys_against_traits
-from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy
+from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
 from specactor_ray.config.training_schema import AlgorithmName, OnlineWhere, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
@@ -154,6 +154,9 @@ def _of_target(config: Config) -> Iterator[Problem]:
     if not target.gpus and target.cores % ranks:
         problem = f"{target.cores} core(s) cannot be shared out evenly among {ranks} ranks (target.tensor_parallel)."
         yield "target.cores", problem, f"use a multiple of {ranks}."
+    if not target.compiled and not is_vllm:
+        problem = f"false, but target.backend={target.backend} has no compiled graph of the model to leave out."
+        yield "target.compiled", problem, "leave it out, or use target.backend=vllm."
 
 
 def _of_engine_arguments(config: Config) -> Iterator[Problem]:
@@ -175,7 +178,10 @@ def _half_precision(key: str, dtype: str, host: str, gpus: int) -> Iterator[Prob
 
 
 def _of_drafting(config: Config) -> Iterator[Problem]:
-    mode = config.mode
+    speculation, mode = config.speculation, config.mode
+    if speculation.race_below is not None and speculation.race is not RaceName.tail:
+        problem = f"says when the tail begins, but speculation.race is {speculation.race.value!r}."
+        yield "speculation.race_below", problem, "leave it out, or use speculation.race=tail."
     if mode in (ModeName.coupled, ModeName.decoupled) and not config.drafters:
         problem = f"{mode.value!r} needs at least one drafter, and `drafters` is empty."
         yield "mode", problem, "use mode=auto or mode=plain, or add one: 'drafters=[{method: ngram}]'."
@@ -219,6 +225,9 @@ def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:
         problem = f"{drafter.min_match} is above max_match ({drafter.max_match}): nothing could ever match."
         yield f"{key}.min_match", problem, "lower min_match or raise max_match."
     least, most = drafter.min_replicas, drafter.max_replicas
+    if most is None and least:
+        problem = f"{least}, but without max_replicas the number of draft actors is not changed."
+        yield f"{key}.min_replicas", problem, f"set {key}.max_replicas, or leave it out."
     if most is not None and not least <= drafter.replicas <= most:
         problem = f"{drafter.replicas} is not between min_replicas ({least}) and max_replicas ({most})."
         yield f"{key}.replicas", problem, "start with a number between them."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from specactor_ray.config.fields import KeyDoc, describe
 from specactor_ray.config.load import load_config, save_config, to_yaml
 from specactor_ray.config.rules import validate_training
-from specactor_ray.config.schema import Config
+from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ConfigError
 
 DRAFTER = "drafters=[{method: suffix}]"
@@ -62,7 +60,7 @@ def test_a_value_is_accepted_or_refused_by_name(tmp_path_factory: Any, key: str,
         assert is_same(reload(to_yaml(config), folder), config)
 
 
-NUMBERS_WITHOUT_A_RANGE = {"reward.failure_value", "reward.pass_threshold"}
+NUMBERS_WITHOUT_A_RANGE = {"reward.functions.N.weight", "reward.failure_value", "reward.pass_threshold"}
 
 
 @pytest.mark.parametrize("doc", [doc for doc in describe(Config) if doc.type.startswith(("an integer", "a number"))])
@@ -70,8 +68,7 @@ def test_every_other_number_has_a_range(doc: KeyDoc) -> None:
     key = doc.key.replace(".N.", ".0.")
 
     def load() -> None:
-        value = ".nan" if key == "reward.functions.0.weight" else "-1"
-        validate_training(load_config(None, ["mode=decoupled", *BASE, f"{key}={value}"]))
+        validate_training(load_config(None, ["mode=decoupled", *BASE, f"{key}=-1"]))
 
     if doc.key in NUMBERS_WITHOUT_A_RANGE:
         load()
@@ -81,45 +78,72 @@ def test_every_other_number_has_a_range(doc: KeyDoc) -> None:
         assert caught.value.key == key
 
 
+def test_weights_of_rewards_are_finite() -> None:
+    config = load_config(None, ["data.n=2", "reward.functions=[{name: length}, {name: length, weight: .nan}]"])
+    with pytest.raises(ConfigError, match=r"reward\.functions\.1\.weight: nan is out of range"):
+        validate_training(config)
+
+
 class TestReferences:
     @pytest.fixture(autouse=True)
     def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SECRET", "hunter2")
-        monkeypatch.setenv("BATCH", "3")
-
-    def test_a_value_from_the_environment_is_not_written(self, tmp_path: Path) -> None:
-        items = [
-            "data.options={a: [{token: 'Bearer ${oc.env:SECRET}'}], 'b.c': '${oc.env:NOT_THERE, x}', d: '${a}'}",
-            "drafters=[{method: draft_model, model: '${oc.env:SECRET}'}]",
-            "target.max_batch=${oc.env:BATCH}",
-        ]
-        config = copy.deepcopy(load_config(None, items))
-        assert config.data.options == {"a": [{"token": "Bearer hunter2"}], "b.c": "x", "d": "${a}"}
-        assert (config.drafters[0].model, config.target.max_batch) == ("hunter2", 3)
-        path = tmp_path / "config.yaml"
-        save_config(config, path)
-        assert "hunter2" not in path.read_text() and stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert load_config(path) == config
-        config.target.max_batch = 4  # what was changed later is written
-        assert reload(to_yaml(config), tmp_path).target.max_batch == 4
 
     @pytest.mark.parametrize(
-        ("item", "key"),
+        "options",
         [
-            ("target.max_batch=${oc.env:SECRET}", "target.max_batch"),
-            ("target.dtype=${oc.env:SECRET}", "target.dtype"),
-            ("run.name=${oc.env:SECRET}/x", "run.name"),
-            ("sampling.seed=${oc.env:SECRET}", "sampling.seed"),
-            ("drafters=[{method: '${oc.env:SECRET}'}]", "drafters.0.method"),
-            ("cluster.address=${oc.env:SECRET}", "cluster.address"),
-            ("run.name=${oc.env:NOT_THERE_AT_ALL}", "run.name"),
+            '{a: {token: "${oc.env:SECRET}"}, b: "${data.options.a}"}',
+            '{a: {token: "${oc.env:SECRET}"}, b: "${.a}", c: ["${..b.token}"]}',
+            '{a: [{x: "${oc.env:SECRET}"}], b: "${data.options.a[0]}", c: "${.b.x}", d: "<${.c}>"}',
+            '{a: {x: "${oc.env:SECRET}"}, b: "${oc.select:data.options.a.x}", c: "${oc.dict.values:data.options.a}"}',
+            '{a: SECRET, b: "${oc.env:${.a}}", c: {d: "${data.options.b}"}}',
         ],
     )
-    def test_errors_name_them_without_their_values(self, item: str, key: str) -> None:
+    def test_what_they_lead_to_in_the_environment_is_not_written(self, tmp_path: Path, options: str) -> None:
+        config = load_config(None, ["mode=plain", f"data.options={options}"])
+        assert "hunter2" in str(config.data.options)
+        path = tmp_path / "config.yaml"
+        save_config(config, path)
+        assert "hunter2" not in path.read_text()
+        assert load_config(path) == config
+
+    @pytest.mark.parametrize(
+        ("items", "key"),
+        [
+            (["target.max_batch=${oc.env:SECRET}"], "target.max_batch"),
+            (["target.dtype=${oc.env:SECRET}"], "target.dtype"),
+            (["run.name=${oc.env:SECRET}/x"], "run.name"),
+            (["sampling.seed=${oc.env:SECRET}"], "sampling.seed"),
+            (["run.name=${data.${oc.env:SECRET}}"], "run.name"),
+            (['run.name=${oc.decode:"[${oc.env:SECRET}"}'], "run.name"),
+            (["data.options.a=${oc.env:SECRET}", "target.dtype=${data.options.a}"], "target.dtype"),
+            (["drafters=[{method: '${oc.env:SECRET}'}]"], "drafters.0.method"),
+            (["cluster.address=${oc.env:SECRET}"], "cluster.address"),
+            (["reward.functions=[{weight: '${oc.env:SECRET}'}]"], "reward.functions.0.weight"),
+        ],
+    )
+    def test_errors_name_them_without_their_values(self, items: list[str], key: str) -> None:
         with pytest.raises(ConfigError) as caught:
-            load_config(None, ["mode=plain", item])
+            load_config(None, ["mode=plain", *items])
         assert caught.value.key == key
-        assert "hunter2" not in str(caught.value) and "${oc.env:" in str(caught.value)
+        assert "hunter2" not in str(caught.value)
+        assert "${" in str(caught.value)
+
+    def test_one_that_cannot_be_resolved_is_named(self) -> None:
+        with pytest.raises(ConfigError, match=r"run\.name: '\$\{run\.name\}' cannot be resolved"):
+            load_config(None, ["run.name=${run.name}"])
+
+    @pytest.mark.parametrize("target", ["target", "sampling", "mode", "drafters", "speculation.race"])
+    def test_a_section_that_is_referred_to_loads_back_equal(self, tmp_path: Path, target: str) -> None:
+        config = load_config(None, [DRAFTER, f"data.options.x=${{{target}}}", "sampling.stop_token_ids=[3]"])
+        assert reload(to_yaml(config), tmp_path) == config
+
+    @pytest.mark.parametrize("text", ["${a}", "${", r"\${a}", r"\\${run.dir}", "a\\", r"c:\x ${y} \ ${z"])
+    def test_texts_that_look_like_one_load_back_equal(self, tmp_path: Path, text: str) -> None:
+        config = Config(mode=ModeName.plain)
+        config.run.dir, config.data.options = text, {"x": [text]}
+        again = reload(to_yaml(config), tmp_path)
+        assert (again.run.dir, again.data.options) == (text, {"x": [text]})
 
 
 class TestOverridesOfASection:
@@ -134,3 +158,17 @@ class TestOverridesOfASection:
     def test_a_key_of_the_users_own_may_be_unset(self) -> None:
         config = load_config(None, ["mode=plain", "data.options.a={b: 1}", "data.options.a="])
         assert config.data.options == {"a": None}
+
+
+@pytest.mark.parametrize(("method", "meant"), [("ngrams", "ngram"), ("sufix", "suffix"), ("draftmodel", "draft_model")])
+def test_a_mistyped_method_is_answered_with_the_one_that_was_meant(method: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{method}' is not known. Did you mean {meant}?"):
+        load_config(None, [f"drafters=[{{method: {method}}}]"])
+
+
+@pytest.mark.parametrize(
+    "override", ["speculation.branches=AUTO", "speculation.window=Auto", "mode=AUTO", "target.max_batch=aut"]
+)
+def test_a_misspelled_word_is_hinted(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean auto\?"):
+        load_config(None, [DRAFTER, override])
