@@ -230,6 +230,8 @@ def check_job_arguments(command: Sequence[str], arguments: Sequence[str]) -> Non
         ConfigError: The configuration is wrong.
         click.UsageError: An option is unknown or lacks its value.
     """
+    from omegaconf.errors import InterpolationResolutionError
+
     from specactor_ray.config import load_config
 
     parser: Any = typer.main.get_command(app)
@@ -243,7 +245,7 @@ def check_job_arguments(command: Sequence[str], arguments: Sequence[str]) -> Non
     try:
         load_config(file, given["overrides"] or ())
     except ConfigError as error:
-        if not isinstance(error.__cause__, KeyError):  # else a variable that is not set here
+        if not isinstance(error.__context__, InterpolationResolutionError):
             raise
 
 
