@@ -7,9 +7,7 @@ Inside a Ray job, or where RAY_ADDRESS is set, it runs on that cluster and start
 
 from __future__ import annotations
 
-import sys
-
-from specactor_ray.cli.main import run_as_job
+from specactor_ray.__main__ import main
 
 if __name__ == "__main__":
-    run_as_job(["bench", "rollout"], sys.argv[1:])
+    main("bench", "rollout")

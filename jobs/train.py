@@ -8,9 +8,7 @@ reads from top to bottom in `specactor_ray/trainer/steps.py`.
 
 from __future__ import annotations
 
-import sys
-
-from specactor_ray.cli.main import run_as_job
+from specactor_ray.__main__ import main
 
 if __name__ == "__main__":
-    run_as_job(["train"], sys.argv[1:])
+    main("train")

@@ -9,9 +9,7 @@ It runs in the job's own process, on the node where the job's driver runs, and s
 
 from __future__ import annotations
 
-import sys
-
-from specactor_ray.cli.main import run_as_job
+from specactor_ray.__main__ import main
 
 if __name__ == "__main__":
-    run_as_job(["drafter", "train"], sys.argv[1:])
+    main("drafter", "train")

@@ -27,7 +27,7 @@ from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, require_folder, write_json
-from specactor_ray.core.progress import ProgressState, rollout_progress
+from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.preflight import check_target, require_devices, require_named, start_notes
@@ -136,6 +136,7 @@ def run_bench(
     return report
 
 
+@start_phase("checking the model")
 def _checked_variants(
     config: Config, modes: Sequence[BenchMode], batches: Sequence[int], peers: bool
 ) -> Sequence[Variant]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import resource
 import shutil
 import sys
@@ -12,17 +11,14 @@ from collections.abc import Iterator
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
 from specactor_ray.core.console import make_console, make_table, say
-from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware, memory_limit
+from specactor_ray.core.environment import fitting_dtype, gpu_memories, hardware, memory_limit, versions
 from specactor_ray.core.errors import EXIT_FAILED, ClusterError, ConfigError, ModelLoadError
 from specactor_ray.core.files import make_folder
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 _GIB = 2**30
 _LEAST_MEMORY_GIB = 8
@@ -131,33 +127,15 @@ def _judged(area: str, what: str, found: str, fix: str) -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    yield Finding("packages", "python", platform.python_version())
-    shown = []
-    for need in _required():
-        version = _version(need.name)
-        if version and need.specifier.contains(version, prereleases=True):
-            shown.append(f"{need.name} {version}")
-        else:
-            fix = f"pip install '{need.name}{need.specifier}'"
-            yield Finding("packages", need.name, version or "not installed", State.WRONG, fix)
-    yield Finding("packages", "required", ", ".join(shown))
+    for name, version in versions().items():
+        if version == "not installed" and name != "specactor-ray":  # this one runs, from a checkout
+            yield Finding("packages", name, version, State.WRONG, f"pip install {name}")
+    yield Finding("packages", "installed", ", ".join(f"{name} {version}" for name, version in versions().items()))
     for module, distribution, use, fix in OPTIONAL:
         if importlib.util.find_spec(module) is not None:
             yield Finding("packages", distribution, _version(distribution) or "found")
         else:
             yield Finding("packages", distribution, f"not installed: {use}", State.OPTIONAL, fix)
-
-
-def _required() -> list[Requirement]:
-    """The package's own requirements; only some for a checkout that is not installed."""
-    from packaging.requirements import Requirement
-
-    try:
-        lines = metadata.requires("specactor-ray") or []
-    except metadata.PackageNotFoundError:
-        lines = ["ray", "torch", "transformers", "numba"]
-    needs = [Requirement(line) for line in lines]
-    return [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
 
 
 def _version(name: str) -> str:

@@ -15,7 +15,8 @@ from rich.table import Table
 from specactor_ray.cli.options import finish, progress_console
 from specactor_ray.config.schema import LOG_LEVELS
 from specactor_ray.core.console import make_console, make_table, say
-from specactor_ray.core.errors import InputError
+from specactor_ray.core.errors import ConfigError, InputError, did_you_mean
+from specactor_ray.core.signals import signals_deferred
 
 drafter = typer.Typer(help="Train drafters offline, and measure them.", no_args_is_help=True)
 
@@ -29,15 +30,16 @@ Corpus = Annotated[
     Path | None, typer.Option(help="Folder of recorded rollouts, made on first use.", show_default=False)
 ]
 LogLevel = Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings: tokens, epochs, draft_vocab, depths, learning_rate, batch_tokens, dtype of training; samples, "
-        "temperature, max_tokens, seed, chat, max_batch, kv_cache_gb of rollouts; window of the measurement.",
-        show_default=False,
-    ),
-]
+ROLLOUT_SETTINGS = ("temperature", "max_tokens", "seed", "chat", "max_batch", "kv_cache_gb")
+EVAL_SETTINGS = (*ROLLOUT_SETTINGS, "window")
+TRAIN_SETTINGS = (
+    *("tokens", "epochs", "draft_vocab", "depths", "learning_rate", "batch_tokens", "dtype", "samples"),
+    *EVAL_SETTINGS,
+)
+
+
+def _settings(names: Sequence[str]) -> Any:
+    return typer.Argument(metavar="KEY=VALUE", help=f"Settings: {', '.join(names)}.", show_default=False)
 
 
 @drafter.command()
@@ -52,7 +54,7 @@ def train(
     device: Device = "cpu",
     trust_remote_code: Trust = False,
     log_level: LogLevel = "WARNING",
-    settings: Settings = None,
+    settings: Annotated[list[str] | None, _settings(TRAIN_SETTINGS)] = None,
 ) -> None:
     """Record the target's rollouts of the prompts in --data, train an EAGLE head on them, and measure it.
 
@@ -63,8 +65,9 @@ def train(
             f"--output: {output} would be in the job's copy of the folder, which Ray removes. Fix: an absolute path "
             "on a disk that stays"
         )
-    console, recipe = _prepare(log_level, target, device, trust_remote_code, settings)
-    from specactor_ray.cli.train_drafter import train_drafter
+    console, recipe = _prepare(log_level, target, device, trust_remote_code, settings, TRAIN_SETTINGS)
+    with signals_deferred():
+        from specactor_ray.cli.train_drafter import train_drafter
 
     outcome = train_drafter(recipe, data, output, console, heldout, corpus)
     _show(outcome, f"{output}: acceptance on held-out rollouts")
@@ -85,15 +88,16 @@ def evaluate(
     device: Device = "cpu",
     trust_remote_code: Trust = False,
     log_level: LogLevel = "WARNING",
-    settings: Settings = None,
+    settings: Annotated[list[str] | None, _settings(EVAL_SETTINGS)] = None,
 ) -> None:
     """Measure a drafter on the target's rollouts of the prompts in --data, at the temperature and at 0."""
     if (folder is None) == (method is None):
         raise InputError("name either --drafter FOLDER or --method, such as --method ngram")
-    console, recipe = _prepare(log_level, target, device, trust_remote_code, settings)
+    console, recipe = _prepare(log_level, target, device, trust_remote_code, settings, EVAL_SETTINGS)
     recipe.samples = 1
-    from specactor_ray.cli.train_drafter import eval_drafter
-    from specactor_ray.distill.evaluation import drafter_of, method_alone
+    with signals_deferred():
+        from specactor_ray.cli.train_drafter import eval_drafter
+        from specactor_ray.distill.evaluation import drafter_of, method_alone
 
     config = drafter_of(folder) if folder is not None else method_alone(str(method))
     config.trust_remote_code = trust_remote_code
@@ -104,15 +108,24 @@ def evaluate(
 
 
 def _prepare(
-    log_level: str, target: str, device: str, trust_remote_code: bool, settings: Sequence[str] | None
+    log_level: str,
+    target: str,
+    device: str,
+    trust_remote_code: bool,
+    settings: Sequence[str] | None,
+    allowed: Sequence[str],
 ) -> tuple[Console, Any]:
-    """The console for progress, and the `DrafterRecipe` of the options. Raises ConfigError for a bad setting."""
+    """The console for progress, and the `DrafterRecipe` of the options and of settings that are `allowed`."""
     if log_level not in LOG_LEVELS:
         raise InputError(f"--log-level: {log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")
     from specactor_ray.config.fields import reject_values_not_allowed
     from specactor_ray.config.load import load_as
     from specactor_ray.distill.card import DrafterRecipe
 
+    for name in (item.partition("=")[0].strip() for item in settings or ()):
+        if name not in allowed:
+            problem = f"is no setting of this command.{did_you_mean(name, allowed)}"
+            raise ConfigError(name, problem, f"write KEY=VALUE with one of {', '.join(allowed)}.")
     options = {"target": target, "device": device, "trust_remote_code": trust_remote_code}
     recipe = load_as(DrafterRecipe, options, settings or ())
     reject_values_not_allowed(recipe, "")

@@ -36,7 +36,7 @@ from specactor_ray.cli.simulate import app as simulate
 from specactor_ray.core.console import make_console, say, show_error
 from specactor_ray.core.environment import versions
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
-from specactor_ray.core.signals import ignore_signals
+from specactor_ray.core.signals import ignore_signals, signals_deferred
 
 SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout", "train-drafter": "drafter train"}
 """Name of a job → command that it runs."""
@@ -90,7 +90,8 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     Trajectories go to trajectories.jsonl.partial in the run's folder as they end; the file is renamed when all have.
     """
     settings, progress = load_settings(config_file, overrides)
-    from specactor_ray.runs.rollout import run_rollout
+    with signals_deferred():
+        from specactor_ray.runs.rollout import run_rollout
 
     outcome = run_rollout(settings, progress)
     console = make_console()
@@ -111,7 +112,8 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
 def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     """Train the target on the tasks of data.path with reinforcement learning; writes metrics and checkpoints."""
     settings, progress = load_settings(config_file, overrides)
-    from specactor_ray.trainer.run import train as run_training
+    with signals_deferred():
+        from specactor_ray.trainer.run import train as run_training
 
     outcome = run_training(settings, progress)
     more = "; the same command with resume=auto continues" if outcome.status == "interrupted" else ""
@@ -135,7 +137,8 @@ def serve(
     """
     settings, progress = load_settings(config_file, overrides)
     try:
-        from specactor_ray.serve.run import serve as run_server
+        with signals_deferred():
+            from specactor_ray.serve.run import serve as run_server
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "pydantic"):
             raise

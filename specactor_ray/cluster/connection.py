@@ -33,6 +33,7 @@ from specactor_ray.cluster.token import (
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError, InputError
 from specactor_ray.core.leftovers import make_owned_folder, remove_abandoned
+from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import blocked, signals_deferred
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ def connect(config: ClusterConfig) -> Connection:
     return started[0]
 
 
+@start_phase("joining the Ray cluster")
 def _join(config: ClusterConfig) -> Connection:
     address = resolve_address(config.address)
     variables = token_for(address, found_here=config.address == "auto" and not os.environ.get("RAY_ADDRESS"))
@@ -152,6 +154,7 @@ def worker_job_config() -> Any:
     return SamePath(_py_driver_sys_path=[os.path.abspath(entry) for entry in reversed(sys.path)])
 
 
+@start_phase("starting Ray")
 def _start_private_cluster(config: ClusterConfig) -> Connection:
     cpus = config.num_cpus if config.num_cpus is not None else len(os.sched_getaffinity(0))
     base = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONGEST_TEMP_DIR - 20 else "/tmp"

@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 _WIDTH_OF_A_FILE = 140
+START_LOG = "specactor_ray.start"
+"""Logger of the phases of a start."""
 
 
 def make_console(stream: TextIO | None = None) -> Console:
@@ -71,9 +73,22 @@ def log_by_default() -> None:
 
 
 def log_through(console: Console, level: str) -> None:
-    """Send the log lines of this process through a console, so that they do not break its progress bar."""
+    """Send the log lines of this process through a console, so that they do not break its progress bar; those of a
+    start as plain lines at every level."""
     handler = RichHandler(console=console, show_path=False, markup=False, rich_tracebacks=False)
     logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[handler], force=True)
+    start = logging.getLogger(START_LOG)
+    start.handlers, start.propagate = [_PlainLines(console)], False
+    start.setLevel(logging.INFO)
+
+
+class _PlainLines(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self._console, record.getMessage())
 
 
 def draw(path: Path, *plots: Callable[[Any], None], size: tuple[float, float] = (7, 3.5)) -> bool:

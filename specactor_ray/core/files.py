@@ -1,12 +1,10 @@
-"""Files: written completely or not at all, locked until the end of a process, read without trust in their content."""
+"""Files: written completely or not at all, read without trust in their content."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
-import logging
 import os
 import secrets
 import stat
@@ -16,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.errors import InputError
-
-logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 28
 """Largest text file that is read, in bytes; tokenizers with the largest vocabularies have a tenth of it."""
@@ -96,18 +92,6 @@ def flush_entry(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is created if it does not exist; waits until no other process holds it."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process that holds %s", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file releases the lock
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:

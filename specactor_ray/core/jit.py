@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from filelock import FileLock
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
@@ -29,7 +30,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.sigutils import normalize_signature
 from numba.types import CPointer, void
 
-from specactor_ray.core.files import cache_dir, locked
+from specactor_ray.core.files import cache_dir
 
 
 class LockedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
@@ -51,7 +52,7 @@ class LockedCache(FunctionCache):  # type: ignore[misc]  # numba has no types
         that compiles another one holds it."""
         self._impl.locator.ensure_cache_path()
         path = self._folder / f"{self._impl.filename_base}.lock"
-        with global_compiler_lock, contextlib.nullcontext() if self._is_held else locked(path):
+        with global_compiler_lock, contextlib.nullcontext() if self._is_held else FileLock(path):
             before, self._is_held = self._is_held, True
             try:
                 yield

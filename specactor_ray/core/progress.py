@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from specactor_ray.core.console import say
+from specactor_ray.core.console import START_LOG, say
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +21,11 @@ _POLL_S = 0.5
 
 
 class Heartbeat:
-    """Calls `beat` (replaceable) with the seconds since the start every `interval_s`, from a separate thread, until
-    `stop` or the end of the `with` block. Errors of `beat` are logged and ignored."""
+    """Calls `beat` with the seconds since the start every `interval_s`, from a separate thread, until `stop` or the end
+    of the `with` block. Errors of `beat` are logged and ignored."""
 
     def __init__(self, beat: Callable[[float], None], interval_s: float = 5.0) -> None:
-        self.beat, self._interval_s, self._ended = beat, interval_s, threading.Event()
+        self._beat, self._interval_s, self._ended = beat, interval_s, threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
@@ -47,14 +48,18 @@ class Heartbeat:
         begin = time.monotonic()
         while not self._ended.wait(self._interval_s):
             try:
-                self.beat(time.monotonic() - begin)
+                self._beat(time.monotonic() - begin)
             except Exception:  # a display error must not end the work
                 logger.debug("progress could not be shown", exc_info=True)
 
 
-def elapsed(show: Callable[[str], None], what: str) -> Callable[[float], None]:
-    """A beat that shows `what, 10 s`."""
-    return lambda seconds: show(f"{what}, {seconds:.0f} s")
+@contextlib.contextmanager
+def start_phase(what: str, note: str = "", interval_s: float = 5.0) -> Iterator[None]:
+    """Log the present work of a start, with a note, when the block begins, and with the seconds until it ends."""
+    log = logging.getLogger(START_LOG)
+    log.info("%s%s", what, f": {note}" if note else "")
+    with Heartbeat(lambda seconds: log.info("%s, %.0f s", what, seconds), interval_s):
+        yield
 
 
 class PhaseProgress:
@@ -114,13 +119,8 @@ class PhaseProgress:
         """Seconds since the beginning of the phase."""
         return self._clock() - self._begin
 
-    @property
-    def rate(self) -> float:
-        """`done` per second, without its value at the first update: a resumed phase begins in the middle."""
-        return self.rate_at(self._done)
-
     def rate_at(self, done: float) -> float:
-        """Rate at this value of `done`."""
+        """`done` per second, without its value at the first update: a resumed phase begins in the middle."""
         return 0.0 if self._first is None else (done - self._first) / max(self.seconds, 1e-9)
 
     def update(self, done: float, figures: str) -> None:
@@ -136,9 +136,10 @@ class PhaseProgress:
 
     def _time_left(self) -> str:
         """Estimate such as `, 1:05 left`; empty if there is none, and at the very end, where it would not change."""
-        if self.rate <= 0.0 or self._done >= 0.99 * self._total:
+        rate = self.rate_at(self._done)
+        if rate <= 0.0 or self._done >= 0.99 * self._total:
             return ""
-        seconds = round((self._total - self._done) / self.rate)
+        seconds = round((self._total - self._done) / rate)
         return f", {seconds // 60}:{seconds % 60:02d} left"
 
 

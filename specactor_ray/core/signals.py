@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from types import FrameType
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _sigterm_seen = threading.Event()
 """Set when SIGTERM arrived: while Ray waits, any exception of a signal handler becomes a plain KeyboardInterrupt."""
+_announcing_pids: set[int] = set()
+"""The process, if it shows a line at the next signal. Its forks do not."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -24,28 +27,41 @@ def interruption(error: KeyboardInterrupt) -> str:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM raises `Terminated` in the main thread; `ignore_signals` is in effect until its end. Does nothing
-    in other threads.
+    """Inside, SIGTERM raises `Terminated` in the main thread, and the first signal shows a line at once;
+    `ignore_signals` is in effect until its end. Does nothing in other threads.
 
     `connect` keeps it in place when Ray sets its own handler.
     """
     if not _in_main_thread():
         yield
         return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        _sigterm_seen.set()
-        raise Terminated
-
     _sigterm_seen.clear()
+    _announcing_pids.add(os.getpid())
     before = {number: signal.getsignal(number) for number in _INTERRUPTS}
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    if callable(before[signal.SIGINT]):  # a process in the background may ignore it
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
     finally:
         for number, handler in before.items():
             if handler is not None:  # it was set by Python code
                 signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _announce()
+    if number == signal.SIGTERM:
+        _sigterm_seen.set()
+        raise Terminated
+    raise KeyboardInterrupt
+
+
+def _announce() -> None:
+    if os.getpid() in _announcing_pids:
+        _announcing_pids.clear()
+        with contextlib.suppress(OSError):
+            os.write(2, b"interrupted; stopping ...\n")  # a stream may be in the middle of a write
 
 
 @contextlib.contextmanager
@@ -61,8 +77,14 @@ def signals_deferred() -> Iterator[None]:
         return
     arrived: list[tuple[int, FrameType | None]] = []
     before = {number: signal.getsignal(number) for number in _INTERRUPTS if callable(signal.getsignal(number))}
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        if before[signal.Signals(number)] is _interrupt:
+            _announce()
+        arrived.append((number, frame))
+
     for number in before:
-        signal.signal(number, lambda number, frame: arrived.append((number, frame)))
+        signal.signal(number, defer)
     try:
         yield
     finally:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from specactor_ray.core.errors import ModelLoadError
-from specactor_ray.core.files import cache_dir, locked
+from specactor_ray.core.files import cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +137,7 @@ def cached_dir(final: Path, build: Callable[[Path], None]) -> Path:
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
-    with locked(final.parent / f".{final.name}.lock"):
+    with FileLock(final.parent / f".{final.name}.lock"):
         if final.is_dir():  # another process built it while this one waited
             return final
         partial = final.with_name(f".{final.name}.partial")

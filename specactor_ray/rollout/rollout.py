@@ -22,7 +22,7 @@ from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.console import log_by_default
 from specactor_ray.core.errors import InputError, SpecActorError
 from specactor_ray.core.metrics import drafter_health
-from specactor_ray.core.progress import Heartbeat, elapsed
+from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import interruption
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import locate_model, weight_shapes
@@ -71,8 +71,9 @@ class Rollout(RunClient):
         priors = ladder_priors(config)
         if unused := unused_branches(config):
             logger.warning("%s", unused)
-        with Heartbeat(elapsed(logger.info, f"starting Ray and {config.mode.value} actors")):
-            self._connection: Connection = connect(config.cluster)
+        self._connection: Connection = connect(config.cluster)
+        compiling = "the first start on a machine compiles kernels, for up to a minute"
+        with start_phase(f"starting {config.mode.value} actors", compiling):
             try:
                 controller, self.run_name = start_controller(config, priors=priors)
                 super().__init__(config, controller, Calls())

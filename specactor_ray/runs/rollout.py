@@ -20,7 +20,7 @@ from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, ModelLoadError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.metrics import drafter_health
-from specactor_ray.core.progress import Heartbeat, ProgressState, elapsed, rollout_progress
+from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
@@ -114,17 +114,15 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         folder, lease = found or lease_new(config)
         held.callback(lease.release)
         try:
-            heartbeat = Heartbeat(
-                elapsed(functools.partial(say, console), f"run {config.run.name}: checking model, prompts and memory")
-            )
-            with heartbeat, TrajectoryWriter(folder) as writer:
+            with TrajectoryWriter(folder) as writer:
                 there = read_finished(writer, prompts, config) if found else []
                 save_run_config(config, folder)
-                check_target(config)
-                encoded = _encode(config, prompts)
+                with start_phase(f"run {config.run.name}: checking model, prompts and memory"):
+                    check_target(config)
+                    encoded = _encode(config, prompts)
                 for line in (*lines, *_cut_outputs(config, encoded)):
                     say(console, line)
-                return _run(config, prompts, encoded, folder, writer, there, console, heartbeat)
+                return _run(config, prompts, encoded, folder, writer, there, console)
         except BaseException as error:
             if found is None and not (folder / SUMMARY_FILE).exists():
                 lease.release()
@@ -180,10 +178,9 @@ def _run(
     writer: TrajectoryWriter,
     there: list[dict[str, Any]],
     console: Console,
-    heartbeat: Heartbeat,
 ) -> RunOutcome:
-    """Roll out the missing trajectories; `there` are those of an interrupted run, `heartbeat` shows the start."""
-    with signals_deferred():
+    """Roll out the missing trajectories; `there` are those of an interrupted run."""
+    with start_phase("loading torch and Ray"), signals_deferred():
         from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
     begin, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -195,10 +192,8 @@ def _run(
         say(console, note)
     for row in there:
         tally.add(row)
-    heartbeat.beat = elapsed(functools.partial(say, console), f"run {config.run.name}: starting")
     summary: dict[str, Any] = {}
     with Rollout(config) as rollout:
-        heartbeat.stop()
         start_seconds, begin = time.monotonic() - begin, time.monotonic()
         where = f"--run {rollout.run_name} --address {rollout.address}"
         say(console, f"run {rollout.run_name}: from another terminal, specactor status {where}")

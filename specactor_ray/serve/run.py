@@ -17,7 +17,7 @@ from specactor_ray.config import Config
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import read_foreign
-from specactor_ray.core.progress import Heartbeat, elapsed
+from specactor_ray.core.progress import start_phase
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
@@ -91,16 +91,14 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
     with listening_socket(host, port) as listener, sigterm_interrupts():
         config, lines = refuse_early(config)
         require_tokenizer(config.target.model)
-        check_target(config)
+        with start_phase("checking the model"):
+            check_target(config)
         for line in (*lines, *start_notes(config)):
             say(console, line)
-        shown = functools.partial(say, console)
         try:
-            with Heartbeat(elapsed(shown, "starting")), signals_deferred():
+            with start_phase("loading torch and Ray"), signals_deferred():
                 from specactor_ray.rollout.rollout import Rollout  # takes seconds
-            heartbeat = Heartbeat(elapsed(shown, "starting"))
-            with heartbeat, Rollout(config) as rollout:
-                heartbeat.stop()
+            with Rollout(config) as rollout:
                 _serve(rollout, listener, token, config.target.model if model is None else model, console)
         except KeyboardInterrupt as interrupt:
             say(console, f"{interruption(interrupt)}: ended before it was ready")

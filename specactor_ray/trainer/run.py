@@ -14,6 +14,7 @@ from specactor_ray.config.methods import taught_by_trainer
 from specactor_ray.config.rules import validate_training
 from specactor_ray.config.schema import AUTO, DrafterConfig, TargetConfig
 from specactor_ray.config.training_schema import RewardFunctionConfig
+from specactor_ray.core import progress
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder
@@ -88,7 +89,7 @@ def _train(
     config: Config, run: TrainingRun, stream: TaskStream, console: Console, enough: Callable[[], bool]
 ) -> TrainOutcome:
     """Start all parts and run the steps."""
-    with signals_deferred():  # takes seconds, so only after the checks
+    with progress.start_phase("loading torch and Ray"), signals_deferred():  # takes seconds, so only after the checks
         from specactor_ray.learner.algorithms import make_recipe
         from specactor_ray.rollout.rollout import Rollout
         from specactor_ray.trainer.conversations import Conversations
@@ -147,6 +148,7 @@ def prepare(config: Config) -> None:
         raise ConfigError("reward.functions", problem, "use exact_match, math, or package.module:function.")
 
 
+@progress.start_phase("checking model, tasks and rewards")
 def checked_tasks(config: Config) -> TaskStream:
     """The tasks in their order, from the first one on; at least one of them fits the model, and the chat template
     supports the environment. Raises ConfigError and InputError."""

@@ -18,6 +18,7 @@ from specactor_ray.core.signals import ignore_signals, interruption, signals_def
 from tests.tiny import tiny_target
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+LINE = "interrupted; stopping ...\n"
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +30,15 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
-def test_a_signal_inside_is_raised_at_the_end(number: signal.Signals, words: str) -> None:
+def test_a_signal_inside_shows_a_line_at_once_and_is_raised_at_the_end(
+    number: signal.Signals, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     done = []
 
     @signals_deferred()
     def work() -> None:
         os.kill(os.getpid(), number)
-        done.append("all of it")
+        done.append(capfd.readouterr().err)
 
     with sigterm_interrupts():
         with pytest.raises(KeyboardInterrupt) as caught:
@@ -43,7 +46,7 @@ def test_a_signal_inside_is_raised_at_the_end(number: signal.Signals, words: str
         assert interruption(caught.value) == words
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
-    assert done
+    assert done == [LINE] and not capfd.readouterr().err
 
 
 def test_after_an_interruption_further_signals_change_nothing_until_the_end() -> None:
@@ -90,34 +93,52 @@ def test_an_error_inside_is_not_hidden_by_a_signal() -> None:
         work()
 
 
-PROGRAM = """
+SENDER = """
 import os, signal, sys
 
 class Sender:
     def find_spec(self, name, path=None, target=None):
-        if name == "torch._dynamo":  # triton, compiled with nanobind, is loaded within
-            os.kill(os.getpid(), signal.SIGTERM)
+        if name == {module!r}:
+            os.kill(os.getpid(), {number})
 
 sys.meta_path.insert(0, Sender())
+"""
+PROGRAM = """
 from specactor_ray.models import loading
 from specactor_ray.core.signals import Terminated, sigterm_interrupts
 
 with sigterm_interrupts():
     try:
-        loading.{call}
+        loading.load_tokenizer({folder!r})
     except Terminated:
         sys.exit(0 if "torch._dynamo.convert_frame" in sys.modules else "an import was torn")
 sys.exit("SIGTERM had no effect")
 """
 
 
-@pytest.mark.parametrize("function", ["load_tokenizer", "load_model"])
-def test_sigterm_never_tears_the_import_of_a_compiled_module(function: str) -> None:
-    program = PROGRAM.format(call=f"{function}({str(tiny_target())!r})")
+def test_sigterm_never_tears_the_import_of_a_compiled_module() -> None:
+    # triton, compiled with nanobind, is loaded within
+    sender = SENDER.format(module="torch._dynamo", number=int(signal.SIGTERM))
+    program = sender + PROGRAM.format(folder=str(tiny_target()))
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("module", ["typer", "specactor_ray.trainer.run"])
+def test_a_signal_while_a_command_loads_ends_it_in_order(tmp_path: Path, module: str, number: signal.Signals) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SENDER.format(module=module, number=int(number)))
+    done = subprocess.run(
+        [sys.executable, "-m", "specactor_ray", "train", "data.path=none.jsonl"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", LINE)
 
 
 def sees_interrupts(_work: None, _report: Report) -> bool:

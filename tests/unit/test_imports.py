@@ -191,10 +191,10 @@ def loaded_by(code: str) -> str:
 
 
 def specactor(*arguments: str) -> str:
-    """Code that runs the command line as `python -m specactor_ray.cli.main` does."""
+    """Code that runs the command line as `python -m specactor_ray` does."""
     return (
         f"import runpy, sys; sys.argv = {['specactor', *arguments]!r}; "
-        "runpy.run_module('specactor_ray.cli.main', run_name='__main__')"
+        "runpy.run_module('specactor_ray', run_name='__main__')"
     )
 
 

@@ -20,12 +20,10 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
 from specactor_ray.rollout import memory
-from specactor_ray.rollout.planning import Devices, as_decoupled, resolve_mode, settle
+from specactor_ray.rollout.planning import Devices, resolve_mode, settle
 from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_draft, tiny_target
 
-GPUS = {"L4": 24, "A100": 40, "H100": 80, "H200": 141, "B200": 180}
-"""GiB of each GPU."""
 QWEN_7B = {
     "num_hidden_layers": 28,
     "hidden_size": 3584,
@@ -155,10 +153,10 @@ def test_the_cache_of_a_cpu_is_a_gigabyte_or_one_request() -> None:
 
 
 @pytest.mark.usefixtures("qwen")
-@pytest.mark.parametrize("name", GPUS)
-def test_the_plan_of_a_gpu(name: str) -> None:
+@pytest.mark.parametrize("gib", [24, 80, 180])
+def test_the_plan_of_a_gpu(gib: int) -> None:
     """Weights 14.2 GiB, logits of 2048 positions 1.7 GiB; at most 92% of the GPU, all of it where it is needed."""
-    total, target = GPUS[name] * GIB, on_gpu(dtype="bfloat16")
+    total, target = gib * GIB, on_gpu(dtype="bfloat16")
     cache = cache_bytes(target, room_on_gpu(target, total))
     beside = cache_size.beside_the_cache(target)
     assert 17.5 < beside / GIB < 19.5
@@ -225,10 +223,6 @@ def test_a_resumed_rollout_keeps_its_data_type(tmp_path: Path, monkeypatch: pyte
     found[1].release()
     with pytest.raises(ConfigError, match=r"target\.dtype: is 'float32', and the interrupted run r has 'bfloat16'"):
         lease_interrupted(load_config(None, ["run.name=r", f"run.dir={tmp_path}", "target.dtype=float32"]))
-
-
-def test_a_comparison_of_modes_has_one_data_type(bf16: bool) -> None:
-    assert as_decoupled(load_config()).target.dtype == ("bfloat16" if bf16 else "float32")
 
 
 def test_a_fallback_is_said_once_and_remembered(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -60,10 +60,13 @@ def test_a_signal_that_another_thread_receives_interrupts_a_wait(wait: Callable[
     def interrupt() -> None:
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
-    timer = threading.Timer(0.1, interrupt)
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    def interrupted_wait() -> None:
+        timer.start()
         wait(SystemClock())
+
+    timer = threading.Timer(0.1, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_wait()
     timer.join()
 
 

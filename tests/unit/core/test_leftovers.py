@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import pytest
@@ -76,22 +75,3 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "specactor-link").symlink_to(kept)
     leftovers.remove_abandoned("specactor-", tmp_path)
     assert (kept / "file").exists()
-
-
-def test_shared_memory_ends_with_its_owner(tmp_path: Path) -> None:
-    segment = shared_memory.SharedMemory(create=True, size=4096)
-    resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
-    path = leftovers.SHARED_MEMORY / segment.name
-    try:
-        assert segment.name in leftovers.mapped_segments(os.getpid())
-        folder = leftovers.make_owned_folder("specactor-", tmp_path)
-        leftovers.note_segments(folder, {segment.name, "../etc/nothing"})
-        leftovers.remove_abandoned("specactor-", tmp_path)
-        assert path.exists()
-        where, pid, ticks = (folder / "owner").read_text().split(" ")
-        (folder / "owner").write_text(f"{where} {pid} {int(ticks) - 1}")
-        leftovers.remove_abandoned("specactor-", tmp_path)
-        assert not path.exists() and not folder.exists()
-    finally:
-        segment.close()
-        path.unlink(missing_ok=True)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import io
+import logging
 import queue
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from specactor_ray.core.progress import Heartbeat, PhaseProgress, ProgressState, elapsed, rollout_progress, show_tokens
+from specactor_ray.core.console import START_LOG, log_through
+from specactor_ray.core.progress import (
+    PhaseProgress,
+    ProgressState,
+    rollout_progress,
+    show_tokens,
+    start_phase,
+)
 
 
 @pytest.mark.parametrize(("first", "rate", "left"), [(0, "20.0", "0:40"), (500, "20.0", "0:15")])
@@ -67,14 +77,18 @@ def test_a_state_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatc
         return ProgressState(done=8)
 
     with rollout_progress(Console(file=io.StringIO()), "rollout", 8, read):
-        assert twice.wait(30.0)
+        assert twice.wait(60.0)
 
 
-def test_a_heartbeat_shows_lines_until_it_is_stopped() -> None:
+def test_a_start_names_its_phases_at_every_log_level() -> None:
     shown: queue.Queue[str] = queue.Queue()
-    with Heartbeat(elapsed(shown.put, "starting"), interval_s=0.001) as heartbeat:
-        assert [shown.get(timeout=30.0) for _ in range(2)] == ["starting, 0 s"] * 2
-        heartbeat.stop()
-        shown.queue.clear()
-        with pytest.raises(queue.Empty):
-            shown.get(timeout=0.05)
+    stream: Any = SimpleNamespace(write=shown.put, flush=lambda: None, isatty=lambda: False)
+    before = logging.root.handlers[:], logging.root.level
+    log_through(Console(file=stream, width=200), "ERROR")
+    try:
+        with start_phase("starting Ray", interval_s=0.001):
+            assert [shown.get(timeout=60.0) for _ in range(3)] == ["starting Ray\n"] + ["starting Ray, 0 s\n"] * 2
+    finally:
+        logging.root.handlers, logging.root.level = before
+        logging.getLogger(START_LOG).handlers.clear()
+        logging.getLogger(START_LOG).propagate = True
