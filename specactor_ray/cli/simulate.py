@@ -196,22 +196,11 @@ def speed_table(point: Mapping[str, Any]) -> Table:
 
 
 def work_table(point: Mapping[str, Any]) -> Table:
-    """Benefit of drafting, and memory of drafters."""
-    columns = ("variant", "acc. length", "supply", "draft streams", "cache GB")
-    table = _table("drafting", columns, text=("variant",))
+    """Benefit of drafting."""
+    table = _table("drafting", ("variant", "acc. length", "supply"), text=("variant",))
     for result in point["results"]:
-        table.add_row(
-            result["variant"],
-            f"{result['acceptance_length']:.2f}",
-            f"{result['supply']:.2f}",
-            f"{result['peak_streams']:,}",
-            f"{result['peak_stream_bytes'] / 1e9:.2f}",
-        )
-    table.caption = (
-        "acc. length: tokens per request and verify step. supply: usable draft tokens per request and step.\n"
-        "draft streams: most requests that drafters follow at once. cache GB: most that these take in the caches of\n"
-        "the drafters."
-    )
+        table.add_row(result["variant"], f"{result['acceptance_length']:.2f}", f"{result['supply']:.2f}")
+    table.caption = "acc. length: tokens per request and verify step. supply: usable draft tokens per request and step."
     return table
 
 

@@ -17,18 +17,17 @@ from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.cluster.backend import Demand, NodeSupply, Placement, ProcessFacts, Reaper
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.methods import DrafterSpec, traits
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.draft.proposer import Proposer, build_proposer
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
-from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
-from specactor_ray.simulation.text import RecordedText
+from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify.drafting import Drafting
@@ -182,11 +181,8 @@ class SimulatedHost(ActorHost):
         return drafting
 
     def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
-        """Build a simulated proposer; lookups in a recorded text are the package's own."""
         world, clock, name = self._world, self._clock, self._actor.name
         clock.work(world.load_s)
-        if traits(drafter.method).looks_up and isinstance(world.text, RecordedText):
-            return TimedProposer(build_proposer(drafter, target, device), clock, world, name)
         limits = (drafter.max_batch, drafter.branches)
         return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random, *limits)
 
@@ -226,7 +222,7 @@ class KnownCost(StepCost):
         process, context = self._clock.process, self._engine.cached_tokens
         at = np.unique(np.linspace(0, most, _CURVE_POINTS).astype(int))
         forward = [self._world.target.seconds(num_rows, num_rows + int(extra), context) for extra in at]
-        python_s = num_rows * self._world.python.verify_row_s
+        python_s = num_rows * (self._world.python.verify_row_us / 1e6)
         return np.interp(np.arange(most + 1), at, np.array(forward) * process.slowness + python_s)
 
 

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.environment import versions
-from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
+from specactor_ray.core.errors import ConfigError, SpecActorError
 from specactor_ray.core.signals import blocked
 from specactor_ray.simulation.cluster import silence
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
-from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, load_scenario, variant_of
-from specactor_ray.simulation.text import RecordedRequest, load_recording
-from specactor_ray.simulation.world import World, build_world
+from specactor_ray.simulation.scenario import load_scenario, variant_of
 
 
 @dataclass(frozen=True)
@@ -185,40 +183,12 @@ def _has_ended(future: Future[Result]) -> bool:
 
 
 def simulate_variant(job: VariantJob) -> Result:
-    """Simulate one variant in this process. Raises UserError if the scenario, the variant or a recorded file is wrong,
-    and SimulationError if the run cannot end, or the package raised an error."""
-    scenario, recording = variant_of(job.path, job.overrides, job.variant), None
-    world, workload = build_world(scenario), scenario.workload
-    if workload.trajectories is not None:
-        everything = workload.arrival is Arrival.continuous  # more requests wait than are counted
-        recording = load_recording(Path(workload.trajectories), None if everything else workload.requests)
-    check_requests(scenario, world, recording)
-    world.clairvoyant = job.clairvoyant
-    rollouts = SimulatedRollouts(job.variant, scenario, world, recording)
+    """Simulate one variant in this process. Raises ConfigError if the scenario or the variant is wrong, and
+    SimulationError if the run cannot end, or the package raised an error."""
+    rollouts = SimulatedRollouts(job.variant, variant_of(job.path, job.overrides, job.variant), job.clairvoyant)
     try:
         return rollouts.run()
     except SimulationError as error:
         raise SimulationError(f"variant {job.variant}: {error}") from error
     finally:
         rollouts.kernel.close()
-
-
-def check_requests(scenario: ScenarioConfig, world: World, recording: Sequence[RecordedRequest] | None) -> None:
-    """Raise ConfigError if a verifier's cache or the model's context is too short for a request, and InputError for
-    recorded tokens beyond the model's vocabulary."""
-    workload, key = scenario.workload, "workload.max_tokens"
-    longest = workload.prompt_tokens + workload.max_tokens
-    if recording is not None:
-        key = "workload.trajectories"
-        longest = max(len(request.prompt) + request.max_tokens for request in recording)
-        largest = max(max((*request.prompt, *request.output)) for request in recording)
-        if world.vocab_size is not None and largest >= world.vocab_size:
-            problem = f"{workload.trajectories} holds token {largest:,}, and the vocabulary of"
-            problem += f" {scenario.config.target.model} has {world.vocab_size:,} tokens"
-            raise InputError(f"{key}: {problem}; set config.target.model to the model that was recorded")
-    if longest > world.cache_tokens:
-        problem = f"a request can have {longest:,} tokens, and the cache of a verifier holds {world.cache_tokens:,.0f}."
-        raise ConfigError(key, problem, "use shorter requests, a larger cache_share or more config.target.gpus.")
-    if longest > world.max_model_len:
-        problem = f"a request can have {longest:,} tokens, and the model's context {world.max_model_len:,}."
-        raise ConfigError(key, problem, "use shorter requests.")

@@ -12,7 +12,6 @@ import numpy as np
 
 from specactor_ray.config.methods import drafter_specs, traits
 from specactor_ray.config.schema import ModeName
-from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.plan.search import Method, Plan, SliceLoad, search_plan
 from specactor_ray.simulation.hardware import ForwardCost
@@ -41,12 +40,9 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
         requests: B. Default: requests of the whole cluster. A verifier runs `target.max_batch` at once; others wait.
 
     Raises:
-        ConfigError: `workload.trajectories` is set, or see `build_world`.
+        ConfigError: See `build_world`.
         InputError: See `search_plan`.
     """
-    if scenario.workload.trajectories is not None:
-        fix = "set it to null, and give workload.median_tokens, workload.sigma and skills."
-        raise ConfigError("workload.trajectories", "recorded requests are not planned with.", fix)
     config, workload, world = scenario.config, scenario.workload, build_world(scenario)
     shrinks = workload.arrival is Arrival.at_once
     if requests is None:

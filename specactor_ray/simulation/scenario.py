@@ -72,9 +72,6 @@ class WorkloadConfig:
     night: float = _share(0.05)
     """`daily`: the rate at midnight relative to that at noon; in between it follows a cosine, to the third power, so
     that nights are longer than peaks."""
-    trajectories: str | None = None
-    """Recorded outputs in place of drawn ones: a `trajectories.jsonl` of this package. Lookups then search the recorded
-    tokens; other methods are right as often as in the record."""
 
 
 @dataclass
@@ -171,7 +168,7 @@ class ScenarioConfig:
     machines: MachinesConfig = field(default_factory=MachinesConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     skills: list[SkillConfig] = field(default_factory=list)
-    """Skills, one for each draft method that does not look up recorded text."""
+    """Skills, one for each draft method."""
     python: PythonConfig = field(default_factory=PythonConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     steps: StepsConfig = field(default_factory=StepsConfig)
@@ -245,7 +242,7 @@ def _check_skills(scenario: ScenarioConfig) -> None:
     if len(known) < len(scenario.skills):
         raise ConfigError("skills", "a method is named twice.", "keep one element per method.")
     for index, drafter in enumerate(scenario.config.drafters if scenario.config.mode is not ModeName.plain else ()):
-        if drafter.method not in known and scenario.workload.trajectories is None:
+        if drafter.method not in known:
             problem = f"the skill of {drafter.method} is missing."
             fix = f"add an element to skills: {{method: {drafter.method}}}"
             raise ConfigError(f"config.drafters.{index}", problem, fix)
