@@ -73,15 +73,15 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Choose mode, layout, draft method and window by a profile, and list the rejected ones with the reasons."""
-    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, requests_of, usable_profile
+    from specactor_ray.rollout.planning import as_decoupled, devices_to_plan, make_plan, requests_of, usable_profile
 
     settings = as_decoupled(load_settings(config_file, overrides)[0])
     if profile_file is not None:
         settings.profile = str(profile_file)
     require_positive("--devices", devices)
     batches = [requests_of(settings)] if batch is None else parse_numbers("--batch", batch)
-    measured, warnings = usable_profile(settings, settings.plan_force)
-    count = checked_devices(settings, devices if devices is not None else settings.plan_devices, "--devices")
+    measured, warnings = usable_profile(settings)
+    count = devices_to_plan(settings, devices)
     plans = [make_plan(settings, measured, count, requests) for requests in batches]
     if as_json:
         predicted = [{**asdict(plan), "chosen": asdict(plan.chosen)} for plan in plans]

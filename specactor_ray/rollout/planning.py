@@ -159,27 +159,27 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
         return ModeName.decoupled, "draft actors on devices of their own"
     if _have_room(config, devices):
         return ModeName.decoupled, "there is room for draft actors beside the verifiers"
-    gpus, cores = _with_trainer(config)
-    wanted, have = f"{gpus} GPU(s) and {cores} core(s)", f"{devices.gpus} and {devices.cores}"
+    needed = _with_trainer(config)
+    wanted, have = f"{needed.gpus} GPU(s) and {needed.cores} core(s)", f"{devices.gpus} and {devices.cores}"
     return ModeName.coupled, f"draft actors beside the verifiers would need {wanted} in all, and there are {have}"
 
 
 def _have_room(config: Config, devices: Devices) -> bool:
-    gpus, cores = _with_trainer(config)
-    return gpus <= devices.gpus and cores <= devices.cores
+    needed = _with_trainer(config)
+    return needed.gpus <= devices.gpus and needed.cores <= devices.cores
 
 
-def _with_trainer(config: Config) -> tuple[int, int]:
-    """GPUs and cores of verifiers, draft actors and trainer, as configured."""
-    gpus, cores = devices_of(config)
-    return gpus + config.trainer.ranks * config.trainer.gpus, cores + trainer_cores(config)
+def _with_trainer(config: Config) -> Devices:
+    """Devices of verifiers, draft actors and trainer, as configured."""
+    cores, gpus = devices_of(config)
+    return Devices(cores + trainer_cores(config), gpus + config.trainer.ranks * config.trainer.gpus)
 
 
-def devices_of(config: Config) -> tuple[int, int]:
-    """GPUs and cores of verifiers and draft actors, as configured."""
+def devices_of(config: Config) -> Devices:
+    """Devices of verifiers and draft actors, as configured."""
     target, drafters = config.target, acting_drafters(config)
     gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
-    return gpus, target.replicas * target.cores + draft_cores(drafters)
+    return Devices(target.replicas * target.cores + draft_cores(drafters), gpus)
 
 
 def trainer_cores(config: Config) -> int:
@@ -202,17 +202,16 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
     if config.plan is PlanPolicy.fixed:
         return config, []
     config = as_decoupled(config)
-    profile, warnings = usable_profile(config, config.plan_force)
-    devices = checked_devices(config, config.plan_devices, "plan_devices")
-    plan = make_plan(config, profile, devices, requests_of(config), modes)
+    profile, warnings = usable_profile(config)
+    plan = make_plan(config, profile, devices_to_plan(config), requests_of(config), modes)
     resolved = apply_plan(config, plan)
     validate(resolved)
     return resolved, [*(f"warning: {warning}" for warning in warnings), *plan.notes, f"plan: {plan.words()}"]
 
 
-def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
+def usable_profile(config: Config) -> tuple[Profile, list[str]]:
     """The configured profile, and warnings. A ConfigError or InputError states why it cannot be used: it is missing,
-    damaged, made for another model; or for other hardware or another torch, and `force` is false."""
+    damaged, made for another model; or for other hardware or another torch, and not `plan_force`."""
     from specactor_ray.models.identity import gpu_name, model_identity
 
     if config.profile is None:
@@ -228,7 +227,7 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
         "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
         "versions": versions(),
     }
-    return profile, reject_foreign_profile(profile, config.profile, here, force)
+    return profile, reject_foreign_profile(profile, config.profile, here, config.plan_force)
 
 
 def ladder_priors(config: Config) -> dict[str, float]:
@@ -236,7 +235,7 @@ def ladder_priors(config: Config) -> dict[str, float]:
     empty without a profile. Errors as in `usable_profile`."""
     if config.profile is None or config.mode is ModeName.plain:
         return {}
-    profile, _ = usable_profile(config, config.plan_force)
+    profile, _ = usable_profile(config)
     priors = {}
     for drafter in drafter_specs(config).values():
         if (method := profile.methods.get(drafter.method)) is not None:
@@ -301,19 +300,17 @@ def apply_plan(config: Config, plan: Plan) -> Config:
     return resolved
 
 
-def checked_devices(config: Config, wanted: int | None, key: str) -> int:
+def devices_to_plan(config: Config, wanted: int | None = None) -> int:
     """Number of devices to plan for: `wanted`, else all of a local cluster, or those that the configuration needs on
-    another one. A ConfigError of `key` if a local cluster has less."""
-    there = existing_devices(config)
-    if there is None:
-        gpus, cores = devices_of(config)
-        return wanted or (gpus if config.target.gpus else cores)
-    existing = there.gpus if config.target.gpus else there.cores
-    if wanted is not None and wanted > existing:
-        kind = "GPU(s)" if config.target.gpus else "core(s)"
-        problem = f"the plan may use {wanted} {kind}, and there are {existing}."
-        raise ConfigError(key, problem, f"use {existing} or fewer, or name a bigger cluster in cluster.address.")
-    return existing if wanted is None else wanted
+    another one. A ConfigError if a local cluster has less."""
+    there, on_gpus = existing_devices(config), config.target.gpus > 0
+    devices = there or devices_of(config)
+    existing = devices.gpus if on_gpus else devices.cores
+    if there is not None and wanted is not None and wanted > existing:
+        problem = f"the plan may use {wanted} {'GPU(s)' if on_gpus else 'core(s)'}, and there are {existing}."
+        fix = f"use {existing} or fewer, or name a bigger cluster in cluster.address."
+        raise ConfigError("--devices", problem, fix)
+    return wanted or existing
 
 
 def existing_devices(config: Config) -> Devices | None:
@@ -330,7 +327,7 @@ def existing_devices(config: Config) -> Devices | None:
 def idle_cores(config: Config) -> tuple[int, int, int]:
     """CPU cores that a run in a cluster of its own uses and has, and how many more each verifier could have. The last
     is 0 for a target on GPUs and in other clusters."""
-    devices, (_, used) = existing_devices(config), devices_of(config)
+    devices, used = existing_devices(config), devices_of(config).cores
     if devices is None or config.target.gpus:
         return used, 0, 0
     more = max(0, devices.cores - used - trainer_cores(config)) // config.target.replicas

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -53,48 +54,38 @@ def compare(
     hold for all variants; the other arguments and errors are those of `run_jobs`.
 
     Returns:
-        The report as plain data (`points`: one element per value), and the results. After an interruption
-        (KeyboardInterrupt) those that are finished.
+        The report as plain data (`points`: one element per value), and the results.
     """
     along = {"": [*overrides]}
     if sweep is not None:
         along = {value: [*overrides, f"{sweep.key}={value}"] for value in sweep.values}
-    jobs = {
-        (value, name): VariantJob(path, items, name)
-        for value, items in along.items()
-        for name in choose_variants(path, items, names)
-    }
-    found = dict(zip(jobs, run_jobs(list(jobs.values()), processes, on_progress), strict=True))
-    points = []
+    chosen = {value: choose_variants(path, items, names) for value, items in along.items()}
+    jobs = [VariantJob(path, items, name) for value, items in along.items() for name in chosen[value]]
+    results = run_jobs(jobs, processes, on_progress)
+    points, rest = [], iter(results)
     for value, items in along.items():
-        mine = {name: found[at, name] for at, name in jobs if at == value}
-        finished = [result for result in mine.values() if result is not None]
-        if finished:
-            points.append({"value": value, **_point(path, items, list(mine), finished)})
+        points.append({"value": value, **_point(path, items, [*itertools.islice(rest, len(chosen[value]))])})
     report = {
         "scenario": str(path),
         "overrides": list(overrides),
         "sweep": sweep.key if sweep is not None else "",
-        "status": "interrupted" if None in found.values() else "complete",
         "points": points,
         "versions": versions(),
     }
-    return report, [result for result in found.values() if result is not None]
+    return report, results
 
 
-def _point(path: Path, items: Sequence[str], names: Sequence[str], results: Sequence[Result]) -> dict[str, Any]:
-    """Finished results at one value of the swept key. The first of the requested variants is the baseline."""
-    scenario = load_scenario(path, items)
-    speeds = {result.variant: result.tokens_per_s_and_device for result in results}
+def _point(path: Path, items: Sequence[str], results: Sequence[Result]) -> dict[str, Any]:
+    """Results at one value of the swept key. The first variant is the baseline."""
+    scenario, first = load_scenario(path, items), results[0]
     return {
         "description": scenario.description,
         "seed": scenario.seed,
         "part": scenario.part,
-        "variants": list(names),
-        "baseline": names[0],
+        "baseline": first.variant,
         "device": "GPU" if scenario.config.target.gpus else "core",
         "results": [result.to_json() for result in results],
-        "ratios": {name: speed / speeds[names[0]] for name, speed in speeds.items()} if names[0] in speeds else {},
+        "ratios": {one.variant: one.tokens_per_s_and_device / first.tokens_per_s_and_device for one in results},
     }
 
 
@@ -125,16 +116,13 @@ def flattened(path: Path, overrides: Sequence[str], sweep: Sweep | None, names: 
 
 def run_jobs(
     jobs: Sequence[VariantJob], processes: int | None = None, on_progress: Callable[[float], None] = lambda done: None
-) -> list[Result | None]:
+) -> list[Result]:
     """Run all jobs, which start in this order.
 
     Args:
         processes: Most processes to use at once; default: one per core. With 1, or a single job, everything runs in
             this process.
         on_progress: Called with the number of finished jobs.
-
-    Returns:
-        One result per job; after an interruption (KeyboardInterrupt) None for those that did not finish.
 
     Raises:
         UserError, SimulationError: The error of a job.
@@ -144,19 +132,14 @@ def run_jobs(
     if processes > 1:
         return _run_in_processes(jobs, processes, on_progress)
     silence()
-    results: list[Result | None] = [None] * len(jobs)
-    try:
-        for index, job in enumerate(jobs):
-            results[index] = simulate_variant(job)
-            on_progress(index + 1)
-    except KeyboardInterrupt:
-        return results
+    results = []
+    for job in jobs:
+        results.append(simulate_variant(job))
+        on_progress(len(results))
     return results
 
 
-def _run_in_processes(
-    jobs: Sequence[VariantJob], processes: int, on_progress: Callable[[float], None]
-) -> list[Result | None]:
+def _run_in_processes(jobs: Sequence[VariantJob], processes: int, on_progress: Callable[[float], None]) -> list[Result]:
     others = set(multiprocessing.active_children())
     resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), silence) as pool:
@@ -166,8 +149,6 @@ def _run_in_processes(
             for finished, future in enumerate(as_completed(futures), start=1):
                 future.result()
                 on_progress(finished)
-        except KeyboardInterrupt:
-            return [future.result() if _has_ended(future) else None for future in futures]
         except BrokenProcessPool:
             problem = "a process died (killed for memory?)"
             raise SpecActorError(f"{problem}; run fewer variants (--compare) or --processes 1") from None
@@ -176,10 +157,6 @@ def _run_in_processes(
                 child.terminate()
             pool.shutdown(cancel_futures=True)
     return [future.result() for future in futures]
-
-
-def _has_ended(future: Future[Result]) -> bool:
-    return future.done() and future.exception() is None
 
 
 def simulate_variant(job: VariantJob) -> Result:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.actors.specs import VERIFIER
-from specactor_ray.config.methods import acting_drafters
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.planning import devices_of
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.simulation.cluster import VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
@@ -83,8 +83,9 @@ class SimulatedRollouts(VirtualRun):
         super().__init__(scenario.config, world, nodes, scenario.seed)
         self.scenario = scenario
         self.network.set_links(network.call_ms / 1e3, network.jitter, network.bandwidth_gb_s * 1e9)
-        devices, draft_devices = count_devices(scenario)
-        self.result = Result(variant, scenario.config.mode.value, devices, draft_devices)
+        target, devices = scenario.config.target, devices_of(scenario.config)
+        total, each = (devices.gpus, target.gpus) if target.gpus else (devices.cores, target.cores)
+        self.result = Result(variant, scenario.config.mode.value, total, total - target.replicas * each)
         self._done = False
 
     def run(self) -> Result:
@@ -177,13 +178,3 @@ class SimulatedRollouts(VirtualRun):
         if self.world.clairvoyant and workload.arrival is Arrival.at_once:  # the longest first
             entries.sort(key=lambda entry: -len(self.world.text.output(entry.sampling, 0)))
         return entries
-
-
-def count_devices(scenario: ScenarioConfig) -> tuple[int, int]:
-    """GPUs of verifiers and draft actors in total, and of draft actors alone; cores if there are no GPUs."""
-    target, drafters = scenario.config.target, acting_drafters(scenario.config)
-    if target.gpus:
-        draft = sum(drafter.gpus * drafter.replicas for drafter in drafters)
-        return target.gpus * target.replicas + draft, draft
-    draft = round(sum(drafter.cores * drafter.replicas for drafter in drafters))
-    return target.cores * target.replicas + draft, draft

@@ -13,12 +13,12 @@ from typing import Any
 
 from specactor_ray.config.fields import at_least, limited, positive, reject_values_not_allowed
 from specactor_ray.config.load import load_as
-from specactor_ray.config.methods import BUILT_IN, acting_drafters
+from specactor_ray.config.methods import BUILT_IN
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
-from specactor_ray.rollout.planning import Devices, resolve_mode
+from specactor_ray.rollout.planning import Devices, devices_of, resolve_mode
 
 _SECOND, _THIRD, _FOURTH, _FIFTH = RIGHT_BEHIND_WRONG
 
@@ -218,10 +218,9 @@ def _check(scenario: ScenarioConfig) -> None:
 def _check_room(scenario: ScenarioConfig) -> None:
     """Refuse a layout that does not fit the machines."""
     target, machines = scenario.config.target, scenario.machines
-    drafters = acting_drafters(scenario.config)
     needed = {
-        "gpus": target.gpus * target.replicas + sum(one.gpus * one.replicas for one in drafters),
-        "cpus": 0.0 if target.gpus else float(target.cores * target.replicas),
+        "gpus": devices_of(scenario.config).gpus,
+        "cpus": 0 if target.gpus else target.cores * target.replicas,
     }
     for name, count in needed.items():
         have = getattr(machines, name) * machines.nodes

@@ -72,7 +72,7 @@ def profile_data(target: Path, drafters: list[DrafterConfig], survival: list[flo
 
 def devices_of(config: Config) -> int:
     """Cores."""
-    return planning.devices_of(config)[1]
+    return planning.devices_of(config).cores
 
 
 @pytest.fixture

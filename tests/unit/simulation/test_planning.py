@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from specactor_ray.cli.main import app
 from specactor_ray.config.schema import ModeName
-from specactor_ray.core.errors import ConfigError
 from specactor_ray.simulation.planning import plan_scenario
 from specactor_ray.simulation.scenario import load_scenario
 
@@ -39,27 +38,6 @@ def test_the_chosen_ratio_is_within_2_percent_of_the_best(
     ratio = Fraction(chosen.drafters, chosen.verifiers)
     nearest = min(simulated, key=lambda one: abs(Fraction(one) - ratio))
     assert simulated[nearest] > 0.98 * max(simulated.values()), (ratio, nearest)
-
-
-def test_requests_beyond_the_batch_of_a_verifier_wait() -> None:
-    """`specactor simulate` has 62 tokens/s on two verifiers of one core, each with 4 rows."""
-    chosen = plan_scenario(load_scenario(FOLDER / "two_cores.yaml")).chosen
-    assert (chosen.verifiers, chosen.batch) == (2, 4)
-    assert chosen.tokens_per_s == pytest.approx(62.0, rel=0.06)
-
-
-def test_no_drafter_has_more_requests_than_its_largest_batch() -> None:
-    path = FOLDER / "qwen3_8b_8xh100.yaml"
-    tight = plan_scenario(load_scenario(path, ["config.drafters.0.max_batch=128"])).chosen
-    assert tight.drafters * 128 >= 512 > 128 * plan_scenario(load_scenario(path)).chosen.drafters
-    none = plan_scenario(load_scenario(path, ["config.drafters.0.max_batch=8"]))
-    assert none.chosen.mode is ModeName.plain and "more than max_batch=8 requests" in none.rejected[0]
-
-
-def test_recorded_requests_are_refused() -> None:
-    scenario = load_scenario(FOLDER / "qwen3_8b_8xh100.yaml", ["workload.trajectories=recorded.jsonl"])
-    with pytest.raises(ConfigError, match="recorded requests are not planned"):
-        plan_scenario(scenario)
 
 
 def test_the_command_plans_the_whole_cluster() -> None:
