@@ -72,10 +72,7 @@ def run_profile(
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seconds": round(time.monotonic() - begin, 1),
         **facts,
-        "prompts": {"path": config.data.path, "requests": len(recorded)},
         "prompt_tokens": sum(len(one.prompt_token_ids) for one in recorded) / len(recorded),
-        "cpu_share": {str(share.devices): round(share.cpu_share, 3) for share in shares},
-        "axes": {**vars(axes), "devices": sorted({*devices}), "draft_window": axes.draft_window},
         "verify": [asdict(point) for share in shares for point in share.verify],
         "methods": _methods(config, shares),
     }
@@ -96,7 +93,6 @@ def _facts(config: Config) -> dict[str, Any]:
         "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
         "versions": versions(),
         "model": model_identity(target.model, target.dtype, target.trust_remote_code),
-        "sampling": asdict(config.sampling),
     }
 
 

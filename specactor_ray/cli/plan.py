@@ -36,8 +36,6 @@ def profile(
 
     Target, draft methods, sampling and prompts come from the configuration. Starts no cluster; needs an idle machine.
     """
-    from specactor_ray.plan.profile import disturbed
-
     settings, progress = load_settings(config_file, overrides)
     options = {"--batches": batches, "--windows": windows, "--contexts": contexts}
     sizes, drafted, lengths = (parse_numbers(option, text) for option, text in options.items())
@@ -52,8 +50,6 @@ def profile(
     for method, entry in data["methods"].items():
         rate, steps = entry["acceptance"]["acceptance_rate"], entry["acceptance"]["steps"]
         say(console, f"{method}: {rate:.1%} of its draft tokens were right, in {steps} steps")
-    for problem in disturbed(data):
-        say(console, f"warning: {problem}; measure again on a quiet machine")
     say(console, f"profile: {output.resolve()} ({data['seconds']:.0f} s)")
 
 
@@ -80,12 +76,11 @@ def plan(
         settings.profile = str(profile_file)
     require_positive("--devices", devices)
     batches = [requests_of(settings)] if batch is None else parse_numbers("--batch", batch)
-    measured, warnings = usable_profile(settings)
-    count = devices_to_plan(settings, devices)
+    measured, count = usable_profile(settings), devices_to_plan(settings, devices)
     plans = [make_plan(settings, measured, count, requests) for requests in batches]
     if as_json:
         predicted = [{**asdict(plan), "chosen": asdict(plan.chosen)} for plan in plans]
-        report = {"profile": settings.profile, "warnings": warnings, "plans": predicted}
+        report = {"profile": settings.profile, "plans": predicted}
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
         return
     console = make_console()
@@ -93,8 +88,6 @@ def plan(
         console.print(prediction_table(plan))
         for reason in plan.rejected:
             say(console, f"rejected: {reason}")
-    for warning in warnings:
-        say(console, f"warning: {warning}")
     for plan in plans:
         for line in (*plan.notes, plan.words()):
             say(console, f"batch {plan.batch}: {line}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,8 +16,6 @@ from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, 
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.profile import Profile, load_profile, reject_foreign_profile
 from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan, share_right
-
-logger = logging.getLogger(__name__)
 
 _GPU_CORES = 4
 """Cores of a verifier on GPUs besides one per rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
@@ -202,16 +199,15 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
     if config.plan is PlanPolicy.fixed:
         return config, []
     config = as_decoupled(config)
-    profile, warnings = usable_profile(config)
-    plan = make_plan(config, profile, devices_to_plan(config), requests_of(config), modes)
+    plan = make_plan(config, usable_profile(config), devices_to_plan(config), requests_of(config), modes)
     resolved = apply_plan(config, plan)
     validate(resolved)
-    return resolved, [*(f"warning: {warning}" for warning in warnings), *plan.notes, f"plan: {plan.words()}"]
+    return resolved, [*plan.notes, f"plan: {plan.words()}"]
 
 
-def usable_profile(config: Config) -> tuple[Profile, list[str]]:
-    """The configured profile, and warnings. A ConfigError or InputError states why it cannot be used: it is missing,
-    damaged, made for another model; or for other hardware or another torch, and not `plan_force`."""
+def usable_profile(config: Config) -> Profile:
+    """The configured profile. A ConfigError or InputError states why it cannot be used: it is missing, damaged, or made
+    for another model; or for other hardware or another torch, and not `plan_force`."""
     from specactor_ray.models.identity import gpu_name, model_identity
 
     if config.profile is None:
@@ -227,7 +223,8 @@ def usable_profile(config: Config) -> tuple[Profile, list[str]]:
         "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
         "versions": versions(),
     }
-    return profile, reject_foreign_profile(profile, config.profile, here, config.plan_force)
+    reject_foreign_profile(profile, config.profile, here, config.plan_force)
+    return profile
 
 
 def ladder_priors(config: Config) -> dict[str, float]:
@@ -235,12 +232,12 @@ def ladder_priors(config: Config) -> dict[str, float]:
     empty without a profile. Errors as in `usable_profile`."""
     if config.profile is None or config.mode is ModeName.plain:
         return {}
-    profile, _ = usable_profile(config)
-    priors = {}
-    for drafter in drafter_specs(config).values():
-        if (method := profile.methods.get(drafter.method)) is not None:
-            priors[drafter.method] = share_right(method.survival[: drafter.window + 1])
-    return priors
+    measured = usable_profile(config).methods
+    return {
+        method: share_right(measured[method].survival[: drafter.window + 1])
+        for method, drafter in drafter_specs(config).items()
+        if method in measured
+    }
 
 
 def make_plan(
@@ -252,7 +249,7 @@ def make_plan(
     context = profile.data["prompt_tokens"] + config.sampling.max_tokens / 2
     sizes = {"devices": devices, "requests": requests, "context": context}
     plan = search_plan(profile.verify, methods, **sizes, modes=modes)
-    return replace(plan, rejected=(*unusable, *plan.rejected))
+    return replace(plan, notes=(*unusable, *plan.notes))
 
 
 def requests_of(config: Config) -> int:
@@ -350,6 +347,5 @@ def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[
         else:
             usable[drafter.method] = replace(profile.methods[drafter.method], branches=branches.get(drafter.method, 0))
             continue
-        logger.warning("plan: %s is left out: %s", drafter.method, reason)
-        unusable.append(f"{drafter.method}: {reason}")
+        unusable.append(f"{drafter.method} is left out: {reason}")
     return usable, unusable

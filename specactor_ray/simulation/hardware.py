@@ -162,10 +162,9 @@ class RooflineCost:
         device: The GPU.
         model: The model on it.
         tensor_parallel: GPUs that share every layer.
-        host_s: Seconds per step of the engine's own code that do not overlap with the GPU.
     """
 
-    def __init__(self, device: DeviceSpec, model: ModelSpec, tensor_parallel: int = 1, host_s: float = 0.0) -> None:
+    def __init__(self, device: DeviceSpec, model: ModelSpec, tensor_parallel: int = 1) -> None:
         self.device, self.model, self.tensor_parallel = device, model, tensor_parallel
         gpus, per_weight = tensor_parallel, model.weight_bytes
         bandwidth = device.bandwidth_share * (device.memory_bandwidth_tb_s * 1e12)
@@ -187,7 +186,7 @@ class RooflineCost:
         touched = model.layers * (_TOUCHES * model.hidden + widths) * ACTIVATION_BYTES
         self._traffic_s = touched / bandwidth
         self._logits_s = _LOGIT_PASSES * 4 * model.vocabulary / bandwidth
-        self._fixed_s = device.step_overhead_us * 1e-6 + host_s
+        self._fixed_s = device.step_overhead_us * 1e-6
         self._fixed_s += model.layers * (device.layer_overhead_us * 1e-6)
         if gpus > 1:
             reduced = 2 * (gpus - 1) / gpus * model.hidden * ACTIVATION_BYTES
@@ -250,14 +249,14 @@ class RooflineHardware:
     name: str
     device: DeviceSpec
 
-    def cost(self, model: str, devices: int = 1, host_s: float = 0.0) -> RooflineCost:
+    def cost(self, model: str, devices: int = 1) -> RooflineCost:
         """Seconds of a model's step on this many GPUs of a node. Raises ConfigError for an unknown model, or if the
         GPUs cannot share it."""
         spec = find_model(model)
         if devices < 1 or spec.heads % devices:
             problem = f"{model} has {spec.heads} attention heads, which {devices} GPUs cannot share."
             raise ConfigError("gpus", problem, f"use a divisor of {spec.heads}.")
-        return RooflineCost(self.device, spec, devices, host_s)
+        return RooflineCost(self.device, spec, devices)
 
 
 @dataclass(frozen=True)
