@@ -242,8 +242,7 @@ def _measure_method(drafter: DrafterConfig, share: Share, measured: Measured, re
         facts = found.facts()
         measured.acceptance[drafter.method] = {
             "survival": list(found.survival),
-            **{name: facts[name] for name in ("steps", "supply", "acceptance_rate")},
-            "acceptance_length": 1.0 + found.accepted / max(found.steps, 1),
+            **{name: facts[name] for name in ("steps", "acceptance_rate")},
         }
         report(f"{drafter.method}, acceptance")
 

@@ -200,12 +200,9 @@ class RooflineCost:
         if n <= 0:
             return 0.0
         sampled = positions if positions > 0 else 1
-        read, compute = self._attention
-        total = max(read, compute * n)
-        read, compute = self._dense
-        total += max(read, compute * n)
-        read, compute = self._head
-        total += max(read, compute * sampled)
+        total = 0.0
+        for (read, compute), count in ((self._attention, n), (self._dense, n), (self._head, sampled)):
+            total += max(read, compute * count)
         if self._experts:
             total += max(self._experts_s * (1.0 - self._untouched**n), self._expert_compute_s * n)
         total += self._cache_s * context_tokens + self._traffic_s * n + self._logits_s * sampled
