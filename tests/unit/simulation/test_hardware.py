@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +71,6 @@ def test_more_work_never_costs_less(model: str, gpus: int, step: tuple[int, ...]
         return cost.seconds(rows, rows + drafts, context, prefill)
 
     assert 0.0 < seconds(*step) <= seconds(*(a + b for a, b in zip(step, more, strict=True))) * (1 + 1e-12)
-
-
-def test_a_step_of_few_positions_takes_as_long_as_reading_the_weights() -> None:
-    cost = H100.cost("llama-3.1-8b")
-    read_s = 2 * (8.03e9 - 0.53e9) / (0.80 * 3.35e12)  # the embedding is looked up, not read
-    assert cost.seconds(1, 1, 0) == pytest.approx(read_s, rel=0.12)
-    assert cost.seconds(8, 8, 0) == pytest.approx(cost.seconds(1, 1, 0), rel=0.01)
-
-
-def test_linears_are_bound_by_compute_from_the_crossover_on() -> None:
-    cost = RooflineCost(replace(H100.device, compute_share=1.0, bandwidth_share=1.0), find_model("qwen2.5-32b"))
-    below, at, above = (cost.seconds(n, n, 0) for n in (195, 295, 395))  # 989.4 / 3.35 = 295.3
-    assert at - below < 0.2 * (above - at)
 
 
 def test_few_positions_touch_few_experts() -> None:
@@ -204,19 +190,13 @@ def test_shipped_hardware_loads(name: str) -> None:
         assert all(hardware.cost(model).seconds(1, 1, 100) > 0 for model in load_models())
 
 
-def set_figure(value: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda data: data.update(memory_gb=value)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda data: data.pop("memory_gb"), "memory_gb: 0.0 is out of range"),
         (lambda data: data.update(memory_bg=1), "Did you mean memory_gb?"),
         (lambda data: data.update(compute_share=70), "compute_share: 70.0 is out of range"),
-        (set_figure(float("nan")), "nan is out of range"),
-        (set_figure("many"), "memory_gb: 'many' is of the wrong type"),
-        (set_figure(None), "memory_gb: "),
+        (lambda data: data.update(memory_gb="many"), "memory_gb: 'many' is of the wrong type"),
     ],
 )
 def test_wrong_files_are_refused(change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
@@ -226,14 +206,6 @@ def test_wrong_files_are_refused(change: Callable[[dict[str, Any]], Any], messag
     with pytest.raises(ConfigError) as refused:
         load_hardware(str(path))
     assert str(path) in str(refused.value) and message in str(refused.value) and "Fix: " in str(refused.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"- 1", b"a: [", b"\xff\xfe\xff"])
-def test_files_that_are_no_hardware(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=str(path)):
-        load_hardware(str(path))
 
 
 def test_profiles_have_what_was_measured(tmp_path: Path) -> None:
