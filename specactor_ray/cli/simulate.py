@@ -69,8 +69,6 @@ def run(
     axis = parse_sweep(sweep) if sweep is not None else None
     first = [f"{axis.key}={axis.values[0]}"] if axis is not None else []
     names = comparison.choose_variants(config, [*overrides, *first], parse_names(compare))
-    for line in comparison.flattened(config, overrides, axis, names):
-        say(make_console(sys.stderr), f"note: {line}")
     made = make_folder(output, "--output", empty=True) if output is not None else []
     report: dict[str, Any] = {}
     try:

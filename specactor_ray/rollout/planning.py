@@ -199,7 +199,7 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
     if config.plan is PlanPolicy.fixed:
         return config, []
     config = as_decoupled(config)
-    plan = make_plan(config, usable_profile(config), devices_to_plan(config), requests_of(config), modes)
+    plan = make_plan(config, usable_profile(config), modes)
     resolved = apply_plan(config, plan)
     validate(resolved)
     return resolved, [*plan.notes, f"plan: {plan.words()}"]
@@ -240,14 +240,15 @@ def ladder_priors(config: Config) -> dict[str, float]:
     }
 
 
-def make_plan(
-    config: Config, profile: Profile, devices: int, requests: int, modes: Sequence[ModeName] = ALL_MODES
-) -> Plan:
-    """Plan with the draft methods that are both configured and measured; InputError if none fits. `devices`,
-    `requests`: G and B. Requests have the profile's mean prompt, and half of `sampling.max_tokens`."""
+def make_plan(config: Config, profile: Profile, modes: Sequence[ModeName] = ALL_MODES) -> Plan:
+    """Plan with the draft methods that are both configured and measured, for all devices of a local cluster, or those
+    that the configuration needs on another one. Requests have the profile's mean prompt, and half of
+    `sampling.max_tokens`. InputError if no layout fits."""
     methods, unusable = _methods(config, profile)
     context = profile.data["prompt_tokens"] + config.sampling.max_tokens / 2
-    sizes = {"devices": devices, "requests": requests, "context": context}
+    there = existing_devices(config) or devices_of(config)
+    devices = there.gpus if config.target.gpus else there.cores
+    sizes = {"devices": devices, "requests": requests_of(config), "context": context}
     plan = search_plan(profile.verify, methods, **sizes, modes=modes)
     return replace(plan, notes=(*unusable, *plan.notes))
 
@@ -295,19 +296,6 @@ def apply_plan(config: Config, plan: Plan) -> Config:
     resolved.drafters = kept
     resolved.speculation.window = chosen.window
     return resolved
-
-
-def devices_to_plan(config: Config, wanted: int | None = None) -> int:
-    """Number of devices to plan for: `wanted`, else all of a local cluster, or those that the configuration needs on
-    another one. A ConfigError if a local cluster has less."""
-    there, on_gpus = existing_devices(config), config.target.gpus > 0
-    devices = there or devices_of(config)
-    existing = devices.gpus if on_gpus else devices.cores
-    if there is not None and wanted is not None and wanted > existing:
-        problem = f"the plan may use {wanted} {'GPU(s)' if on_gpus else 'core(s)'}, and there are {existing}."
-        fix = f"use {existing} or fewer, or name a bigger cluster in cluster.address."
-        raise ConfigError("--devices", problem, fix)
-    return wanted or existing
 
 
 def existing_devices(config: Config) -> Devices | None:

@@ -100,20 +100,6 @@ def choose_variants(path: Path, overrides: Sequence[str] = (), names: Sequence[s
     return chosen
 
 
-def flattened(path: Path, overrides: Sequence[str], sweep: Sweep | None, names: Sequence[str]) -> list[str]:
-    """One line for each override or swept key that replaces a variant's own value."""
-    variants = load_scenario(path).variants
-    keys = [item.partition("=")[0] for item in overrides] + ([sweep.key] if sweep is not None else [])
-    lines = []
-    for key in dict.fromkeys(keys):
-        for name in names:
-            for item in variants.get(name) or ():
-                own = item.partition("=")[0]
-                if own == key or own.startswith(f"{key}."):
-                    lines.append(f"{key} is the same in all variants now; {name} would have {item}")
-    return lines
-
-
 def run_jobs(
     jobs: Sequence[VariantJob], processes: int | None = None, on_progress: Callable[[float], None] = lambda done: None
 ) -> list[Result]:

@@ -8,7 +8,6 @@ The roofline (Williams, Waterman, Patterson, CACM 2009) is one per group of kern
 launches add up. For n positions on t GPUs:
 
     linears     weights / t and 2·n·weights / t flops: attention, feed-forward and language-model head apart
-    experts     E·(1 - (1 - k/E)^n) of E experts are read where each position takes k of them at random
     cache       the keys and values attended to, read once per row whatever its number of positions
     traffic     norms, residuals, activations and logits, read and written
     all-reduce  2 per layer: latency + 2·(t-1)/t · n · hidden · 2 bytes / link bandwidth (ring)
@@ -95,16 +94,11 @@ class ModelSpec:
     kv_heads: int = at_least(1, 0)
     head_dim: int = at_least(1, 0)
     ffn: int = at_least(0, -1)
-    """Width of the feed-forward layers; 0 if all are experts."""
+    """Width of the feed-forward layers."""
     vocabulary: int = at_least(1, 0)
     """Rows of the language-model head; an EAGLE head's draft vocabulary."""
     source: str = not_empty("")
     """Origin of the shape."""
-    experts: int = at_least(0, 0)
-    experts_per_token: int = at_least(0, 0)
-    expert_ffn: int = at_least(0, 0)
-    shared_expert_ffn: int = at_least(0, 0)
-    """Width of the experts that every position uses."""
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -125,14 +119,8 @@ class ModelSpec:
 
     @property
     def dense_weights(self) -> int:
-        """Number of feed-forward weights that every position uses, routers included."""
-        wide = self.ffn if not self.experts else self.shared_expert_ffn
-        return self.layers * (3 * self.hidden * wide + self.hidden * self.experts)
-
-    @property
-    def expert_weights(self) -> int:
-        """Number of weights of one expert in every layer."""
-        return self.layers * 3 * self.hidden * self.expert_ffn
+        """Number of feed-forward weights of all layers."""
+        return self.layers * 3 * self.hidden * self.ffn
 
     @property
     def head_weights(self) -> int:
@@ -146,8 +134,7 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of parameters as published: every weight once, norms and biases included."""
         embeddings = self.head_weights * (1 if self.tied_embeddings or self.features else 2)
-        layers = self.attention_weights + self.dense_weights + self.experts * self.expert_weights
-        return layers + embeddings + self.hidden + self.fusion_weights
+        return self.attention_weights + self.dense_weights + embeddings + self.hidden + self.fusion_weights
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -173,16 +160,10 @@ class RooflineCost:
         self._dense = _linear(model.dense_weights, per_weight, gpus, bandwidth, peak)
         self._head = _linear(model.head_weights, per_weight, gpus, bandwidth, peak)
         self._fusion = _linear(model.fusion_weights, per_weight, gpus, bandwidth, peak)
-        self._experts = model.experts
-        if model.experts:
-            read, compute = _linear(model.expert_weights, per_weight, gpus, bandwidth, peak)
-            self._experts_s = model.experts * read
-            self._expert_compute_s = model.experts_per_token * compute
-            self._untouched = 1.0 - model.experts_per_token / model.experts
         kv_heads = -(-model.kv_heads // gpus)  # beyond kv_heads GPUs each has a copy of one
         self.kv_bytes_per_token = model.kv_bytes_per_token * kv_heads / model.kv_heads
         self._cache_s = self.kv_bytes_per_token / bandwidth
-        widths = 3 * (model.ffn + model.shared_expert_ffn + model.experts_per_token * model.expert_ffn) / gpus
+        widths = 3 * model.ffn / gpus
         touched = model.layers * (_TOUCHES * model.hidden + widths) * ACTIVATION_BYTES
         self._traffic_s = touched / bandwidth
         self._logits_s = _LOGIT_PASSES * 4 * model.vocabulary / bandwidth
@@ -203,8 +184,6 @@ class RooflineCost:
         total = 0.0
         for (read, compute), count in ((self._attention, n), (self._dense, n), (self._head, sampled)):
             total += max(read, compute * count)
-        if self._experts:
-            total += max(self._experts_s * (1.0 - self._untouched**n), self._expert_compute_s * n)
         total += self._cache_s * context_tokens + self._traffic_s * n + self._logits_s * sampled
         if prefill_tokens:
             total += self._prompt_s * prefill_tokens * min(prefill_tokens, _PROMPT_TOKENS)
@@ -317,13 +296,8 @@ def _checked(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:
 @functools.cache
 def load_models(path: Path = SHIPPED / "models.yaml") -> Mapping[str, ModelSpec]:
     """Model name → shape. Raises ConfigError if the file is invalid; the message names the key."""
-    found = {}
-    for name, entry in _checked(ModelsFile, path, path).models.items():
-        shape = found[str(name)] = _checked(ModelSpec, entry, path, f"models.{name}.")
-        if shape.experts < shape.experts_per_token:
-            problem = "more than there are experts."
-            raise ConfigError(f"{path}: models.{name}.experts_per_token", problem, "see its config.json.")
-    return found
+    models = _checked(ModelsFile, path, path).models
+    return {str(name): _checked(ModelSpec, entry, path, f"models.{name}.") for name, entry in models.items()}
 
 
 def find_model(name: str) -> ModelSpec:

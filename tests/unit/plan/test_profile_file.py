@@ -213,7 +213,7 @@ class TestResolve:
     def test_a_hosted_head_that_is_planned_with_devices_of_its_own_gets_draft_actors(
         self, file: Path, tiny_model_dir: Path
     ) -> None:
-        plan = make_plan(auto(file, tiny_model_dir), load_profile(file), 2, 8, modes=[ModeName.decoupled])
+        plan = make_plan(auto(file, tiny_model_dir), load_profile(file), [ModeName.decoupled])
         plan = replace(plan, predictions=(replace(plan.chosen, method="eagle"),))
         head = {"method": "eagle", "model": "h", "gpus": 1, "hosted": True}
         config = from_mapping({"mode": "decoupled", "target": {"gpus": 1}, "drafters": [head]})
@@ -238,17 +238,19 @@ class TestResolve:
 
     def test_what_it_makes_is_valid_and_fits(self, file: Path) -> None:
         profile = load_profile(file)
-        base = from_mapping({"target": {"kv_cache_gb": 1}, "drafters": [{"method": "ngram", "window": 3}]})
+        base = from_mapping(
+            {"mode": "decoupled", "target": {"kv_cache_gb": 1}, "drafters": [{"method": "ngram", "window": 3}]}
+        )
 
         @settings(max_examples=40)
         @given(st.integers(1, 6), st.integers(1, 40), st.floats(0.0, 1.0), st.sampled_from([None, *ALL_MODES]))
         def check(devices: int, batch: int, p: float, mode: ModeName | None) -> None:
             config = copy.deepcopy(base)
-            config.target.max_batch = batch
+            config.target.max_batch, config.cluster.num_cpus = batch, devices
             modes = ALL_MODES if mode is None else [mode]
             assume(mode is not ModeName.decoupled or devices > 1)
             method = replace(profile.methods["ngram"], survival=geometric(np.array([p]), 4)[0])
-            plan = make_plan(config, replace(profile, methods={"ngram": method}), devices, batch, modes)
+            plan = make_plan(config, replace(profile, methods={"ngram": method}), modes)
             resolved = apply_plan(config, plan)
             validate(resolved)
             assert devices_of(resolved) <= devices
@@ -269,29 +271,25 @@ class TestCommand:
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 
-    def test_json_has_a_prediction_for_every_mode_method_and_batch(
+    def test_json_has_a_prediction_for_every_mode_and_method(
         self, file: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         known = ["plan", *on(file, tiny_model_dir)]
-        code, out, _ = self.run(capsys, *known, "--batch", "1,8", "--json")
+        code, out, _ = self.run(capsys, *known, "--json", "target.max_batch=8")
         assert code == 0
-        report = json.loads(out)
-        assert [plan["batch"] for plan in report["plans"]] == [1, 8]
-        for plan in report["plans"]:
-            found = {(row["mode"], row["method"]) for row in plan["predictions"]}
-            assert found == {("plain", None), ("coupled", "ngram"), ("decoupled", "ngram")}
-            assert plan["chosen"]["tokens_per_s"] == max(row["tokens_per_s"] for row in plan["predictions"])
+        plan = json.loads(out)
+        assert plan["batch"] == 8
+        found = {(row["mode"], row["method"]) for row in plan["predictions"]}
+        assert found == {("plain", None), ("coupled", "ngram"), ("decoupled", "ngram")}
+        assert plan["chosen"]["tokens_per_s"] == max(row["tokens_per_s"] for row in plan["predictions"])
         code, out, _ = self.run(capsys, *known)
-        assert code == 0 and "batch 16: coupled ngram, " in out
+        assert code == 0 and "\ncoupled ngram, " in out
         assert "rejected: decoupled ngram, 1 x 2 + 1 x 1: needs 3 devices, and there are 2" in out
 
     @pytest.mark.parametrize(
         ("arguments", "problem"),
         [
-            (["--devices", "64"], "--devices: the plan may use 64 core(s), and there are 2"),
-            (["--devices", "0"], "--devices: 0 is too small"),
-            (["--batch", "4,none"], "--batch: 'none' is no whole number"),
-            (["--profile", "none.json"], "profile: there is no file none.json"),
+            (["profile=none.json"], "profile: there is no file none.json"),
             (["profile=null"], "profile: is not set"),
             (["drafters=[{method: medusa}]"], "'medusa' is not known"),
             (["plan=auto", "profile=null"], "plan: 'auto' needs a profile"),

@@ -197,13 +197,6 @@ class TestCommand:
         assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
         assert "error: variant coupled: " in done.stderr
 
-    def test_overrides_that_make_variants_alike_are_named(self, scenario: Path) -> None:
-        overrides = ["config.mode=plain", "workload.requests=2"]
-        done = simulate("--config", scenario, "--compare", "plain,coupled", *overrides)
-        assert done.exit_code == 0, done.output
-        note = "note: config.mode is the same in all variants now; coupled would have config.mode=coupled"
-        assert note in done.stderr and "workload.requests is the same" not in done.stderr
-
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [

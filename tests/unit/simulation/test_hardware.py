@@ -46,7 +46,6 @@ H100 = roofline("h100")
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-32b", 32_762_123_264),
-        ("qwen3-235b-a22b", 235_093_634_560),
         ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),
         ("llama-3.3-70b", 70_553_706_496),
@@ -71,13 +70,6 @@ def test_more_work_never_costs_less(model: str, gpus: int, step: tuple[int, ...]
         return cost.seconds(rows, rows + drafts, context, prefill)
 
     assert 0.0 < seconds(*step) <= seconds(*(a + b for a, b in zip(step, more, strict=True))) * (1 + 1e-12)
-
-
-def test_few_positions_touch_few_experts() -> None:
-    cost = H100.cost("qwen3-235b-a22b", 8)
-    one, eight, many = (cost.seconds(n, n, 0) for n in (1, 8, 512))
-    assert eight > 2.0 * one  # a dense model would read the same weights
-    assert many < 20 * one
 
 
 def test_tensor_parallel_shares_the_work_and_pays_for_all_reduces() -> None:
@@ -239,7 +231,6 @@ def test_unknown_models_and_numbers_of_gpus() -> None:
         ({"layers": 0}, "models.mine.layers: 0 is out of range"),
         ({"layer": 1}, r"Did you mean layers\?"),
         ({"qk_norm": 2}, "qk_norm: 2 is of the wrong type"),
-        ({"experts_per_token": 2}, "more than there are experts"),
     ],
 )
 def test_wrong_models_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
