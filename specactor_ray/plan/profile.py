@@ -1,4 +1,4 @@
-"""The profile: measured costs and acceptance in a JSON file, and the check whether it may be used here."""
+"""The profile: measured costs and acceptance in a JSON file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.plan.search import Method
@@ -65,29 +65,6 @@ def load_profile(path: str | Path) -> Profile:
         return Profile(data, _grids(data["verify"]), methods)
     except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
         raise InputError(f"profile: {path} is not sound: {type(error).__name__}: {error}. {_AGAIN}") from None
-
-
-def reject_foreign_profile(profile: Profile, where: str, here: Mapping[str, Mapping[str, Any]], force: bool) -> None:
-    """Raise ConfigError if the profile of file `where` was measured with another model; or on other hardware or with
-    another torch, and not `force`. `here`: `model`, `hardware` and `versions` of a profile that is measured here."""
-    data, there, target = profile.data, profile.data["model"], here["model"]
-    if _differences(data, here, "model", "config_hash", "dtype"):
-        theirs, mine = (f"{one['name']} ({one['dtype']})" for one in (there, target))
-        problem = f"{where} was measured with {theirs}, and the target is {mine}."
-        raise ConfigError("profile", problem, "name a profile of this target, or measure one: specactor profile")
-    foreign = _differences(data, here, "hardware", "cpu", "vector", "gpu")
-    foreign += _differences(data, here, "versions", "torch")
-    if foreign and not force:
-        problem = f"{where} was measured elsewhere: {'; '.join(foreign)}. Its costs say little about this machine."
-        raise ConfigError("profile", problem, "measure one here (specactor profile), or force it: plan_force=true.")
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any], section: str, *names: str) -> list[str]:
-    return [
-        f"{section}.{name}: {there[section].get(name)} there, {here[section].get(name)} here"
-        for name in names
-        if there[section].get(name) != here[section].get(name)
-    ]
 
 
 def _grids(rows: Iterable[Mapping[str, Any]]) -> dict[int, GridCost]:

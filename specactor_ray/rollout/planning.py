@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specactor_ray.cluster.cores import draft_cores
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
@@ -14,7 +14,7 @@ from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.plan.profile import Profile, load_profile, reject_foreign_profile
+from specactor_ray.plan.profile import Profile, load_profile
 from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan, share_right
 
 _GPU_CORES = 4
@@ -205,26 +205,53 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
     return resolved, [*plan.notes, f"plan: {plan.words()}"]
 
 
-def usable_profile(config: Config) -> Profile:
-    """The configured profile. A ConfigError or InputError states why it cannot be used: it is missing, damaged, or made
-    for another model; or for other hardware or another torch, and not `plan_force`."""
+def facts_of(config: Config) -> dict[str, Any]:
+    """Device, hardware, versions and model of a profile that is measured here."""
     from specactor_ray.models.identity import gpu_name, model_identity
 
+    target, device = config.target, "cuda" if config.target.gpus else "cpu"
+    return {
+        "device": device,
+        "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
+        "versions": versions(),
+        "model": model_identity(target.model, target.dtype, target.trust_remote_code),
+    }
+
+
+def usable_profile(config: Config) -> Profile:
+    """The configured profile.
+
+    Raises:
+        InputError: It is missing or damaged.
+        ConfigError: It was measured with another model or kind of device; or on other hardware or with another torch,
+            and `plan_force` is not set.
+    """
     if config.profile is None:
         fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
         raise ConfigError("profile", "is not set.", fix)
-    profile, target = load_profile(config.profile), config.target
-    device = "cuda" if target.gpus else "cpu"
-    if profile.data["device"] != device:
-        problem = f"{config.profile} was measured on {profile.data['device']}, and target.gpus is {target.gpus}."
+    profile, here, where = load_profile(config.profile), facts_of(config), config.profile
+    there = profile.data
+    if there["device"] != here["device"]:
+        problem = f"{where} was measured on {there['device']}, and target.gpus is {config.target.gpus}."
         raise ConfigError("profile", problem, "name a profile of the same kind of device.")
-    here = {
-        "model": model_identity(target.model, target.dtype, target.trust_remote_code),
-        "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
-        "versions": versions(),
-    }
-    reject_foreign_profile(profile, config.profile, here, config.plan_force)
+    if _differences(there, here, "model", "config_hash", "dtype"):
+        theirs, mine = (f"{one['name']} ({one['dtype']})" for one in (there["model"], here["model"]))
+        problem = f"{where} was measured with {theirs}, and the target is {mine}."
+        raise ConfigError("profile", problem, "name a profile of this target, or measure one: specactor profile")
+    foreign = _differences(there, here, "hardware", "cpu", "vector", "gpu")
+    foreign += _differences(there, here, "versions", "torch")
+    if foreign and not config.plan_force:
+        problem = f"{where} was measured elsewhere: {'; '.join(foreign)}. Its costs say little about this machine."
+        raise ConfigError("profile", problem, "measure one here (specactor profile), or force it: plan_force=true.")
     return profile
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], section: str, *names: str) -> list[str]:
+    return [
+        f"{section}.{name}: {there[section].get(name)} there, {here[section].get(name)} here"
+        for name in names
+        if there[section].get(name) != here[section].get(name)
+    ]
 
 
 def ladder_priors(config: Config) -> dict[str, float]:
@@ -259,19 +286,11 @@ def requests_of(config: Config) -> int:
 
 
 def apply_plan(config: Config, plan: Plan) -> Config:
-    """A copy of the configuration with the plan's choice and `plan: fixed`, so that it is not planned again.
-
-    The caches of all verifiers on CPUs together keep their size. Unless plain, it keeps the chosen method alone, and
-    moves the window to `speculation.window`.
-
-    Raises:
-        ConfigError: The chosen method is not among the configured ones, or a verifier would span several GPUs.
-    """
+    """A copy of the configuration with its plan's choice and `plan: fixed`, so that it is not planned again. The caches
+    of all verifiers on CPUs together keep their size. Unless plain, it keeps the chosen method alone, and moves the
+    window to `speculation.window`."""
     chosen, resolved = plan.chosen, copy.deepcopy(config)
     target = resolved.target
-    if target.gpus and chosen.verify_devices > 1:
-        problem = f"the plan wants verifiers of {chosen.verify_devices} GPUs, and a model runs on one."
-        raise ConfigError("plan", problem, "profile with --devices 1.")
     resolved.plan, resolved.mode = PlanPolicy.fixed, chosen.mode
     if target.kv_cache_gb and not target.gpus:
         target.kv_cache_gb *= target.replicas / chosen.verifiers
@@ -281,11 +300,8 @@ def apply_plan(config: Config, plan: Plan) -> Config:
         target.cores = chosen.verify_devices
     if chosen.method is None:
         return resolved
-    kept = [drafter for drafter in resolved.drafters if drafter.method == chosen.method]
-    if not kept:
-        problem = f"the plan chose {chosen.method}, which is not configured."
-        raise ConfigError("drafters", problem, f"add it: 'drafters=[{{method: {chosen.method}}}]'.")
-    drafter = kept[0]
+    resolved.drafters = [drafter for drafter in resolved.drafters if drafter.method == chosen.method]
+    drafter = resolved.drafters[0]
     drafter.replicas, drafter.window = chosen.drafters or chosen.verifiers, None
     most = -(-plan.batch // drafter.replicas)
     drafter.max_batch = drafter.max_batch and max(drafter.max_batch, most)
@@ -293,7 +309,6 @@ def apply_plan(config: Config, plan: Plan) -> Config:
         drafter.hosted = False if chosen.draft_devices else None
         if not drafter.gpus:
             drafter.cores = max(chosen.draft_devices, 1)
-    resolved.drafters = kept
     resolved.speculation.window = chosen.window
     return resolved
 
