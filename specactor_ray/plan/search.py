@@ -149,6 +149,8 @@ def search_plan(
     """
     predictions: list[Candidate] = []
     rejected: list[str] = []
+    loads = slices or [SliceLoad(requests, context)]
+    running = sum(load.requests for load in loads) / len(loads)
     for mode, name, g_d, g_v in _layouts(verify, methods, modes):
         size, costs, layout = g_d + g_v, verify[g_v], _words(mode, name, 1, g_v, min(g_d, 1), g_d)
         if size > devices:
@@ -160,13 +162,9 @@ def search_plan(
             if len(batches) == 1 and batch != batches[0]:
                 rejected.append(f"{layout}: batch {batch} was not measured, only {batches[0]:g}")
                 break
-            loads = [SliceLoad(requests, context), *slices]
-            (window, tgs), *rates = (_best_step(mode, costs, method, g_d or g_v, n_v, n_d, load) for load in loads)
-            running: float = requests
-            if slices:
-                running = sum(load.requests for load in slices) / len(slices)
-                tgs = len(slices) / sum(1.0 / rate for _, rate in rates)
-            found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, window, running * tgs))
+            steps = [_best_step(mode, costs, method, g_d or g_v, n_v, n_d, load) for load in loads]
+            tgs = len(steps) / sum(1.0 / rate for _, rate in steps)
+            found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, steps[0][0], running * tgs))
         least = _NEARLY * max((candidate.tokens_per_s for candidate in found), default=0.0)
         predictions += [candidate for candidate in found if candidate.tokens_per_s >= least][:1]
     if not predictions:

@@ -228,7 +228,6 @@ CLAIRVOYANT = ["workload.requests=24", "workload.median_tokens=150", "workload.m
         ("decoupled", []),
         ("decoupled", ["python.verify_row_us=0", "skills.0.forward_ms=4"]),
         ("coupled", ["skills.0.mean=0.1"]),
-        ("coupled", ["skills.0.forward_ms=5", "skills.0.mean=0.5"]),
     ],
 )
 def test_no_policy_is_much_faster_than_the_clairvoyant(scenario: Path, variant: str, overrides: list[str]) -> None:
