@@ -270,14 +270,13 @@ def simulator_row_steps_per_s() -> float:
     from specactor_ray.simulation.cluster import silence
     from specactor_ray.simulation.rollouts import SimulatedRollouts
     from specactor_ray.simulation.scenario import load_scenario
-    from specactor_ray.simulation.world import build_world
 
     silence()
     rates = []
     for requests in (8, 192, 192, 192):  # the first run imports and compiles
         overrides = [f"workload.requests={requests}", "workload.median_tokens=300", "workload.max_tokens=1000"]
         scenario = load_scenario(ROOT / "conf" / "simulation" / "qwen32b_5xh100.yaml", overrides)
-        run = SimulatedRollouts("decoupled", scenario, build_world(scenario))
+        run = SimulatedRollouts("decoupled", scenario)
         begin = time.process_time()
         result = run.run()
         rates.append(result.metrics.row_steps / (time.process_time() - begin))

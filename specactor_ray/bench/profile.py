@@ -16,13 +16,13 @@ from specactor_ray.bench.micro import refuse_existing
 from specactor_ray.bench.profile_process import Axes, Measured, Share, measure_share
 from specactor_ray.config.schema import MAX_WINDOW, Config, ModeName
 from specactor_ray.core.child import run_in_child
-from specactor_ray.core.environment import count_gpus, hardware, versions
+from specactor_ray.core.environment import count_gpus
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder, write_json
 from specactor_ray.core.progress import PhaseProgress, show_steps
 from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.plan.profile import KIND, SCHEMA
-from specactor_ray.rollout.planning import as_decoupled
+from specactor_ray.rollout.planning import as_decoupled, facts_of
 from specactor_ray.rollout.preflight import check_target, export_what_drafters_read, require_named
 from specactor_ray.rollout.prompts import read_prompts
 
@@ -62,7 +62,7 @@ def run_profile(
     require_named(config)
     check_target(config)
     config = export_what_drafters_read(config)
-    facts = _facts(config)
+    facts = facts_of(config)
     begin = time.monotonic()
     shares = _measure(config, axes, devices, tuple(prompts), max_requests, console)
     recorded = shares[0].recorded
@@ -72,10 +72,7 @@ def run_profile(
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seconds": round(time.monotonic() - begin, 1),
         **facts,
-        "prompts": {"path": config.data.path, "requests": len(recorded)},
         "prompt_tokens": sum(len(one.prompt_token_ids) for one in recorded) / len(recorded),
-        "cpu_share": {str(share.devices): round(share.cpu_share, 3) for share in shares},
-        "axes": {**vars(axes), "devices": sorted({*devices}), "draft_window": axes.draft_window},
         "verify": [asdict(point) for share in shares for point in share.verify],
         "methods": _methods(config, shares),
     }
@@ -84,20 +81,6 @@ def run_profile(
     except OSError as error:
         raise InputError(f"--output: {output} cannot be written ({error.strerror})") from None
     return data
-
-
-def _facts(config: Config) -> dict[str, Any]:
-    """Device, hardware, versions and models of the figures."""
-    from specactor_ray.models.identity import gpu_name, model_identity
-
-    target, device = config.target, "cuda" if config.target.gpus else "cpu"
-    return {
-        "device": device,
-        "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
-        "versions": versions(),
-        "model": model_identity(target.model, target.dtype, target.trust_remote_code),
-        "sampling": asdict(config.sampling),
-    }
 
 
 def _measure(

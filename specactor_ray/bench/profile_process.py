@@ -93,13 +93,10 @@ class Share:
 class Measured:
     """Measurements of a process."""
 
-    devices: int
     recorded: tuple[CorpusRecord, ...]
     verify: list[CostPoint]
     drafting: dict[str, list[CostPoint]] = field(default_factory=dict)
     acceptance: dict[str, dict[str, Any]] = field(default_factory=dict)
-    cpu_share: float = 1.0
-    """CPU time of this process per core and second; far below 1 on cores that other processes use, too."""
 
 
 def measure_share(share: Share, report: Report) -> Measured:
@@ -118,10 +115,7 @@ def measure_share(share: Share, report: Report) -> Measured:
         if not recorded:
             recorded = tuple(record_outputs(engine, config, share.prompts, share.max_requests))
             report("recorded outputs")
-        begin, begin_cpu = time.perf_counter(), time.process_time()
-        verify = measure_verify(engine, recorded, share.devices, axes, report)
-        cpu_s, wall_s = time.process_time() - begin_cpu, time.perf_counter() - begin
-    measured = Measured(share.devices, recorded, verify, cpu_share=cpu_s / wall_s / share.devices)
+        measured = Measured(recorded, measure_verify(engine, recorded, share.devices, axes, report))
     for drafter in config.drafters:
         _measure_method(drafter, share, measured, report)
     return measured
@@ -249,8 +243,7 @@ def _measure_method(drafter: DrafterConfig, share: Share, measured: Measured, re
         facts = found.facts()
         measured.acceptance[drafter.method] = {
             "survival": list(found.survival),
-            **{name: facts[name] for name in ("steps", "supply", "acceptance_rate")},
-            "acceptance_length": 1.0 + found.accepted / max(found.steps, 1),
+            **{name: facts[name] for name in ("steps", "acceptance_rate")},
         }
         report(f"{drafter.method}, acceptance")
 

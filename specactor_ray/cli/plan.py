@@ -36,8 +36,6 @@ def profile(
 
     Target, draft methods, sampling and prompts come from the configuration. Starts no cluster; needs an idle machine.
     """
-    from specactor_ray.plan.profile import disturbed
-
     settings, progress = load_settings(config_file, overrides)
     options = {"--batches": batches, "--windows": windows, "--contexts": contexts}
     sizes, drafted, lengths = (parse_numbers(option, text) for option, text in options.items())
@@ -52,52 +50,27 @@ def profile(
     for method, entry in data["methods"].items():
         rate, steps = entry["acceptance"]["acceptance_rate"], entry["acceptance"]["steps"]
         say(console, f"{method}: {rate:.1%} of its draft tokens were right, in {steps} steps")
-    for problem in disturbed(data):
-        say(console, f"warning: {problem}; measure again on a quiet machine")
     say(console, f"profile: {output.resolve()} ({data['seconds']:.0f} s)")
 
 
 def plan(
     config_file: ConfigFile = None,
     overrides: Overrides = None,
-    profile_file: Annotated[
-        Path | None, typer.Option("--profile", help="Profile. Default: the key `profile`.", show_default=False)
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(help="Cores or GPUs. Default: all of this machine.", show_default=False)
-    ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(help="Requests at once in all, as in 1,4,16. Default: max_batch x replicas.", show_default=False),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Choose mode, layout, draft method and window by a profile, and list the rejected ones with the reasons."""
-    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, requests_of, usable_profile
+    from specactor_ray.rollout.planning import as_decoupled, make_plan, usable_profile
 
     settings = as_decoupled(load_settings(config_file, overrides)[0])
-    if profile_file is not None:
-        settings.profile = str(profile_file)
-    require_positive("--devices", devices)
-    batches = [requests_of(settings)] if batch is None else parse_numbers("--batch", batch)
-    measured, warnings = usable_profile(settings, settings.plan_force)
-    count = checked_devices(settings, devices if devices is not None else settings.plan_devices, "--devices")
-    plans = [make_plan(settings, measured, count, requests) for requests in batches]
+    found = make_plan(settings, usable_profile(settings))
     if as_json:
-        predicted = [{**asdict(plan), "chosen": asdict(plan.chosen)} for plan in plans]
-        report = {"profile": settings.profile, "warnings": warnings, "plans": predicted}
-        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+        sys.stdout.write(json.dumps({**asdict(found), "chosen": asdict(found.chosen)}, indent=1) + "\n")
         return
     console = make_console()
-    for plan in plans:
-        console.print(prediction_table(plan))
-        for reason in plan.rejected:
-            say(console, f"rejected: {reason}")
-    for warning in warnings:
-        say(console, f"warning: {warning}")
-    for plan in plans:
-        for line in (*plan.notes, plan.words()):
-            say(console, f"batch {plan.batch}: {line}")
+    console.print(prediction_table(found))
+    rejected = (f"rejected: {reason}" for reason in found.rejected)
+    for line in (*rejected, *found.notes, found.words()):
+        say(console, line)
 
 
 # ---- tables ----

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.cli.options import finish, require_positive, split_items
+from specactor_ray.cli.options import require_positive, split_items
 from specactor_ray.core.console import draw, make_console, make_table, say, show_error
 from specactor_ray.core.errors import EXIT_FAILED, InputError
 from specactor_ray.core.files import make_folder, remove_if_empty, write_json
@@ -69,10 +69,8 @@ def run(
     axis = parse_sweep(sweep) if sweep is not None else None
     first = [f"{axis.key}={axis.values[0]}"] if axis is not None else []
     names = comparison.choose_variants(config, [*overrides, *first], parse_names(compare))
-    for line in comparison.flattened(config, overrides, axis, names):
-        say(make_console(sys.stderr), f"note: {line}")
     made = make_folder(output, "--output", empty=True) if output is not None else []
-    results: list[Result] = []
+    report: dict[str, Any] = {}
     try:
         with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "simulating", 1.0) as progress:
             total = len(names) * (len(axis.values) if axis is not None else 1)
@@ -84,17 +82,13 @@ def run(
         show_error(str(error))
         raise typer.Exit(EXIT_FAILED) from None
     finally:
-        if not results:
+        if not report:
             remove_if_empty(*made)
     console = make_console()
-    if not results:
-        say(console, "interrupted before the first variant had finished; nothing was written")
-        finish("interrupted")
     _show(report, console)
     if output is not None:
         with signals_deferred():
             _write(output, report, results, console)
-    finish(report["status"])
 
 
 @app.command()
@@ -108,7 +102,7 @@ def plan(config: ScenarioFile, overrides: ScenarioOverrides = None) -> None:
     found, console = plan_scenario(scenario), make_console()
     console.print(prediction_table(found, shrinks=scenario.workload.arrival is Arrival.at_once))
     say(console, NOT_PLANNED)
-    for line in (*found.rejected, *found.notes, found.words()):
+    for line in (*found.rejected, found.words()):
         say(console, line)
 
 
@@ -143,9 +137,6 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
         console.print(work_table(point))
     if point["part"] > 1:
         say(console, f"all figures are of 1/{point['part']} of the cluster")
-    if report["status"] == "interrupted":
-        finished = sum(len(one["results"]) for one in report["points"])
-        say(console, f"interrupted: {finished} finished and are shown")
 
 
 def _write(folder: Path, report: Mapping[str, Any], results: Sequence[Result], console: Console) -> None:
@@ -176,7 +167,7 @@ def speed_table(point: Mapping[str, Any]) -> Table:
     columns += ["latency s", "95%"] if has_latency else []
     table = _table("speed", columns, text=("variant", "mode"))
     for result in results:
-        name, ratio = result["variant"], _times(point["ratios"].get(result["variant"]))
+        name, ratio = result["variant"], f"{point['ratios'][result['variant']]:.2f}"
         cells = [
             _count(result["devices"]),
             _count(result["draft_devices"]),
@@ -196,22 +187,11 @@ def speed_table(point: Mapping[str, Any]) -> Table:
 
 
 def work_table(point: Mapping[str, Any]) -> Table:
-    """Benefit of drafting, and memory of drafters."""
-    columns = ("variant", "acc. length", "supply", "draft streams", "cache GB")
-    table = _table("drafting", columns, text=("variant",))
+    """Benefit of drafting."""
+    table = _table("drafting", ("variant", "acc. length", "supply"), text=("variant",))
     for result in point["results"]:
-        table.add_row(
-            result["variant"],
-            f"{result['acceptance_length']:.2f}",
-            f"{result['supply']:.2f}",
-            f"{result['peak_streams']:,}",
-            f"{result['peak_stream_bytes'] / 1e9:.2f}",
-        )
-    table.caption = (
-        "acc. length: tokens per request and verify step. supply: usable draft tokens per request and step.\n"
-        "draft streams: most requests that drafters follow at once. cache GB: most that these take in the caches of\n"
-        "the drafters."
-    )
+        table.add_row(result["variant"], f"{result['acceptance_length']:.2f}", f"{result['supply']:.2f}")
+    table.caption = "acc. length: tokens per request and verify step. supply: usable draft tokens per request and step."
     return table
 
 
@@ -219,16 +199,15 @@ def sweep_table(report: Mapping[str, Any]) -> Table:
     """Tokens per second and device of each variant at each value, and the ratio to the first."""
     points = report["points"]
     device, baseline = points[0]["device"], points[0]["baseline"]
-    names = points[0]["variants"]
+    names = [result["variant"] for result in points[0]["results"]]
     columns = [column for name in names for column in ((name,) if name == baseline else (name, "x"))]
     table = _table(f"tokens/s/{device} over {report['sweep']}", [report["sweep"], *columns], text=(report["sweep"],))
     for point in points:
-        found = {result["variant"]: result["tokens_per_s_and_device"] for result in point["results"]}
         cells = []
-        for name in names:
-            cells.append(f"{found[name]:,.1f}" if name in found else "-")
-            if name != baseline:
-                cells.append(_times(point["ratios"].get(name)))
+        for result in point["results"]:
+            cells.append(f"{result['tokens_per_s_and_device']:,.1f}")
+            if result["variant"] != baseline:
+                cells.append(f"{point['ratios'][result['variant']]:.2f}")
         table.add_row(point["value"], *cells)
     table.caption = f"x: relative to {baseline}; drafting {device}s are counted."
     return table
@@ -240,9 +219,8 @@ def write_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
     points = report["points"]
 
     def draw_ratios(axes: Any) -> None:
-        for name in points[0]["variants"]:
-            known = [(tick, point["ratios"][name]) for tick, point in enumerate(points) if name in point["ratios"]]
-            axes.plot(*zip(*known, strict=True), "o-", label=name, markersize=4)
+        for name in points[0]["ratios"]:
+            axes.plot([point["ratios"][name] for point in points], "o-", label=name, markersize=4)
         axes.set_xticks(range(len(points)), [point["value"] for point in points], fontsize=8)
         axes.set(xlabel=report["sweep"], ylabel=f"times {points[0]['baseline']}, per {points[0]['device']}")
         axes.grid(alpha=0.3)
@@ -287,7 +265,3 @@ def _table(title: str, columns: Sequence[str], text: Sequence[str]) -> Table:
 
 def _count(devices: float) -> str:
     return f"{devices:,.0f}" if devices == int(devices) else f"{devices:,.2f}"
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"

@@ -320,14 +320,12 @@ class Config:
     `decoupled` if draft actors find room, else `coupled`. Both stop drafting while it does not pay."""
     plan: PlanPolicy = PlanPolicy.fixed
     """`fixed`: as configured. `auto`: mode, target.replicas, target.cores, target.max_batch, the draft method with its
-    replicas and cores, and speculation.window are chosen by the profile before anything starts."""
+    replicas and cores, and speculation.window are chosen by the profile before anything starts, for all cores (or GPUs)
+    of a `local` cluster; elsewhere for those that the configuration needs as written."""
     profile: str | None = not_empty()
     """For `plan: auto`: the file that `specactor profile` wrote."""
     plan_force: bool = False
     """For `plan: auto`: use a profile of other hardware or another version of torch; its costs may be far off."""
-    plan_devices: int | None = at_least(1, default=None)
-    """For `plan: auto`: cores (or GPUs) to plan for. Default: all of a `local` cluster; elsewhere those that the
-    configuration needs as written."""
     run: RunConfig = field(default_factory=RunConfig)
     """Output folder and name of the run."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

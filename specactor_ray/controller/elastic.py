@@ -107,8 +107,8 @@ class Scaling:
             return plain
         survival = geometric(np.array([self.probability]), self.window)[0]
         rows = load.rows * load.verifiers / number
-        step = best_ahead(self.verify, self.draft, survival, load.rows, rows, 0.0, self.branches)
-        return max(plain, load.rows * step.tgs)
+        rate = best_ahead(self.verify, self.draft, survival, load.rows, rows, 0.0, self.branches)
+        return max(plain, load.rows * rate)
 
     def best_number(self, present: int, load: VerifierLoad) -> int:
         """The best number of draft actors; `present` where no other is much better."""

@@ -8,12 +8,12 @@ SpecActor fits lines over b. Steps bend where a device is saturated, so costs ar
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specactor_ray.core.errors import InputError
 
@@ -39,12 +39,11 @@ class CostPoint:
 class GridCost:
     """Seconds of a step, interpolated linearly along each axis of a measured grid.
 
-    Beyond the last knot of an axis the grid follows the line through the last two, before the first it is flat. A
-    missing point (large steps run out of memory) lies on the line through the two before it along rows, or else along
-    positions or context. Noise is smoothed upwards, so more work never costs less. A prompt position costs as much as a
-    position of the largest measured step.
+    Beyond the last knot of an axis the grid follows the line through the last two, before the first it is flat. Noise
+    is smoothed upwards, so more work never costs less. A prompt position costs as much as a position of the largest
+    measured step.
 
-    InputError: there are no points, or one is missing that has no two before it on any axis.
+    InputError: There are no points, or one of the grid is missing.
     """
 
     def __init__(self, seconds: Mapping[Point, float]) -> None:
@@ -53,15 +52,19 @@ class GridCost:
         axes = [sorted({point[axis] for point in seconds}) for axis in range(3)]
         self.knots = tuple(tuple(axis) for axis in axes)
         """Measured rows, positions per row, contexts."""
-        for knots in axes:
+        points = list(itertools.product(axes[0], axes[1], axes[2]))
+        if missing := [point for point in points if point not in seconds]:
+            rows, positions, context = missing[0]
+            raise InputError(f"the step of {rows:g} rows, {positions:g} positions and {context:g} tokens is missing")
+        grid = np.array([seconds[point] for point in points]).reshape([len(axis) for axis in axes])
+        self._position_s = float(grid[-1, -1, -1]) / (axes[0][-1] * axes[1][-1])
+        for axis, knots in enumerate(axes):
             if len(knots) > 1:
-                knots.append(max(knots[-1], 1.0) * _FAR)
-        grid: NDArray[np.float64] = np.empty([len(axis) for axis in axes])
-        for index in np.ndindex(*grid.shape):
-            measured = seconds.get((axes[0][index[0]], axes[1][index[1]], axes[2][index[2]]))
-            grid[index] = _continued(grid, axes, index) if measured is None else measured
-        largest = grid[tuple(len(axis) - 1 for axis in self.knots)]
-        self._position_s = float(largest) / (self.knots[0][-1] * self.knots[1][-1])
+                before, last = grid.take(-2, axis), grid.take(-1, axis)
+                far = max(knots[-1], 1.0) * _FAR
+                slope = np.maximum(last - before, 0.0) / (knots[-1] - knots[-2])
+                grid = np.append(grid, np.expand_dims(last + slope * (far - knots[-1]), axis), axis)
+                knots.append(far)
         for axis in range(3):
             grid = np.maximum.accumulate(grid, axis=axis)
         self._axes = axes
@@ -90,19 +93,6 @@ def cost_grids(points: Iterable[CostPoint]) -> dict[int, GridCost]:
     for point in points:
         measured.setdefault(point.devices, {})[point.batch, point.window + 1, point.context] = point.seconds
     return {devices: GridCost(measured[devices]) for devices in sorted(measured)}
-
-
-def _continued(grid: NDArray[np.float64], axes: Sequence[Sequence[float]], index: tuple[int, ...]) -> float:
-    """A missing point: along the last axis on which it is far out, else along the first with two points before it."""
-    far = [axis for axis in (2, 1, 0) if index[axis] > 1 and index[axis] == len(axes[axis]) - 1]
-    for axis in (*far, 0, 1, 2):
-        at, knots = index[axis], axes[axis]
-        if at >= 2:
-            first, second = (grid[(*index[:axis], before, *index[axis + 1 :])] for before in (at - 2, at - 1))
-            slope = max(second - first, 0.0) / (knots[at - 1] - knots[at - 2])
-            return float(second + slope * (knots[at] - knots[at - 1]))
-    rows, positions, context = (knots[at] for knots, at in zip(axes, index, strict=True))
-    raise InputError(f"the step of {rows:g} rows, {positions:g} positions and {context:g} tokens is missing")
 
 
 def _place(knots: Sequence[float], x: float) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""The profile: measured costs and acceptance in a JSON file, and the check whether it may be used here."""
+"""The profile: measured costs and acceptance in a JSON file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.plan.search import Method
 
 KIND, SCHEMA = "specactor profile", 1
 
-LEAST_CPU_SHARE = 0.75
-"""Share of its cores' time below which a measurement counts as disturbed by other work."""
-
-_KINDS = {"device": str, "model": dict, "hardware": dict, "versions": dict, "cpu_share": dict}
+_KINDS = {"device": str, "model": dict, "hardware": dict, "versions": dict}
 """Entries that are checked besides costs and acceptance."""
 
 _AGAIN = "Fix: measure it again: specactor profile --output NEW.json"
@@ -33,17 +30,6 @@ class Profile:
     data: Mapping[str, Any]
     verify: Mapping[int, GridCost]
     methods: Mapping[str, Method]
-
-
-def disturbed(data: Mapping[str, Any]) -> list[str]:
-    """One line per core count whose measurement shared its cores with other work; empty on a GPU."""
-    if data["device"] != "cpu":
-        return []
-    return [
-        f"the measurement on {cores} core(s) got {share:.0%} of them: other work ran there, and costs look too high"
-        for cores, share in data["cpu_share"].items()
-        if share < LEAST_CPU_SHARE
-    ]
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -79,38 +65,6 @@ def load_profile(path: str | Path) -> Profile:
         return Profile(data, _grids(data["verify"]), methods)
     except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
         raise InputError(f"profile: {path} is not sound: {type(error).__name__}: {error}. {_AGAIN}") from None
-
-
-def reject_foreign_profile(
-    profile: Profile, where: str, here: Mapping[str, Mapping[str, Any]], force: bool
-) -> list[str]:
-    """Check that the profile of file `where` was measured with this model, this hardware and this torch: `here` has
-    `model`, `hardware` and `versions` of a profile that is measured here. Returns warnings about differences.
-
-    Raises:
-        ConfigError: It was measured with another model; or on other hardware or with another torch, and not `force`.
-    """
-    data, there, target = profile.data, profile.data["model"], here["model"]
-    if _differences(data, here, "model", "config_hash", "dtype"):
-        theirs, mine = (f"{one['name']} ({one['dtype']})" for one in (there, target))
-        problem = f"{where} was measured with {theirs}, and the target is {mine}."
-        raise ConfigError("profile", problem, "name a profile of this target, or measure one: specactor profile")
-    foreign = _differences(data, here, "hardware", "cpu", "vector", "gpu")
-    foreign += _differences(data, here, "versions", "torch")
-    if foreign and not force:
-        problem = f"{where} was measured elsewhere: {'; '.join(foreign)}. Its costs say little about this machine."
-        raise ConfigError("profile", problem, "measure one here (specactor profile), or force it: plan_force=true.")
-    warnings = [f"{difference}; used because plan_force is set" for difference in foreign]
-    warnings += _differences(data, here, "versions", "specactor-ray", "transformers") + disturbed(data)
-    return [f"{where}: {warning}" for warning in warnings]
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any], section: str, *names: str) -> list[str]:
-    return [
-        f"{section}.{name}: {there[section].get(name)} there, {here[section].get(name)} here"
-        for name in names
-        if there[section].get(name) != here[section].get(name)
-    ]
 
 
 def _grids(rows: Iterable[Mapping[str, Any]]) -> dict[int, GridCost]:

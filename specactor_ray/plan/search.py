@@ -15,12 +15,12 @@ share of the misses.
 G devices hold n_v verifiers of g_v devices and, if decoupled, n_d drafters of g_d devices, n_v at most. Each verifier
 runs B / n_v of the B requests (b: rounded up), each drafter drafts for B / n_d. In the paper n_d = n_v, and where
 g_v + g_d divides G this is its b. All B requests run, so layouts are compared by B · TGS, the tokens per second of the
-whole cluster. Where a verifier has a largest batch, the requests beyond it wait.
+whole cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -69,8 +69,6 @@ class Method:
     """Whether it uses none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
     branches: int = 0
     """Most branches of a request. A forward over them costs the rows of all, and the context of the request once."""
-    max_batch: int | None = None
-    """Most requests of a drafter; layouts in which it has more are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +87,9 @@ class Candidate:
     batch: int
     """b: requests that each verifier runs at once, at most."""
     window: int
-    """Draft tokens, and p within this window; 0 in plain mode."""
-    probability: float
-    draft_s: float
-    """D for the whole batch, V and τ."""
-    verify_s: float
-    tokens_per_iteration: float
-    tgs: float
-    """Tokens per second of one request; of a rollout that shrinks, over all its slices."""
+    """Draft tokens; 0 in plain mode."""
     tokens_per_s: float
-    """Tokens per second of the whole cluster."""
+    """Tokens per second of the whole cluster; of a rollout that shrinks, over all its slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +131,7 @@ def search_plan(
     requests: int,
     context: float,
     modes: Sequence[ModeName] = ALL_MODES,
-    loads: Callable[[int], Sequence[SliceLoad]] | None = None,
-    max_batch: int | None = None,
-    profiled: bool = True,
+    slices: Sequence[SliceLoad] = (),
 ) -> Plan:
     """Algorithm 1: predict every layout with every number of drafters and window, and take the one with the most tokens
     per second.
@@ -153,14 +142,15 @@ def search_plan(
     Args:
         verify: Device count → V; these counts are the verifier configurations.
         devices, requests, context: G, B, and their mean tokens of prompt and output.
-        loads: Number of verifiers → loads of equal slices of a rollout that shrinks; one layout is chosen for all.
-        profiled: Whether the notes state that larger windows can be profiled.
+        slices: Loads of equal slices of a rollout that shrinks; one layout is chosen for all.
 
     Raises:
         InputError: No measured layout fits G devices.
     """
     predictions: list[Candidate] = []
     rejected: list[str] = []
+    loads = slices or [SliceLoad(requests, context)]
+    running = sum(load.requests for load in loads) / len(loads)
     for mode, name, g_d, g_v in _layouts(verify, methods, modes):
         size, costs, layout = g_d + g_v, verify[g_v], _words(mode, name, 1, g_v, min(g_d, 1), g_d)
         if size > devices:
@@ -168,27 +158,20 @@ def search_plan(
             continue
         method, found = None if name is None else methods[name], []
         for n_v, n_d in _counts(devices, requests, g_v, g_d):
-            batches, batch = costs.knots[0], min(-(-requests // n_v), max_batch or requests)
+            batches, batch = costs.knots[0], -(-requests // n_v)
             if len(batches) == 1 and batch != batches[0]:
                 rejected.append(f"{layout}: batch {batch} was not measured, only {batches[0]:g}")
                 break
-            full, slices = SliceLoad(min(requests, n_v * batch), context), loads(n_v) if loads is not None else ()
-            if n_d and method is not None and full.requests > n_d * (method.max_batch or requests):
-                continue
-            first, *steps = (_best_step(mode, costs, method, g_d or g_v, n_v, n_d, load) for load in (full, *slices))
-            running = sum(load.requests for load in slices) / len(slices) if slices else full.requests
-            tgs = len(steps) / sum(1.0 / step.tgs for step in steps) if slices else first.tgs
-            found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, *first[:-1], tgs, running * tgs))
-        else:
-            if not found and method is not None:
-                rejected.append(f"{layout}: its drafters would have more than max_batch={method.max_batch} requests")
+            steps = [_best_step(mode, costs, method, g_d or g_v, n_v, n_d, load) for load in loads]
+            tgs = len(steps) / sum(1.0 / rate for _, rate in steps)
+            found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, steps[0][0], running * tgs))
         least = _NEARLY * max((candidate.tokens_per_s for candidate in found), default=0.0)
         predictions += [candidate for candidate in found if candidate.tokens_per_s >= least][:1]
     if not predictions:
         wanted = " or ".join(mode.value for mode in modes)
         raise InputError(f"no plan: {wanted} as profiled does not fit {devices} device(s), or was not measured")
     predictions.sort(key=lambda candidate: -candidate.tokens_per_s)  # equals stay in their order
-    notes = tuple(_notes(predictions[0], verify[predictions[0].verify_devices], context, profiled))
+    notes = tuple(_notes(predictions[0], verify[predictions[0].verify_devices], context))
     return Plan(devices, requests, context, tuple(predictions), tuple(rejected), notes)
 
 
@@ -225,73 +208,51 @@ class Cost(Protocol):
         """Positions and context are those of all rows."""
 
 
-class Step(NamedTuple):
-    """Step of every verifier at its best window; see `Candidate`."""
-
-    window: int
-    probability: float
-    draft_s: float
-    verify_s: float
-    tokens: float
-    tgs: float
-
-
 def _best_step(
     mode: ModeName, costs: GridCost, method: Method | None, devices: int, n_v: int, n_d: int, load: SliceLoad
-) -> Step:
-    """The best step at this load; `devices`: those of a drafter."""
+) -> tuple[int, float]:
+    """The best window at this load, and its TGS; `devices`: those of a drafter."""
     batch, context = max(load.requests / n_v, 1.0), load.context
     if method is None:
-        verify_s = costs.step(batch, context)
-        return Step(0, 0.0, 0.0, verify_s, 1.0, 1.0 / verify_s)
+        return 0, 1.0 / costs.step(batch, context)
     rows = max(load.requests / n_d, 1.0) if n_d else batch
     survival, drafting = method.survival[: int(costs.knots[1][-1])], method.costs[devices]
     if mode is ModeName.coupled:
-        draft_s = drafting.step(rows, context)
         verify = np.array([costs.step(batch, context, window) for window in range(len(survival))])
-        tau, iteration_s = iterations(survival[None], draft_s, verify)[0]
+        tau, iteration_s = iterations(survival[None], drafting.step(rows, context), verify)[0]
         at = int(np.argmax(tau / iteration_s))
-        p, tokens = share_right(survival[: at + 2]), float(tau[0, at])
-        return Step(at + 1, p, draft_s, float(verify[at + 1]), tokens, tokens / float(iteration_s[at]))
-    return best_ahead(costs, drafting, survival, batch, rows, context, method.branches)
+        return at + 1, float(tau[0, at] / iteration_s[at])
+    return len(survival) - 1, best_ahead(costs, drafting, survival, batch, rows, context, method.branches)
 
 
 def best_ahead(
     costs: Cost, drafting: Cost, survival: np.ndarray, batch: float, rows: float, context: float, most_branches: int
-) -> Step:
-    """A decoupled step with the best numbers of branches and verified tokens. `costs` and `drafting` are V and D;
-    `batch` and `rows` requests of a verifier and of a drafter."""
-    best = Step(len(survival) - 1, share_right(survival), 0.0, 0.0, 0.0, 0.0)
+) -> float:
+    """TGS of a decoupled step with the best numbers of branches and verified tokens. `costs` and `drafting` are V and
+    D; `batch` and `rows` requests of a verifier and of a drafter."""
+    window, best = len(survival) - 1, 0.0
     for branches in (count for count in _BRANCHES if count <= most_branches):
-        chains = rows * (1.0 + branches)
+        chains, rate = rows * (1.0 + branches), 0.0
         draft_s = drafting.seconds(chains, chains, rows * context)
-        best = max(best, _ahead(best, costs, batch, context, survival, branches, draft_s), key=lambda step: step.tgs)
+        for most in (*(count for count in _VERIFIED if count < window), window):
+            verified = most / 2.0
+            for _ in range(_ROUNDS):
+                verify_s = costs.seconds(batch, batch * (1.0 + verified), batch * context)
+                forwards = min(verify_s / max(draft_s, TINY_S), window)
+                tau, verified = run_ahead(survival, forwards, most, branches * forwards)
+            if tau / verify_s <= rate:
+                break
+            rate = tau / verify_s
+        best = max(best, rate)
     return best
 
 
-def _ahead(
-    step: Step, costs: Cost, batch: float, context: float, survival: np.ndarray, branches: float, draft_s: float
-) -> Step:
-    """A decoupled step with the best number of verified tokens."""
-    step, window = step._replace(draft_s=draft_s, tgs=0.0), len(survival) - 1
-    for most in (*(count for count in _VERIFIED if count < window), window):
-        verified = most / 2.0
-        for _ in range(_ROUNDS):
-            verify_s = costs.seconds(batch, batch * (1.0 + verified), batch * context)
-            forwards = min(verify_s / max(draft_s, TINY_S), window)
-            tau, verified = run_ahead(survival, forwards, most, branches * forwards)
-        if tau / verify_s <= step.tgs:
-            break
-        step = step._replace(verify_s=verify_s, tokens=tau, tgs=tau / verify_s)
-    return step
-
-
-def _notes(chosen: Candidate, verify: GridCost, context: float, profiled: bool) -> Iterator[str]:
+def _notes(chosen: Candidate, verify: GridCost, context: float) -> Iterator[str]:
     batches, positions, contexts = verify.knots
     for what, value, knots in (("context", context, contexts), ("batch", chosen.batch, batches)):
         if not knots[0] <= value <= knots[-1]:
             yield f"{what} {value:g} is outside the measured {knots[0]:g} to {knots[-1]:g}; costs are extrapolated"
-    if profiled and chosen.window and chosen.window + 1 == positions[-1]:
+    if chosen.window and chosen.window + 1 == positions[-1]:
         yield f"window {chosen.window} is the largest that was measured; profile larger --windows too"
 
 

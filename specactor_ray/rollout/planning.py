@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specactor_ray.cluster.cores import draft_cores
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
@@ -15,10 +14,8 @@ from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.plan.profile import Profile, load_profile, reject_foreign_profile
+from specactor_ray.plan.profile import Profile, load_profile
 from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan, share_right
-
-logger = logging.getLogger(__name__)
 
 _GPU_CORES = 4
 """Cores of a verifier on GPUs besides one per rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
@@ -159,27 +156,27 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
         return ModeName.decoupled, "draft actors on devices of their own"
     if _have_room(config, devices):
         return ModeName.decoupled, "there is room for draft actors beside the verifiers"
-    gpus, cores = _with_trainer(config)
-    wanted, have = f"{gpus} GPU(s) and {cores} core(s)", f"{devices.gpus} and {devices.cores}"
+    needed = _with_trainer(config)
+    wanted, have = f"{needed.gpus} GPU(s) and {needed.cores} core(s)", f"{devices.gpus} and {devices.cores}"
     return ModeName.coupled, f"draft actors beside the verifiers would need {wanted} in all, and there are {have}"
 
 
 def _have_room(config: Config, devices: Devices) -> bool:
-    gpus, cores = _with_trainer(config)
-    return gpus <= devices.gpus and cores <= devices.cores
+    needed = _with_trainer(config)
+    return needed.gpus <= devices.gpus and needed.cores <= devices.cores
 
 
-def _with_trainer(config: Config) -> tuple[int, int]:
-    """GPUs and cores of verifiers, draft actors and trainer, as configured."""
-    gpus, cores = devices_of(config)
-    return gpus + config.trainer.ranks * config.trainer.gpus, cores + trainer_cores(config)
+def _with_trainer(config: Config) -> Devices:
+    """Devices of verifiers, draft actors and trainer, as configured."""
+    cores, gpus = devices_of(config)
+    return Devices(cores + trainer_cores(config), gpus + config.trainer.ranks * config.trainer.gpus)
 
 
-def devices_of(config: Config) -> tuple[int, int]:
-    """GPUs and cores of verifiers and draft actors, as configured."""
+def devices_of(config: Config) -> Devices:
+    """Devices of verifiers and draft actors, as configured."""
     target, drafters = config.target, acting_drafters(config)
     gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
-    return gpus, target.replicas * target.cores + draft_cores(drafters)
+    return Devices(target.replicas * target.cores + draft_cores(drafters), gpus)
 
 
 def trainer_cores(config: Config) -> int:
@@ -202,33 +199,59 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
     if config.plan is PlanPolicy.fixed:
         return config, []
     config = as_decoupled(config)
-    profile, warnings = usable_profile(config, config.plan_force)
-    devices = checked_devices(config, config.plan_devices, "plan_devices")
-    plan = make_plan(config, profile, devices, requests_of(config), modes)
+    plan = make_plan(config, usable_profile(config), modes)
     resolved = apply_plan(config, plan)
     validate(resolved)
-    return resolved, [*(f"warning: {warning}" for warning in warnings), *plan.notes, f"plan: {plan.words()}"]
+    return resolved, [*plan.notes, f"plan: {plan.words()}"]
 
 
-def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
-    """The configured profile, and warnings. A ConfigError or InputError states why it cannot be used: it is missing,
-    damaged, made for another model; or for other hardware or another torch, and `force` is false."""
+def facts_of(config: Config) -> dict[str, Any]:
+    """Device, hardware, versions and model of a profile that is measured here."""
     from specactor_ray.models.identity import gpu_name, model_identity
 
+    target, device = config.target, "cuda" if config.target.gpus else "cpu"
+    return {
+        "device": device,
+        "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
+        "versions": versions(),
+        "model": model_identity(target.model, target.dtype, target.trust_remote_code),
+    }
+
+
+def usable_profile(config: Config) -> Profile:
+    """The configured profile.
+
+    Raises:
+        InputError: It is missing or damaged.
+        ConfigError: It was measured with another model or kind of device; or on other hardware or with another torch,
+            and `plan_force` is not set.
+    """
     if config.profile is None:
         fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
         raise ConfigError("profile", "is not set.", fix)
-    profile, target = load_profile(config.profile), config.target
-    device = "cuda" if target.gpus else "cpu"
-    if profile.data["device"] != device:
-        problem = f"{config.profile} was measured on {profile.data['device']}, and target.gpus is {target.gpus}."
+    profile, here, where = load_profile(config.profile), facts_of(config), config.profile
+    there = profile.data
+    if there["device"] != here["device"]:
+        problem = f"{where} was measured on {there['device']}, and target.gpus is {config.target.gpus}."
         raise ConfigError("profile", problem, "name a profile of the same kind of device.")
-    here = {
-        "model": model_identity(target.model, target.dtype, target.trust_remote_code),
-        "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
-        "versions": versions(),
-    }
-    return profile, reject_foreign_profile(profile, config.profile, here, force)
+    if _differences(there, here, "model", "config_hash", "dtype"):
+        theirs, mine = (f"{one['name']} ({one['dtype']})" for one in (there["model"], here["model"]))
+        problem = f"{where} was measured with {theirs}, and the target is {mine}."
+        raise ConfigError("profile", problem, "name a profile of this target, or measure one: specactor profile")
+    foreign = _differences(there, here, "hardware", "cpu", "vector", "gpu")
+    foreign += _differences(there, here, "versions", "torch")
+    if foreign and not config.plan_force:
+        problem = f"{where} was measured elsewhere: {'; '.join(foreign)}. Its costs say little about this machine."
+        raise ConfigError("profile", problem, "measure one here (specactor profile), or force it: plan_force=true.")
+    return profile
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], section: str, *names: str) -> list[str]:
+    return [
+        f"{section}.{name}: {there[section].get(name)} there, {here[section].get(name)} here"
+        for name in names
+        if there[section].get(name) != here[section].get(name)
+    ]
 
 
 def ladder_priors(config: Config) -> dict[str, float]:
@@ -236,24 +259,25 @@ def ladder_priors(config: Config) -> dict[str, float]:
     empty without a profile. Errors as in `usable_profile`."""
     if config.profile is None or config.mode is ModeName.plain:
         return {}
-    profile, _ = usable_profile(config, config.plan_force)
-    priors = {}
-    for drafter in drafter_specs(config).values():
-        if (method := profile.methods.get(drafter.method)) is not None:
-            priors[drafter.method] = share_right(method.survival[: drafter.window + 1])
-    return priors
+    measured = usable_profile(config).methods
+    return {
+        method: share_right(measured[method].survival[: drafter.window + 1])
+        for method, drafter in drafter_specs(config).items()
+        if method in measured
+    }
 
 
-def make_plan(
-    config: Config, profile: Profile, devices: int, requests: int, modes: Sequence[ModeName] = ALL_MODES
-) -> Plan:
-    """Plan with the draft methods that are both configured and measured; InputError if none fits. `devices`,
-    `requests`: G and B. Requests have the profile's mean prompt, and half of `sampling.max_tokens`."""
+def make_plan(config: Config, profile: Profile, modes: Sequence[ModeName] = ALL_MODES) -> Plan:
+    """Plan with the draft methods that are both configured and measured, for all devices of a local cluster, or those
+    that the configuration needs on another one. Requests have the profile's mean prompt, and half of
+    `sampling.max_tokens`. InputError if no layout fits."""
     methods, unusable = _methods(config, profile)
     context = profile.data["prompt_tokens"] + config.sampling.max_tokens / 2
-    sizes = {"devices": devices, "requests": requests, "context": context}
+    there = existing_devices(config) or devices_of(config)
+    devices = there.gpus if config.target.gpus else there.cores
+    sizes = {"devices": devices, "requests": requests_of(config), "context": context}
     plan = search_plan(profile.verify, methods, **sizes, modes=modes)
-    return replace(plan, rejected=(*unusable, *plan.rejected))
+    return replace(plan, notes=(*unusable, *plan.notes))
 
 
 def requests_of(config: Config) -> int:
@@ -262,19 +286,11 @@ def requests_of(config: Config) -> int:
 
 
 def apply_plan(config: Config, plan: Plan) -> Config:
-    """A copy of the configuration with the plan's choice and `plan: fixed`, so that it is not planned again.
-
-    The caches of all verifiers on CPUs together keep their size. Unless plain, it keeps the chosen method alone, and
-    moves the window to `speculation.window`.
-
-    Raises:
-        ConfigError: The chosen method is not among the configured ones, or a verifier would span several GPUs.
-    """
+    """A copy of the configuration with its plan's choice and `plan: fixed`, so that it is not planned again. The caches
+    of all verifiers on CPUs together keep their size. Unless plain, it keeps the chosen method alone, and moves the
+    window to `speculation.window`."""
     chosen, resolved = plan.chosen, copy.deepcopy(config)
     target = resolved.target
-    if target.gpus and chosen.verify_devices > 1:
-        problem = f"the plan wants verifiers of {chosen.verify_devices} GPUs, and a model runs on one."
-        raise ConfigError("plan", problem, "profile with --devices 1.")
     resolved.plan, resolved.mode = PlanPolicy.fixed, chosen.mode
     if target.kv_cache_gb and not target.gpus:
         target.kv_cache_gb *= target.replicas / chosen.verifiers
@@ -284,11 +300,8 @@ def apply_plan(config: Config, plan: Plan) -> Config:
         target.cores = chosen.verify_devices
     if chosen.method is None:
         return resolved
-    kept = [drafter for drafter in resolved.drafters if drafter.method == chosen.method]
-    if not kept:
-        problem = f"the plan chose {chosen.method}, which is not configured."
-        raise ConfigError("drafters", problem, f"add it: 'drafters=[{{method: {chosen.method}}}]'.")
-    drafter = kept[0]
+    resolved.drafters = [drafter for drafter in resolved.drafters if drafter.method == chosen.method]
+    drafter = resolved.drafters[0]
     drafter.replicas, drafter.window = chosen.drafters or chosen.verifiers, None
     most = -(-plan.batch // drafter.replicas)
     drafter.max_batch = drafter.max_batch and max(drafter.max_batch, most)
@@ -296,24 +309,8 @@ def apply_plan(config: Config, plan: Plan) -> Config:
         drafter.hosted = False if chosen.draft_devices else None
         if not drafter.gpus:
             drafter.cores = max(chosen.draft_devices, 1)
-    resolved.drafters = kept
     resolved.speculation.window = chosen.window
     return resolved
-
-
-def checked_devices(config: Config, wanted: int | None, key: str) -> int:
-    """Number of devices to plan for: `wanted`, else all of a local cluster, or those that the configuration needs on
-    another one. A ConfigError of `key` if a local cluster has less."""
-    there = existing_devices(config)
-    if there is None:
-        gpus, cores = devices_of(config)
-        return wanted or (gpus if config.target.gpus else cores)
-    existing = there.gpus if config.target.gpus else there.cores
-    if wanted is not None and wanted > existing:
-        kind = "GPU(s)" if config.target.gpus else "core(s)"
-        problem = f"the plan may use {wanted} {kind}, and there are {existing}."
-        raise ConfigError(key, problem, f"use {existing} or fewer, or name a bigger cluster in cluster.address.")
-    return existing if wanted is None else wanted
 
 
 def existing_devices(config: Config) -> Devices | None:
@@ -330,7 +327,7 @@ def existing_devices(config: Config) -> Devices | None:
 def idle_cores(config: Config) -> tuple[int, int, int]:
     """CPU cores that a run in a cluster of its own uses and has, and how many more each verifier could have. The last
     is 0 for a target on GPUs and in other clusters."""
-    devices, (_, used) = existing_devices(config), devices_of(config)
+    devices, used = existing_devices(config), devices_of(config).cores
     if devices is None or config.target.gpus:
         return used, 0, 0
     more = max(0, devices.cores - used - trainer_cores(config)) // config.target.replicas
@@ -353,6 +350,5 @@ def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[
         else:
             usable[drafter.method] = replace(profile.methods[drafter.method], branches=branches.get(drafter.method, 0))
             continue
-        logger.warning("plan: %s is left out: %s", drafter.method, reason)
-        unusable.append(f"{drafter.method}: {reason}")
+        unusable.append(f"{drafter.method} is left out: {reason}")
     return usable, unusable

@@ -142,21 +142,6 @@ def draft(
 
 
 @_jit
-def held(placed: Any, cached: Any, table: Any) -> Any:
-    """Number of slots with a place, and of tokens in their caches: of main chains, and of the branches of all slots."""
-    table = Planes(*table)
-    count, tokens = 0, 0
-    for slot in range(len(placed)):
-        if placed[slot]:
-            count += 1
-            tokens += cached[slot]
-        for b in range(table.ats.shape[1]):
-            if table.ats[slot, b] >= 0:
-                tokens += table.lengths[slot, b]
-    return count, tokens
-
-
-@_jit
 def look_up(known: Any, lines: Any, prompts: Any, ends: Any, slots: Any, limits: Any) -> int:
     """Fill the windows of slots as far as there are guesses; `lines`, `prompts`, `ends`: arrays of `MirrorTable`.
     Returns the number of found tokens."""

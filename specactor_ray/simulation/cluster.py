@@ -16,19 +16,17 @@ from specactor_ray.actors.loops import DraftActor, VerifierActor
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import VerifierSpec
 from specactor_ray.cluster.backend import Demand, NodeSupply, Placement, ProcessFacts, Reaper
-from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.methods import DrafterSpec, traits
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.draft.proposer import Proposer, build_proposer
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
-from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
-from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
-from specactor_ray.simulation.text import RecordedText
+from specactor_ray.simulation.network import Network, Node, VirtualActor
+from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify.drafting import Drafting
@@ -51,7 +49,6 @@ class VirtualGroup:
 
     demand: Demand
     node: Node | None = None
-    removed: bool = False
 
 
 @dataclass
@@ -68,13 +65,14 @@ class Machines:
 
     def place(self, group: VirtualGroup) -> None:
         """Assign a node with room to the group, if it has no live node."""
-        if group.node is None or not group.node.alive:
-            group.node = None
-            group.node = next((node for node in self.nodes if self._has_room(node, group.demand)), None)
-
-    def _has_room(self, node: Node, demand: Demand) -> bool:
-        cpus, gpus = self.free(node)
-        return node.alive and cpus >= demand.cpus and gpus >= demand.gpus
+        if group.node is not None and group.node.alive:
+            return
+        group.node = None
+        for node in self.nodes:
+            cpus, gpus = self.free(node)
+            if node.alive and cpus >= group.demand.cpus and gpus >= group.demand.gpus:
+                group.node = node
+                return
 
 
 class VirtualReaper:
@@ -105,8 +103,7 @@ class VirtualBackend:
         self, network: Network, machines: Machines, controller: VirtualActor, world: World, numbers: Iterator[int]
     ) -> None:
         self._network, self.machines, self._world = network, machines, world
-        clock = VirtualClock(network.kernel, controller.process)
-        self.calls = Calls(VirtualTransport(network, controller), clock)
+        self.calls = network.calls(controller)
         self.reaper: Reaper = VirtualReaper(network)
         self.actors: dict[str, VirtualActor] = {}
         """Actor id → every launched actor."""
@@ -134,8 +131,7 @@ class VirtualBackend:
         return Placement(group, 0, group.node.name, group.node.name) if group.node is not None else None
 
     def remove(self, group: VirtualGroup) -> None:
-        if not group.removed:
-            group.removed = True
+        if group in self.machines.groups:
             self.machines.groups.remove(group)
 
     def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
@@ -143,15 +139,11 @@ class VirtualBackend:
         return node.name, tuple(range(int(node.cpus)))
 
     def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> VirtualActor:
-        network = self._network
-        node = where.group.node
+        network, node = self._network, where.group.node
         start_s = network.rng.uniform(*self.start_s)
-
-        def make(actor: VirtualActor) -> Any:
-            return cls(spec, SimulatedHost(network, actor, self._world))
-
-        actor = network.start_actor(spec.actor_id, node, make, start_s)
-        self.actors[spec.actor_id] = actor
+        actor = self.actors[spec.actor_id] = network.start_actor(
+            spec.actor_id, node, lambda actor: cls(spec, SimulatedHost(network, actor, self._world)), start_s
+        )
         if not node.alive:
             network.kill(actor, node_lost=True)
         return actor
@@ -162,8 +154,7 @@ class SimulatedHost(ActorHost):
 
     def __init__(self, network: Network, actor: VirtualActor, world: World) -> None:
         self._network, self._actor, self._world = network, actor, world
-        self._clock = VirtualClock(network.kernel, actor.process)
-        self.calls = Calls(VirtualTransport(network, actor), self._clock)
+        self._clock, self.calls = network.clock(actor), network.calls(actor)
 
     def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         pass
@@ -182,11 +173,8 @@ class SimulatedHost(ActorHost):
         return drafting
 
     def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
-        """Build a simulated proposer; lookups in a recorded text are the package's own."""
         world, clock, name = self._world, self._clock, self._actor.name
         clock.work(world.load_s)
-        if traits(drafter.method).looks_up and isinstance(world.text, RecordedText):
-            return TimedProposer(build_proposer(drafter, target, device), clock, world, name)
         limits = (drafter.max_batch, drafter.branches)
         return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random, *limits)
 
@@ -226,7 +214,7 @@ class KnownCost(StepCost):
         process, context = self._clock.process, self._engine.cached_tokens
         at = np.unique(np.linspace(0, most, _CURVE_POINTS).astype(int))
         forward = [self._world.target.seconds(num_rows, num_rows + int(extra), context) for extra in at]
-        python_s = num_rows * self._world.python.verify_row_s
+        python_s = num_rows * (self._world.python.verify_row_us / 1e6)
         return np.interp(np.arange(most + 1), at, np.array(forward) * process.slowness + python_s)
 
 
@@ -255,8 +243,7 @@ class VirtualRun:
         self.head = Node("head", cpus=0.0)
         offset_s = random.Random(f"driver {seed}").uniform(0.0, 1e5)
         self.driver = VirtualActor("driver", self.head, Process("driver", offset_s=offset_s))
-        self.clock = VirtualClock(self.kernel, self.driver.process)
-        self.calls = Calls(VirtualTransport(self.network, self.driver), self.clock)
+        self.clock, self.calls = self.network.clock(self.driver), self.network.calls(self.driver)
         self.backend: VirtualBackend | None = None
         self.clients: list[RunClient] = []
         self._suffixes = itertools.count()

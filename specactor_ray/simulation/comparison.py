@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -14,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.core.environment import versions
-from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
+from specactor_ray.core.errors import ConfigError, SpecActorError
 from specactor_ray.core.signals import blocked
 from specactor_ray.simulation.cluster import silence
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
-from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, load_scenario, variant_of
-from specactor_ray.simulation.text import RecordedRequest, load_recording
-from specactor_ray.simulation.world import World, build_world
+from specactor_ray.simulation.scenario import load_scenario, variant_of
 
 
 @dataclass(frozen=True)
@@ -55,48 +54,38 @@ def compare(
     hold for all variants; the other arguments and errors are those of `run_jobs`.
 
     Returns:
-        The report as plain data (`points`: one element per value), and the results. After an interruption
-        (KeyboardInterrupt) those that are finished.
+        The report as plain data (`points`: one element per value), and the results.
     """
     along = {"": [*overrides]}
     if sweep is not None:
         along = {value: [*overrides, f"{sweep.key}={value}"] for value in sweep.values}
-    jobs = {
-        (value, name): VariantJob(path, items, name)
-        for value, items in along.items()
-        for name in choose_variants(path, items, names)
-    }
-    found = dict(zip(jobs, run_jobs(list(jobs.values()), processes, on_progress), strict=True))
-    points = []
+    chosen = {value: choose_variants(path, items, names) for value, items in along.items()}
+    jobs = [VariantJob(path, items, name) for value, items in along.items() for name in chosen[value]]
+    results = run_jobs(jobs, processes, on_progress)
+    points, rest = [], iter(results)
     for value, items in along.items():
-        mine = {name: found[at, name] for at, name in jobs if at == value}
-        finished = [result for result in mine.values() if result is not None]
-        if finished:
-            points.append({"value": value, **_point(path, items, list(mine), finished)})
+        points.append({"value": value, **_point(path, items, [*itertools.islice(rest, len(chosen[value]))])})
     report = {
         "scenario": str(path),
         "overrides": list(overrides),
         "sweep": sweep.key if sweep is not None else "",
-        "status": "interrupted" if None in found.values() else "complete",
         "points": points,
         "versions": versions(),
     }
-    return report, [result for result in found.values() if result is not None]
+    return report, results
 
 
-def _point(path: Path, items: Sequence[str], names: Sequence[str], results: Sequence[Result]) -> dict[str, Any]:
-    """Finished results at one value of the swept key. The first of the requested variants is the baseline."""
-    scenario = load_scenario(path, items)
-    speeds = {result.variant: result.tokens_per_s_and_device for result in results}
+def _point(path: Path, items: Sequence[str], results: Sequence[Result]) -> dict[str, Any]:
+    """Results at one value of the swept key. The first variant is the baseline."""
+    scenario, first = load_scenario(path, items), results[0]
     return {
         "description": scenario.description,
         "seed": scenario.seed,
         "part": scenario.part,
-        "variants": list(names),
-        "baseline": names[0],
+        "baseline": first.variant,
         "device": "GPU" if scenario.config.target.gpus else "core",
         "results": [result.to_json() for result in results],
-        "ratios": {name: speed / speeds[names[0]] for name, speed in speeds.items()} if names[0] in speeds else {},
+        "ratios": {one.variant: one.tokens_per_s_and_device / first.tokens_per_s_and_device for one in results},
     }
 
 
@@ -111,32 +100,15 @@ def choose_variants(path: Path, overrides: Sequence[str] = (), names: Sequence[s
     return chosen
 
 
-def flattened(path: Path, overrides: Sequence[str], sweep: Sweep | None, names: Sequence[str]) -> list[str]:
-    """One line for each override or swept key that replaces a variant's own value."""
-    variants = load_scenario(path).variants
-    keys = [item.partition("=")[0] for item in overrides] + ([sweep.key] if sweep is not None else [])
-    lines = []
-    for key in dict.fromkeys(keys):
-        for name in names:
-            for item in variants.get(name) or ():
-                own = item.partition("=")[0]
-                if own == key or own.startswith(f"{key}."):
-                    lines.append(f"{key} is the same in all variants now; {name} would have {item}")
-    return lines
-
-
 def run_jobs(
     jobs: Sequence[VariantJob], processes: int | None = None, on_progress: Callable[[float], None] = lambda done: None
-) -> list[Result | None]:
+) -> list[Result]:
     """Run all jobs, which start in this order.
 
     Args:
         processes: Most processes to use at once; default: one per core. With 1, or a single job, everything runs in
             this process.
         on_progress: Called with the number of finished jobs.
-
-    Returns:
-        One result per job; after an interruption (KeyboardInterrupt) None for those that did not finish.
 
     Raises:
         UserError, SimulationError: The error of a job.
@@ -146,19 +118,14 @@ def run_jobs(
     if processes > 1:
         return _run_in_processes(jobs, processes, on_progress)
     silence()
-    results: list[Result | None] = [None] * len(jobs)
-    try:
-        for index, job in enumerate(jobs):
-            results[index] = simulate_variant(job)
-            on_progress(index + 1)
-    except KeyboardInterrupt:
-        return results
+    results = []
+    for job in jobs:
+        results.append(simulate_variant(job))
+        on_progress(len(results))
     return results
 
 
-def _run_in_processes(
-    jobs: Sequence[VariantJob], processes: int, on_progress: Callable[[float], None]
-) -> list[Result | None]:
+def _run_in_processes(jobs: Sequence[VariantJob], processes: int, on_progress: Callable[[float], None]) -> list[Result]:
     others = set(multiprocessing.active_children())
     resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), silence) as pool:
@@ -168,8 +135,6 @@ def _run_in_processes(
             for finished, future in enumerate(as_completed(futures), start=1):
                 future.result()
                 on_progress(finished)
-        except KeyboardInterrupt:
-            return [future.result() if _has_ended(future) else None for future in futures]
         except BrokenProcessPool:
             problem = "a process died (killed for memory?)"
             raise SpecActorError(f"{problem}; run fewer variants (--compare) or --processes 1") from None
@@ -180,45 +145,13 @@ def _run_in_processes(
     return [future.result() for future in futures]
 
 
-def _has_ended(future: Future[Result]) -> bool:
-    return future.done() and future.exception() is None
-
-
 def simulate_variant(job: VariantJob) -> Result:
-    """Simulate one variant in this process. Raises UserError if the scenario, the variant or a recorded file is wrong,
-    and SimulationError if the run cannot end, or the package raised an error."""
-    scenario, recording = variant_of(job.path, job.overrides, job.variant), None
-    world, workload = build_world(scenario), scenario.workload
-    if workload.trajectories is not None:
-        everything = workload.arrival is Arrival.continuous  # more requests wait than are counted
-        recording = load_recording(Path(workload.trajectories), None if everything else workload.requests)
-    check_requests(scenario, world, recording)
-    world.clairvoyant = job.clairvoyant
-    rollouts = SimulatedRollouts(job.variant, scenario, world, recording)
+    """Simulate one variant in this process. Raises ConfigError if the scenario or the variant is wrong, and
+    SimulationError if the run cannot end, or the package raised an error."""
+    rollouts = SimulatedRollouts(job.variant, variant_of(job.path, job.overrides, job.variant), job.clairvoyant)
     try:
         return rollouts.run()
     except SimulationError as error:
         raise SimulationError(f"variant {job.variant}: {error}") from error
     finally:
         rollouts.kernel.close()
-
-
-def check_requests(scenario: ScenarioConfig, world: World, recording: Sequence[RecordedRequest] | None) -> None:
-    """Raise ConfigError if a verifier's cache or the model's context is too short for a request, and InputError for
-    recorded tokens beyond the model's vocabulary."""
-    workload, key = scenario.workload, "workload.max_tokens"
-    longest = workload.prompt_tokens + workload.max_tokens
-    if recording is not None:
-        key = "workload.trajectories"
-        longest = max(len(request.prompt) + request.max_tokens for request in recording)
-        largest = max(max((*request.prompt, *request.output)) for request in recording)
-        if world.vocab_size is not None and largest >= world.vocab_size:
-            problem = f"{workload.trajectories} holds token {largest:,}, and the vocabulary of"
-            problem += f" {scenario.config.target.model} has {world.vocab_size:,} tokens"
-            raise InputError(f"{key}: {problem}; set config.target.model to the model that was recorded")
-    if longest > world.cache_tokens:
-        problem = f"a request can have {longest:,} tokens, and the cache of a verifier holds {world.cache_tokens:,.0f}."
-        raise ConfigError(key, problem, "use shorter requests, a larger cache_share or more config.target.gpus.")
-    if longest > world.max_model_len:
-        problem = f"a request can have {longest:,} tokens, and the model's context {world.max_model_len:,}."
-        raise ConfigError(key, problem, "use shorter requests.")

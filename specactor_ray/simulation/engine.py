@@ -119,7 +119,8 @@ class SimulatedEngine:
         seconds = world.target.seconds(decoded, positions, self.cached_tokens, prefilled)
         world.busy.add(actor.name)
         begin = clock.kernel.now
-        clock.work(seconds + decoded * (python.verify_row_s if self.speculates() else python.plain_row_s))
+        row_us = python.verify_row_us if self.speculates() else python.plain_row_us
+        clock.work(seconds + decoded * (row_us / 1e6))
         world.busy.discard(actor.name)
         world.record.add(Span(actor.name, "verify", begin, clock.kernel.now, decoded, positions + prefilled))
         columns = _kernels.verify(rows, self._numbers, self._truth, firsts, drafted, drafts.tokens)

@@ -1,14 +1,13 @@
 """Hardware by name or file: seconds of a model's step, and size of the cache.
 
-It is a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml), steps that `scripts/gpu-check`
-measured, or a profile of `specactor profile`.
+It is a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml) or a profile of `specactor
+profile`.
 
 The roofline (Williams, Waterman, Patterson, CACM 2009) is one per group of kernels, which takes
 `max(bytes / bandwidth, flops / peak)`, bandwidth and peak times the share that kernels reach; groups, all-reduces and
 launches add up. For n positions on t GPUs:
 
     linears     weights / t and 2·n·weights / t flops: attention, feed-forward and language-model head apart
-    experts     E·(1 - (1 - k/E)^n) of E experts are read where each position takes k of them at random
     cache       the keys and values attended to, read once per row whatever its number of positions
     traffic     norms, residuals, activations and logits, read and written
     all-reduce  2 per layer: latency + 2·(t-1)/t · n · hidden · 2 bytes / link bandwidth (ring)
@@ -21,16 +20,15 @@ queries per key); the flops of attention are counted for prompts only.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from specactor_ray.config.fields import at_least, not_empty, one_of, positive, reject_values_not_allowed
+from specactor_ray.config.fields import at_least, not_empty, positive, reject_values_not_allowed
 from specactor_ray.config.load import SHIPPED as PACKAGE_FILES
 from specactor_ray.config.load import find_file, load_as
-from specactor_ray.core.errors import ConfigError, InputError, did_you_mean
+from specactor_ray.core.errors import ConfigError, did_you_mean
 from specactor_ray.plan.costs import GridCost
 from specactor_ray.plan.profile import load_profile
 
@@ -65,7 +63,7 @@ class ForwardCost(Protocol):
 
 @dataclass
 class DeviceSpec:
-    """One GPU, and its links to the other GPUs of its node: section `roofline` of a hardware file."""
+    """One GPU, and its links to the other GPUs of its node: a hardware file."""
 
     peak_tflops: float = positive(0.0)
     """Dense bf16 TFLOP/s of the data sheet."""
@@ -96,16 +94,11 @@ class ModelSpec:
     kv_heads: int = at_least(1, 0)
     head_dim: int = at_least(1, 0)
     ffn: int = at_least(0, -1)
-    """Width of the feed-forward layers; 0 if all are experts."""
+    """Width of the feed-forward layers."""
     vocabulary: int = at_least(1, 0)
     """Rows of the language-model head; an EAGLE head's draft vocabulary."""
     source: str = not_empty("")
     """Origin of the shape."""
-    experts: int = at_least(0, 0)
-    experts_per_token: int = at_least(0, 0)
-    expert_ffn: int = at_least(0, 0)
-    shared_expert_ffn: int = at_least(0, 0)
-    """Width of the experts that every position uses."""
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -126,14 +119,8 @@ class ModelSpec:
 
     @property
     def dense_weights(self) -> int:
-        """Number of feed-forward weights that every position uses, routers included."""
-        wide = self.ffn if not self.experts else self.shared_expert_ffn
-        return self.layers * (3 * self.hidden * wide + self.hidden * self.experts)
-
-    @property
-    def expert_weights(self) -> int:
-        """Number of weights of one expert in every layer."""
-        return self.layers * 3 * self.hidden * self.expert_ffn
+        """Number of feed-forward weights of all layers."""
+        return self.layers * 3 * self.hidden * self.ffn
 
     @property
     def head_weights(self) -> int:
@@ -147,8 +134,7 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of parameters as published: every weight once, norms and biases included."""
         embeddings = self.head_weights * (1 if self.tied_embeddings or self.features else 2)
-        layers = self.attention_weights + self.dense_weights + self.experts * self.expert_weights
-        return layers + embeddings + self.hidden + self.fusion_weights
+        return self.attention_weights + self.dense_weights + embeddings + self.hidden + self.fusion_weights
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -163,10 +149,9 @@ class RooflineCost:
         device: The GPU.
         model: The model on it.
         tensor_parallel: GPUs that share every layer.
-        host_s: Seconds per step of the engine's own code that do not overlap with the GPU.
     """
 
-    def __init__(self, device: DeviceSpec, model: ModelSpec, tensor_parallel: int = 1, host_s: float = 0.0) -> None:
+    def __init__(self, device: DeviceSpec, model: ModelSpec, tensor_parallel: int = 1) -> None:
         self.device, self.model, self.tensor_parallel = device, model, tensor_parallel
         gpus, per_weight = tensor_parallel, model.weight_bytes
         bandwidth = device.bandwidth_share * (device.memory_bandwidth_tb_s * 1e12)
@@ -175,20 +160,14 @@ class RooflineCost:
         self._dense = _linear(model.dense_weights, per_weight, gpus, bandwidth, peak)
         self._head = _linear(model.head_weights, per_weight, gpus, bandwidth, peak)
         self._fusion = _linear(model.fusion_weights, per_weight, gpus, bandwidth, peak)
-        self._experts = model.experts
-        if model.experts:
-            read, compute = _linear(model.expert_weights, per_weight, gpus, bandwidth, peak)
-            self._experts_s = model.experts * read
-            self._expert_compute_s = model.experts_per_token * compute
-            self._untouched = 1.0 - model.experts_per_token / model.experts
         kv_heads = -(-model.kv_heads // gpus)  # beyond kv_heads GPUs each has a copy of one
         self.kv_bytes_per_token = model.kv_bytes_per_token * kv_heads / model.kv_heads
         self._cache_s = self.kv_bytes_per_token / bandwidth
-        widths = 3 * (model.ffn + model.shared_expert_ffn + model.experts_per_token * model.expert_ffn) / gpus
+        widths = 3 * model.ffn / gpus
         touched = model.layers * (_TOUCHES * model.hidden + widths) * ACTIVATION_BYTES
         self._traffic_s = touched / bandwidth
         self._logits_s = _LOGIT_PASSES * 4 * model.vocabulary / bandwidth
-        self._fixed_s = device.step_overhead_us * 1e-6 + host_s
+        self._fixed_s = device.step_overhead_us * 1e-6
         self._fixed_s += model.layers * (device.layer_overhead_us * 1e-6)
         if gpus > 1:
             reduced = 2 * (gpus - 1) / gpus * model.hidden * ACTIVATION_BYTES
@@ -202,14 +181,9 @@ class RooflineCost:
         if n <= 0:
             return 0.0
         sampled = positions if positions > 0 else 1
-        read, compute = self._attention
-        total = max(read, compute * n)
-        read, compute = self._dense
-        total += max(read, compute * n)
-        read, compute = self._head
-        total += max(read, compute * sampled)
-        if self._experts:
-            total += max(self._experts_s * (1.0 - self._untouched**n), self._expert_compute_s * n)
+        total = 0.0
+        for (read, compute), count in ((self._attention, n), (self._dense, n), (self._head, sampled)):
+            total += max(read, compute * count)
         total += self._cache_s * context_tokens + self._traffic_s * n + self._logits_s * sampled
         if prefill_tokens:
             total += self._prompt_s * prefill_tokens * min(prefill_tokens, _PROMPT_TOKENS)
@@ -237,34 +211,9 @@ def _linear(weights: float, weight_bytes: float, gpus: int, bandwidth: float, pe
 
 
 @dataclass
-class HardwareFile:
-    """A hardware file: either `roofline` or `measured`."""
-
-    kind: str = one_of(("specactor hardware",), "")
-    name: str = not_empty("")
-    device: str = not_empty("")
-    """Device name of the driver, such as `NVIDIA H200`."""
-    source: str = ""
-    roofline: dict[str, Any] = field(default_factory=dict)
-    """`DeviceSpec`."""
-    measured: dict[str, Any] = field(default_factory=dict)
-    """Model → `MeasuredModel`."""
-
-
-@dataclass
-class MeasuredModel:
-    """Steps of a model, each `[rows, positions, context, seconds]`, launched as a graph or by the CPU."""
-
-    gpus: int = at_least(1, 0)
-    graph: list[Any] = field(default_factory=list)
-    eager: list[Any] = field(default_factory=list)
-
-
-@dataclass
 class ModelsFile:
     """The file of model shapes."""
 
-    kind: str = one_of(("specactor models",), "")
     models: dict[str, Any] = field(default_factory=dict)
     """Name → `ModelSpec`."""
 
@@ -276,50 +225,34 @@ class RooflineHardware:
     name: str
     device: DeviceSpec
 
-    def cost(self, model: str, devices: int = 1, host_s: float = 0.0) -> RooflineCost:
+    def cost(self, model: str, devices: int = 1) -> RooflineCost:
         """Seconds of a model's step on this many GPUs of a node. Raises ConfigError for an unknown model, or if the
         GPUs cannot share it."""
         spec = find_model(model)
         if devices < 1 or spec.heads % devices:
             problem = f"{model} has {spec.heads} attention heads, which {devices} GPUs cannot share."
             raise ConfigError("gpus", problem, f"use a divisor of {spec.heads}.")
-        return RooflineCost(self.device, spec, devices, host_s)
-
-    def cache_tokens(self, model: str, devices: int, share: float, other_weights_bytes: float = 0.0) -> int:
-        """See `RooflineCost.cache_tokens`."""
-        return self.cost(model, devices).cache_tokens(share, other_weights_bytes)
+        return RooflineCost(self.device, spec, devices)
 
 
 @dataclass(frozen=True)
 class MeasuredHardware:
-    """Steps measured on some machine. `memory`: the shipped roofline of the same device."""
+    """Steps of a profile. Its cache has no limit."""
 
     name: str
     steps: Mapping[tuple[str, int], GridCost]
-    """(model, or draft method of a profile; devices) → seconds of its steps."""
-    memory: RooflineHardware | None = None
-    is_profile: bool = False
-    """Whether it is a profile: drafting is that of methods, not of models."""
+    """(model or draft method, devices) → seconds of its steps."""
 
-    def cost(self, model: str, devices: int = 1) -> GridCost:
-        """Seconds of a model's step. Raises ConfigError if it was not measured on this many devices."""
-        cost = self.steps.get((model.lower(), devices))
+    def cost(self, name: str, devices: int = 1) -> GridCost:
+        """Seconds of a step of a model or draft method. Raises ConfigError if it was not measured on this many
+        devices."""
+        cost = self.steps.get((name.lower(), devices))
         if cost is None:
-            known = ", ".join(f"{name} on {count} device(s)" for name, count in self.steps)
-            hint = did_you_mean(model.lower(), sorted({name for name, _ in self.steps}))
-            problem = f"{model} on {devices} device(s) was not measured there.{hint}"
+            known = ", ".join(f"{one} on {count} device(s)" for one, count in self.steps)
+            hint = did_you_mean(name.lower(), sorted({one for one, _ in self.steps}))
+            problem = f"{name} on {devices} device(s) was not measured there.{hint}"
             raise ConfigError(f"hardware {self.name}", problem, f"use one of: {known}; or a roofline, such as h200.")
         return cost
-
-    def cache_tokens(self, model: str, devices: int, share: float, other_weights_bytes: float = 0.0) -> int:
-        """See `RooflineCost.cache_tokens`."""
-        if self.memory is None:
-            problem, fix = "the memory of its device is not known.", f"use one of {', '.join(shipped_hardware())}"
-            raise ConfigError(f"hardware {self.name}", problem, f"{fix} for its cache.")
-        return self.memory.cache_tokens(model, devices, share, other_weights_bytes)
-
-
-Hardware = RooflineHardware | MeasuredHardware
 
 
 def shipped_hardware() -> list[str]:
@@ -327,46 +260,31 @@ def shipped_hardware() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.[yj]*") if path.stem != "models")
 
 
-def load_hardware(name_or_path: str | Path) -> Hardware:
-    """A shipped name (`h100`), a YAML file, or a profile (`.json`).
+def load_hardware(name_or_path: str) -> RooflineHardware | MeasuredHardware:
+    """A roofline by a shipped name (`h100`) or from a YAML file, or a profile (`.json`).
 
     Raises:
         ConfigError: There is no such hardware, or the file is invalid; the message names file, key and fix.
         InputError: A profile is damaged.
     """
-    name, names = str(name_or_path).lower(), shipped_hardware()
+    name, names = name_or_path.lower(), shipped_hardware()
     path = SHIPPED / f"{name}.json" if name in names else Path(name_or_path).expanduser()
     if path.suffix == ".json" and path.is_file():
-        return _load_profile(path)
+        profile = load_profile(path)
+        measured = {str(profile.data["model"]["name"]): profile.verify}
+        measured |= {method: found.costs for method, found in profile.methods.items()}
+        steps = {(one.lower(), count): cost for one, costs in measured.items() for count, cost in costs.items()}
+        return MeasuredHardware(path.stem, steps)
     path = find_file(name if name in names else path, _FOLDER)
     if not path.is_file():
         problem = f"there is no such file, and none of this name is shipped.{did_you_mean(name, names)}"
         raise ConfigError(f"hardware {name_or_path}", problem, f"use one of {', '.join(names)}, or the path of a file.")
-    file = _section(HardwareFile, path, path)
-    if bool(file.roofline) == bool(file.measured):
-        problem = "one of `roofline` and `measured` is needed."
-        raise ConfigError(f"{path}: roofline", problem, "keep one of the two sections.")
-    if file.roofline:
-        return RooflineHardware(file.name, _section(DeviceSpec, file.roofline, path, "roofline."))
-    same = next((word for word in file.device.lower().split() if word in names), None)
-    memory = load_hardware(same) if same is not None else None
-    steps = dict(_measured_steps(path, file))
-    return MeasuredHardware(file.name, steps, memory if isinstance(memory, RooflineHardware) else None)
+    return RooflineHardware(path.stem, _checked(DeviceSpec, path, path))
 
 
-def _load_profile(path: Path) -> MeasuredHardware:
-    profile = load_profile(path)
-    measured = {str(profile.data["model"]["name"]): profile.verify}
-    measured |= {name: method.costs for name, method in profile.methods.items()}
-    steps = {(name.lower(), count): cost for name, costs in measured.items() for count, cost in costs.items()}
-    return MeasuredHardware(path.stem, steps, is_profile=True)
-
-
-def _section(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:
-    """A file, or a section of the file with this prefix of its keys, checked. Errors begin with the path."""
+def _checked(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:
+    """A file, or the section of it with this prefix of its keys. Errors begin with the path."""
     try:
-        if not isinstance(source, Path | Mapping):
-            raise ConfigError("", f"{source!r} is not a section.", "write it as `key: value` pairs.")
         section = load_as(schema, source)
         reject_values_not_allowed(section, "")
     except ConfigError as error:
@@ -375,31 +293,11 @@ def _section(schema: type[S], source: Any, path: Path, prefix: str = "") -> S:
     return section
 
 
-def _measured_steps(path: Path, file: HardwareFile) -> Iterator[tuple[tuple[str, int], GridCost]]:
-    for model, entry in file.measured.items():
-        measured = _section(MeasuredModel, entry, path, f"measured.{model}.")
-        try:
-            steps = {
-                (rows, count, context): seconds for rows, count, context, seconds in measured.graph or measured.eager
-            }
-            if not all(0.0 < seconds < math.inf for seconds in steps.values()):
-                raise ValueError("a step took no time, or without end")
-            yield (str(model).lower(), measured.gpus), GridCost(steps)
-        except (TypeError, ValueError, InputError) as error:
-            fix = "measure a full grid of [rows, positions, context, seconds]: scripts/gpu-check."
-            raise ConfigError(f"{path}: measured.{model}", f"{error}.", fix) from None
-
-
 @functools.cache
 def load_models(path: Path = SHIPPED / "models.yaml") -> Mapping[str, ModelSpec]:
     """Model name → shape. Raises ConfigError if the file is invalid; the message names the key."""
-    found = {}
-    for name, entry in _section(ModelsFile, path, path).models.items():
-        shape = found[str(name)] = _section(ModelSpec, entry, path, f"models.{name}.")
-        if shape.experts < shape.experts_per_token:
-            problem = "more than there are experts."
-            raise ConfigError(f"{path}: models.{name}.experts_per_token", problem, "see its config.json.")
-    return found
+    models = _checked(ModelsFile, path, path).models
+    return {str(name): _checked(ModelSpec, entry, path, f"models.{name}.") for name, entry in models.items()}
 
 
 def find_model(name: str) -> ModelSpec:

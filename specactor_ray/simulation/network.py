@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.cluster.backend import ProcessFacts
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
@@ -198,6 +199,13 @@ class Network:
     def latency(self, num_bytes: float = 0.0) -> float:
         return self.rng.uniform(*self._latency_s) + num_bytes / self._bytes_per_s
 
+    def clock(self, actor: VirtualActor) -> VirtualClock:
+        return VirtualClock(self.kernel, actor.process)
+
+    def calls(self, caller: VirtualActor) -> Calls:
+        """The calls of an actor."""
+        return Calls(VirtualTransport(self, caller), self.clock(caller))
+
     def start_actor(
         self,
         name: str,
@@ -212,7 +220,7 @@ class Network:
         self.actors.append(actor)
 
         def construct() -> None:
-            VirtualClock(self.kernel, process).sleep(start_s)
+            self.clock(actor).sleep(start_s)
             actor.instance = make(actor)
             self.start_calls(actor)
 
@@ -348,7 +356,6 @@ class VirtualTransport:
 
     def __init__(self, network: Network, caller: VirtualActor) -> None:
         self._network, self._caller, self._kernel = network, caller, network.kernel
-        self._clock = VirtualClock(network.kernel, caller.process)
 
     def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Reference:
         return self._network.send(self._caller, actor, method, arguments)
@@ -378,7 +385,7 @@ class VirtualTransport:
         took = self._network.latency()
         if took > timeout_s:
             raise CallTimeoutError("fetching an object: not in time")
-        self._clock.sleep(took)
+        self._network.clock(self._caller).sleep(took)
         return [self._network.get(reference) for reference in references]
 
     def export(self, rows: Any, run: str = "") -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator
-from functools import cache
 from statistics import NormalDist
 
 import numpy as np
 
 from specactor_ray.config.methods import drafter_specs, traits
 from specactor_ray.config.schema import ModeName
-from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.plan.search import Method, Plan, SliceLoad, search_plan
 from specactor_ray.simulation.hardware import ForwardCost
@@ -38,15 +35,12 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
     Args:
         scenario: A decoupled scenario.
         devices: G. Default: GPUs (without GPUs: cores) of the whole cluster, of which the scenario simulates a part.
-        requests: B. Default: requests of the whole cluster. A verifier runs `target.max_batch` at once; others wait.
+        requests: B, which all run at once. Default: requests of the whole cluster.
 
     Raises:
-        ConfigError: `workload.trajectories` is set, or see `build_world`.
+        ConfigError: See `build_world`.
         InputError: See `search_plan`.
     """
-    if scenario.workload.trajectories is not None:
-        fix = "set it to null, and give workload.median_tokens, workload.sigma and skills."
-        raise ConfigError("workload.trajectories", "recorded requests are not planned with.", fix)
     config, workload, world = scenario.config, scenario.workload, build_world(scenario)
     shrinks = workload.arrival is Arrival.at_once
     if requests is None:
@@ -57,16 +51,7 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
         devices = round((machines.gpus if config.target.gpus else machines.cpus) * machines.nodes) * scenario.part
     lengths = np.array(draw_lengths(workload, 4096, "plan"))
     mean = workload.prompt_tokens + float((lengths**2).sum() / lengths.sum()) / 2.0
-    total, most = requests, config.target.max_batch
-
-    @cache
-    def slices(places: int) -> tuple[SliceLoad, ...]:
-        return tuple(_slices(lengths, workload.prompt_tokens, total, places))
-
-    def loads(verifiers: int) -> tuple[SliceLoad, ...]:
-        return slices(min(verifiers * most, total)) if shrinks else ()
-
-    limits = {drafter.method: drafter.max_batch for drafter in config.drafters}
+    slices = tuple(_slices(lengths, workload.prompt_tokens, requests)) if shrinks else ()
     skills = {skill.method: skill for skill in scenario.skills}
     each, methods = config.target.gpus or config.target.cores, {}
     for name, drafter in drafter_specs(config).items():
@@ -74,11 +59,10 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
             row_s, own = scenario.python.draft_row_us / 1e6, drafter.gpus or max(1, round(drafter.cores))
             costs = {own: _grid(world.draft_time(name).forward, (0,), own, row_s)}
             survival = _survival(skills[name], drafter.window, mean - workload.prompt_tokens)
-            methods[name] = Method(costs, survival, branches=drafter.branches, max_batch=limits[name])
+            methods[name] = Method(costs, survival, branches=drafter.branches)
     verify = {each: _grid(world.target, _WINDOWS, each, scenario.python.verify_row_us / 1e6)}
     modes = [ModeName.plain, ModeName.decoupled]
-    whole = {"devices": devices, "requests": requests, "max_batch": most}
-    return search_plan(verify, methods, **whole, context=mean, modes=modes, loads=loads, profiled=False)
+    return search_plan(verify, methods, devices=devices, requests=requests, context=mean, modes=modes, slices=slices)
 
 
 def _grid(cost: ForwardCost, windows: tuple[int, ...], devices: int, row_s: float) -> GridCost:
@@ -95,18 +79,10 @@ def _grid(cost: ForwardCost, windows: tuple[int, ...], devices: int, row_s: floa
     return cost_grids(points)[devices]
 
 
-def _slices(lengths: np.ndarray, prompt: int, requests: int, places: int) -> Iterator[SliceLoad]:
-    """Running requests and their context at the middle of equal slices of a rollout. `requests` run in `places`; the
-    next request takes the place of one that ends."""
-    free, begins = [0.0] * max(len(lengths) * places // requests, 1), np.zeros(len(lengths))
-    for number, length in enumerate(lengths):
-        begins[number] = free[0]
-        heapq.heapreplace(free, free[0] + float(length))
-    ends = begins + lengths
-    for middle in (np.arange(_SLICES) + 0.5) * ends.max() / _SLICES:
-        runs = (begins <= middle) & (middle < ends)
-        if runs.any():
-            yield SliceLoad(requests * float(runs.mean()), prompt + float((middle - begins[runs]).mean()))
+def _slices(lengths: np.ndarray, prompt: int, requests: int) -> Iterator[SliceLoad]:
+    """Running requests and their context at the middle of equal slices of a rollout."""
+    for middle in (np.arange(_SLICES) + 0.5) * lengths.max() / _SLICES:
+        yield SliceLoad(requests * float((lengths > middle).mean()), prompt + float(middle))
 
 
 def _survival(skill: SkillConfig, window: int, position: float) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,13 @@ import numpy as np
 from specactor_ray.config.methods import Traits
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.draft.chains import MAIN, RANKS, Chains, compile_kernels
-from specactor_ray.draft.proposer import Proposer, Tails
+from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import guesses
 from specactor_ray.simulation.world import Span, World
-from specactor_ray.transport.messages import NO_BRANCHES, Branches, FinishedOutput
+from specactor_ray.transport.messages import NO_BRANCHES, Branches
 
 _PAGE = 256
 """Tokens per page of a GPU's cache."""
@@ -139,9 +139,8 @@ class SimulatedProposer(SlotProposer):
     def _work(self, seconds: float, rows: int, positions: int) -> None:
         clock, world = self._clock, self._world
         begin = clock.kernel.now
-        clock.work(seconds + rows * world.python.draft_row_s)
+        clock.work(seconds + rows * (world.python.draft_row_us / 1e6))
         world.record.add(Span(self._name, "draft", begin, clock.kernel.now, rows, positions))
-        world.record.streams(self._name, *_kernels.held(self._placed, self._rows, self.branches.arrays))
 
     def tails(self, slots: np.ndarray) -> Tails:
         tails = super().tails(slots)
@@ -159,45 +158,3 @@ class SimulatedProposer(SlotProposer):
 
     def _nonsense(self, count: int) -> np.ndarray:
         return np.array([int(self._random() * 2e9) - 10**9 for _ in range(count)], np.int32)
-
-
-class TimedProposer(Proposer):
-    """A real lookup over recorded tokens by the package's own proposer, with the durations of a cost model."""
-
-    def __init__(self, inner: Proposer, clock: VirtualClock, world: World, name: str) -> None:
-        self.method, self.vocab_size, self.traits = inner.method, inner.vocab_size, inner.traits
-        self._inner, self._clock, self._world, self._name = inner, clock, world, name
-        self._open: dict[int, None] = {}
-        self._time = world.draft_time(inner.method)
-
-    def open(self, slot: int, *arguments: Any) -> None:
-        self._inner.open(slot, *arguments)
-        self._open[slot] = None
-        self._world.record.streams(self._name, len(self._open), 0)  # lookups keep no cache
-
-    def commit(self, *arrays: np.ndarray) -> np.ndarray:
-        return self._inner.commit(*arrays)
-
-    def tails(self, slots: np.ndarray) -> Tails:
-        return self._inner.tails(slots)
-
-    def learn(self, outputs: Sequence[FinishedOutput]) -> None:
-        self._inner.learn(outputs)
-
-    def forget_history(self) -> None:
-        self._inner.forget_history()
-
-    def close(self, slot: int, finished: bool) -> None:
-        self._inner.close(slot, finished)
-        self._open.pop(slot, None)
-        self._world.record.streams(self._name, len(self._open), 0)
-
-    def extend(self) -> np.ndarray:
-        clock, world = self._clock, self._world
-        changed = self._inner.extend()
-        if len(changed):
-            found = len(self._inner.tails(changed).tokens)
-            begin, own_s = clock.kernel.now, len(changed) * world.python.draft_row_s
-            clock.work(self._time.forward.seconds(len(changed), found, 0) + own_s)
-            world.record.add(Span(self._name, "draft", begin, clock.kernel.now, len(changed), found))
-        return changed

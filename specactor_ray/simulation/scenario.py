@@ -13,12 +13,12 @@ from typing import Any
 
 from specactor_ray.config.fields import at_least, limited, positive, reject_values_not_allowed
 from specactor_ray.config.load import load_as
-from specactor_ray.config.methods import BUILT_IN, acting_drafters
+from specactor_ray.config.methods import BUILT_IN
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.search import RIGHT_BEHIND_WRONG
-from specactor_ray.rollout.planning import Devices, resolve_mode
+from specactor_ray.rollout.planning import Devices, devices_of, resolve_mode
 
 _SECOND, _THIRD, _FOURTH, _FIFTH = RIGHT_BEHIND_WRONG
 
@@ -72,9 +72,6 @@ class WorkloadConfig:
     night: float = _share(0.05)
     """`daily`: the rate at midnight relative to that at noon; in between it follows a cosine, to the third power, so
     that nights are longer than peaks."""
-    trajectories: str | None = None
-    """Recorded outputs in place of drawn ones: a `trajectories.jsonl` of this package. Lookups then search the recorded
-    tokens; other methods are right as often as in the record."""
 
 
 @dataclass
@@ -171,7 +168,7 @@ class ScenarioConfig:
     machines: MachinesConfig = field(default_factory=MachinesConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     skills: list[SkillConfig] = field(default_factory=list)
-    """Skills, one for each draft method that does not look up recorded text."""
+    """Skills, one for each draft method."""
     python: PythonConfig = field(default_factory=PythonConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     steps: StepsConfig = field(default_factory=StepsConfig)
@@ -221,10 +218,9 @@ def _check(scenario: ScenarioConfig) -> None:
 def _check_room(scenario: ScenarioConfig) -> None:
     """Refuse a layout that does not fit the machines."""
     target, machines = scenario.config.target, scenario.machines
-    drafters = acting_drafters(scenario.config)
     needed = {
-        "gpus": target.gpus * target.replicas + sum(one.gpus * one.replicas for one in drafters),
-        "cpus": 0.0 if target.gpus else float(target.cores * target.replicas),
+        "gpus": devices_of(scenario.config).gpus,
+        "cpus": 0 if target.gpus else target.cores * target.replicas,
     }
     for name, count in needed.items():
         have = getattr(machines, name) * machines.nodes
@@ -245,7 +241,7 @@ def _check_skills(scenario: ScenarioConfig) -> None:
     if len(known) < len(scenario.skills):
         raise ConfigError("skills", "a method is named twice.", "keep one element per method.")
     for index, drafter in enumerate(scenario.config.drafters if scenario.config.mode is not ModeName.plain else ()):
-        if drafter.method not in known and scenario.workload.trajectories is None:
+        if drafter.method not in known:
             problem = f"the skill of {drafter.method} is missing."
             fix = f"add an element to skills: {{method: {drafter.method}}}"
             raise ConfigError(f"config.drafters.{index}", problem, fix)

@@ -13,15 +13,14 @@ from specactor_ray.config.schema import DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.simulation.hardware import (
     ForwardCost,
-    Hardware,
     MeasuredHardware,
     RooflineCost,
+    RooflineHardware,
     find_model,
     load_hardware,
-    load_models,
 )
-from specactor_ray.simulation.scenario import ScenarioConfig
-from specactor_ray.simulation.text import HashedText, Text
+from specactor_ray.simulation.scenario import PythonConfig, ScenarioConfig
+from specactor_ray.simulation.text import Text, draw_text
 
 _KEPT_SPANS = 20_000
 _MERGE_LAYER_S = 14e-6
@@ -44,18 +43,6 @@ class LinearTime:
 _LOOKUP = LinearTime(0.0, row_s=5e-6)
 """Time of a lookup without a profile: 3.3 us an answer and 0.74 us a committed token
 (docs/design/suffix-drafter.md)."""
-
-
-@dataclass(frozen=True)
-class PythonTime:
-    """Seconds of the package's Python beside forwards."""
-
-    verify_row_s: float = 0.0
-    """Seconds per row of a verify step with drafts."""
-    plain_row_s: float = 0.0
-    """Seconds per row of a verify step without drafts."""
-    draft_row_s: float = 0.0
-    """Seconds per chain of a draft step."""
 
 
 @dataclass(frozen=True)
@@ -98,28 +85,14 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """The first and the last spans, and the requests that are drafted for at once."""
+    """The first and the last spans."""
 
     def __init__(self) -> None:
         self._first: list[Span] = []
         self._last: deque[Span] = deque(maxlen=_KEPT_SPANS)
-        self._streams: dict[str, tuple[int, int]] = {}
-        self._open = self._tokens = 0
-        self.peak_streams = 0
-        """Most requests of drafters at once, summed over drafters."""
-        self.peak_tokens = 0
-        """Most tokens in the caches of drafters at once, summed over drafters."""
 
     def add(self, span: Span) -> None:
         (self._first if len(self._first) < _KEPT_SPANS else self._last).append(span)
-
-    def streams(self, actor: str, count: int, context_tokens: int) -> None:
-        """Record that a drafter has `count` requests with `context_tokens` tokens in total."""
-        old_count, old_tokens = self._streams.get(actor, (0, 0))
-        self._streams[actor] = (count, context_tokens)
-        self._open += count - old_count
-        self._tokens += context_tokens - old_tokens
-        self.peak_streams, self.peak_tokens = max(self.peak_streams, self._open), max(self.peak_tokens, self._tokens)
 
     @property
     def spans(self) -> list[Span]:
@@ -130,11 +103,11 @@ class Recorder:
 class World:
     """Ground truth of a simulation."""
 
-    text: Text = field(default_factory=HashedText)
+    text: Text
     target: ForwardCost = LinearTime(0.02, 0.0002)
     drafting: Mapping[str, DraftTime] = field(default_factory=dict)
     """Draft method → its durations; others take 4 ms per forward."""
-    python: PythonTime = PythonTime()
+    python: PythonConfig = field(default_factory=lambda: PythonConfig(0.0, 0.0, 0.0))
     load_s: float = 0.5
     """Seconds to load a model, for verifiers and draft actors."""
     sync_s: float = 0.5
@@ -144,10 +117,6 @@ class World:
     cache_tokens: float = float("inf")
     """Tokens of each verifier's cache."""
     max_model_len: int = 100_000
-    stream_bytes_per_token: float = 0.0
-    """Bytes of a drafter's cache per token of its requests."""
-    vocab_size: int | None = None
-    """Vocabulary size of the target model; None: any token is valid."""
     record: Recorder = field(default_factory=Recorder)
     poison: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Seed of a request → its fault (`crash` or `wedge` of the engine), and the output position of the fault."""
@@ -165,10 +134,10 @@ class World:
 
 
 def build_world(scenario: ScenarioConfig) -> World:
-    """Durations and cache of a scenario; `SimulatedRollouts` sets the text.
+    """The ground truth of a scenario.
 
     Raises:
-        ConfigError: The hardware does not exist, or has no figures for a model.
+        ConfigError: The hardware does not exist or has no figures for a model, or a request is too long.
     """
     hardware, target = load_hardware(scenario.hardware), scenario.config.target
     devices = target.gpus or target.cores
@@ -182,39 +151,37 @@ def build_world(scenario: ScenarioConfig) -> World:
         drafter.method: _draft_time(index, drafter, hardware, forwards.get(drafter.method))
         for index, drafter in enumerate(drafters)
     }
-    python = scenario.python
-    rows_s = PythonTime(python.verify_row_us / 1e6, python.plain_row_us / 1e6, python.draft_row_us / 1e6)
-    world = World(target=cost, drafting=drafting, python=rows_s, load_s=scenario.steps.load_s)
-    if isinstance(hardware, MeasuredHardware) and hardware.is_profile:
-        known = load_models().get(target.model.lower())
-        world.vocab_size = known.vocabulary if known is not None else None
-        return world
-    shapes = [find_model(drafter.model) for drafter in inline_drafters(scenario.config) if drafter.model]
-    beside = sum(shape.parameters * shape.weight_bytes for shape in shapes)
-    world.vocab_size = find_model(target.model).vocabulary
-    world.cache_tokens = hardware.cache_tokens(target.model, devices, scenario.cache_share, beside)
-    caches = [find_model(drafter.model).kv_bytes_per_token for drafter in drafters if drafter.model]
-    world.stream_bytes_per_token = max(caches, default=0.0)
+    world = World(draw_text(scenario), cost, drafting, scenario.python, load_s=scenario.steps.load_s)
+    if isinstance(cost, RooflineCost):
+        shapes = [find_model(drafter.model) for drafter in inline_drafters(scenario.config) if drafter.model]
+        beside = sum(shape.parameters * shape.weight_bytes for shape in shapes)
+        world.cache_tokens = cost.cache_tokens(scenario.cache_share, beside)
+    longest = scenario.workload.prompt_tokens + scenario.workload.max_tokens
+    if longest > min(world.cache_tokens, world.max_model_len):
+        problem = f"a request can have {longest:,} tokens, and the cache of a verifier holds {world.cache_tokens:,.0f}"
+        problem += f", its context {world.max_model_len:,}."
+        fix = "use shorter requests, a larger cache_share or more config.target.gpus."
+        raise ConfigError("workload.max_tokens", problem, fix)
     return world
 
 
-def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_ms: float | None) -> DraftTime:
+def _draft_time(
+    index: int, drafter: DrafterConfig, hardware: RooflineHardware | MeasuredHardware, forward_ms: float | None
+) -> DraftTime:
     is_lookup = traits(drafter.method, f"config.drafters.{index}.method").looks_up
     if forward_ms is not None:
         return DraftTime(LinearTime(forward_ms / 1e3), is_lookup)
     try:
-        if isinstance(hardware, MeasuredHardware) and hardware.is_profile:
-            cost: ForwardCost = hardware.cost(drafter.method, max(1, round(drafter.cores)))
-            return DraftTime(_ProfiledLookup(cost) if is_lookup else cost, is_lookup)
+        if isinstance(hardware, MeasuredHardware):
+            measured = hardware.cost(drafter.method, max(1, round(drafter.cores)))
+            return DraftTime(_ProfiledLookup(measured) if is_lookup else measured, is_lookup)
         if is_lookup:
             return DraftTime(_LOOKUP, is_lookup)
         if drafter.model is None:
             raise ConfigError("model", "is not set.", "name a shape of conf/simulation/hardware/models.yaml.")
-        known = load_models().get(drafter.model.lower())
-        merge_s = math.inf if known is None else known.layers * _MERGE_LAYER_S
         cost = hardware.cost(drafter.model, max(drafter.gpus, 1))
-        fusion = cost.fusion_seconds if isinstance(cost, RooflineCost) and cost.model.features else None
-        return DraftTime(cost, fusion=fusion, merge_s=merge_s)
+        fusion = cost.fusion_seconds if cost.model.features else None
+        return DraftTime(cost, fusion=fusion, merge_s=cost.model.layers * _MERGE_LAYER_S)
     except ConfigError as error:
         raise ConfigError(f"config.drafters.{index}", f"{error.key}: {error.problem}", error.fix) from None
 

@@ -19,7 +19,6 @@ from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.kernel import Kernel
 from specactor_ray.simulation.network import Network, Reference, VirtualActor
-from specactor_ray.simulation.text import true_output, true_token
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport.messages import (
     Finished,
@@ -31,6 +30,7 @@ from specactor_ray.transport.messages import (
     WeightSet,
 )
 from tests.fakes.virtual import Bench
+from tests.number_text import true_output, true_token
 
 STEP_S = 0.05
 

@@ -17,12 +17,11 @@ from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.simulation.cluster import LINGER_S, VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
-from specactor_ray.simulation.text import HashedText
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import WeightSet
 from tests.faults.injector import FaultPlan, Injector
 from tests.faults.training import Training
-from tests.number_text import NumberText, stopped_output
+from tests.number_text import HashedText, NumberText, stopped_output
 
 _STANDSTILL_S = 900.0
 """Virtual seconds without any progress after which a run has failed to end. Three poison requests that block a lone

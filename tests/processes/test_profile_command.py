@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from specactor_ray.config.load import from_mapping
-from specactor_ray.core.types import SamplingParams
+from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.plan.profile import load_profile
 from specactor_ray.rollout.planning import as_decoupled, ladder_priors, make_plan
 from tests import tiny
@@ -30,14 +29,11 @@ def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp
     assert {"torch", "transformers", "specactor-ray"} <= profile.data["versions"].keys()
     again = specactor(tmp_path, *measure)
     assert again.returncode == 2 and "exists and is never overwritten" in again.stderr
-    planned = specactor(tmp_path, "plan", *known, "cluster.num_cpus=2", "--profile", "profile.json", "--json")
+    planned = specactor(tmp_path, "plan", *known, "cluster.num_cpus=2", "profile=profile.json", "--json")
     assert planned.returncode == 0, planned.stderr
-    plan = json.loads(planned.stdout)["plans"][0]
-    config = as_decoupled(from_mapping({"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": "m"}]}))
-    config.drafters[1].model = str(tiny_draft_model_dir)
-    config.sampling = SamplingParams(max_tokens=16)
-    assert plan["chosen"]["tokens_per_s"] == make_plan(config, profile, 2, 16).chosen.tokens_per_s
-    config.target.model, config.profile = str(tiny_model_dir), str(tmp_path / "profile.json")
+    config = as_decoupled(load_config(None, [*known, "cluster.num_cpus=2", f"profile={tmp_path / 'profile.json'}"]))
+    chosen = json.loads(planned.stdout)["chosen"]
+    assert chosen["tokens_per_s"] == make_plan(config, profile).chosen.tokens_per_s
     priors = ladder_priors(config)
     assert priors.keys() == {"ngram", "draft_model"} and all(0.0 <= prior <= 1.0 for prior in priors.values())
     assert ladder_priors(from_mapping({"mode": "plain"})) == {}

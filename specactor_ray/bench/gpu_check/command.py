@@ -1,7 +1,6 @@
 """`scripts/gpu-check`: what one GPU does with this project's work, without Ray, vLLM, a network or a checkpoint.
 
-Figures go to a JSON file, which is replaced as a whole after every measurement, so it is readable at any time. A YAML
-file beside it describes the measured hardware for the simulator.
+Figures go to a JSON file, which is replaced as a whole after every measurement, so it is readable at any time.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.bench.micro import cell, points_table, refuse_existing, run_script
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import EXIT_FAILED, InputError
-from specactor_ray.core.files import make_folder, write_json, write_text
+from specactor_ray.core.files import make_folder, write_json
 
 STAGES: Mapping[str, Callable[[Stage], None]] = {
     "hardware": kernels.measure_hardware,
@@ -56,17 +55,16 @@ def gpu_check(
     path = output or Path(f"gpu_check_{slug(torch.cuda.get_device_name()).replace('-', '_')}.json")
     report = run_check(Settings(), chosen, path, deadline)
     _show(report)
-    say(make_console(), f"written: {path}, and {path.with_suffix('.yaml')} if forwards were measured")
+    say(make_console(), f"written: {path}")
     if report["status"] == "failed":
         raise typer.Exit(EXIT_FAILED)
 
 
 def run_check(settings: Settings, stages: Sequence[str], path: Path, deadline: float) -> dict[str, Any]:
-    """Measure stages until the deadline (on the clock of `time.perf_counter`) and write the files. Returns the report,
-    as in the JSON file; its status is `interrupted` until the end. Raises InputError where a file exists or cannot be
+    """Measure stages until the deadline (on the clock of `time.perf_counter`) and write the file. Returns the report,
+    as in the JSON file; its status is `interrupted` until the end. Raises InputError if the file exists or cannot be
     written."""
-    for file in (path, path.with_suffix(".yaml")):
-        refuse_existing(file, "--output")
+    refuse_existing(path, "--output")
     make_folder(path.parent, "--output")
     entries = dict[str, Any]()
     report = {
@@ -82,7 +80,7 @@ def run_check(settings: Settings, stages: Sequence[str], path: Path, deadline: f
 
     def changed(line: str) -> None:
         say(console, f"[gpu-check] {line}")
-        save(report, path)
+        write_json(path, report, shared=True)
 
     for name in stages:
         stage = Stage(name, settings, deadline, changed)
@@ -90,29 +88,8 @@ def run_check(settings: Settings, stages: Sequence[str], path: Path, deadline: f
         stage.run(STAGES[name])
     found = {entry["status"] for entry in entries.values()}
     report["status"] = next(status for status in ("failed", "partial", "complete") if status in found)
-    save(report, path)
-    return report
-
-
-def save(report: Mapping[str, Any], path: Path) -> None:
-    """Write the report, and the hardware once forwards were measured."""
     write_json(path, report, shared=True)
-    measured = dict[str, Any]()
-    for name, shape in report["stages"].get("forwards", {}).get("figures", {}).items():
-        points = {kind: [[*at, round(s, 9)] for *at, s in shape[kind]] for kind in ("graph", "eager") if shape[kind]}
-        measured |= {name: {"gpus": 1, **points}} if points else {}
-    if measured:
-        import yaml  # transformers needs it, too
-
-        hardware = {
-            "kind": "specactor hardware",
-            "name": f"{slug(report['device'])}-measured",
-            "device": report["device"],
-            "source": f"scripts/gpu-check, {report['started'][:10]}, torch {report['torch']}",
-            "measured": measured,
-        }
-        text = yaml.safe_dump(hardware, sort_keys=False, default_flow_style=None)
-        write_text(path.with_suffix(".yaml"), text, shared=True)
+    return report
 
 
 def slug(device: str) -> str:

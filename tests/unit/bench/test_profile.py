@@ -57,20 +57,14 @@ def recorded(engine: HfEngine, tiny_model_dir: Path) -> list[CorpusRecord]:
     return record_outputs(engine, config, tiny.tiny_prompts(6), max_requests=9)
 
 
-class TestAcceptance:
-    def test_a_step_at_the_end_of_an_output_tells_nothing_beyond_it(self) -> None:
-        one = CorpusRecord(0, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100), "length")
-        oracle = Oracle({(1, 2, 0): [5, 6, 7, 8, 9]})
-        assert measure_acceptance(oracle, [one], 8, batch=1).survival == (1.0, 1.0)
-        with pytest.raises(InputError, match="no draft could be held against"):
-            measure_acceptance(oracle, [replace(one, output_token_ids=(5,))], 8, batch=1)
-
-    def test_greater_depths_are_never_right_more_often(self) -> None:
-        """Of the first tokens of two outputs one is right; only that output has a second one, and it is right too."""
-        short = CorpusRecord(0, (1, 2), (5, 6), SamplingParams(max_tokens=100, seed=1), "length")
-        long = CorpusRecord(1, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100, seed=2), "length")
-        oracle = Oracle({(1, 2, 1): [5, 9], (1, 2, 2): [5, 6, 7]})
-        assert measure_acceptance(oracle, [short, long], 8, batch=1).survival == (0.5, 0.5)
+def test_greater_depths_are_never_right_more_often() -> None:
+    """Of the first tokens of two outputs one is right; only that output has a second one, and it is right too."""
+    short = CorpusRecord(0, (1, 2), (5, 6), SamplingParams(max_tokens=100, seed=1), "length")
+    long = CorpusRecord(1, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100, seed=2), "length")
+    oracle = Oracle({(1, 2, 1): [5, 9], (1, 2, 2): [5, 6, 7]})
+    assert measure_acceptance(oracle, [short, long], 8, batch=1).survival == (0.5, 0.5)
+    with pytest.raises(InputError, match="no draft could be held against"):
+        measure_acceptance(oracle, [replace(short, output_token_ids=(5,))], 8, batch=1)
 
 
 class Oracle(RowProposer):

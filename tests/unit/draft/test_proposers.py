@@ -16,11 +16,12 @@ from specactor_ray.draft.model import DraftModelProposer, ModelProposer
 from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.draft.slots import RowProposer, SlotProposer
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
-from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
+from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import Features
 from tests.fakes import own_proposers as own
 from tests.fakes.loops import eagle, ragged
+from tests.number_text import HashedText
 from tests.tiny import tiny_draft
 
 CONFIG = SimpleNamespace(max_batch=None)
@@ -33,7 +34,7 @@ def clock() -> VirtualClock:
 
 
 def simulated(method: str) -> SimulatedProposer:
-    return SimulatedProposer("d", method, clock(), World(), lambda: 0.0)
+    return SimulatedProposer("d", method, clock(), World(HashedText()), lambda: 0.0)
 
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
@@ -43,7 +44,6 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "eagle": eagle,
     "simulated model": lambda: simulated("draft_model"),
     "simulated lookup": lambda: simulated("ngram"),
-    "timed": lambda: TimedProposer(NgramProposer(), clock(), World(), "d"),
     "own model": lambda: own.Model(CONFIG),
     "own lookup": lambda: own.Lookup(CONFIG),
     "own learner": lambda: own.Learner(CONFIG),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.plan.costs import CostPoint, StepCost, cost_grids
+from specactor_ray.plan.costs import CostPoint, GridCost, StepCost, cost_grids
 
 # ---- grids ----
 
@@ -40,16 +40,33 @@ class TestBetweenMeasured:
             assert table[1].step(batch, 64) == pytest.approx(0.1 * rows)
 
 
-class TestRefused:
-    def test_a_hole_in_the_grid_is_named(self) -> None:
-        """Where large steps are missing, which may not have fitted the memory, the line goes on."""
-        points = grid(lambda g, w, c, b: 0.1 * b)
-        large, small = (next(p for p in points if (p.window, p.context, p.batch) == (4, 512, b)) for b in (16, 1))
-        points.remove(large)
-        assert cost_grids(points)[1].step(16, 512, 4) == pytest.approx(1.6)
-        points.remove(small)
-        with pytest.raises(InputError, match="the step of 1 rows, 5 positions and 512 tokens is missing"):
-            cost_grids(points)
+def test_a_hole_in_the_grid_is_named() -> None:
+    points = [point for point in grid(lambda g, w, c, b: 0.1 * b) if (point.window, point.batch) != (4, 16)]
+    with pytest.raises(InputError, match="the step of 16 rows, 5 positions and 64 tokens is missing"):
+        cost_grids(points)
+
+
+AXIS = st.lists(st.integers(1, 50), min_size=1, max_size=3, unique=True)
+
+
+@given(axes=st.tuples(AXIS, AXIS, AXIS), noise=st.randoms(use_true_random=False), data=st.data())
+def test_more_work_never_costs_less_on_noisy_grids(
+    axes: tuple[list[int], ...], noise: random.Random, data: st.DataObject
+) -> None:
+    table = GridCost({point: 0.1 + noise.random() for point in itertools.product(*axes)})
+    low = [data.draw(st.integers(1, 400)) for _ in range(3)]
+    high = [value + data.draw(st.integers(0, 400)) for value in low]
+    (r0, p0, c0), (r1, p1, c1) = low, high
+    assert table.seconds(r0, r0 * p0, r0 * c0) <= table.seconds(r1, r1 * p1, r1 * c1) * (1 + 1e-9)
+
+
+def test_a_prompt_position_costs_as_much_as_one_of_the_largest_step() -> None:
+    table = GridCost(
+        {(r, p, c): 0.005 + 1e-5 * r * p + 1e-8 * r * c for r in (1, 8) for p in (1, 4) for c in (512, 4096)}
+    )
+    step_s = table.seconds(8, 32, 8 * 4096)
+    assert table.seconds(8, 32, 8 * 4096, 320) == pytest.approx(step_s * 11)
+    assert table.seconds(0, 0, 0, 320) == pytest.approx(step_s * 10)
 
 
 # ---- learned ----
@@ -93,11 +110,6 @@ def test_of_the_unknown_the_best_is_hoped_for() -> None:
     assert cost.is_known
     assert seconds(cost, 17, 1000) == pytest.approx([0.4, 0.4]), "longer steps cost nothing more"
     assert seconds(cost, 8, 4) == pytest.approx([0.2, 0.1]), "shorter ones their share"
-
-
-def test_where_measurements_fall_the_truth_lies_between() -> None:
-    cost = trained((1, 0.1), (4, 0.3), (16, 0.2))
-    assert seconds(cost, 1, 4, 16) == pytest.approx([0.1, 0.25, 0.25])
 
 
 def test_interrupted_steps_hardly_move_it() -> None:

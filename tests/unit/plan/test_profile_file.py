@@ -64,7 +64,6 @@ def profile_data(target: Path, drafters: list[DrafterConfig], survival: list[flo
         "versions": versions(),
         "model": model_identity(str(target), "float32"),
         "prompt_tokens": 20.0,
-        "cpu_share": {"1": 0.98, "2": 0.93},
         "verify": [asdict(point) for point in verify],
         "methods": methods,
     }
@@ -72,7 +71,7 @@ def profile_data(target: Path, drafters: list[DrafterConfig], survival: list[flo
 
 def devices_of(config: Config) -> int:
     """Cores."""
-    return planning.devices_of(config)[1]
+    return planning.devices_of(config).cores
 
 
 @pytest.fixture
@@ -90,7 +89,6 @@ def auto(file: Path, target: Path, *overrides: str) -> Config:
     written = {
         "plan": "auto",
         "profile": str(file),
-        "plan_devices": 2,
         "cluster": {"num_cpus": 2},
         "target": {"model": str(target), "dtype": "float32", "max_batch": 8},
         "drafters": [{"method": "ngram"}],
@@ -98,9 +96,9 @@ def auto(file: Path, target: Path, *overrides: str) -> Config:
     return from_mapping(written, overrides)
 
 
-def on(target: Path) -> list[str]:
-    """Overrides: target and drafter of the profile on two cores, whatever this machine has."""
-    items = [f"target.model={target}", "target.dtype=float32", "drafters=[{method: ngram}]"]
+def on(file: Path, target: Path) -> list[str]:
+    """Overrides: a profile, its target and drafter on two cores, whatever this machine has."""
+    items = [f"profile={file}", f"target.model={target}", "target.dtype=float32", "drafters=[{method: ngram}]"]
     return [*items, "cluster.num_cpus=2"]
 
 
@@ -138,7 +136,7 @@ class TestFile:
         ("name", "value"),
         [
             *(("seconds", value) for value in ("slow", float("nan"), -1.0, 0.0, float("inf"))),
-            *((name, value) for name in ("methods", "cpu_share", "prompt_tokens") for value in (None, -1, [3])),
+            *((name, value) for name in ("methods", "hardware", "prompt_tokens") for value in (None, -1, [3])),
         ],
     )
     def test_entries_of_the_wrong_kind(self, file: Path, data: dict[str, Any], name: str, value: Any) -> None:
@@ -149,14 +147,7 @@ class TestFile:
 
 
 class TestAnotherPlace:
-    def rewritten(self, file: Path, data: dict[str, Any], section: str, **changes: Any) -> None:
-        changed = copy.deepcopy(data)
-        changed[section].update(changes)
-        file.write_text(json.dumps(changed))
-
-    def test_another_model_is_refused_even_if_forced(
-        self, file: Path, data: dict[str, Any], tiny_model_dir: Path, tiny_draft_model_dir: Path
-    ) -> None:
+    def test_another_model_is_refused_even_if_forced(self, file: Path, tiny_draft_model_dir: Path) -> None:
         with pytest.raises(ConfigError, match=r"was measured with .*tiny-target.*, and the target is .*tiny-draft"):
             resolve_plan(auto(file, tiny_draft_model_dir, "plan_force=true"))
 
@@ -178,12 +169,11 @@ class TestAnotherPlace:
     def test_other_hardware_or_torch_only_if_forced(
         self, file: Path, data: dict[str, Any], tiny_model_dir: Path, section: str, changes: dict, words: str
     ) -> None:
-        self.rewritten(file, data, section, **changes)
+        file.write_text(json.dumps({**data, section: {**data[section], **changes}}))
         with pytest.raises(ConfigError, match=r"plan_force=true") as caught:
             resolve_plan(auto(file, tiny_model_dir))
         assert words in str(caught.value)
-        _, lines = resolve_plan(auto(file, tiny_model_dir, "plan_force=true"))
-        assert lines[0].startswith("warning:") and words in lines[0] and "plan_force is set" in lines[0]
+        assert resolve_plan(auto(file, tiny_model_dir, "plan_force=true"))[1]
 
     def test_a_profile_of_a_gpu(self, file: Path, data: dict[str, Any], tiny_model_dir: Path) -> None:
         file.write_text(json.dumps({**data, "device": "cuda"}))
@@ -223,20 +213,16 @@ class TestResolve:
     def test_a_hosted_head_that_is_planned_with_devices_of_its_own_gets_draft_actors(
         self, file: Path, tiny_model_dir: Path
     ) -> None:
-        plan = make_plan(auto(file, tiny_model_dir), load_profile(file), 2, 8, modes=[ModeName.decoupled])
+        plan = make_plan(auto(file, tiny_model_dir), load_profile(file), [ModeName.decoupled])
         plan = replace(plan, predictions=(replace(plan.chosen, method="eagle"),))
         head = {"method": "eagle", "model": "h", "gpus": 1, "hosted": True}
         config = from_mapping({"mode": "decoupled", "target": {"gpus": 1}, "drafters": [head]})
         assert [one.hosted for one in apply_plan(config, plan).drafters] == [False]
 
-    def test_more_devices_than_there_are(self, file: Path, tiny_model_dir: Path) -> None:
-        with pytest.raises(ConfigError, match=r"plan_devices: the plan may use 64 core\(s\), and there are 2"):
-            resolve_plan(auto(file, tiny_model_dir, "plan_devices=64"))
-
     def test_on_a_foreign_cluster_it_plans_for_what_the_configuration_takes(
         self, file: Path, tiny_model_dir: Path
     ) -> None:
-        overrides = ["cluster.address=auto", "cluster.num_cpus=null", "plan_devices=null", "target.replicas=3"]
+        overrides = ["cluster.address=auto", "cluster.num_cpus=null", "target.replicas=3"]
         config = auto(file, tiny_model_dir, *overrides, "drafters.0.replicas=3", "drafters.0.hosted=false")
         assert devices_of(as_decoupled(config)) == 6
         resolved, _ = resolve_plan(config, [ModeName.decoupled])
@@ -252,17 +238,19 @@ class TestResolve:
 
     def test_what_it_makes_is_valid_and_fits(self, file: Path) -> None:
         profile = load_profile(file)
-        base = from_mapping({"target": {"kv_cache_gb": 1}, "drafters": [{"method": "ngram", "window": 3}]})
+        base = from_mapping(
+            {"mode": "decoupled", "target": {"kv_cache_gb": 1}, "drafters": [{"method": "ngram", "window": 3}]}
+        )
 
         @settings(max_examples=40)
         @given(st.integers(1, 6), st.integers(1, 40), st.floats(0.0, 1.0), st.sampled_from([None, *ALL_MODES]))
         def check(devices: int, batch: int, p: float, mode: ModeName | None) -> None:
             config = copy.deepcopy(base)
-            config.target.max_batch = batch
+            config.target.max_batch, config.cluster.num_cpus = batch, devices
             modes = ALL_MODES if mode is None else [mode]
             assume(mode is not ModeName.decoupled or devices > 1)
             method = replace(profile.methods["ngram"], survival=geometric(np.array([p]), 4)[0])
-            plan = make_plan(config, replace(profile, methods={"ngram": method}), devices, batch, modes)
+            plan = make_plan(config, replace(profile, methods={"ngram": method}), modes)
             resolved = apply_plan(config, plan)
             validate(resolved)
             assert devices_of(resolved) <= devices
@@ -283,55 +271,42 @@ class TestCommand:
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 
-    def test_json_has_a_prediction_for_every_mode_method_and_batch(
+    def test_json_has_a_prediction_for_every_mode_and_method(
         self, file: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        known = ["plan", "--profile", str(file), *on(tiny_model_dir)]
-        code, out, _ = self.run(capsys, *known, "--batch", "1,8", "--json")
+        known = ["plan", *on(file, tiny_model_dir)]
+        code, out, _ = self.run(capsys, *known, "--json", "target.max_batch=8")
         assert code == 0
-        report = json.loads(out)
-        assert [plan["batch"] for plan in report["plans"]] == [1, 8]
-        for plan in report["plans"]:
-            found = {(row["mode"], row["method"]) for row in plan["predictions"]}
-            assert found == {("plain", None), ("coupled", "ngram"), ("decoupled", "ngram")}
-            assert plan["chosen"]["tokens_per_s"] == max(row["tokens_per_s"] for row in plan["predictions"])
+        plan = json.loads(out)
+        assert plan["batch"] == 8
+        found = {(row["mode"], row["method"]) for row in plan["predictions"]}
+        assert found == {("plain", None), ("coupled", "ngram"), ("decoupled", "ngram")}
+        assert plan["chosen"]["tokens_per_s"] == max(row["tokens_per_s"] for row in plan["predictions"])
         code, out, _ = self.run(capsys, *known)
-        assert code == 0 and "batch 16: coupled ngram, " in out
+        assert code == 0 and "\ncoupled ngram, " in out
         assert "rejected: decoupled ngram, 1 x 2 + 1 x 1: needs 3 devices, and there are 2" in out
 
     @pytest.mark.parametrize(
         ("arguments", "problem"),
         [
-            (["--devices", "64"], "--devices: the plan may use 64 core(s), and there are 2"),
-            (["--devices", "0"], "--devices: 0 is too small"),
-            (["--batch", "4,none"], "--batch: 'none' is no whole number"),
-            (["--profile", "none.json"], "profile: there is no file none.json"),
+            (["profile=none.json"], "profile: there is no file none.json"),
+            (["profile=null"], "profile: is not set"),
             (["drafters=[{method: medusa}]"], "'medusa' is not known"),
+            (["plan=auto", "profile=null"], "plan: 'auto' needs a profile"),
         ],
     )
     def test_mistakes(
         self, file: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
     ) -> None:
-        given_profile = [] if "--profile" in arguments else ["--profile", str(file)]
-        code, _, err = self.run(capsys, "plan", *given_profile, *on(tiny_model_dir), *arguments)
+        code, _, err = self.run(capsys, "plan", *on(file, tiny_model_dir), *arguments)
         assert code == 2 and err.startswith("error: ") and problem in err
-
-    def test_plan_without_a_profile(self, capsys: pytest.CaptureFixture[str]) -> None:
-        code, _, err = self.run(capsys, "plan", "mode=plain")
-        assert code == 2 and "error: profile: is not set" in err
-
-    def test_auto_needs_a_profile(self) -> None:
-        with pytest.raises(ConfigError, match="plan: 'auto' needs a profile"):
-            load_config(None, ["mode=plain", "plan=auto"])
-        with pytest.raises(ConfigError, match="plan_devices: 0 is out of range"):
-            load_config(None, ["mode=plain", "plan_devices=0"])
 
     def test_the_bad_profile_ends_a_rollout_before_it_begins(
         self, file: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         file.write_text(file.read_text()[:-40])
         (tmp_path / "p.jsonl").write_text('{"prompt": "Add 1 and 2."}\n')
-        known = ["plan=auto", f"profile={file}", *on(tiny_model_dir), f"data.path={tmp_path}/p.jsonl"]
+        known = ["plan=auto", *on(file, tiny_model_dir), f"data.path={tmp_path}/p.jsonl"]
         for command in (["rollout"], ["train"], ["bench", "rollout"]):
             code, _, err = self.run(capsys, *command, *known, f"run.dir={tmp_path}/runs")
             assert code == 2 and "is truncated or damaged" in err

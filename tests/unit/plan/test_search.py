@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from fractions import Fraction
 
@@ -202,15 +203,19 @@ class TestSearch:
 
     @settings(max_examples=60)
     @given(problems())
-    def test_never_below_plain_and_never_more_than_there_is(self, problem: dict) -> None:
+    def test_every_layout_is_predicted_or_rejected_and_none_exceeds_what_there_is(self, problem: dict) -> None:
         plan = search_plan(**problem)
+        measured = len(problem["verify"])
+        for g_v, method in itertools.product(problem["verify"], problem["methods"].values()):
+            own = [g_v] if method.free else range(1, g_v + 1)
+            measured += (g_v in method.costs) + sum(g in method.costs for g in own)
+        assert len(plan.predictions) + len(plan.rejected) == measured
         plain = [c.tokens_per_s for c in plan.predictions if c.mode is ModeName.plain]
         assert plain and plan.chosen.tokens_per_s >= max(plain)
         for c in plan.predictions:
             assert c.verifiers * c.verify_devices + c.drafters * c.draft_devices <= problem["devices"]
             assert 1 <= c.batch <= problem["requests"] <= c.verifiers * c.batch
             assert c.drafters <= c.verifiers and (c.drafters > 0) == (c.draft_devices > 0)
-            assert c.tokens_per_s == pytest.approx(problem["requests"] * c.tgs)
 
     @settings(max_examples=60)
     @given(problems(), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
@@ -223,18 +228,6 @@ class TestSearch:
             }
             speeds.append(search_plan(**problem).chosen.tokens_per_s)
         assert speeds[0] <= speeds[1] * 1.02  # numbers of drafters within a percent count as equal
-
-    @settings(max_examples=60)
-    @given(problems())
-    def test_every_layout_that_was_measured_is_predicted_or_rejected_with_a_reason(self, problem: dict) -> None:
-        plan = search_plan(**problem)
-        measured = len(problem["verify"])
-        for g_v in problem["verify"]:
-            for method in problem["methods"].values():
-                measured += g_v in method.costs
-                own = [g_v] if method.free else range(1, g_v + 1)
-                measured += sum(g in method.costs for g in own)
-        assert len(plan.predictions) + len(plan.rejected) == measured
 
     @staticmethod
     def even(p: float) -> dict:
@@ -260,17 +253,16 @@ class TestSearch:
         method = replace(method, branches=8)
         branching = search_plan(**{**problem, "methods": {"draft_model": method}}).chosen
         assert branching.tokens_per_s > 1.02 * alone.tokens_per_s
-        assert branching.tokens_per_iteration > alone.tokens_per_iteration
 
     def test_a_rollout_that_shrinks_is_predicted_slice_by_slice(self) -> None:
         problem = self.even(0.7)
         slices = [SliceLoad(16, CONTEXT), SliceLoad(4, CONTEXT)]
-        whole, shrinking = search_plan(**problem).chosen, search_plan(**problem, loads=lambda verifiers: slices).chosen
+        whole, shrinking = search_plan(**problem).chosen, search_plan(**problem, slices=slices).chosen
         few = search_plan(**{**problem, "requests": 4}, modes=[shrinking.mode])
         alone = next(one for one in few.predictions if layout_of(one) == layout_of(shrinking))
         assert layout_of(whole) == layout_of(shrinking)
-        assert shrinking.tgs == pytest.approx(2.0 / (1.0 / whole.tgs + 1.0 / alone.tgs))
-        assert shrinking.tokens_per_s == pytest.approx(10 * shrinking.tgs)
+        seconds = 16 / whole.tokens_per_s + 4 / alone.tokens_per_s  # of a token of each request, in both slices
+        assert shrinking.tokens_per_s == pytest.approx(10 * 2.0 / seconds)
 
     def test_reasons(self) -> None:
         plan = search_plan(**{**self.even(0.5), "devices": 3})

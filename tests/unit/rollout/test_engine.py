@@ -15,10 +15,9 @@ from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.rollout.trajectory import trajectory_of
-from specactor_ray.simulation.text import true_output, true_token
 from specactor_ray.transport.messages import WeightSet
 from tests.fakes.cluster import STEP_S, FakeCluster, entries
-from tests.number_text import NumberText, stopped_output
+from tests.number_text import NumberText, stopped_output, true_output, true_token
 
 PROMPT = [1, 2, 3]
 

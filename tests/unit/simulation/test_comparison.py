@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ from specactor_ray.cli.main import app
 from specactor_ray.cli.simulate import speed_table, sweep_table, timeline, timeline_file, work_table, write_plot
 from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.simulation import comparison
-from specactor_ray.simulation.comparison import Sweep, VariantJob, check_requests, compare, simulate_variant
-from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
-from specactor_ray.simulation.scenario import load_scenario
-from specactor_ray.simulation.text import RecordedRequest
-from specactor_ray.simulation.world import Span, World
+from specactor_ray.simulation.comparison import Sweep, VariantJob, compare, simulate_variant
+from specactor_ray.simulation.rollouts import Result
+from specactor_ray.simulation.world import Span
 from tests.unit.simulation.scenarios import SMALL, results_of, write_scenario
 
 NAMES = ["plain", "coupled", "decoupled"]
@@ -58,18 +56,9 @@ def text_of(table: Table) -> str:
     return captured.get()
 
 
-def interrupt_from(least: float) -> Callable[[float], None]:
-    """Raise KeyboardInterrupt once so many runs have ended."""
-
-    def show(done: float) -> None:
-        if done >= least:
-            raise KeyboardInterrupt
-
-    return show
-
-
 def simulate(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    """Simulate in this process."""
+    return CliRunner().invoke(app, ["simulate", "run", "--processes", "1", *map(str, arguments)])
 
 
 class TestComparing:
@@ -91,89 +80,44 @@ class TestComparing:
         (other,) = results_of(scenario, ["seed=4"], ["decoupled"])
         assert other.digest != results[2].digest
 
-    @pytest.mark.parametrize("processes", [1, 2])
-    def test_an_interruption_leaves_what_is_finished_and_no_process(self, scenario: Path, processes: int) -> None:
-        report, finished = compare(scenario, processes=processes, on_progress=interrupt_from(1))
-        assert finished and report["status"] == ("interrupted" if len(finished) < 3 else "complete")
-        assert all(len(result.ended_s) == 16 for result in finished)
+    def test_an_interruption_leaves_no_process(self, scenario: Path) -> None:
+        def interrupt(done: float) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            compare(scenario, names=["plain", "coupled"], processes=2, on_progress=interrupt)
         assert not multiprocessing.active_children()
 
-    @pytest.mark.parametrize("processes", [1, 2])
-    def test_an_error_of_one_variant_ends_all(self, tmp_path: Path, processes: int) -> None:
-        text = SMALL + f"  recorded: [workload.trajectories={tmp_path / 'none.jsonl'}]\n"
-        path = write_scenario(tmp_path, text)
-        with pytest.raises(InputError, match=r"workload\.trajectories: .*none\.jsonl cannot be read"):
-            compare(path, names=["recorded", "plain"], processes=processes)
+    def test_an_error_of_one_variant_ends_all(self, tmp_path: Path) -> None:
+        path = write_scenario(tmp_path, SMALL + "  long: [workload.max_tokens=200000]\n")
+        with pytest.raises(ConfigError, match=r"workload\.max_tokens: .* 200,032 tokens, .* its context 100,000"):
+            compare(path, names=["long", "plain"], processes=2)
 
     def test_a_process_that_dies_is_an_error(self, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(comparison, "simulate_variant", die)
         with pytest.raises(SpecActorError, match=r"a process died .*--processes 1"):
             compare(scenario, names=["plain", "coupled"], processes=2)
 
-
-def die(*arguments: Any) -> None:
-    os._exit(3)
-
-
-class TestSweeps:
     def test_variants_are_compared_at_every_value(self, scenario: Path, results: list[Result], tmp_path: Path) -> None:
         report, swept = compare(scenario, names=["plain", "decoupled"], sweep=SWEEP, processes=1)
         assert swept[2:] == [results[0], results[2]]
         assert swept[0].tokens == results[0].tokens and swept[0].rollout_s > results[0].rollout_s
-        assert report["status"] == "complete" and [point["value"] for point in report["points"]] == ["2", "4"]
+        assert [point["value"] for point in report["points"]] == ["2", "4"]
         table = text_of(sweep_table(report))
         assert "tokens/s/GPU over config.target.max_batch" in table and "decoupled" in table
         assert write_plot(tmp_path, report) == ["sweep.png"]
         assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_an_interruption_leaves_the_values_that_are_finished(self, scenario: Path) -> None:
-        stop = interrupt_from(3)
-        report, _ = compare(scenario, names=["plain", "coupled"], sweep=SWEEP, processes=1, on_progress=stop)
-        assert [len(point["results"]) for point in report["points"]] == [2, 1]
-        assert report["status"] == "interrupted" and "-" in text_of(sweep_table(report))
 
-
-class TestRequests:
-    RECORDING = (RecordedRequest("a", (1, 2), (3, 999), 4, {}),)
-
-    def test_requests_that_fit_are_served(self, scenario: Path) -> None:
-        check_requests(load_scenario(scenario), World(cache_tokens=152, max_model_len=152), None)
-        check_requests(load_scenario(scenario), World(cache_tokens=6, vocab_size=1000), self.RECORDING)
-
-    @pytest.mark.parametrize(
-        ("world", "recorded", "message"),
-        [
-            (World(cache_tokens=151), False, r"workload\.max_tokens: .* 152 .* holds 151\. Fix: .*cache_share"),
-            (World(cache_tokens=5), True, r"workload\.trajectories: .* 6 tokens, .* holds 5"),
-            (World(max_model_len=151), False, r"workload\.max_tokens: .* the model's context 151"),
-            (World(vocab_size=999), True, r"holds token 999, .* has 999 tokens; set config\.target\.model"),
-        ],
-    )
-    def test_others_are_refused(self, scenario: Path, world: World, recorded: bool, message: str) -> None:
-        with pytest.raises((ConfigError, InputError), match=message):
-            check_requests(load_scenario(scenario), world, self.RECORDING if recorded else None)
+def die(*arguments: Any) -> None:
+    os._exit(3)
 
 
 class TestFigures:
-    def test_streams_of_drafters_and_their_memory(self, scenario: Path, results: list[Result]) -> None:
-        plain, _, decoupled = results
-        assert (plain.peak_streams, plain.peak_stream_tokens, plain.peak_stream_bytes) == (0, 0, 0.0)
-        assert 8 <= decoupled.peak_streams <= 16
-        branches = 16 * 16 * 16
-        assert decoupled.peak_streams * 32 < decoupled.peak_stream_tokens <= decoupled.tokens + 16 * 32 + branches
-        measured = SimulatedRollouts("decoupled", load_scenario(scenario), World(stream_bytes_per_token=1e6)).run()
-        assert measured.peak_stream_bytes == measured.peak_stream_tokens * 1e6 > 0
-
-    def test_ratios_are_per_device_and_need_the_baseline(self, scenario: Path, found: Any) -> None:
+    def test_tables_have_ratios_per_device(self, found: Any) -> None:
         (point,) = found[0]["points"]
         speeds = {one["variant"]: one["tokens"] / one["rollout_s"] / one["devices"] for one in point["results"]}
         assert point["ratios"] == pytest.approx({name: speeds[name] / speeds["plain"] for name in NAMES})
-        partial = comparison._point(scenario, [], NAMES, found[1][1:])
-        assert partial["ratios"] == {}
-        assert "1.00*" not in text_of(speed_table(partial))
-
-    def test_tables(self, found: Any) -> None:
-        (point,) = found[0]["points"]
         speed, work = text_of(speed_table(point)), text_of(work_table(point))
         assert "tokens/s/GPU" in speed and "1.00*" in speed
         rows = {words[0]: words[1] for words in map(str.split, work.splitlines()) if words and words[0] in NAMES}
@@ -198,11 +142,8 @@ class TestTimelines:
         assert groups == ({"verifiers", "drafters"} if name == "decoupled" else {"verifiers"})
 
     def test_spans_that_touch_do_not_overlap(self) -> None:
-        spans = [
-            Span("verifier-10", "verify", 0.0, 1.0000000004, 1, 2),
-            Span("verifier-10", "verify", 1.0000000004, 2.0, 1, 2),
-        ]
-        check_timeline(timeline("v", spans))
+        ends = ((0.0, 1.0000000004), (1.0000000004, 2.0))
+        check_timeline(timeline("v", [Span("verifier-10", "verify", begin, end, 1, 2) for begin, end in ends]))
         assert timeline_file("a/b c-1.5") == "trace-a_b_c-1.5.json"
 
 
@@ -220,7 +161,7 @@ def check_timeline(found: Mapping[str, Any]) -> None:
 
 class TestCommand:
     def test_same_seed_same_table_and_report(self, scenario: Path, tmp_path: Path) -> None:
-        arguments = ["run", "--config", scenario, "--processes", 1, "--output"]
+        arguments = ["--config", scenario, "--output"]
         first, second = (simulate(*arguments, tmp_path / name) for name in ("a", "b"))
         assert first.exit_code == second.exit_code == 0, first.output
         assert first.stdout.replace(f"{tmp_path}/a", f"{tmp_path}/b") == second.stdout
@@ -229,7 +170,7 @@ class TestCommand:
 
     def test_report_plot_and_timelines_are_written_and_named(self, scenario: Path, tmp_path: Path) -> None:
         folder, overrides = tmp_path / "new" / "out", ["seed=5", "part=4", "workload.requests=8"]
-        done = simulate("run", "-c", scenario, "--compare", "plain, decoupled", "--output", folder, *overrides)
+        done = simulate("-c", scenario, "--compare", "plain, decoupled", "--output", folder, *overrides)
         assert done.exit_code == 0, done.output
         files = {path.name for path in folder.iterdir()}
         assert files == {"report.json", "running.png", "trace-plain.json", "trace-decoupled.json"}
@@ -237,43 +178,24 @@ class TestCommand:
         assert (folder / "running.png").read_bytes().startswith(b"\x89PNG")
         assert "of 1/4 of the cluster" in done.stdout and "Two verifiers and a drafter" in done.stdout
         report = json.loads((folder / "report.json").read_text())
-        assert report["overrides"] == overrides and report["status"] == "complete" and "python" in report["versions"]
+        assert report["overrides"] == overrides and "python" in report["versions"]
         (point,) = report["points"]
         assert (point["seed"], point["part"]) == (5, 4)
-        assert [one["variant"] for one in point["results"]] == point["variants"] == ["plain", "decoupled"]
+        assert [one["variant"] for one in point["results"]] == ["plain", "decoupled"]
         check_timeline(json.loads((folder / "trace-decoupled.json").read_text()))
 
-    @pytest.mark.parametrize("finished", [1, 0])
-    def test_ctrl_c_prints_and_writes_what_is_finished(
-        self, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: int
-    ) -> None:
-        def interrupted(job: VariantJob) -> Result:
-            if job.variant == NAMES[finished]:
-                raise KeyboardInterrupt
-            return simulate_variant(job)
+    def test_ctrl_c_writes_nothing(self, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt(job: VariantJob) -> Result:
+            raise KeyboardInterrupt
 
-        monkeypatch.setattr(comparison, "simulate_variant", interrupted)
-        folder = tmp_path / "new" / "out"
-        done = simulate("run", "--config", scenario, "--processes", 1, "--output", folder)
-        assert done.exit_code == 130, done.output
-        if finished:
-            report = json.loads((folder / "report.json").read_text())
-            assert report["status"] == "interrupted" and "interrupted: 1 finished" in done.stdout
-            assert [one["variant"] for one in report["points"][0]["results"]] == ["plain"]
-        else:
-            assert "nothing was written" in done.stdout and list(tmp_path.iterdir()) == []
+        monkeypatch.setattr(comparison, "simulate_variant", interrupt)
+        done = simulate("--config", scenario, "--output", tmp_path / "new" / "out")
+        assert done.exit_code and list(tmp_path.iterdir()) == []
 
     def test_a_run_that_cannot_end_is_no_traceback(self, scenario: Path) -> None:
-        done = simulate("run", "--config", scenario, "--compare", "coupled", *SCATTERED)
+        done = simulate("--config", scenario, "--compare", "coupled", *SCATTERED)
         assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
         assert "error: variant coupled: " in done.stderr
-
-    def test_overrides_that_make_variants_alike_are_named(self, scenario: Path) -> None:
-        overrides = ["config.mode=plain", "workload.requests=2"]
-        done = simulate("run", "--config", scenario, "--compare", "plain,coupled", *overrides)
-        assert done.exit_code == 0, done.output
-        note = "note: config.mode is the same in all variants now; coupled would have config.mode=coupled"
-        assert note in done.stderr and "workload.requests is the same" not in done.stderr
 
     @pytest.mark.parametrize(
         ("arguments", "expected"),
@@ -292,7 +214,7 @@ class TestCommand:
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "x.json").touch()
         given = [one.format(folder=tmp_path) if "{folder}" in one else one for one in arguments]
-        done = simulate("run", "--config", scenario, *given)
+        done = simulate("--config", scenario, *given)
         assert isinstance(done.exception, ConfigError | InputError)
         assert expected in str(done.exception)
 
@@ -304,11 +226,8 @@ CLAIRVOYANT = ["workload.requests=24", "workload.median_tokens=150", "workload.m
     ("variant", "overrides"),
     [
         ("decoupled", []),
-        ("decoupled", ["skills.0.mean=0.3", "skills.0.spread=1.0"]),
         ("decoupled", ["python.verify_row_us=0", "skills.0.forward_ms=4"]),
-        ("coupled", []),
         ("coupled", ["skills.0.mean=0.1"]),
-        ("coupled", ["skills.0.forward_ms=5", "skills.0.mean=0.5"]),
     ],
 )
 def test_no_policy_is_much_faster_than_the_clairvoyant(scenario: Path, variant: str, overrides: list[str]) -> None:

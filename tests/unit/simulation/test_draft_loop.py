@@ -9,6 +9,7 @@ from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
 from tests.batches import news, opening
 from tests.fakes.virtual import Bench
+from tests.number_text import HashedText
 
 
 class Broken(SimulatedProposer):
@@ -23,7 +24,7 @@ class Broken(SimulatedProposer):
 
 def test_a_proposer_that_stays_broken_ends_its_loop() -> None:
     bench = Bench()
-    loop = DraftLoop("ngram-0", Broken("ngram-0", "ngram", bench.clock, World(), lambda: 0.0), bench.clock)
+    loop = DraftLoop("ngram-0", Broken("ngram-0", "ngram", bench.clock, World(HashedText()), lambda: 0.0), bench.clock)
 
     def open_again_and_again() -> bool:
         thread = bench.clock.spawn(loop.run, "draft")

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
 
-from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.network import Network, Node, VirtualActor, payload_bytes
-from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
-from specactor_ray.simulation.scenario import Arrival, SkillConfig, WorkloadConfig
+from specactor_ray.simulation.proposers import SimulatedProposer
+from specactor_ray.simulation.scenario import Arrival, PythonConfig, SkillConfig, WorkloadConfig
 from specactor_ray.simulation.text import (
     NO_GUESS,
     GeneratedText,
-    RecordedRequest,
-    RecordedText,
     draw_arrivals,
     draw_lengths,
     guesses,
-    load_recording,
 )
-from specactor_ray.simulation.world import DraftTime, LinearTime, PythonTime, World
+from specactor_ray.simulation.world import DraftTime, LinearTime, World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult, TargetRequest
 from specactor_ray.transport.messages import TailBatch
 from tests.unit.engine_conformance import Driver, EngineConformance
@@ -101,10 +94,6 @@ class TestText:
         assert np.mean(rank[rank > 0] == 1) == pytest.approx(0.4, abs=0.03)
         for right, share in ((2, 0.18), (3, 0.12), (4, 0.1)):
             assert np.mean(rank[rank >= right] == right) == pytest.approx(share, abs=0.02)
-        recorded = RecordedText([RecordedRequest("a", (), tuple(range(5000)), 5000, {"m": 0.6})])
-        short = recorded.ranks("m", SamplingParams(max_tokens=5000, seed=0), 0)
-        shares = [0.6, 0.16, 0.0432, 0.0236, 0.0173, 0.1559]
-        assert [np.mean(short[0] == n) for n in range(6)] == pytest.approx(shares, abs=0.03)
 
     def test_the_clairvoyant_knows_probabilities_and_not_outcomes(self) -> None:
         text = generated(skill(0.6, spread=0.5, burst=0.5))
@@ -124,7 +113,11 @@ class Engine:
         self.clock = VirtualClock(self.kernel, self.process)
         network = Network(self.kernel, random.Random(0))
         actor = VirtualActor("verifier-0", Node("n", 1.0), self.process)
-        world = World(GeneratedText(lengths, []), LinearTime(1.0, 0.001), python=settings.pop("python", PythonTime()))
+        world = World(
+            GeneratedText(lengths, []),
+            LinearTime(1.0, 0.001),
+            python=PythonConfig(*settings.pop("python", (0.0, 0.0, 0.0))),
+        )
         limits = {"max_batch": 8, "max_step_tokens": 1000, "cache_tokens": float("inf"), **settings}
         self.engine = Driver(SimulatedEngine(actor, self.clock, network, world, **limits))
 
@@ -165,7 +158,7 @@ class TestConformance(EngineConformance):
 
 class TestEngine:
     def test_steps_take_what_the_cost_model_and_python_say_on_a_node_of_this_speed(self) -> None:
-        one = Engine({1: 5}, slowness=2.0, python=PythonTime(verify_row_s=0.1))
+        one = Engine({1: 5}, slowness=2.0, python=(1e5, 0.0, 0.0))
         one.add(1)
         one.engine.engine.speculates = lambda: True
         found = []
@@ -215,129 +208,112 @@ class TestEngine:
         assert len(again) == 1 and 30 < again[0] <= 90  # prompt and what it had said
 
 
+class Time:
+    """Takes `forward_s` a forward, and `context_s` a token of context; records what it is asked."""
+
+    def __init__(self, read: list[Any], forward_s: float = 0.0, context_s: float = 0.0) -> None:
+        self.read, self.forward_s, self.context_s = read, forward_s, context_s
+
+    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        self.read.append((rows, positions, context_tokens, prefill_tokens))
+        return self.forward_s + self.context_s * context_tokens
+
+
+class Drafting:
+    """A proposer with one request, of the seed 1 and a window of 4, on a kernel of its own."""
+
+    slot = np.zeros(1, np.int32)
+
+    def __init__(self, time: DraftTime, accuracy: float, prompt: int = 2, branches: int = 0) -> None:
+        text, sampling = GeneratedText({1: 400}, [skill(accuracy)]), SamplingParams(max_tokens=400, seed=1)
+        self.truth = text.output(sampling, 0).astype(np.int32)
+        self.clock = VirtualClock(Kernel(0), Process("d"))
+        world = World(text, drafting={"m": time})
+        self.proposer = SimulatedProposer("d", "m", self.clock, world, lambda: 0.0, branches=branches)
+        self.proposer.open(0, "1", tuple(range(prompt)), (), sampling, window=4)
+
+    def run(self, script: Callable[[], Any]) -> float:
+        self.clock.spawn(script, "script")
+        self.clock.kernel.run()
+        assert not self.clock.kernel.crashes
+        return self.clock.kernel.now
+
+    def extend(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.proposer.extend()
+
+    def tail(self) -> np.ndarray:
+        return self.proposer.tails(self.slot).tokens
+
+
 class TestDrafters:
-    def draft(self, proposer: Any, clock: VirtualClock, rounds: int) -> tuple[float, list[Any]]:
-        tails: list[Any] = []
+    @pytest.mark.parametrize(
+        ("time", "seconds", "lengths"),
+        [
+            (DraftTime(LinearTime(0.5)), 2.0, [1, 2, 3, 4]),
+            (DraftTime(LinearTime(0.25, 0.125), is_lookup=True), 0.75, [4, 4, 4, 4]),
+        ],
+    )
+    def test_a_model_drafts_a_token_a_forward_and_a_lookup_all_at_once(
+        self, time: DraftTime, seconds: float, lengths: list[int]
+    ) -> None:
+        one, tails = Drafting(time, 0.999), list[np.ndarray]()
 
         def script() -> None:
-            for _ in range(rounds):
-                proposer.extend()
-                bases, _, tokens, _ = proposer.tails(np.zeros(1, np.int32))
-                tails.append((int(bases[0]), tuple(tokens.tolist())))
+            for _ in range(4):
+                one.extend(1)
+                tails.append(one.tail())
 
-        clock.spawn(script, "script")
-        clock.kernel.run()
-        assert not clock.kernel.crashes
-        return clock.kernel.now, tails
-
-    def test_a_model_drafts_a_token_a_forward_and_a_lookup_all_at_once(self) -> None:
-        text = GeneratedText({1: 100}, [skill(0.999, method=method) for method in ("lookup", "model")])
-        times = {
-            "model": DraftTime(LinearTime(0.5)),
-            "lookup": DraftTime(LinearTime(0.25, 0.125), is_lookup=True),
-        }
-        tokens = tuple(text.output(SamplingParams(max_tokens=100, seed=1), 0))
-        expected = ("model", 2.0, [1, 2, 3, 4]), ("lookup", 0.75, [4, 4, 4, 4])
-        for method, seconds, lengths in expected:
-            clock = VirtualClock(Kernel(0), Process("d"))
-            proposer = SimulatedProposer("d", method, clock, World(text, drafting=times), lambda: 0.0)
-            proposer.open(0, "1", (1, 2), (), SamplingParams(seed=1), window=4)
-            took, tails = self.draft(proposer, clock, 4)
-            assert (took, [len(tail) for _, tail in tails]) == (seconds, lengths)
-            assert tails[-1] == (0, tokens[:4])
+        assert one.run(script) == seconds
+        assert [len(tail) for tail in tails] == lengths
+        assert tails[-1].tolist() == one.truth[:4].tolist()
 
     def test_chains_read_contexts_of_their_own_and_a_branch_takes_the_place_of_a_chain(self) -> None:
-        read, clock = [], VirtualClock(Kernel(0), Process("d"))
-
-        class Time(LinearTime):
-            def seconds(self, *figures: int) -> float:
-                read.append(figures)
-                return 0.1
-
-        text = GeneratedText({1: 400}, [skill(0.5, method="model")])
-        truth = text.output(SamplingParams(max_tokens=400, seed=1), 0).astype(np.int32)
-        world = World(text, drafting={"model": DraftTime(Time(0.0))})
-        proposer = SimulatedProposer("d", "model", clock, world, lambda: 0.0, branches=4)
-        proposer.open(0, "1", (1, 2), (), SamplingParams(max_tokens=400, seed=1), window=4)
-        proposer.budget, slot = 2, np.zeros(1, np.int32)
+        read: list[Any] = []
+        one = Drafting(DraftTime(Time(read, 0.1)), 0.5, branches=4)
+        one.proposer.budget = 2
         misses = kept = known = 0
 
         def play() -> None:
             nonlocal misses, kept, known
-            for _ in range(3):
-                proposer.extend()
+            one.extend(3)
             assert read == [(1, 1, 2, 1), (2, 2, 6, 0), (2, 2, 8, 0)]  # rows, positions, contexts, prompt
-            proposer.budget = 8
+            one.proposer.budget = 8
             while known < 380:
-                tail = proposer.tails(slot).tokens
-                agreed = int(np.cumprod(tail == truth[known : known + len(tail)]).sum())
-                tokens = truth[known : known + agreed + 1]
-                proposer.commit(slot, slot + known, slot + agreed + 1, tokens)
+                tail = one.tail()
+                agreed = int(np.cumprod(tail == one.truth[known : known + len(tail)]).sum())
+                tokens = one.truth[known : known + agreed + 1]
+                one.proposer.commit(one.slot, one.slot + known, one.slot + agreed + 1, tokens)
                 known += agreed + 1
                 misses += agreed < len(tail)
-                kept += agreed < len(tail) and len(proposer.tails(slot).tokens) > 0
-                proposer.extend()
-                proposer.extend()
+                kept += agreed < len(tail) and len(one.tail()) > 0
+                one.extend(2)
 
-        clock.spawn(play, "play")
-        clock.kernel.run()
-        assert not clock.kernel.crashes
+        one.run(play)
         assert 0.25 < kept / misses < 0.7
 
     def test_a_head_reads_the_states_of_all_committed_positions(self) -> None:
         read: list[Any] = []
-        clock = VirtualClock(Kernel(0), Process("d"))
-
-        class Time(LinearTime):
-            def seconds(self, *figures: int) -> float:
-                read.append(figures)
-                return 0.125
-
-        text = GeneratedText({1: 400}, [skill(0.999, method="eagle")])
-        truth = text.output(SamplingParams(max_tokens=400, seed=1), 0).astype(np.int32)
-        time = DraftTime(Time(0.0), fusion=lambda states: read.append(states) or 0.5 * (states > 0))
-        proposer = SimulatedProposer("d", "eagle", clock, World(text, drafting={"eagle": time}), lambda: 0.0)
-        proposer.open(0, "1", (1, 2), (), SamplingParams(max_tokens=400, seed=1), window=4)
-        slot = np.zeros(1, np.int32)
+        fusion = DraftTime(Time(read, 0.125), fusion=lambda states: read.append(states) or 0.5 * (states > 0))
+        one = Drafting(fusion, 0.999)
 
         def play() -> None:
-            for _ in range(4):
-                proposer.extend()
-            proposer.commit(slot, slot, slot + 5, truth[:5])
-            proposer.extend()
-            proposer.extend()
+            one.extend(4)
+            one.proposer.commit(one.slot, one.slot, one.slot + 5, one.truth[:5])
+            one.extend(2)
 
-        clock.spawn(play, "play")
-        clock.kernel.run()
-        assert not clock.kernel.crashes
+        assert one.run(play) == 6 * 0.125 + 2 * 0.5
         # States of new positions; rows, positions, context, positions read beside the newest one.
         first = [2, (1, 1, 2, 1), 0, (1, 1, 3, 0), 0, (1, 1, 4, 0), 0, (1, 1, 5, 0)]
         assert read == [*first, 5, (1, 1, 7, 4), 0, (1, 1, 8, 0)]
-        assert clock.kernel.now == 6 * 0.125 + 2 * 0.5
 
-    def test_branches_read_the_pages_in_common_once_where_that_is_faster(self) -> None:
-        for merge_s, seconds in ((0.0, 0.600 + 0.690 + 0.692), (0.1, 0.600 + 0.790 + 0.792), (math.inf, 3.006)):
-            clock, slot = VirtualClock(Kernel(0), Process("d")), SamplingParams(max_tokens=400, seed=1)
-
-            class Time(LinearTime):
-                def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
-                    return 1e-3 * context_tokens
-
-            world = World(GeneratedText({1: 400}, [skill(0.5, method="model")]))
-            world.drafting = {"model": DraftTime(Time(0.0), merge_s=merge_s)}
-            proposer = SimulatedProposer("d", "model", clock, world, lambda: 0.0, branches=4)
-            proposer.open(0, "1", tuple(range(600)), (), slot, window=4)
-            proposer.budget = 2
-            assert self.draft(proposer, clock, 3)[0] == pytest.approx(seconds)
-
-    def test_real_lookups_search_recorded_text_and_take_time(self) -> None:
-        clock = VirtualClock(Kernel(0), Process("d"))
-        times = {"ngram": DraftTime(LinearTime(0.5, 0.125), is_lookup=True)}
-        world = World(RecordedText([RecordedRequest("a", (1,), (7, 8, 9), 3, {})]), drafting=times)
-        proposer = TimedProposer(NgramProposer(), clock, world, "d")
-        proposer.open(0, "1", (1, 2, 3, 4, 1, 2), (), SamplingParams(seed=1), 3)
-        took, tails = self.draft(proposer, clock, 1)
-        assert tails == [(0, (3, 4, 1))] and took == 0.5 + 3 * 0.125
+    @pytest.mark.parametrize(
+        ("merge_s", "seconds"), [(0.0, 0.600 + 0.690 + 0.692), (0.1, 0.600 + 0.790 + 0.792), (math.inf, 3.006)]
+    )
+    def test_branches_read_the_pages_in_common_once_where_that_is_faster(self, merge_s: float, seconds: float) -> None:
+        one = Drafting(DraftTime(Time([], context_s=1e-3), merge_s=merge_s), 0.5, prompt=600, branches=4)
+        one.proposer.budget = 2
+        assert one.run(lambda: one.extend(3)) == pytest.approx(seconds)
 
 
 class TestWorkload:
@@ -355,49 +331,6 @@ class TestWorkload:
             return sum(40.0 <= at < 60.0 for at in arrivals) / len(arrivals)
 
         assert 0.5 < share_at_noon(0.0) < 0.65 and 0.15 < share_at_noon(1.0) < 0.25
-
-    def row(self, **changes: Any) -> str:
-        stats = {"steps": 10, "drafted": 40, "accepted": 20, "by_method": {"ngram": [40, 20]}}
-        row = {
-            "request_id": "a",
-            "prompt_token_ids": [1, 2],
-            "token_ids": [3, 4, 5],
-            "finish_reason": "length",
-            "stats": stats,
-        }
-        return json.dumps({**row, **changes})
-
-    def test_a_recording_says_what_was_said_and_how_often_drafts_were_right(self, tmp_path: Path) -> None:
-        path = tmp_path / "trajectories.jsonl"
-        ended = self.row(request_id="b", finish_reason="stop", token_ids=[9])
-        path.write_text("\n".join([self.row(), ended, self.row(request_id="c", finish_reason="error")]) + "\n")
-        recording = load_recording(path)
-        assert [(one.request_id, one.max_tokens) for one in recording] == [("a", 3), ("b", 4)]
-        assert recording[0].accuracy == {"ngram": 20 / 30}  # ten steps have ten wrong tokens at most
-        text = RecordedText(recording)
-        assert (text.vocab_size, text.probability("ngram", 0, 0)) == (10, 20 / 30)
-        by_hand = RecordedText(recording, [SkillConfig("ngram", 0.25), SkillConfig("draft_model", 0.5)])
-        assert (by_hand.probability("ngram", 1, 0), by_hand.probability("draft_model", 0, 0)) == (0.25, 0.5)
-        assert len(load_recording(path, limit=1)) == 1
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("", "holds no finished trajectory"),
-            ("{", r"line 1 is no trajectory \(JSONDecodeError"),
-            ("[]", r"line 1 is no trajectory \(TypeError"),
-            ('{"finish_reason": "stop"}', r"line 1 is no trajectory \(KeyError: 'stats'"),
-            ("EMPTY", "line 1 is no trajectory .*it has no output"),
-            ("NEGATIVE", "its token ids are negative"),
-            ("BROKEN", r"line 1 is no trajectory \(TypeError"),
-        ],
-    )
-    def test_what_is_no_recording_is_refused(self, tmp_path: Path, text: str, message: str) -> None:
-        ids = {"EMPTY": [], "NEGATIVE": [3, -1], "BROKEN": [1.7]}
-        path = tmp_path / "x.jsonl"
-        path.write_text(self.row(token_ids=ids[text]) if text in ids else text)
-        with pytest.raises(InputError, match=message):
-            load_recording(path)
 
 
 class TestNetwork:

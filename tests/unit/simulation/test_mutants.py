@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.controller.fleet import Fleet
 from specactor_ray.controller.members import Member
-from specactor_ray.controller.reconcile import Remove
 from specactor_ray.controller.sync import WeightSync
-from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.backlog import Quarantine
-from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
+from specactor_ray.rollout.verifiers import Verifiers
 from specactor_ray.transport.link import EventQueue
 from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify.requests import Requests
@@ -24,23 +21,6 @@ from tests.faults.run import FaultScenario, simulate
 
 RUNS = 8
 Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def one_blip_excludes_a_verifier(patch: pytest.MonkeyPatch) -> None:
-    """A poll that fails takes its verifier out for ever, whatever the controller says."""
-    lost: set[tuple[int, str]] = set()
-    take_view = Verifiers._take_view
-
-    def lose(self: Verifiers, link: VerifierLink, error: Exception) -> None:
-        lost.add((id(self), link.verifier_id))
-
-    def take_all_but_the_lost(self: Verifiers, view: Any) -> Any:
-        serving = {name: handle for name, handle in view.verifiers.items() if (id(self), name) not in lost}
-        object.__setattr__(view, "verifiers", serving)
-        return take_view(self, view)
-
-    patch.setattr(Verifiers, "suspect", lose)
-    patch.setattr(Verifiers, "_take_view", take_all_but_the_lost)
 
 
 def a_lost_submit_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
@@ -122,26 +102,13 @@ def old_weights_serve_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Requests, "add", take)
 
 
-def a_removal_ends_the_start(patch: pytest.MonkeyPatch) -> None:
-    """Whatever is removed while a run starts ends it, although it is only not wanted any more."""
-    remove = Fleet._remove
-
-    def end(self: Fleet, action: Remove, desired: Mapping[str, int], now: float) -> None:
-        remove(self, action, desired, now)
-        self.start_error = self.start_error or SpecActorError(action.reason)
-
-    patch.setattr(Fleet, "_remove", end)
-
-
 MUTANTS: list[tuple[Patch, tuple[str, ...]]] = [
-    (one_blip_excludes_a_verifier, ("bad links",)),
     (a_lost_submit_is_not_noticed, ("bad links",)),
     (pings_are_taken_for_progress, ("wedge engine",)),
     (requests_fail_with_their_neighbours, ("kill verifier", "poison")),
     (events_are_lost_with_their_answer, ("bad links",)),
     (attempts_are_not_told_apart, ("freeze actor", "partition", "bad links")),
     (old_weights_serve_on, ("kill drafter",)),
-    (a_removal_ends_the_start, ("scale", "from the start")),
 ]
 
 

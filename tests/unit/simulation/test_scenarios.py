@@ -8,42 +8,31 @@ import pytest
 
 from specactor_ray.config.schema import ModeName
 from specactor_ray.core.errors import ConfigError
-from specactor_ray.simulation.rollouts import Result
 from specactor_ray.simulation.scenario import ScenarioConfig, load_scenario, variant_of
 from specactor_ray.simulation.world import build_world
 from tests.unit.simulation.scenarios import SMALL, results_of, write_scenario
 
 
-def test_a_scenario_is_read_with_defaults_and_overrides(tmp_path: Path) -> None:
-    path = write_scenario(tmp_path)
+def test_scenarios_have_defaults_overrides_and_variants(tmp_path: Path) -> None:
+    path = write_scenario(tmp_path, SMALL + "  same:\n")
     scenario = load_scenario(path, ["seed=9", "workload.sigma=0", "config.target.max_batch=2"])
     assert (scenario.seed, scenario.workload.sigma, scenario.config.target.max_batch) == (9, 0.0, 2)
-    assert scenario.workload.requests == 16
-    assert scenario.network == ScenarioConfig().network
-    assert list(scenario.variants) == ["plain", "coupled", "decoupled"]
-
-
-def test_overrides_count_for_more_than_what_a_variant_changes(tmp_path: Path) -> None:
-    path = write_scenario(tmp_path)
+    assert scenario.workload.requests == 16 and scenario.network == ScenarioConfig().network
+    assert list(scenario.variants) == ["plain", "coupled", "decoupled", "same"]
     plain = variant_of(path, ["seed=9"], "plain")
     assert (plain.config.mode, plain.config.target.replicas, plain.seed) == (ModeName.plain, 3, 9)
     assert variant_of(path, ["config.target.replicas=4"], "plain").config.target.replicas == 4
-
-
-def test_a_variant_may_change_nothing(tmp_path: Path) -> None:
-    path = write_scenario(tmp_path, SMALL + "  same:\n")
     assert variant_of(path, [], "same") == load_scenario(path)
+    load_scenario(path, ["skills=[]", "config.mode=plain"])
 
 
 @pytest.mark.parametrize(
     ("override", "key", "message"),
     [
         ("workload.requsts=3", "workload.requsts", "Did you mean workload.requests?"),
-        ("machine.gpus=3", "machine", "Did you mean machines?"),
         ("config.target.max_bach=3", "config.target.max_bach", "Did you mean config.target.max_batch?"),
         ("workload.arrival=someday", "workload.arrival", "at_once"),
         ("seed=many", "seed", "wrong type"),
-        ("workload.requests=0", "workload.requests", "use 1 or more"),
         ("workload.sigma=.nan", "workload.sigma", "out of range"),
         ("workload.sigma=11", "workload.sigma", "at most 10."),
         ("seed=-1", "seed", "use 0 or more"),
@@ -62,10 +51,6 @@ def test_what_is_wrong_is_refused_with_key_and_fix(tmp_path: Path, override: str
         load_scenario(write_scenario(tmp_path), [override])
     assert caught.value.key == key
     assert message in str(caught.value)
-
-
-def test_plain_needs_no_skills(tmp_path: Path) -> None:
-    load_scenario(write_scenario(tmp_path), ["skills=[]", "config.mode=plain"])
 
 
 @pytest.mark.parametrize(
@@ -176,17 +161,11 @@ variants:
 """
 
 
-def held(result: Result) -> list[float]:
-    """GPUs of draft actors, one number after the other."""
-    return [gpus for _, gpus in result.draft_actors]
-
-
 def test_draft_actors_come_and_go_by_load(tmp_path: Path) -> None:
     """There is room for one; those beyond it wait and hold up nothing."""
     elastic, fixed = results_of(write_scenario(tmp_path, DAYS))
-    assert held(elastic)[:3] == [0, 1, 0] and held(fixed) == [1]
     assert elastic.tokens == fixed.tokens
     assert 0.0 < elastic.drafting_s < fixed.drafting_s
     assert elastic.metrics.accepted_tokens > 0
     assert elastic.devices == pytest.approx(2 + elastic.drafting_s / elastic.rollout_s) and fixed.devices == 3
-    assert len(elastic.latency_s) == 40
+    assert len(elastic.latency_s) == 40 and fixed.drafting_s == pytest.approx(fixed.rollout_s)

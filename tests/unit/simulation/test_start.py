@@ -13,9 +13,9 @@ from specactor_ray.controller.reconcile import ReplacementLimits
 from specactor_ray.core.errors import ClusterError, ModelLoadError, SpecActorError, UserError
 from specactor_ray.simulation.cluster import SimulatedHost, VirtualRun
 from specactor_ray.simulation.network import Node
-from specactor_ray.simulation.text import HashedText
 from specactor_ray.simulation.world import World
 from tests.faults.run import FaultScenario, make_config
+from tests.number_text import HashedText
 
 LOADING_S = 10.0
 """Models take this long to load here; the start is over somewhat later."""
