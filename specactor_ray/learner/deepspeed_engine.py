@@ -16,7 +16,7 @@ import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.learner.engine import PartWriter, PolicyModel, TorchEngine, WorkCounter, parameter_groups
+from specactor_ray.learner.engine import PolicyModel, SavedPart, TorchEngine, WorkCounter, parameter_groups
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
@@ -147,10 +147,20 @@ class DeepSpeedEngine(TorchEngine):
         with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
             yield
 
-    def save(self, folder: Path, writer: PartWriter) -> None:
-        """Write every rank's share of the weights and the optimizer; all ranks call it with the same folder."""
-        with self._files_through(writer):
-            self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+    def save(self, folder: Path, part: SavedPart) -> None:
+        """Write every rank's share of the weights and the optimizer; all ranks call it with the same folder. DeepSpeed
+        has barriers between two files, where a rank that raised would block the others forever."""
+        files = self._engine.checkpoint_engine
+
+        def save_one(state_dict: Any, path: str) -> None:
+            with part.writing(Path(path)):
+                type(files).save(files, state_dict, path)
+            self._progress.tick()
+
+        files.save = save_one
+        # Rank 0 copies a script beside its shares, which is superfluous with the whole model in `weights/`.
+        self._engine._copy_recovery_script = lambda folder: None
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
         """Restore the files of `save`, with the same number of ranks and the same stage.
@@ -178,30 +188,6 @@ class DeepSpeedEngine(TorchEngine):
     def reload(self) -> None:
         if self.device.type != "cpu":
             self._engine.reload_states()
-
-    def close(self) -> None:
-        self._engine.destroy()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-    @contextlib.contextmanager
-    def _files_through(self, writer: PartWriter) -> Iterator[None]:
-        """Inside, DeepSpeed saves through the writer: it has barriers between two files, where a rank that raised would
-        block the others forever."""
-        files = self._engine.checkpoint_engine
-        save = files.save
-
-        def save_one(state_dict: Any, path: str) -> None:
-            with writer.writing(Path(path)):
-                save(state_dict, path)
-
-        files.save = save_one
-        # Rank 0 copies a script beside its shares, which is superfluous with the whole model in `weights/`.
-        self._engine._copy_recovery_script = lambda folder: None
-        try:
-            yield
-        finally:
-            files.save = save
 
 
 @contextlib.contextmanager
@@ -234,11 +220,7 @@ def _settings(config: TrainerConfig, world_size: int) -> dict[str, Any]:
         "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False},
         "optimizer": {
             "type": "AdamW",
-            "params": {
-                "lr": config.learning_rate,
-                "betas": [config.beta1, config.beta2],
-                "torch_adam": config.gpus == 0,
-            },
+            "params": {"lr": config.learning_rate, "torch_adam": config.gpus == 0},
         },
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,

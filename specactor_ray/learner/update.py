@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from specactor_ray.learner.algorithms import (
     value_loss,
 )
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens, share_out
-from specactor_ray.learner.engine import TokenScores, TorchEngine
+from specactor_ray.learner.engine import PolicyModel, TokenScores, TorchEngine
 
 
 @dataclass(slots=True)
@@ -41,8 +41,7 @@ class PolicyUpdater:
     """Turns samples into optimizer steps.
 
     Args:
-        max_tokens: Value of `sampling.max_tokens`.
-        score_reference: Log-probabilities `(B, T)` under the reference model, for a KL term.
+        reference: The reference model, for a KL term.
     """
 
     def __init__(
@@ -50,13 +49,12 @@ class PolicyUpdater:
         engine: TorchEngine,
         recipe: AlgorithmConfig,
         config: TrainerConfig,
-        max_tokens: int,
-        score_reference: Callable[[MicroBatch], torch.Tensor] | None = None,
+        reference: PolicyModel | None = None,
     ) -> None:
         self._engine, self._recipe, self._config = engine, recipe, config
-        self._max_tokens, self._score_reference = max_tokens, score_reference
-        assert recipe.loss_aggregation is not None and recipe.clip_high is not None  # filled by `make_recipe`
-        self._aggregation, self._clip_high = recipe.loss_aggregation, recipe.clip_high
+        self._reference = reference
+        assert recipe.clip_high is not None  # filled by `make_recipe`
+        self._clip_high = recipe.clip_high
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step.
@@ -106,7 +104,7 @@ class PolicyUpdater:
         whole = torch.zeros(len(samples), max(len(sample.output) for sample in samples))
         for row, sample in enumerate(samples):
             whole[row, : len(sample.output)] = torch.tensor(sample.loss_mask, dtype=torch.float32)
-        weights = token_weights(whole, self._aggregation, self._max_tokens)
+        weights = token_weights(self._recipe, whole)
         result = []
         for group in share_out(groups, engine.world_size)[engine.rank]:
             batch = collate(samples, group).to(engine.device)
@@ -130,7 +128,7 @@ class PolicyUpdater:
             assert item.old is not None  # scored just before
             values = item.old.values
             item.advantages, item.returns = generalized_advantages(
-                item.batch.rewards, values, item.batch.mask, recipe.gamma, recipe.gae_lambda
+                item.batch.rewards, values, item.batch.mask, recipe.gae_lambda
             )
             a, mask = item.advantages.double(), item.batch.mask.double()
             moments += torch.stack([mask.sum(), (a * mask).sum(), (a.square() * mask).sum()]).cpu()
@@ -144,9 +142,9 @@ class PolicyUpdater:
     def _optimizer_step(self, mini_batch: Sequence[_Prepared], rate: float, sums: _Sums) -> None:
         bad = torch.zeros(1)
         for number, item in enumerate(mini_batch):
-            if self._score_reference is not None and item.reference is None:
+            if self._reference is not None and item.reference is None:
                 with torch.no_grad():
-                    item.reference = self._score_reference(item.batch)
+                    item.reference = self._engine.score(item.batch, self._reference).logprobs
             scores = self._engine.score(item.batch)
             if not self._needs_old_scores:
                 sums.add_gap(item.batch, scores)
@@ -184,7 +182,7 @@ class PolicyUpdater:
             sums.add("kl", kl_estimate(scores.logprobs, item.reference), batch.mask)
         if uses_values(recipe):
             assert item.old is not None and item.returns is not None
-            value = value_loss(scores.values, item.old.values, item.returns, recipe.value_clip)
+            value = value_loss(scores.values, item.old.values, item.returns)
             per_token = per_token + recipe.value_coef * value
             sums.add_loss("value_loss", value, weights)
         sums.add_loss("loss", per_token, weights)

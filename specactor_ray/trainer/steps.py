@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,8 +110,6 @@ class TrainingParts:
     """Shows a line to the user."""
     enough: Callable[[], bool] = lambda: False
     """Called after every step; returns whether to end before `trainer.steps`."""
-    shielded: Callable[[], AbstractContextManager[None]] = signals_deferred
-    """Context manager in which signals do not interrupt."""
 
 
 def run_steps(parts: TrainingParts) -> TrainOutcome:
@@ -147,7 +144,7 @@ def _step(parts: TrainingParts) -> None:
     record.begin(state.step)
     sampling = parts.config.sampling
     experience = parts.maker.collect(parts.rollout, sampling, state.step)
-    with parts.shielded():
+    with signals_deferred():
         if parts.config.trainer.offload:
             parts.rollout.sleep()
             parts.trainer.reload()
@@ -187,7 +184,7 @@ def _hand_over(parts: TrainingParts, experience: Experience) -> int:
 def _end(parts: TrainingParts, status: str, reason: str = "") -> TrainOutcome:
     """Save the unsaved state and write the summary. A run without its last checkpoint has failed."""
     saver = parts.saver
-    with parts.shielded():
+    with signals_deferred():
         try:
             problem = "" if saver.save() else saver.problem
         except SpecActorError as error:  # the trainer itself may be lost

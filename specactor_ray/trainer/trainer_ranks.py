@@ -19,7 +19,6 @@ from specactor_ray.cluster.names import actor_name
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ActorLostError, CallError, ClusterError, SpecActorError
 from specactor_ray.learner.deepspeed_engine import LOOPBACK, Rendezvous
-from specactor_ray.learner.trainer import TrainerSpec
 
 if TYPE_CHECKING:
     from specactor_ray.learner.batching import Sample
@@ -32,7 +31,6 @@ _POLL_S = 5.0
 """Seconds between two checks of a rank's progress."""
 _GRACE_S = 10.0
 """Seconds for the other ranks to answer once one has failed; after that they are assumed to wait in a collective."""
-_STOP_S = 5.0
 _VISIBLE_TRIES = 10
 """Seconds until files of other nodes are visible in a shared folder."""
 
@@ -42,7 +40,7 @@ class TrainerRanks:
 
     Every wait ends: with the answers, with the first error of a rank, or when a rank makes no progress. Once ranks may
     be out of step (one is gone or hangs, or one failed and another does not answer) every further call is refused at
-    once; the caller must close it.
+    once.
 
     Args:
         ranks: Handles in order; each has the methods of `TrainerActor`.
@@ -55,11 +53,10 @@ class TrainerRanks:
         self._broken = ""
         self._numbers = itertools.count(1)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def start(self, config: Config, checkpoint: Path | None, address: str, port: int, threads: int) -> None:
+        """Load the policy in all ranks, which meet at this address."""
+        places = [Rendezvous(rank, len(self._ranks), address, port) for rank in range(len(self._ranks))]
+        self._call_each("start", [(config, checkpoint, place, threads) for place in places])
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step; returns the metrics of `PolicyUpdater.update`. A step is done once:
@@ -104,14 +101,6 @@ class TrainerRanks:
     def reload(self) -> None:
         self._call("reload")
 
-    def close(self) -> None:
-        """End the ranks in order, within a short time. Idempotent."""
-        ranks, self._ranks = self._ranks, []
-        if self._broken:
-            return
-        calls = [self._calls.start(rank, "stop", deadline_s=_STOP_S, retry=False) for rank in ranks]
-        self._answered(calls, _STOP_S)
-
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         return self._call_each(method, [arguments] * len(self._ranks))
 
@@ -122,9 +111,8 @@ class TrainerRanks:
                 f"the trainer cannot be used any more: {self._broken}. Fix: start again with resume=auto, which "
                 "continues from the newest checkpoint"
             )
-        start = self._calls.start
         calls = [
-            start(rank, method, *each, deadline_s=_NO_DEADLINE)
+            self._calls.start(rank, method, *each, deadline_s=_NO_DEADLINE)
             for rank, each in zip(self._ranks, arguments, strict=True)
         ]
         try:
@@ -138,12 +126,14 @@ class TrainerRanks:
 
     def _cause(self, error: SpecActorError, method: str, calls: Sequence[Call]) -> SpecActorError:
         """First cause of an error: a lost rank makes the others fail in their collective, maybe with earlier errors."""
-        if not isinstance(error, ActorLostError):
-            self._answered(calls, _GRACE_S)
-            for rank, call in enumerate(calls):
-                if call.done and isinstance(call.error, ActorLostError):
-                    return _explained(call.error, rank, method)
-        return error
+        if isinstance(error, ActorLostError):
+            return error
+        clock = self._calls.clock
+        end = clock.now() + _GRACE_S
+        while (left := [call for call in calls if not call.done]) and clock.now() < end:
+            self._calls.wait(left, end - clock.now())
+        lost = [(call.error, rank) for rank, call in enumerate(calls) if call.done]
+        return next((_explained(lost, rank, method) for lost, rank in lost if isinstance(lost, ActorLostError)), error)
 
     def _wait(self, method: str, calls: Sequence[Call]) -> None:
         """Wait until all ranks have answered.
@@ -169,13 +159,6 @@ class TrainerRanks:
                     f"trainer rank {', '.join(map(str, stalled))}: no progress for {self._stall_timeout_s:g} s in "
                     f"{method}; it hangs, or one piece of its work takes longer than trainer.stall_timeout_s"
                 )
-
-    def _answered(self, calls: Sequence[Call], timeout_s: float) -> bool:
-        """Wait for these calls; returns whether all of them ended within `timeout_s` seconds."""
-        end = self._calls.clock.now() + timeout_s
-        while (left := [call for call in calls if not call.done]) and self._calls.clock.now() < end:
-            self._calls.wait(left, end - self._calls.clock.now())
-        return not left
 
     def _refuse_unseen(self, folder: Path, parts: Sequence[SavedPart]) -> None:
         """Check that all files written by the ranks are visible; a network file system may delay them."""
@@ -262,15 +245,20 @@ class TrainerGroup(TrainerRanks):
         try:
             self._place()
             self._ranks = [self._launch(run, rank) for rank in range(config.trainer.ranks)]
-            self._start(checkpoint)
+            self._meet(checkpoint)
         except BaseException:
             self.close()
             raise
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End the ranks and free their resources. Idempotent."""
-        ranks = self._ranks
-        super().close()
+        ranks, self._ranks = self._ranks, []
         for rank in ranks:
             ray.kill(rank)
         if self._group is not None:
@@ -310,7 +298,7 @@ class TrainerGroup(TrainerRanks):
             runtime_env={"env_vars": limit_spins()},
         )
 
-    def _start(self, checkpoint: Path | None) -> None:
+    def _meet(self, checkpoint: Path | None) -> None:
         trainer = self._config.trainer
         limit_s = self._config.cluster.start_timeout_s
         asked = [self._calls.start(rank, "find_port", deadline_s=limit_s) for rank in self._ranks]
@@ -319,9 +307,4 @@ class TrainerGroup(TrainerRanks):
         if all(place[0] == address for place in places):
             address = LOOPBACK  # no other machine is involved
         threads = trainer.cores or max(1, len(os.sched_getaffinity(0)) // trainer.ranks)
-        where = str(checkpoint) if checkpoint is not None else None
-        specs = [
-            TrainerSpec(self._config, where, Rendezvous(rank, trainer.ranks, address, port))
-            for rank in range(trainer.ranks)
-        ]
-        self._call_each("start", [(spec, threads) for spec in specs])
+        self.start(self._config, checkpoint, address, port, threads)
