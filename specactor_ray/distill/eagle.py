@@ -28,6 +28,8 @@ from specactor_ray.models.ragged_model import HEAD_INPUT
 
 INIT_SCALE = 0.05
 """Scale of weights not copied from the target: small, so that the head starts close to the target's own last layer."""
+_DECAY, _REGRESSION = 0.8, 2.0
+"""Factor of the loss from one depth to the next; weight of the distance between inputs of output layers."""
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
 """Weights that stay the target's: most of all weights; the output layer also converts the target's states into the
 distributions to learn."""
@@ -59,8 +61,9 @@ def hidden_layers_of(model: Any) -> tuple[int, ...]:
     return (*(layer - 1 for layer in default_aux_layers(layers)), HEAD_INPUT)
 
 
-def example_of(record: CorpusRecord, states: torch.Tensor) -> EagleExample:
+def example_of(record: CorpusRecord) -> EagleExample:
     """A recorded rollout with the states of `hidden_layers_of`."""
+    states = torch.from_numpy(record.states())
     hidden = states.shape[1] // 4
     tokens = (*record.prompt_token_ids, *record.output_token_ids)
     temperature = record.sampling.temperature or 1.0
@@ -295,26 +298,16 @@ def unroll(head: EagleHead, batch: EagleBatch, depths: int) -> Iterator[tuple[to
         inputs = outputs
 
 
-def unroll_loss(
-    head: EagleHead, batch: EagleBatch, depths: int, decay: float = 0.8, regression: float = 2.0
-) -> tuple[torch.Tensor, list[float]]:
-    """Cross entropy against the target's distribution, and the distance of the inputs of the two output layers (smooth
-    L1, if the batch has it), summed over depths with weights `decay ** depth`.
-
-    Returns:
-        The loss per position; and per depth the mean overlap `1 - TV` (total variation) of the two distributions: two
-        samples with the same noise agree with probability at least `(1 - TV) / (1 + TV)`.
-    """
+def unroll_loss(head: EagleHead, batch: EagleBatch, depths: int) -> torch.Tensor:
+    """Loss per position: cross entropy against the target's distribution, and the distance of the inputs of the two
+    output layers (smooth L1, if the batch has it), summed over depths with falling weights."""
     loss = batch.states.new_zeros(())
-    overlaps = [0.0] * depths
     for depth, (outputs, rows) in enumerate(unroll(head, batch, depths)):
         if not len(rows):
             continue
         log_probs, probs = torch.log_softmax(head.lm_head(outputs).float(), dim=-1), batch.teacher[rows].exp()
         lost = -(probs * log_probs).sum(-1).mean()
         if batch.final is not None:
-            lost = lost + regression * F.smooth_l1_loss(outputs.float(), batch.final[rows])
-        loss = loss + decay**depth * lost
-        with torch.no_grad():
-            overlaps[depth] = float(torch.minimum(probs, log_probs.exp()).sum(-1).mean())
-    return loss, overlaps
+            lost = lost + _REGRESSION * F.smooth_l1_loss(outputs.float(), batch.final[rows])
+        loss = loss + _DECAY**depth * lost
+    return loss

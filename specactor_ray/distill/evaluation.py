@@ -26,6 +26,7 @@ from specactor_ray.distill.card import read_card
 from specactor_ray.distill.corpus import Corpus, CorpusRecord, target_config
 from specactor_ray.draft.proposer import Proposer, build_proposer, common_prefix, packed
 from specactor_ray.models.checkpoint_files import describes_head
+from specactor_ray.models.loading import load_model_config
 from specactor_ray.transport.messages import Features
 
 if TYPE_CHECKING:
@@ -151,21 +152,23 @@ def replay(
     window: int,
     batch: int = 16,
     on_progress: Callable[[int], None] | None = None,
-    features: Callable[[CorpusRecord], Any] | None = None,
+    width: int | None = None,
 ) -> AcceptanceCounts:
     """Replay recorded rollouts through a proposer, `batch` at once, with `window` draft tokens per step.
 
     Args:
         on_progress: Called with the number of output tokens committed so far.
-        features: The target's states of a record, numpy `(tokens - 1, width)`, for proposers that read them. Default:
-            those in the record.
+        width: For proposers that read states: number of values of each recorded state, from its beginning. Default:
+            all.
     """
+    reads = proposer.traits.reads_features
     counts, waiting, running = AcceptanceCounts(window), deque(records), list[_Replay]()
     free = list(range(batch))
     while waiting or running:
         while waiting and free:
             record = waiting.popleft()
-            running.append(_Replay(free.pop(), record, record.states if features is None else features(record)))
+            states = record.states()[:, :width] if reads and record.source is not None else None
+            running.append(_Replay(free.pop(), record, states))
             running[-1].open(proposer, window)
         under_way = [entry for entry in running if not entry.done]
         slots = np.array([entry.slot for entry in under_way], np.int32)
@@ -210,6 +213,17 @@ def method_alone(method: str) -> DrafterConfig:
     return config
 
 
+def check_vocabulary(drafter: DrafterConfig, target: str, vocab_size: int) -> None:
+    """Raise InputError if a draft model has another vocabulary than the target, ModelLoadError if it is not a model."""
+    assert drafter.model is not None
+    config = load_model_config(drafter.model, trust_remote_code=drafter.trust_remote_code).get_text_config()
+    if config.vocab_size != vocab_size:
+        raise InputError(
+            f"{drafter.model} has a vocabulary of {config.vocab_size} tokens, the target {target} one of {vocab_size}. "
+            "Fix: use a drafter that was made for this target"
+        )
+
+
 def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
     """Configuration of the head, with the states that it reads of the target; None for methods that need no states.
     Raises ModelLoadError if there is no head, or it was made for another target."""
@@ -225,22 +239,17 @@ def measure(drafter: DrafterConfig, corpus: Corpus, console: Console) -> list[di
     noise, and with its own if that makes a difference."""
     recipe, window = corpus.recipe, corpus.recipe.window
     rows, head = [], head_config(drafter, recipe.target)
+    width = None if head is None else head.feature_size
     section = drafter_spec("drafter", replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH), window, _REPLAY_BATCH)
     for part, records in corpus.held_out().items():
         temperature = records[0].sampling.temperature
         noisy = temperature > 0.0 and traits(drafter.method).draws_noise
-
-        def states(record: CorpusRecord, part: str = part) -> Any:
-            assert head is not None  # the proposer reads them
-            return corpus.stores[part].states(record.index)[:, : head.feature_size].float().numpy()
-
         for shared in (True, False) if noisy else (True,):
             proposer = build_proposer(replace(section, shared_noise=shared), target_config(recipe), recipe.device)
             noise = ("shared" if shared else "own") if noisy else "-"
             total = sum(len(record.output_token_ids) for record in records)
             title = f"replay, T={temperature:g}" + (f", {noise} noise" if noisy else "")
             with PhaseProgress(console, title, total) as progress:
-                features = None if head is None else states
-                counts = replay(proposer, records, window, _REPLAY_BATCH, show_tokens(progress), features)
+                counts = replay(proposer, records, window, _REPLAY_BATCH, show_tokens(progress), width)
             rows.append({"part": part, "temperature": temperature, "noise": noise, **counts.facts()})
     return rows
