@@ -13,16 +13,12 @@ from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from specactor_ray.config import Config, to_yaml
-from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import write_json
-from specactor_ray.core.progress import Heartbeat
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.runs.training import TrainingRun, read_metrics
 from specactor_ray.trainer.steps import TrainOutcome
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
-_LINE_INTERVAL_S = 10.0
 _LARGE_GAP = 0.05
 """Average difference of log-probabilities above which a warning is shown."""
 _FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
@@ -57,46 +52,24 @@ _FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
 """Name of a figure in a step's line, and function from the step's record to its text."""
 
 
-class TrainingDisplay:
-    """Shows a line for each step, and the present work: on a terminal all the time, elsewhere at intervals."""
+class PresentWork:
+    """The present phase of a run of `steps` steps, for its progress."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, steps: int) -> None:
         self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Number of ended trajectories of the present step, and its total."""
-        self._console, self._steps = console, steps
-        self._step, self._phase, self._since = 0, "starting Ray, verifiers and trainer", time.monotonic()
-        self._live: Live | Heartbeat
-        if console.is_terminal:
-            self._live = Live(get_renderable=lambda: Text(self.doing()), console=console, transient=True)
-        else:
-            self._live = Heartbeat(lambda _: say(console, self.doing()), _LINE_INTERVAL_S)
-
-    def __enter__(self) -> TrainingDisplay:
-        self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """End the display. Idempotent."""
-        self._live.stop()
+        self._steps, self._begun, self._phase = steps, 0, "starting Ray, verifiers and trainer"
 
     def begin(self, step: int, phase: str) -> None:
         """Begin a phase of a step."""
-        self._step, self._phase, self._since = step, phase, time.monotonic()
+        self._begun, self._phase = step, phase
 
-    def end(self, record: Mapping[str, Any]) -> None:
-        """Show a finished step."""
-        cells = ", ".join(f"{name} {show(record)}" for name, show in _FIGURES)
-        say(self._console, f"step {record['step']}/{self._steps}: {cells}")
-
-    def doing(self) -> str:
-        """The present work, such as `step 2/30: rollout 12/32, 8 s`."""
+    def show(self, progress: PhaseProgress) -> None:
+        """Show it, such as `step 2/30, rollout 12/32`."""
         done, total = self.rollout_progress()
         count = f" {done}/{total}" if self._phase == "rollout" and total else ""
-        step = f"step {self._step}/{self._steps}: " if self._step else ""
-        return f"{step}{self._phase}{count}, {time.monotonic() - self._since:.0f} s"
+        step = f"step {self._begun}/{self._steps}, " if self._begun else ""
+        progress.update(max(self._begun - 1, 0), f"{step}{self._phase}{count}")
 
 
 class MetricsFile:
@@ -130,11 +103,13 @@ class StepRecorder:
     the rollout against the trainer's), `speed`, `seconds` per phase, and `failures`.
     """
 
-    def __init__(self, config: Config, run: TrainingRun, rollout: Rollout, display: TrainingDisplay) -> None:
+    def __init__(
+        self, config: Config, run: TrainingRun, rollout: Rollout, work: PresentWork, show: Callable[[str], None]
+    ) -> None:
         self._config, self._run, self._rollout = config, run, rollout
         self._metrics = MetricsFile(run.metrics_file)
-        self._display = display
-        display.rollout_progress = lambda: rollout.progress
+        self._work, self._show = work, show
+        work.rollout_progress = lambda: rollout.progress
         self._parts = contextlib.ExitStack()
         self._trackers = [tracker for tracker in (self._tensorboard(), self._wandb()) if tracker is not None]
         self._step = run.state.step
@@ -157,7 +132,7 @@ class StepRecorder:
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Count the time inside for this phase."""
-        self._display.begin(self._step, phase)
+        self._work.begin(self._step, phase)
         begin = time.perf_counter()
         try:
             yield
@@ -179,7 +154,8 @@ class StepRecorder:
             "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
         self._metrics.append(record)
-        self._display.end(record)
+        figures = ", ".join(f"{name} {text(record)}" for name, text in _FIGURES)
+        self._show(f"step {step}/{self._config.trainer.steps}: {figures}")
         self._warn(record)
         for tracker in self._trackers:
             try:
@@ -189,7 +165,6 @@ class StepRecorder:
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
         """Write the summary, if the disk accepts it."""
-        self._display.stop()
         if self._metrics.pending:
             self._metrics.append()
         records: list[dict[str, Any]] = []

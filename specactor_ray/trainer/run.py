@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from specactor_ray.config.training_schema import RewardFunctionConfig
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.models.cache_size import available_bytes, count_parameters, itemsize_of
 from specactor_ray.models.loading import load_tokenizer
@@ -33,7 +35,7 @@ from specactor_ray.runs.folder import discard_run_folder
 from specactor_ray.runs.training import TrainingRun, open_run
 from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
-from specactor_ray.trainer.record import StepRecorder, TrainingDisplay
+from specactor_ray.trainer.record import PresentWork, StepRecorder
 from specactor_ray.trainer.rewards import NEED_ANSWERS, RewardRunner, Scorer
 from specactor_ray.trainer.steps import Saver, TrainingParts, TrainOutcome, run_steps
 
@@ -95,12 +97,13 @@ def _train(
         from specactor_ray.trainer.experience import AheadMaker, ExperienceMaker
         from specactor_ray.trainer.trainer_ranks import TrainerGroup
 
-    taught = taught_by_trainer(config)
+    taught, show = taught_by_trainer(config), partial(say, console)
     with contextlib.ExitStack() as parts:
-        display = parts.enter_context(TrainingDisplay(console, config.trainer.steps))
+        work = PresentWork(config.trainer.steps)
+        parts.enter_context(PhaseProgress(console, "training", config.trainer.steps, poll=work.show))
         rollout = parts.enter_context(Rollout(config))
         trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
-        record = parts.enter_context(StepRecorder(config, run, rollout, display))
+        record = parts.enter_context(StepRecorder(config, run, rollout, work, show))
         rewards = parts.enter_context(RewardRunner(config.reward))
         conversations = None
         if config.environment.name is not None:
@@ -120,7 +123,7 @@ def _train(
                 record=record,
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved),
                 taught=None if taught is None else taught.method,
-                say=lambda line: say(console, line),
+                say=show,
                 enough=enough,
             )
         )

@@ -184,7 +184,7 @@ def settings(tmp_path: Path, *overrides: str) -> Any:
     ("override", "problem"),
     [
         ("environment.name=calcs", "environment.name"),
-        ("environment.options={trials: 2}", "its options are tries, discount, threshold, message"),
+        ("environment.options={trials: 2}", "its options are tries, discount"),
         ("environment.options={tries: 0}", "tries must be 1 or more"),
         ("data.chat=false", "data.chat is false"),
     ],

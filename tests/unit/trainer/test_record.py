@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -10,22 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rich.console import Console
-
 from specactor_ray.config import Config
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import StepRecorder, TrainingDisplay, numbers, staleness_of, totals_of
+from specactor_ray.trainer.record import PresentWork, StepRecorder, numbers, staleness_of, totals_of
 from tests.fakes.trajectories import trajectory
 
 
 def record(by_method: dict[str, list[int]]) -> dict[str, Any]:
-    names = ("reward_mean", "reward_std", "pass_rate", "length_mean", "entropy", "loss", "grad_norm")
-    speed = {"tokens": 10, "tokens_per_s": 5.0, "acceptance_length": 1.2, "rollout_share": 0.5, "by_method": by_method}
-    seconds = {"step": 1.0, "rollout": 0.5, "update": 0.2, "sync": 0.1}
-    return {"step": 1, "train": dict.fromkeys(names, 0.5), "gap": {"mean": 0.0}, "speed": speed, "seconds": seconds}
+    return {"train": {}, "gap": {}, "speed": {"tokens": 10, "by_method": by_method}, "seconds": {"step": 1.0}}
 
 
 RECORDS = [
@@ -34,17 +28,18 @@ RECORDS = [
 ]
 
 
-def test_lines_within_a_step_and_after_it() -> None:
-    text = io.StringIO()
-    display = TrainingDisplay(Console(file=text, width=200), 4)
-    assert display.doing().startswith("starting Ray")
-    display.rollout_progress = lambda: (5, 24)
-    display.begin(1, "rollout")
-    assert display.doing().startswith("step 1/4: rollout 5/24, ")
-    display.begin(1, "update")
-    assert display.doing().startswith("step 1/4: update, ")
-    display.end(RECORDS[0])
-    assert text.getvalue().startswith("step 1/4: reward 0.500 ±0.50, pass 50%")
+def test_the_present_work() -> None:
+    work, shown = PresentWork(4), list[tuple[float, str]]()
+    progress: Any = SimpleNamespace(update=lambda done, figures: shown.append((done, figures)))
+    work.rollout_progress = lambda: (5, 24)
+    work.show(progress)
+    for phase in ("rollout", "update"):
+        work.begin(2, phase)
+        work.show(progress)
+    assert shown[0][1].startswith("starting Ray") and shown[1:] == [
+        (1, "step 2/4, rollout 5/24"),
+        (1, "step 2/4, update"),
+    ]
 
 
 def test_drafted_tokens_are_counted_by_method() -> None:
@@ -61,13 +56,15 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     config.tracking.tensorboard = False
     run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
     rollout: Any = SimpleNamespace(metrics=RolloutMetrics, fallbacks=list, drafters=lambda: drafters)
-    record = StepRecorder(config, run, rollout, TrainingDisplay(Console(file=io.StringIO()), 1))
+    said = list[str]()
+    record = StepRecorder(config, run, rollout, PresentWork(2), said.append)
     run.metrics_file.symlink_to(tmp_path / "no such folder" / "metrics.jsonl")  # which cannot be written to either
     for step in (1, 2):
         record.begin(step - 1)
         record.end(step, Experience(), UPDATE, 0)
     summary = record.finish("complete", 0).summary
     assert (summary["steps"], summary["metrics_pending"]) == (2, 2)
+    assert said[1].startswith("step 2/100: reward 0.000 ±0.00, pass 0%")
     assert summary["drafters"] == drafters
     run.metrics_file.unlink()
     assert record.finish("complete", 0).summary["metrics_pending"] == 0

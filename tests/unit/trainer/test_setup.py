@@ -205,7 +205,7 @@ def test_other_settings_that_changed_are_named(tmp_path: Path, caplog: pytest.Lo
     """Options may hold secrets; neither messages nor checkpoints have them."""
     begin(tmp_path, "environment.name=retry", steps=3)
     changed = ("data.n=2", "trainer.learning_rate=0.5", "algorithm.name=rloo", "trainer.steps=900")
-    secret = ("environment.name=retry", "environment.options={message: secret}")
+    secret = ("environment.name=retry", "environment.options={token: secret}")
     run = open_run(settings(tmp_path, "resume=auto", "run.name=r", *changed, *secret))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     warned = {re.sub(r"\d{6,}(?=$| now)", "OPTIONS", line) for line in warnings}
