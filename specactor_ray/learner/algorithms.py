@@ -1,13 +1,10 @@
 """The formulas of policy-gradient post-training, as pure functions on tensors.
 
 Shapes: `B` samples, `T` output positions (right-padded), `G` samples per prompt. Masks are float32, 1.0 for tokens of
-the policy and 0.0 for those of an environment and padding. Everything is float32 and on one device. Losses are returned
-per token, not reduced: `token_weights` gives the weight of each token, so that micro-batches and ranks add up to the
-whole batch exactly.
+the policy and 0.0 for those of an environment and padding. Losses are returned per token, not reduced: `token_weights`
+gives the weight of each token, so that micro-batches and ranks add up to the whole batch exactly.
 
-Sources: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 (arXiv 1506.02438); GRPO, Shao et al.
-2024 (DeepSeekMath, arXiv 2402.03300); RLOO, Ahmadian et al. 2024 (arXiv 2402.14740); DAPO, Yu et al. 2025
-(arXiv 2503.14476); the KL estimate k3, Schulman 2020 ("Approximating KL divergence").
+Sources: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; GRPO, DeepSeekMath, arXiv 2402.03300; DAPO, arXiv 2503.14476.
 """
 
 from __future__ import annotations
@@ -35,24 +32,21 @@ SAME_REWARD = 1e-6
 # ---- advantages ----
 
 
-def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """GRPO: `A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9), `(groups, G)`
-    with G at least 2; zeros for a group whose rewards are all equal."""
-    return _centred(rewards) / (rewards.std(dim=1, keepdim=True) + _EPS)
+def output_advantages(recipe: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
+    """`(groups, G)` rewards → advantages of whole outputs.
 
-
-def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """RLOO: `A_i = r_i - mean of the other rewards of the group` (arXiv 2402.14740, section 3.3), `(groups, G)` with G
-    at least 2; zeros for a group whose rewards are all equal."""
-    size = rewards.shape[1]
-    return _centred(rewards) * (size / (size - 1))
-
-
-def _centred(rewards: torch.Tensor) -> torch.Tensor:
-    """Rewards less their group's mean, `(groups, G)`. Equal rewards give zeros, not the rounding of their mean, which
-    a division by a tiny deviation would turn into advantages."""
+    GRPO and DAPO: `A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9); RLOO:
+    `A_i = r_i - mean of the other rewards of the group` (arXiv 2402.14740, section 3.3); G is at least 2 for these.
+    Zeros for a group whose rewards are all equal, not the rounding of their mean, which a division by a tiny deviation
+    would turn into advantages; and for PPO, which estimates advantages per token.
+    """
+    if uses_values(recipe):
+        return torch.zeros_like(rewards)
     low, high = rewards.aminmax(dim=1, keepdim=True)
-    return (rewards - rewards.mean(dim=1, keepdim=True)) * (high - low > SAME_REWARD)
+    centred = (rewards - rewards.mean(dim=1, keepdim=True)) * (high - low > SAME_REWARD)
+    if recipe.name is AlgorithmName.rloo:
+        return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
+    return centred / (rewards.std(dim=1, keepdim=True) + _EPS)
 
 
 def generalized_advantages(
@@ -83,10 +77,15 @@ def generalized_advantages(
     return advantages, (advantages + values) * mask
 
 
-def soft_overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> torch.Tensor:
-    """DAPO's soft overlong punishment (eq. 13) of `(B,)` output lengths: 0 up to `max_tokens - buffer`, then linear
-    down to -1 at `max_tokens`."""
-    return ((max_tokens - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
+def shaped_rewards(
+    recipe: AlgorithmConfig, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
+) -> torch.Tensor:
+    """`(B,)` rewards; those of DAPO with its soft overlong punishment (eq. 13): over the last eighth of `max_tokens`,
+    linearly down to -1."""
+    shaped, buffer = torch.tensor(rewards, dtype=torch.float32), max_tokens // 8
+    if recipe.name is AlgorithmName.dapo and buffer:
+        shaped += ((max_tokens - buffer - torch.tensor(lengths).float()) / buffer).clamp(-1.0, 0.0)
+    return shaped
 
 
 # ---- losses, per token ----
@@ -124,12 +123,9 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Ten
 
 
 def kl_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """A loss per token `(B, T)` whose expected gradient is that of KL(policy ‖ reference), exactly.
-
-    `ρ ½ d²` with `d = log π_ref - log π` and the ratio `ρ = π / π_old` without gradient; the tokens were sampled by
-    `π_old`. Its gradient, `-ρ d ∇log π`, is that of `ρ k3` with a differentiable ρ (DeepSeek-V3.2, arXiv 2512.02556).
-    As losses of their own, k1 has the expected gradient zero, and k3 that of KL(reference ‖ policy).
-    """
+    """A loss per token `(B, T)` whose expected gradient is that of KL(policy ‖ reference), exactly: `ρ ½ d²` with
+    `d = log π_ref - log π` and the ratio `ρ = π / π_old` without gradient (DeepSeek-V3.2, arXiv 2512.02556). The tokens
+    were sampled by `π_old`. As losses, k1 has the expected gradient zero, and k3 that of KL(reference ‖ policy)."""
     ratio = torch.exp(logprobs - old_logprobs).detach()
     return ratio * 0.5 * (ref_logprobs - logprobs).square()
 
@@ -172,22 +168,3 @@ def make_recipe(config: Config) -> AlgorithmConfig:
 
 def uses_values(recipe: AlgorithmConfig) -> bool:
     return recipe.name is AlgorithmName.ppo
-
-
-def output_advantages(recipe: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
-    """`(groups, G)` rewards → advantages of whole outputs; zeros for ppo, which estimates them per token."""
-    if uses_values(recipe):
-        return torch.zeros_like(rewards)
-    if recipe.name is AlgorithmName.rloo:
-        return leave_one_out_advantages(rewards)
-    return group_advantages(rewards)
-
-
-def shaped_rewards(
-    recipe: AlgorithmConfig, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
-) -> torch.Tensor:
-    """`(B,)` rewards; those of dapo with the overlong penalty over the last eighth of `max_tokens`."""
-    shaped = torch.tensor(rewards, dtype=torch.float32)
-    if recipe.name is AlgorithmName.dapo and max_tokens >= 8:
-        shaped += soft_overlong_penalty(torch.tensor(lengths), max_tokens, max_tokens // 8)
-    return shaped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,26 +26,20 @@ if TYPE_CHECKING:
     from specactor_ray.learner.engine import SavedPart
     from specactor_ray.transport.messages import WeightSet
 
-_NO_DEADLINE = float("inf")
-"""Deadline of a rank's work: none, since the check of its progress bounds the wait."""
 _POLL_S = 5.0
 """Seconds between two checks of a rank's progress."""
 _GRACE_S = 10.0
 """Seconds for the other ranks to answer once one has failed; after that they are assumed to wait in a collective."""
-_VISIBLE_TRIES = 10
+_VISIBLE_S = 10
 """Seconds until files of other nodes are visible in a shared folder."""
 
 
 class TrainerRanks:
     """Calls the ranks together.
 
-    Every wait ends: with the answers, with the first error of a rank, or when a rank makes no progress. Once ranks may
-    be out of step (one is gone or hangs, or one failed and another does not answer) every further call is refused at
-    once.
-
-    Args:
-        ranks: Handles in order; each has the methods of `TrainerActor`.
-        stall_timeout_s: Longest time without progress of a rank.
+    Every wait ends: with the answers, with the first error of a rank, or when a rank makes no progress for
+    `stall_timeout_s`. Once ranks may be out of step (one is gone or hangs, or one failed and another does not answer)
+    every further call is refused at once. `ranks` are handles of `TrainerActor`s.
     """
 
     def __init__(self, ranks: Sequence[Any], calls: Calls, stall_timeout_s: float) -> None:
@@ -59,12 +54,8 @@ class TrainerRanks:
         self._call_each("start", [(config, checkpoint, place, threads) for place in places])
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
-        """Train on the samples of one step; returns the metrics of `PolicyUpdater.update`. A step is done once:
-        repeated calls for the last step return the same result.
-
-        Raises:
-            SpecActorError: A rank failed, is gone or hangs; the weights are undefined then.
-        """
+        """Train on the samples of one step, once; returns the metrics of `PolicyUpdater.update`. Raises SpecActorError
+        if a rank failed, is gone or hangs; the weights are undefined then."""
         shared = self._calls.transport.put(list(samples))
         metrics: dict[str, float] = self._call("update", shared, step, seed)[0]
         return metrics
@@ -82,12 +73,8 @@ class TrainerRanks:
         return weights
 
     def save(self, folder: Path) -> None:
-        """Write the model and the state of all ranks.
-
-        Raises:
-            OSError: A rank could not write, or its files are not visible in the folder to this process.
-            SpecActorError: A rank failed otherwise, is gone or hangs.
-        """
+        """Write the model and the state of all ranks. Raises OSError if a rank could not write, or its files are not
+        visible here, and SpecActorError if one failed otherwise."""
         parts: list[SavedPart] = self._call("save", str(folder), next(self._numbers))
         for rank, part in enumerate(parts):
             if part.problem:
@@ -112,7 +99,7 @@ class TrainerRanks:
                 "continues from the newest checkpoint"
             )
         calls = [
-            self._calls.start(rank, method, *each, deadline_s=_NO_DEADLINE)
+            self._calls.start(rank, method, *each, deadline_s=math.inf)  # the checks of progress bound the wait
             for rank, each in zip(self._ranks, arguments, strict=True)
         ]
         try:
@@ -136,11 +123,7 @@ class TrainerRanks:
         return next((_explained(lost, rank, method) for lost, rank in lost if isinstance(lost, ActorLostError)), error)
 
     def _wait(self, method: str, calls: Sequence[Call]) -> None:
-        """Wait until all ranks have answered.
-
-        Raises:
-            SpecActorError: The first error; or a rank makes no progress.
-        """
+        """Wait until all ranks have answered. Raises the first error, or ActorLostError for one without progress."""
         progress = [_Progress(self._calls, rank, self._stall_timeout_s) for rank in self._ranks]
         waiting = dict(enumerate(calls))
         while waiting:
@@ -162,18 +145,12 @@ class TrainerRanks:
 
     def _refuse_unseen(self, folder: Path, parts: Sequence[SavedPart]) -> None:
         """Check that all files written by the ranks are visible; a network file system may delay them."""
-        for attempt in range(_VISIBLE_TRIES):
-            unseen = [
-                (rank, part.node, name)
-                for rank, part in enumerate(parts)
-                for name, size in part.sizes.items()
-                if _size(folder / name) != size
-            ]
-            if not unseen:
+        written = [(rank, part.node, name, part.sizes[name]) for rank, part in enumerate(parts) for name in part.sizes]
+        for _ in range(_VISIBLE_S):
+            if not (unseen := [one for one in written if _size(folder / one[2]) != one[3]]):
                 return
-            if attempt < _VISIBLE_TRIES - 1:
-                self._calls.clock.sleep(1.0)
-        rank, node, name = unseen[0]
+            self._calls.clock.sleep(1.0)
+        rank, node, name, _ = unseen[0]
         raise OSError(
             f"trainer rank {rank} wrote {name} on node {node}, and {folder} here does not have it (and "
             f"{len(unseen) - 1} others). checkpoint.dir must be a folder that all nodes share"
@@ -228,14 +205,8 @@ class TrainerGroup(TrainerRanks):
     """Places and starts the ranks, and calls them together.
 
     Ranks with `trainer.cores` or `trainer.gpus` get one placement group; otherwise they share the cores of this node
-    with the verifiers, since trainer and verifiers work in turns.
-
-    Args:
-        checkpoint: Folder of the checkpoint to continue from.
-
-    Raises:
-        ClusterError: There is no room for the ranks.
-        ModelLoadError, ConfigError, SpecActorError: As raised by a rank. Nothing is left running.
+    with the verifiers, since trainer and verifiers work in turns. Raises ClusterError if there is no room for them, and
+    the errors of their start; nothing is left running then. `checkpoint` is the one to continue from.
     """
 
     def __init__(self, config: Config, run: str, checkpoint: Path | None = None) -> None:
@@ -266,16 +237,15 @@ class TrainerGroup(TrainerRanks):
             self._group = None
 
     def _place(self) -> None:
-        trainer, cluster = self._config.trainer, self._config.cluster
+        trainer, limit_s = self._config.trainer, self._config.cluster.placement_timeout_s
         if trainer.cores is None and not trainer.gpus:
             return
         demand = Demand("trainer", float(trainer.cores or 1), float(trainer.gpus))
         supply = cluster_supply()
         self._group = placement_group([demand.bundle()] * trainer.ranks, strategy="PACK", lifetime=None)
-        if not self._group.wait(cluster.placement_timeout_s):
+        if not self._group.wait(limit_s):
             table = demand_against_supply([demand] * trainer.ranks, supply)
-            problem = f"the trainer found no room within {cluster.placement_timeout_s:g} s."
-            raise ClusterError(f"{problem}\n{table}")
+            raise ClusterError(f"the trainer found no room within {limit_s:g} s.\n{table}")
 
     def _launch(self, run: str, rank: int) -> Any:
         from specactor_ray.actors.trainer import HEARTBEAT, TrainerActor

@@ -13,16 +13,17 @@ from specactor_ray.learner.algorithms import (
     SAME_REWARD,
     clipped_policy_loss,
     generalized_advantages,
-    group_advantages,
     kl_estimate,
     kl_loss,
-    leave_one_out_advantages,
     make_recipe,
+    output_advantages,
     shaped_rewards,
     token_weights,
     truncated_importance_weights,
     value_loss,
 )
+
+GRPO, RLOO = AlgorithmConfig(AlgorithmName.grpo), AlgorithmConfig(AlgorithmName.rloo)
 
 
 def close(actual: torch.Tensor, expected: list, atol: float = 1e-5) -> None:
@@ -32,19 +33,19 @@ def close(actual: torch.Tensor, expected: list, atol: float = 1e-5) -> None:
 def test_advantages_of_groups() -> None:
     spread = math.sqrt(4 * 0.25 / 3)  # four deviations of a half, three degrees of freedom
     expected = [[0.5 / spread, -0.5 / spread, -0.5 / spread, 0.5 / spread], [0.0] * 4]
-    close(group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 3.0, 3.0, 3.0]])), expected)
+    close(output_advantages(GRPO, torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 3.0, 3.0, 3.0]])), expected)
     # 4 - mean(1, 1) = 3; 1 - mean(4, 1) = -1.5
-    close(leave_one_out_advantages(torch.tensor([[4.0, 1.0, 1.0]])), [[3.0, -1.5, -1.5]])
+    close(output_advantages(RLOO, torch.tensor([[4.0, 1.0, 1.0]])), [[3.0, -1.5, -1.5]])
 
 
 @pytest.mark.parametrize(("reward", "size"), [(10.1, 8), (0.1, 31), (-3.3, 2), (1e6 / 3, 31)])
 def test_equal_rewards_give_no_advantage(reward: float, size: int) -> None:
     """The mean of equal rewards is off by rounding, which the division by their deviation would make much of."""
     rewards = torch.full((1, size), reward)
-    for advantages in (group_advantages(rewards), leave_one_out_advantages(rewards)):
-        close(advantages, [[0.0] * size], atol=0)
+    for recipe in (GRPO, RLOO):
+        close(output_advantages(recipe, rewards), [[0.0] * size], atol=0)
     rewards[0, 0] += SAME_REWARD / 2
-    close(group_advantages(rewards), [[0.0] * size], atol=0)
+    close(output_advantages(GRPO, rewards), [[0.0] * size], atol=0)
 
 
 def test_generalized_advantages() -> None:
@@ -63,7 +64,7 @@ def test_dapo_punishes_long_outputs_softly() -> None:
     lengths, rewards = [5, 28, 29, 30, 32, 40], [1.0] * 6
     shaped = shaped_rewards(AlgorithmConfig(AlgorithmName.dapo), rewards, lengths, max_tokens=32)
     close(shaped, [1.0, 1.0, 0.75, 0.5, 0.0, 0.0])
-    close(shaped_rewards(AlgorithmConfig(AlgorithmName.grpo), rewards, lengths, max_tokens=32), rewards)
+    close(shaped_rewards(GRPO, rewards, lengths, max_tokens=32), rewards)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +110,8 @@ def test_weights_of_tokens() -> None:
     close(truncated_importance_weights(train, rollout, cap=2.0), [[1.0, 2.0, math.exp(-2.0)]])
     mask = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
     by_sample, alike = ([[1 / 6] * 3 + [0.0], [0.5, 0.0, 0.0, 0.0]], [[0.25] * 3 + [0.0], [0.25, 0.0, 0.0, 0.0]])
-    close(token_weights(AlgorithmConfig(AlgorithmName.grpo), mask), by_sample)
-    close(token_weights(AlgorithmConfig(AlgorithmName.rloo), mask), alike)
+    close(token_weights(GRPO, mask), by_sample)
+    close(token_weights(RLOO, mask), alike)
 
 
 @pytest.mark.parametrize(
