@@ -21,8 +21,8 @@ _STATE_FILE = "optimizer.pt"
 
 
 class WorkCounter:
-    """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files. One thread counts; others may
-    read. If the count does not change during work, the rank hangs."""
+    """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files. If the count does not change
+    during work, the rank hangs."""
 
     __slots__ = ("count",)
 
@@ -36,8 +36,8 @@ class WorkCounter:
 
 @dataclass(slots=True)
 class SavedPart:
-    """One rank's part of a checkpoint. A disk error is recorded, not raised: a rank that left a save early would block
-    the others in a collective."""
+    """One rank's part of a checkpoint. An error is recorded, not raised: a rank that left a save early would block the
+    others in a collective."""
 
     folder: Path
     """The checkpoint."""
@@ -45,7 +45,7 @@ class SavedPart:
     sizes: dict[str, int] = field(default_factory=dict)
     """Size in bytes of each file that the rank wrote, by its name relative to the folder."""
     problem: str = ""
-    """First error of the disk; empty if everything was written."""
+    """First error; empty if everything was written."""
 
     @contextlib.contextmanager
     def writing(self, *files: Path) -> Iterator[None]:
@@ -56,21 +56,8 @@ class SavedPart:
                 for path in file.rglob("*") if file.is_dir() else [file]:
                     if path.is_file():
                         self.sizes[path.relative_to(self.folder).as_posix()] = path.stat().st_size
-        except Exception as error:
-            if not is_disk_error(error):
-                raise
+        except Exception as error:  # noqa: BLE001 - torch and safetensors have their own types for a full disk
             self.problem = self.problem or f"{type(error).__name__}: {error}"
-
-
-def is_disk_error(error: BaseException) -> bool:
-    """Whether an error while saving is of the disk: torch and safetensors raise their own types for it."""
-    if isinstance(error, OSError):
-        return True
-    text = str(error)
-    if type(error).__name__ == "SafetensorError":
-        return "I/O error" in text
-    # Errors of torch: the writer of its files, and a missing folder.
-    return isinstance(error, RuntimeError) and ("inline_container.cc" in text or text.startswith("Parent directory"))
 
 
 class TokenScores(NamedTuple):
@@ -144,17 +131,12 @@ class PolicyModel(nn.Module):
 
 
 class TorchEngine:
-    """AdamW over a float32 policy in one process; the interface of every engine.
+    """AdamW over a float32 policy in one process; the interface of every engine. `progress` counts micro-batches,
+    optimizer steps and files."""
 
-    Args:
-        policy: The policy, on its device, with gradients.
-        progress: Counts micro-batches, optimizer steps and files.
-    """
-
-    def __init__(self, policy: PolicyModel, config: TrainerConfig, progress: WorkCounter | None = None) -> None:
-        self.policy, self._config = policy, config
+    def __init__(self, policy: PolicyModel, config: TrainerConfig, progress: WorkCounter) -> None:
+        self.policy, self._config, self._progress = policy, config, progress
         self._forward: Any = policy
-        self._progress = progress if progress is not None else WorkCounter()
         self.rank, self.world_size = 0, 1
         self.device = next(policy.parameters()).device
         self._optimizer = torch.optim.AdamW(
@@ -280,11 +262,6 @@ def layer_outputs(model: nn.Module, layers: Sequence[int]) -> Iterator[dict[int,
             hook.remove()
 
 
-@contextlib.contextmanager
-def autocast(device: torch.device, dtype: str) -> Iterator[None]:
-    """Inside, arithmetic is in bfloat16, or unchanged in float32."""
-    if dtype == "float32":
-        yield
-        return
-    with torch.autocast(device.type, dtype=getattr(torch, dtype)):
-        yield
+def autocast(device: torch.device, dtype: str) -> torch.autocast:
+    """Context in which arithmetic is of this type; float32 changes nothing."""
+    return torch.autocast(device.type, dtype=getattr(torch, dtype), enabled=dtype != "float32")

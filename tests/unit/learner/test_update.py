@@ -15,7 +15,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import Schedule, TrainerConfig
 from specactor_ray.learner.algorithms import make_recipe, uses_values
 from specactor_ray.learner.batching import Sample, collate
-from specactor_ray.learner.engine import PolicyModel, TorchEngine
+from specactor_ray.learner.engine import PolicyModel, TorchEngine, WorkCounter
 from specactor_ray.learner.update import PolicyUpdater, learning_rate
 from specactor_ray.models.loading import load_model
 from tests.tiny import tiny_target
@@ -51,7 +51,7 @@ def make_samples(count: int = 8, seed: int = 0) -> list[Sample]:
 
 
 def trained(settings: Config, samples: Sequence[Sample], steps: int = 2) -> tuple[dict[str, torch.Tensor], dict]:
-    engine = TorchEngine(make_policy(settings), settings.trainer)
+    engine = TorchEngine(make_policy(settings), settings.trainer, WorkCounter())
     updater = PolicyUpdater(engine, make_recipe(settings), settings.trainer)
     for step in range(steps):
         metrics = updater.update(samples, step, seed=step)
@@ -99,7 +99,7 @@ def test_micro_batches_add_up_to_the_whole(algorithm: str) -> None:
 
 def test_good_outputs_become_likelier_and_the_gap_to_the_rollout_is_measured() -> None:
     settings, samples = config(name="grpo"), make_samples()
-    engine = TorchEngine(make_policy(settings), settings.trainer)
+    engine = TorchEngine(make_policy(settings), settings.trainer, WorkCounter())
     batch = collate(samples, range(len(samples)))
     with torch.no_grad():
         before = engine.score(batch).logprobs
@@ -151,7 +151,7 @@ def test_the_kl_term_pulls_towards_the_start() -> None:
         for parameter in drifted.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     samples = [replace(sample, advantage=0.0) for sample in make_samples()]
-    engine = TorchEngine(drifted, settings.trainer)
+    engine = TorchEngine(drifted, settings.trainer, WorkCounter())
     updater = PolicyUpdater(engine, make_recipe(settings), settings.trainer, reference)
     first = updater.update(samples, 0, 0)["kl"]
     for step in range(1, 5):
@@ -172,7 +172,7 @@ def test_learning_rate() -> None:
 def test_hidden_states_are_the_models_own(max_tokens: int) -> None:
     settings, samples = config(name="ppo"), make_samples(5)
     settings.trainer.micro_batch_tokens = max_tokens
-    engine = TorchEngine(make_policy(settings), settings.trainer)
+    engine = TorchEngine(make_policy(settings), settings.trainer, WorkCounter())
     layers = engine.policy.model.get_decoder().layers
     states = engine.hidden_states(samples, (0, 2))
     assert not any(layer._forward_hooks for layer in layers), "nothing is left behind"
