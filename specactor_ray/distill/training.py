@@ -67,7 +67,7 @@ class HeadTrainer:
         weight_decay: float = _WEIGHT_DECAY,
         dtype: str = "float32",
     ) -> None:
-        self.head, self.device = head.train(), head.fc.weight.device
+        self.head, self._device = head.train(), head.fc.weight.device
         for name, weight in head.named_parameters():
             weight.requires_grad_(name not in FROZEN)
         self.optimizer = torch.optim.AdamW(parameter_groups(head, weight_decay), lr=learning_rate, betas=betas)
@@ -85,8 +85,8 @@ class HeadTrainer:
     def step(self, examples: Sequence[EagleExample], learning_rate: float | None = None) -> float | None:
         """One optimizer step on one batch. Returns the loss per position, summed over depths; None, without any change,
         if none of the tokens is in the draft vocabulary."""
-        batch = make_batch(examples, self.head).to(self.device)
-        with torch.enable_grad(), autocast(self.device, self._dtype):
+        batch = make_batch(examples, self.head)
+        with torch.enable_grad(), autocast(self._device, self._dtype):
             loss = unroll_loss(self.head, batch, self._depths)
         if not loss.requires_grad:
             return None

@@ -55,15 +55,9 @@ def generalized_advantages(
     """GAE without discount: `A_t = Σ_l λ^l δ_{t+l}`, `δ_t = r_t + V_{t+1} - V_t` (arXiv 1506.02438 eq. 16; PPO eqs. 11
     and 12 with γ = 1).
 
-    The output ends with its last token: the value after it is 0. Tokens with mask 0 take no time: the first token
-    behind them follows the last one before them.
-
-    Args:
-        rewards: `(B, T)` reward given at each token.
-        values: `(B, T)` value before each token.
-
-    Returns:
-        Advantages and returns (advantage + value), `(B, T)`, 0 where the mask is 0.
+    `rewards` at each token and `values` before it are `(B, T)`. The value after the last token is 0; tokens with mask 0
+    take no time: the first token behind them follows the last one before them. Returns the advantages, and the returns
+    (advantage + value), 0 where the mask is 0.
     """
     advantages = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])

@@ -20,7 +20,6 @@ from specactor_ray.learner.engine import PolicyModel, SavedPart, TorchEngine, Wo
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
-_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +33,11 @@ class Rendezvous:
 
 
 def join(rendezvous: Rendezvous, device: torch.device) -> None:
-    """Set the environment that DeepSpeed reads, and join the process group (gloo on CPUs, NCCL on GPUs).
+    """Set the environment that DeepSpeed reads, and join the process group (gloo on CPUs, NCCL on GPUs). Raises
+    ConfigError if DeepSpeed is not installed.
 
     There is no authentication: any process that reaches the port can take part. So it is opened at `rendezvous.address`
     only, not on all interfaces as torch does by default; ranks that meet at `LOOPBACK` use no other interface.
-
-    Raises:
-        ConfigError: DeepSpeed is not installed.
     """
     os.environ.update(
         RANK=str(rendezvous.rank),
@@ -83,14 +80,8 @@ def _store(rendezvous: Rendezvous) -> Any:
 
 
 class DeepSpeedEngine(TorchEngine):
-    """ZeRO stage 1, 2 or 3 over a float32 policy.
-
-    Args:
-        policy: The whole policy; stage 3 keeps a share of it in each rank and frees the rest. (Creating it in pieces,
-            by `zero.Init`, is incompatible with the way transformers loads.)
-        rendezvous: Meeting point of this rank; `join` was called with it.
-        progress: Counts micro-batches, optimizer steps and files.
-    """
+    """ZeRO stage 1, 2 or 3 over a float32 policy, after `join`. Stage 3 keeps a share of it in each rank and frees the
+    rest. (Creating it in pieces, by `zero.Init`, is incompatible with the way transformers loads.)"""
 
     def __init__(
         self,
@@ -163,15 +154,17 @@ class DeepSpeedEngine(TorchEngine):
         self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        """Restore the files of `save`, with the same number of ranks and the same stage.
+        """Restore the files of `save`, with the same number of ranks and the same stage. Raises FileNotFoundError if
+        they are of another number, and InputError for a file that names code to run; none of it was run."""
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
 
-        Raises:
-            FileNotFoundError: There are no files, or they are of another number of ranks.
-            InputError: A file names code to run. None of it was run.
-        """
+        # DeepSpeed loads in the mode that runs any code. From here on `torch.load` accepts data and its three classes.
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+        torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
         try:
-            with _data_only():
-                path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+            path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
         except pickle.UnpicklingError as error:
             reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error)).strip()
             raise InputError(
@@ -188,26 +181,6 @@ class DeepSpeedEngine(TorchEngine):
     def reload(self) -> None:
         if self.device.type != "cpu":
             self._engine.reload_states()
-
-
-@contextlib.contextmanager
-def _data_only() -> Iterator[None]:
-    """DeepSpeed loads checkpoints in the mode that runs any code they name. Inside, `torch.load` accepts only data and
-    the three classes that DeepSpeed adds."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    before = os.environ.get(_WEIGHTS_ONLY)
-    os.environ[_WEIGHTS_ONLY] = "1"
-    try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            yield
-    finally:
-        if before is None:
-            del os.environ[_WEIGHTS_ONLY]
-        else:
-            os.environ[_WEIGHTS_ONLY] = before
 
 
 def _settings(config: TrainerConfig, world_size: int) -> dict[str, Any]:

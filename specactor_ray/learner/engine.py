@@ -77,10 +77,8 @@ class PolicyModel(nn.Module):
     Only the positions that predict output tokens go through the output layer, the widest one: a hook in front of it
     selects them, so that the model's later operations on its logits still apply.
 
-    Args:
-        temperature: The logits are divided by it, as in the rollout.
-        value_head: Add a scalar head, initialised to zero.
-        entropy_gradient: Let gradients flow through the entropy (for an entropy bonus).
+    The logits are divided by `temperature`, as in the rollout. `entropy_gradient` lets gradients flow through the
+    entropy, for an entropy bonus.
     """
 
     def __init__(

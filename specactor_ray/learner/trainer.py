@@ -24,16 +24,8 @@ WEIGHTS, ENGINE = "weights", "engine"
 
 
 class Trainer:
-    """Holds the policy and trains it.
-
-    Args:
-        checkpoint: Folder of the checkpoint to continue from; None starts from `target.model`.
-        rendezvous: Meeting point of the ranks, for deepspeed.
-
-    Raises:
-        ModelLoadError: The model cannot be loaded.
-        ConfigError: The back end is not installed.
-    """
+    """Holds the policy, of a checkpoint or of `target.model`, and trains it. `rendezvous`: where deepspeed's ranks
+    meet. Raises ModelLoadError, and ConfigError if the back end is not installed."""
 
     def __init__(self, config: Config, checkpoint: Path | None, rendezvous: Rendezvous, progress: WorkCounter) -> None:
         self._config, self.progress = config, progress

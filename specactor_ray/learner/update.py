@@ -38,11 +38,7 @@ class _Prepared:
 
 
 class PolicyUpdater:
-    """Turns samples into optimizer steps.
-
-    Args:
-        reference: The reference model, for a KL term.
-    """
+    """Turns samples into optimizer steps; `reference` is the model of a KL term."""
 
     def __init__(
         self,
@@ -57,17 +53,9 @@ class PolicyUpdater:
         self._clip_high = recipe.clip_high
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
-        """Train on the samples of one step.
-
-        Args:
-            samples: Samples of the whole step; every rank gets all of them, in the same order.
-            step: Number of the step from 0, for the learning rate.
-            seed: Seed of the order of the samples if there are several mini-batches.
-
-        Returns:
-            Metrics, the same on every rank; see `_Sums`. `skipped` counts optimizer steps that were left out because
-            the loss or the gradient was not finite.
-        """
+        """Train on the samples of one step (from 0); every rank gets all of them, in the same order. `seed` orders them
+        if there are several mini-batches. Returns metrics, the same on every rank; see `_Sums`. `skipped` counts
+        optimizer steps that were left out because the loss or the gradient was not finite."""
         sums = _Sums()
         rate = learning_rate(self._config, step)
         if not samples:  # for example if every rollout failed: a step without an update
@@ -205,9 +193,8 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
 class _Sums:
     """Adds up metrics over micro-batches; `reduced` adds those of the ranks.
 
-    Per-token means: entropy, clip_fraction, kl, importance_weight, logprob_gap (mean of |rollout - trainer|).
-    Sums of weighted losses, averaged over the optimizer steps: loss, policy_loss, value_loss. Also logprob_gap_max,
-    grad_norm (mean over the steps), skipped.
+    Means per token: entropy, clip_fraction, kl, importance_weight, logprob_gap (|rollout - trainer|). Means per
+    optimizer step: loss, policy_loss, value_loss, grad_norm. Also logprob_gap_max and skipped.
     """
 
     ALWAYS = ("loss", "policy_loss", "entropy", "clip_fraction", "logprob_gap", "logprob_gap_max", "grad_norm")
