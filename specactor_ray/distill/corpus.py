@@ -134,15 +134,11 @@ def collect(
     on_progress: Callable[[int], None] | None = None,
 ) -> list[CorpusRecord]:
     """Roll out the store's requests in their order until `token_budget` output tokens are recorded (None: all of them),
-    and return the records that fill it.
+    and return the records that fill it. Existing records are not made again, and the result does not depend on the
+    point of an interruption.
 
-    Existing records are not made again. The result depends on requests and budget only, not on the point of an
-    interruption.
-
-    Args:
-        engine: Fresh engine; hidden states that it exports are recorded too.
-        max_open: Most requests in the engine at once.
-        on_progress: Called with the number of output tokens so far.
+    The engine must be a fresh one; at most `max_open` requests are in it, and hidden states that it exports are
+    recorded too. `on_progress` is called with the number of output tokens so far.
     """
     have = store.num_tokens
     waiting = deque(index for index in range(len(store.requests)) if index not in store.known)

@@ -46,17 +46,15 @@ class AcceptanceCounts:
     """Number of output tokens they committed: accepted ones and one of the target's own each (none after a stop)."""
     drafted: int = 0
     accepted: int = 0
-    possible: list[int] = field(default_factory=list)
+    possible: list[int] = field(init=False)
     """Per draft position: number of steps at which a draft token could be right there, drafted or not."""
-    reached: list[int] = field(default_factory=list)
+    reached: list[int] = field(init=False)
     """Per draft position: number of steps with a draft token there after only right ones."""
-    right: list[int] = field(default_factory=list)
+    right: list[int] = field(init=False)
     """Per draft position: number of these steps at which that token was right too."""
 
     def __post_init__(self) -> None:
-        self.possible = self.possible or [0] * self.window
-        self.reached = self.reached or [0] * self.window
-        self.right = self.right or [0] * self.window
+        self.possible, self.reached, self.right = ([0] * self.window for _ in range(3))
 
     def add_step(self, tail: Sequence[int], truth: Sequence[int], room: int) -> int:
         """Compare a tail of at most `room` draft tokens (fewer than the window near the end of max_tokens) with the
@@ -154,13 +152,9 @@ def replay(
     on_progress: Callable[[int], None] | None = None,
     width: int | None = None,
 ) -> AcceptanceCounts:
-    """Replay recorded rollouts through a proposer, `batch` at once, with `window` draft tokens per step.
-
-    Args:
-        on_progress: Called with the number of output tokens committed so far.
-        width: For proposers that read states: number of values of each recorded state, from its beginning. Default:
-            all.
-    """
+    """Replay recorded rollouts through a proposer, `batch` at once, with `window` draft tokens per step. Proposers that
+    read states get the first `width` values of each recorded one (None: all). `on_progress` is called with the number
+    of output tokens committed so far."""
     reads = proposer.traits.reads_features
     counts, waiting, running = AcceptanceCounts(window), deque(records), list[_Replay]()
     free = list(range(batch))

@@ -22,13 +22,7 @@ from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.models.cache_size import available_bytes, count_parameters, itemsize_of
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.memory import (
-    PROCESS_BYTES,
-    MemoryItem,
-    check_memory,
-    gib,
-    plan_rollout_memory,
-)
+from specactor_ray.rollout.memory import PROCESS_BYTES, MemoryItem, check_memory, gib, plan_rollout_memory
 from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt
 from specactor_ray.runs.folder import discard_run_folder
@@ -47,12 +41,8 @@ FIXES = (
 
 
 def train(config: Config, console: Console, enough: Callable[[], bool] = lambda: False) -> TrainOutcome:
-    """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint).
-
-    Args:
-        config: The run; `run.name` is set if it has no value. `plan: auto` and `mode: auto` are resolved in a copy
-            before anything is written or started.
-        enough: Called after every step; returns whether to end before `trainer.steps`.
+    """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint). `enough`, called after
+    every step, returns whether to end before.
 
     Raises:
         UserError: The configuration, the data or the cluster are wrong; raised before anything is started.
