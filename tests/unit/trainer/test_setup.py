@@ -104,23 +104,23 @@ def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
     return config
 
 
-def test_resume_goes_on_from_the_checkpoint_and_drops_later_records(tmp_path: Path) -> None:
-    begin(tmp_path, steps=3)
-    for overrides in (["run.name=r"], []):  # by name, and as the latest that is not finished
-        run = open_run(settings(tmp_path, "resume=auto", *overrides))
-        assert (run.state.step, run.state.position) == (3, 9)
-        assert run.checkpoint is not None and run.checkpoint.name == "step-000003" and run.is_saved
-        assert [record["step"] for record in read_metrics(run.metrics_file)] == [1, 2, 3]
-        run.close()
-
-
-def test_a_resumed_run_keeps_its_data_type(tmp_path: Path) -> None:
+def test_where_a_run_goes_on(tmp_path: Path) -> None:
+    """By name, as the latest that is not finished, or as a new run from a checkpoint's path. Later records are dropped,
+    and the data type stays, where `auto` would be another one on this machine."""
     begin(tmp_path, "target.dtype=bfloat16", steps=3)
-    for keep, dtype in ((True, "bfloat16"), (False, "float32")):
-        config = settings(tmp_path, "resume=auto", "target.dtype=float32")  # as `auto` is on another machine
-        open_run(config, keep_dtype=keep).close()
-        assert config.target.dtype == dtype
-        assert load_config(tmp_path / "runs" / "r" / "config-from-step-000003.yaml").target.dtype == dtype
+    path = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
+    for overrides, keep, dtype in ((["run.name=r"], True, "bfloat16"), ([], False, "float32")):
+        config = settings(tmp_path, "resume=auto", "target.dtype=float32", *overrides)
+        run = open_run(config, keep_dtype=keep)
+        assert (run.state.step, run.state.position, run.checkpoint, run.is_saved) == (3, 9, path, True)
+        assert [record["step"] for record in read_metrics(run.metrics_file)] == [1, 2, 3]
+        assert config.target.dtype == load_config(run.folder / "config-from-step-000003.yaml").target.dtype == dtype
+        run.close()
+    run = open_run(settings(tmp_path, f"resume={path}", "run.name=second"))
+    assert (run.folder.name, run.state.step, run.checkpoint) == ("second", 3, path)
+    assert not run.is_saved, "its first step comes after a checkpoint of its own"
+    with pytest.raises(InputError, match="cannot be used"):
+        open_run(settings(tmp_path, f"resume={tmp_path}/nothing", "run.name=third"))
 
 
 def test_where_a_run_begins_anew(tmp_path: Path) -> None:
@@ -132,16 +132,6 @@ def test_where_a_run_begins_anew(tmp_path: Path) -> None:
         open_run(settings(tmp_path, "run.name=r"))
     (tmp_path / "runs" / "r" / "summary.json").write_text('{"status": "complete"}')
     assert open_run(settings(tmp_path, "resume=auto")).folder.name not in ("r", "new")
-
-
-def test_a_checkpoint_by_path_begins_a_new_run(tmp_path: Path) -> None:
-    begin(tmp_path, steps=3)
-    path = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
-    run = open_run(settings(tmp_path, f"resume={path}", "run.name=second"))
-    assert run.folder.name == "second" and run.state.step == 3 and run.checkpoint == path
-    assert not run.is_saved, "its first step comes after a checkpoint of its own"
-    with pytest.raises(InputError, match="cannot be used"):
-        open_run(settings(tmp_path, f"resume={tmp_path}/nothing", "run.name=third"))
 
 
 def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
