@@ -120,7 +120,7 @@ def _train(model: Any, corpus: Corpus, work: Path, console: Console) -> TrainLoo
         def show(loss: float) -> None:
             progress.update(loop.fraction, f"step {loop.state.step}, loss {loss:.3f}")
 
-        loop = TrainLoop(trainer, recipe, records, work, on_progress=show)
+        loop = TrainLoop(trainer, recipe, records, work, show)
         if loop.resume():
             say(console, f"going on from step {loop.state.step} ({loop.state.seconds:.0f} s)")
         loop.run()

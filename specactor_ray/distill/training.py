@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_FILE = "checkpoint.pt"
 _MAX_GRAD_NORM, _WEIGHT_DECAY, _WARMUP_STEPS = 1.0, 0.01, 10
+_CHECKPOINT_S = 120.0
+"""Seconds between two checkpoints."""
 _BUCKET = 16
 """Number of batches whose records are sorted by length together: less padding, and still a new mix every epoch."""
 _COUNTED_ROLLOUTS = 128
@@ -127,8 +129,8 @@ class LoopState:
 
 
 class TrainLoop:
-    """Trains a head on recorded rollouts, with a checkpoint every `checkpoint_s` seconds. `on_progress` is called after
-    every step with its loss."""
+    """Trains a head on recorded rollouts, with a checkpoint from time to time. `on_progress` is called after every step
+    with its loss."""
 
     def __init__(
         self,
@@ -136,12 +138,11 @@ class TrainLoop:
         recipe: DrafterRecipe,
         records: Sequence[CorpusRecord],
         folder: Path,
-        checkpoint_s: float = 120.0,
-        on_progress: Callable[[float], None] | None = None,
+        on_progress: Callable[[float], None],
     ) -> None:
         self.trainer, self.state = trainer, LoopState()
         self._recipe, self._records = recipe, records
-        self._path, self._checkpoint_s, self._show = folder / CHECKPOINT_FILE, checkpoint_s, on_progress
+        self._path, self._show = folder / CHECKPOINT_FILE, on_progress
         self._plan: list[list[int]] = []
         """Indices of the records of every step."""
         for epoch in range(math.ceil(recipe.epochs)):
@@ -175,7 +176,7 @@ class TrainLoop:
                 with signals_deferred():
                     self._step(batch)
                     state.seconds = time.monotonic() - begin
-                if state.seconds - saved_at >= self._checkpoint_s:
+                if state.seconds - saved_at >= _CHECKPOINT_S:
                     self.save()
                     saved_at = state.seconds
         except KeyboardInterrupt:
@@ -204,8 +205,7 @@ class TrainLoop:
         assert loss is not None  # the target's distributions are known for all tokens
         self.state.step += 1
         self.state.tokens += sum(len(record.output_token_ids) for record in records)
-        if self._show is not None:
-            self._show(loss)
+        self._show(loss)
 
 
 def learning_rate(peak: float, step: int, fraction: float) -> float:

@@ -23,7 +23,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.distill.card import DrafterRecipe
 from specactor_ray.distill.corpus import RecordStore, split_prompts
 from specactor_ray.distill.evaluation import drafter_of
-from specactor_ray.distill.training import HeadTrainer
+from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.proposer import build_proposer
@@ -133,6 +133,14 @@ def test_a_killed_training_goes_on_to_the_same_drafter(
         outcome = train(data, output)
     assert outcome.status == "interrupted" and "same command" in outcome.note
     assert not (output / "drafter.json").exists()
+    checkpoint = output / "training" / CHECKPOINT_FILE
+    if checkpoint.exists():
+        good = checkpoint.read_bytes()
+        checkpoint.write_bytes(b"PK\x03\x04 nothing of use")
+        with pytest.raises(InputError, match=CHECKPOINT_FILE):
+            train(data, output)
+        checkpoint.write_bytes(good)
+    assert checkpoint.exists() == (point == "training")
     assert train(data, output).status == "finished"
     card, whole = (json.loads((folder / "drafter.json").read_text()) for folder in (output, drafter))
     assert card["acceptance"] == whole["acceptance"] and card["training"]["steps"] == whole["training"]["steps"]

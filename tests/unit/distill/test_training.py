@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,10 +31,8 @@ from specactor_ray.distill.eagle import (
     unroll_loss,
 )
 from specactor_ray.distill.training import (
-    CHECKPOINT_FILE,
     EagleLearner,
     HeadTrainer,
-    TrainLoop,
     batches_of_epoch,
     choose_samples,
     head_for,
@@ -117,34 +114,6 @@ def test_a_target_of_another_build_is_refused() -> None:
     model = load_model(str(tiny_target()))
     reject_foreign_layers(model, "tiny")
     assert hidden_layers_of(model) == (0, 1, 2, HEAD_INPUT)
-
-
-def make_loop(folder: Path, wanted: DrafterRecipe, **options: Any) -> TrainLoop:
-    trainer = HeadTrainer(new_head(), wanted.depths, wanted.learning_rate)
-    return TrainLoop(trainer, wanted, recorded("train"), folder, **options)
-
-
-def test_resumed_training_gives_the_same_weights(tmp_path: Path) -> None:
-    whole = make_loop(tmp_path / "whole", recipe(epochs=2.0))
-    whole.run()
-
-    def interrupt(loss: float) -> None:
-        if loop.state.step in (3, whole.state.step // 2 + 2):
-            raise KeyboardInterrupt
-
-    for _ in range(2):
-        loop = make_loop(tmp_path / "parts", recipe(epochs=2.0), on_progress=interrupt, checkpoint_s=0.0)
-        loop.resume()
-        with pytest.raises(KeyboardInterrupt):
-            loop.run()
-    last = make_loop(tmp_path / "parts", recipe(epochs=2.0))
-    assert last.resume() and last.state.step == whole.state.step // 2 + 2
-    last.run()
-    assert (last.state.step, last.state.tokens) == (whole.state.step, whole.state.tokens)
-    assert equal(weights_of(whole.trainer), weights_of(last.trainer))
-    (tmp_path / "parts" / CHECKPOINT_FILE).write_bytes(b"PK\x03\x04 nothing of use")
-    with pytest.raises(InputError, match=CHECKPOINT_FILE):
-        last.resume()
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 200), st.integers(0, 5), st.integers(0, 3))
