@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
@@ -50,8 +49,6 @@ CHECKPOINT_FILE = "checkpoint.pt"
 _MAX_GRAD_NORM, _WEIGHT_DECAY, _WARMUP_STEPS = 1.0, 0.01, 10
 _CHECKPOINT_S = 120.0
 """Seconds between two checkpoints."""
-_BUCKET = 16
-"""Number of batches whose records are sorted by length together: less padding, and still a new mix every epoch."""
 _COUNTED_ROLLOUTS = 128
 """Number of rollouts whose distributions choose the draft vocabulary."""
 
@@ -143,10 +140,14 @@ class TrainLoop:
         self.trainer, self.state = trainer, LoopState()
         self._recipe, self._records = recipe, records
         self._path, self._show = folder / CHECKPOINT_FILE, on_progress
+        batches, rng = (
+            cut_by_tokens([one.num_tokens for one in records], recipe.batch_tokens),
+            random.Random(recipe.seed),
+        )
         self._plan: list[list[int]] = []
-        """Indices of the records of every step."""
+        """Indices of the records of every step: batches of similar lengths, in another order each epoch."""
         for epoch in range(math.ceil(recipe.epochs)):
-            batches = batches_of_epoch(records, recipe.batch_tokens, recipe.seed, epoch)
+            rng.shuffle(batches)
             self._plan += batches[: math.ceil((recipe.epochs - epoch) * len(batches))]
 
     def resume(self) -> bool:
@@ -212,21 +213,6 @@ def learning_rate(peak: float, step: int, fraction: float) -> float:
     """Learning rate of a step (from 0): a linear warm-up, times half a cosine to 0 at the end."""
     warm_up = min(1.0, (step + 1) / _WARMUP_STEPS)
     return peak * warm_up * 0.5 * (1.0 + math.cos(math.pi * min(fraction, 1.0)))
-
-
-def batches_of_epoch(records: Sequence[CorpusRecord], max_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices into `records`, each once, in batches of similar lengths with at most `max_tokens` positions, including
-    padding; a longer record is a batch by itself. A function of the arguments."""
-    rng = np.random.default_rng([seed, epoch])
-    order = [int(i) for i in rng.permutation(len(records))]
-    mean = sum(record.num_tokens for record in records) / max(len(records), 1)
-    size = max(int(_BUCKET * max_tokens / max(mean, 1.0)), 1)
-    batches: list[list[int]] = []
-    for begin in range(0, len(order), size):
-        bucket = sorted(order[begin : begin + size])
-        groups = cut_by_tokens([records[i].num_tokens for i in bucket], max_tokens)
-        batches += [[bucket[place] for place in group] for group in groups]
-    return [batches[int(i)] for i in rng.permutation(len(batches))]
 
 
 # ---- beside the policy ----

@@ -20,7 +20,6 @@ from specactor_ray.config.training_schema import OnlineConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.distill.card import DrafterRecipe
-from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.eagle import (
     FROZEN,
     EagleExample,
@@ -33,7 +32,6 @@ from specactor_ray.distill.eagle import (
 from specactor_ray.distill.training import (
     EagleLearner,
     HeadTrainer,
-    batches_of_epoch,
     choose_samples,
     head_for,
     load_learner,
@@ -114,16 +112,6 @@ def test_a_target_of_another_build_is_refused() -> None:
     model = load_model(str(tiny_target()))
     reject_foreign_layers(model, "tiny")
     assert hidden_layers_of(model) == (0, 1, 2, HEAD_INPUT)
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 200), st.integers(0, 5), st.integers(0, 3))
-def test_every_record_is_in_one_batch_of_an_epoch(lengths: list[int], most: int, seed: int, epoch: int) -> None:
-    records = [CorpusRecord(i, (1,), (2,) * length, SamplingParams()) for i, length in enumerate(lengths)]
-    batches = batches_of_epoch(records, most, seed, epoch)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(records)))
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(records[i].num_tokens for i in batch) <= most
-    assert batches == batches_of_epoch(records, most, seed, epoch)
 
 
 def learn(learner: EagleLearner, examples: Sequence[EagleExample]) -> list[float | None]:
