@@ -78,11 +78,6 @@ class AcceptanceCounts:
         return self.committed / self.steps if self.steps else 0.0
 
     @property
-    def by_position(self) -> list[float | None]:
-        """P(token i is right | all before it were), i = 1 to the window; None if there was no such case."""
-        return [right / reached if reached else None for right, reached in zip(self.right, self.reached, strict=True)]
-
-    @property
     def survival(self) -> tuple[float, ...]:
         """S_1, S_2, ...: share of steps at which the first i draft tokens existed and were right. Depths beyond the end
         of an output are not counted at that step; depths that no step reaches are left out."""
@@ -90,7 +85,9 @@ class AcceptanceCounts:
         return tuple(itertools.accumulate(rates, min))  # fewer steps reach greater depths, by chance with higher rates
 
     def facts(self) -> dict[str, Any]:
-        """The counts as plain data."""
+        """The figures as plain data; `by_position`: P(token i is right | all before it were), i = 1 to the window, or
+        None if there was no such case."""
+        pairs = zip(self.right, self.reached, strict=True)
         return {
             "window": self.window,
             "steps": self.steps,
@@ -98,7 +95,7 @@ class AcceptanceCounts:
             "acceptance_length": self.acceptance_length,
             "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
             "supply": self.drafted / self.steps if self.steps else 0.0,
-            "by_position": self.by_position,
+            "by_position": [right / reached if reached else None for right, reached in pairs],
         }
 
 

@@ -124,23 +124,28 @@ class TrainerRanks:
 
     def _wait(self, method: str, calls: Sequence[Call]) -> None:
         """Wait until all ranks have answered. Raises the first error, or ActorLostError for one without progress."""
-        progress = [_Progress(self._calls, rank, self._stall_timeout_s) for rank in self._ranks]
+        clock, limit_s = self._calls.clock, self._stall_timeout_s
         waiting = dict(enumerate(calls))
+        beats, counts, moved_at = dict[int, Call](), dict[int, int](), dict.fromkeys(waiting, clock.now())
         while waiting:
-            self._calls.wait(list(waiting.values()), min(_POLL_S, self._stall_timeout_s / 4))
+            self._calls.wait(list(waiting.values()), min(_POLL_S, limit_s / 4))
             for rank in [rank for rank, call in waiting.items() if call.done]:
                 call = waiting.pop(rank)
                 if call.error is not None:
                     raise _explained(call.error, rank, method)
             for rank in waiting:
-                try:
-                    progress[rank].poll()
-                except ActorLostError as error:
-                    raise _explained(error, rank, "heartbeat") from None
-            if stalled := [rank for rank in waiting if progress[rank].stalled]:
+                if rank in beats:
+                    if not (beat := beats[rank]).poll():
+                        continue
+                    if isinstance(beat.error, ActorLostError):
+                        raise _explained(beat.error, rank, "heartbeat")
+                    if beat.error is None and beat.result() != counts.get(rank):
+                        counts[rank], moved_at[rank] = beat.result(), clock.now()
+                beats[rank] = self._calls.start(self._ranks[rank], "heartbeat", deadline_s=limit_s)
+            if stalled := [str(rank) for rank in waiting if clock.now() - moved_at[rank] >= limit_s]:
                 raise ActorLostError(
-                    f"trainer rank {', '.join(map(str, stalled))}: no progress for {self._stall_timeout_s:g} s in "
-                    f"{method}; it hangs, or one piece of its work takes longer than trainer.stall_timeout_s"
+                    f"trainer rank {', '.join(stalled)}: no progress for {limit_s:g} s in {method}; it hangs, or one "
+                    "piece of its work takes longer than trainer.stall_timeout_s"
                 )
 
     def _refuse_unseen(self, folder: Path, parts: Sequence[SavedPart]) -> None:
@@ -155,33 +160,6 @@ class TrainerRanks:
             f"trainer rank {rank} wrote {name} on node {node}, and {folder} here does not have it (and "
             f"{len(unseen) - 1} others). checkpoint.dir must be a folder that all nodes share"
         )
-
-
-class _Progress:
-    """Progress of one working rank, as it reports it."""
-
-    def __init__(self, calls: Calls, rank: Any, limit_s: float) -> None:
-        self._calls, self._rank, self._limit_s = calls, rank, limit_s
-        self._count: int | None = None
-        self._moved_at = calls.clock.now()
-        self._asked: Call | None = None
-
-    @property
-    def stalled(self) -> bool:
-        return self._calls.clock.now() - self._moved_at >= self._limit_s
-
-    def poll(self) -> None:
-        """Process an answer that has arrived, and ask again; never waits. Raises ActorLostError."""
-        answered = self._asked
-        if answered is not None and not answered.poll():
-            return
-        self._asked = self._calls.start(self._rank, "heartbeat", deadline_s=self._limit_s)
-        if answered is None:
-            return
-        if isinstance(answered.error, ActorLostError):
-            raise answered.error
-        if answered.error is None and answered.result() != self._count:
-            self._count, self._moved_at = answered.result(), self._calls.clock.now()
 
 
 def _explained(error: SpecActorError, rank: int, method: str) -> SpecActorError:
