@@ -160,11 +160,10 @@ def checked_tasks(config: Config) -> TaskStream:
     def count_tokens(prompt: Prompt) -> int:
         return len(encode_prompt(tokenizer, prompt, data.chat))
 
-    def stream() -> TaskStream:
-        return TaskStream(source, config.sampling.seed, count_tokens, limit, data.shuffle)
-
-    stream().take(1)
-    return stream()
+    stream = TaskStream(source, config.sampling.seed, count_tokens, limit, data.shuffle)
+    stream.take(1)
+    stream.position = stream.skipped = 0
+    return stream
 
 
 def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], console: Console) -> None:
