@@ -12,7 +12,7 @@ import pytest
 
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig, RewardFunctionConfig
-from specactor_ray.core.errors import ConfigError, InputError, UserError
+from specactor_ray.core.errors import InputError, UserError
 from specactor_ray.rollout.prompts import read_jsonl
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.environment import (
@@ -24,7 +24,6 @@ from specactor_ray.trainer.environment import (
     Retry,
     Turn,
     evaluate,
-    find_environment,
     make_environment,
 )
 from specactor_ray.trainer.rewards import RewardSample, Scorer
@@ -150,20 +149,6 @@ def test_bad_replies_are_named(text: str) -> None:
         step(ECHO, state, text)
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("calcs", "use one of calculator, retry"),
-        ("tests.fakes.environments:Nothing", "cannot be imported"),
-        ("tests.fakes.environments:NoStep", "it has no step"),
-        ("tests.fakes.environments:BAD_REPLIES", "is no environment"),
-    ],
-)
-def test_what_is_no_environment_is_refused(name: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        find_environment(name)
-
-
 def check(config: Config) -> None:
     prepare(config)
     checked_tasks(config)
@@ -172,7 +157,10 @@ def check(config: Config) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("environment.name=calcs", "environment.name"),
+        ("environment.name=calcs", "environment.name.*use one of calculator, retry"),
+        ("environment.name=tests.fakes.environments:Nothing", "cannot be imported"),
+        ("environment.name=tests.fakes.environments:NoStep", "it has no step"),
+        ("environment.name=tests.fakes.environments:BAD_REPLIES", "is no environment"),
         ("environment.options={trials: 2}", "its options are tries, discount"),
         ("environment.options={tries: 0}", "tries must be 1 or more"),
         ("data.chat=false", "data.chat is false"),
