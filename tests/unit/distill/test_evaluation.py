@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.evaluation import AcceptanceCounts, replay
@@ -105,19 +103,3 @@ def test_the_targets_noise_is_worth_having_at_temperature_1() -> None:
     assert shared.acceptance_length > 1.15 * own.acceptance_length
     greedy = recorded("greedy")[:2]
     assert replay(draft_model(True), greedy, 4) == replay(draft_model(False), greedy, 4)
-
-
-@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), min_size=1, max_size=8))
-def test_a_step_by_the_definition(tail: list[int], truth: list[int]) -> None:
-    counts = AcceptanceCounts(6)
-    committed = counts.add_step(tail, truth, 6)
-    right = 0
-    while right < min(len(tail), len(truth)) and tail[right] == truth[right]:
-        right += 1
-    assert counts.accepted == right and committed == min(right + 1, len(truth))
-    assert counts.drafted == (right if right == len(truth) else len(tail))
-    for i in range(6):
-        reached = i < len(tail) and i < len(truth) and tail[:i] == truth[:i]
-        assert counts.possible[i] == (i < len(truth))
-        assert counts.reached[i] == reached
-        assert counts.right[i] == (reached and tail[i] == truth[i])
