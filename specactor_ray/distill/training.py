@@ -140,10 +140,8 @@ class TrainLoop:
         self.trainer, self.state = trainer, LoopState()
         self._recipe, self._records = recipe, records
         self._path, self._show = folder / CHECKPOINT_FILE, on_progress
-        batches, rng = (
-            cut_by_tokens([one.num_tokens for one in records], recipe.batch_tokens),
-            random.Random(recipe.seed),
-        )
+        batches = cut_by_tokens([record.num_tokens for record in records], recipe.batch_tokens)
+        rng = random.Random(recipe.seed)
         self._plan: list[list[int]] = []
         """Indices of the records of every step: batches of similar lengths, in another order each epoch."""
         for epoch in range(math.ceil(recipe.epochs)):

@@ -47,10 +47,9 @@ class PolicyUpdater:
         config: TrainerConfig,
         reference: PolicyModel | None = None,
     ) -> None:
-        self._engine, self._recipe, self._config = engine, recipe, config
-        self._reference = reference
         assert recipe.clip_high is not None  # filled by `make_recipe`
-        self._clip_high = recipe.clip_high
+        self._engine, self._recipe, self._config = engine, recipe, config
+        self._reference, self._clip_high = reference, recipe.clip_high
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step (from 0); every rank gets all of them, in the same order. `seed` orders them
@@ -63,7 +62,7 @@ class PolicyUpdater:
         mini_batches = self._cut(samples, seed)
         prepared = [self._prepare([samples[i] for i in part]) for part in mini_batches]
         if self._needs_old_scores:
-            self._score_all(prepared, sums)
+            self._score_all([item for mini_batch in prepared for item in mini_batch], sums)
         for _ in range(self._config.epochs):
             for mini_batch in prepared:
                 self._optimizer_step(mini_batch, rate, sums)
@@ -101,13 +100,13 @@ class PolicyUpdater:
             result.append(_Prepared(batch, of_rows.to(engine.device)))
         return result
 
-    def _score_all(self, mini_batches: Sequence[Sequence[_Prepared]], sums: _Sums) -> None:
-        with torch.no_grad():
-            for item in (item for mini_batch in mini_batches for item in mini_batch):
-                item.old = self._engine.score(item.batch)
-                sums.add_gap(item.batch, item.old)
-            if uses_values(self._recipe):
-                self._estimate_advantages([item for mini_batch in mini_batches for item in mini_batch])
+    @torch.no_grad()
+    def _score_all(self, items: Sequence[_Prepared], sums: _Sums) -> None:
+        for item in items:
+            item.old = self._engine.score(item.batch)
+            sums.add_gap(item.batch, item.old)
+        if uses_values(self._recipe):
+            self._estimate_advantages(items)
 
     def _estimate_advantages(self, items: Sequence[_Prepared]) -> None:
         """GAE for all samples of the step, whitened over them."""
