@@ -58,6 +58,8 @@ class PresentWork:
     def __init__(self, steps: int) -> None:
         self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Number of ended trajectories of the present step, and its total."""
+        self.done = 0
+        """Number of steps done."""
         self._steps, self._begun, self._phase = steps, 0, "starting Ray, verifiers and trainer"
 
     def begin(self, step: int, phase: str) -> None:
@@ -69,7 +71,7 @@ class PresentWork:
         done, total = self.rollout_progress()
         count = f" {done}/{total}" if self._phase == "rollout" and total else ""
         step = f"step {self._begun}/{self._steps}, " if self._begun else ""
-        progress.update(max(self._begun - 1, 0), f"{step}{self._phase}{count}")
+        progress.update(self.done, f"{step}{self._phase}{count}")
 
 
 class MetricsFile:
@@ -109,7 +111,7 @@ class StepRecorder:
         self._config, self._run, self._rollout = config, run, rollout
         self._metrics = MetricsFile(run.metrics_file)
         self._work, self._show = work, show
-        work.rollout_progress = lambda: rollout.progress
+        work.rollout_progress, work.done = lambda: rollout.progress, run.state.step
         self._parts = contextlib.ExitStack()
         self._trackers = [tracker for tracker in (self._tensorboard(), self._wandb()) if tracker is not None]
         self._step = run.state.step
@@ -154,7 +156,7 @@ class StepRecorder:
             "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
         self._metrics.append(record)
-        figures = ", ".join(f"{name} {text(record)}" for name, text in _FIGURES)
+        self._work.done, figures = step, ", ".join(f"{name} {text(record)}" for name, text in _FIGURES)
         self._show(f"step {step}/{self._config.trainer.steps}: {figures}")
         self._warn(record)
         for tracker in self._trackers:

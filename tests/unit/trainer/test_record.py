@@ -34,6 +34,7 @@ def test_the_present_work() -> None:
     work.rollout_progress = lambda: (5, 24)
     work.show(progress)
     for phase in ("rollout", "update"):
+        work.done = 1
         work.begin(2, phase)
         work.show(progress)
     assert shown[0][1].startswith("starting Ray") and shown[1:] == [
