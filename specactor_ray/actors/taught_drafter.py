@@ -44,7 +44,7 @@ class TaughtDrafter:
         """
         chosen = choose_samples([sample.num_tokens for sample in samples], self._online.buffer_tokens, step)
         taken = [samples[index] for index in chosen]
-        states = self._trainer.hidden_states(taken, self._layers)
+        states = self._trainer.engine.hidden_states(taken, self._layers)
         if self._learner is None:
             return None
         examples = [

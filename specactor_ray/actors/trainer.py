@@ -13,9 +13,11 @@ from specactor_ray.actors.process import collected_once, configure_process, put_
 from specactor_ray.actors.taught_drafter import TaughtDrafter
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import taught_by_trainer
+from specactor_ray.config.schema import Config
 from specactor_ray.learner.batching import Sample
+from specactor_ray.learner.deepspeed_engine import Rendezvous
 from specactor_ray.learner.engine import SavedPart, WorkCounter
-from specactor_ray.learner.trainer import Trainer, TrainerSpec
+from specactor_ray.learner.trainer import Trainer
 from specactor_ray.transport.messages import WeightSet
 
 T = TypeVar("T")
@@ -51,19 +53,19 @@ class TrainerActor:
             return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
 
     @collected_once()
-    def start(self, spec: TrainerSpec, threads: int) -> None:
+    def start(self, config: Config, checkpoint: Path | None, rendezvous: Rendezvous, threads: int) -> None:
         """Load the policy and its optimizer."""
         import torch
 
         if self._trainer is not None:
             return
-        if not spec.config.trainer.gpus:
+        if not config.trainer.gpus:
             os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed, which other packages import where it is installed
         torch.set_num_threads(threads)
-        self._trainer = Trainer(spec, self._progress)
-        drafter = taught_by_trainer(spec.config)
+        self._trainer = Trainer(config, checkpoint, rendezvous, self._progress)
+        drafter = taught_by_trainer(config)
         if drafter is not None:
-            self._pupil = TaughtDrafter(drafter, spec.config, self._trainer, self._calls)
+            self._pupil = TaughtDrafter(drafter, config, self._trainer, self._calls)
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step."""
@@ -95,12 +97,6 @@ class TrainerActor:
 
     def reload(self) -> None:
         self._running().engine.reload()
-
-    def stop(self) -> None:
-        """End in order."""
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None:
-            trainer.close()
 
     def _export(self, version: int) -> WeightSet | None:
         weights = put_weights(version, self._running().buckets(), self._calls)  # all ranks gather together

@@ -153,7 +153,7 @@ def record_outputs(
             requests.append(request)
         except InputError as error:
             problem = str(error)
-    found = collect(engine, requests, RecordStore(None, "profile"), max_open=max_requests)
+    found = collect(engine, RecordStore(requests), max_open=max_requests)
     recorded = [record for record in found if record.output_token_ids]
     if not recorded:
         raise InputError(f"data.path: none of the prompts could be answered ({problem})")
@@ -165,7 +165,7 @@ class TextStream:
 
     def __init__(self, recorded: Sequence[CorpusRecord]) -> None:
         self._tokens = [token for one in recorded for token in (*one.prompt_token_ids, *one.output_token_ids)]
-        states = [one.states for one in recorded if one.states is not None]
+        states = [one.states() for one in recorded if one.source is not None]
         self._states = np.concatenate(states) if states else None
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:

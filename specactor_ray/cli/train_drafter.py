@@ -13,14 +13,16 @@ from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
+from specactor_ray.core.files import write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import sigterm_interrupts
-from specactor_ray.distill.card import DrafterRecipe, TargetIdentity, check_vocabulary, identify, read_card, write_card
+from specactor_ray.distill.card import CARD_FILE, DrafterRecipe, read_card
 from specactor_ray.distill.corpus import HELD_OUT, TRAIN, Corpus, Prompts, TokenIds, claim_folder, split_prompts
 from specactor_ray.distill.eagle import hidden_layers_of, reject_foreign_layers
-from specactor_ray.distill.evaluation import head_config, measure
+from specactor_ray.distill.evaluation import check_vocabulary, head_config, measure
 from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer, TrainLoop, head_for
 from specactor_ray.draft.eagle.checkpoint import save_head
+from specactor_ray.models.identity import model_identity
 from specactor_ray.models.loading import load_model, load_model_config, load_tokenizer
 from specactor_ray.rollout.preflight import require_named_model
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
@@ -61,9 +63,9 @@ def train_drafter(
     target = _checked_target(recipe)
     encoded = _encoded(data, recipe, target)
     others = None if held_out is None else _encoded(held_out, recipe, target)
-    prompts = split_prompts(encoded, others, _longest_prompt(recipe))
+    prompts = split_prompts(encoded, others, _longest_prompt(recipe, target))
     work = output / WORK_FOLDER
-    facts = {**recipe.training_facts(), "prompts": prompts.digest(), "config": target.config_hash}
+    facts = {**recipe.training_facts(), "prompts": prompts.digest()}
     claim_folder(output, work / RECIPE_FILE, facts, "drafter")
     done = read_card(output)
     if done is not None:
@@ -73,10 +75,10 @@ def train_drafter(
             model = load_model(recipe.target, trust_remote_code=recipe.trust_remote_code)
             reject_foreign_layers(model, recipe.target)
             layers, folder = hidden_layers_of(model), corpus_folder or work / CORPUS_FOLDER
-            corpus = Corpus(recipe, target, prompts, layers, folder, console)
+            corpus = Corpus(recipe, prompts, layers, folder, console)
             corpus.collect(recipe.tokens)
             loop = _train(model, corpus, work, console)
-            return _finish(loop, output, target, corpus, console)
+            return _finish(loop, output, corpus, console)
         except KeyboardInterrupt:
             note = f"interrupted; what was done is kept in {work}. Go on with the same command"
             return DrafterOutcome("interrupted", note=note)
@@ -93,15 +95,15 @@ def eval_drafter(
     target = _checked_target(recipe)
     head = head_config(drafter, recipe.target)
     if drafter.model is not None and head is None:
-        check_vocabulary(drafter.model, target, drafter.trust_remote_code)
+        check_vocabulary(drafter, recipe.target, target.vocab_size)
     layers = () if head is None else head.exported_layers
-    longest = _longest_prompt(recipe)
+    longest = _longest_prompt(recipe, target)
     usable = tuple(p for p in dict.fromkeys(_encoded(data, recipe, target)) if len(p) <= longest)
     if not usable:
         raise InputError(f"--data: each prompt of {data} is longer than {longest} tokens. Fix: a lower max_tokens")
     with sigterm_interrupts():
         try:
-            corpus = Corpus(recipe, target, Prompts((), usable), layers, corpus_folder, console)
+            corpus = Corpus(recipe, Prompts((), usable), layers, corpus_folder, console)
             corpus.collect(None)
             rows = measure(drafter, corpus, console)
         except KeyboardInterrupt:
@@ -110,22 +112,22 @@ def eval_drafter(
 
 
 def _train(model: Any, corpus: Corpus, work: Path, console: Console) -> TrainLoop:
-    recipe, records, store = corpus.recipe, corpus.records[TRAIN], corpus.stores[TRAIN]
-    head = head_for(model, recipe, records, store)
+    recipe, records = corpus.recipe, corpus.records[TRAIN]
+    head = head_for(model, recipe, records)
     trainer = HeadTrainer(head, recipe.depths, recipe.learning_rate, dtype=recipe.dtype)
     with PhaseProgress(console, "training an EAGLE head", 1.0) as progress:
 
         def show(loss: float) -> None:
             progress.update(loop.fraction, f"step {loop.state.step}, loss {loss:.3f}")
 
-        loop = TrainLoop(trainer, recipe, records, store, work, on_progress=show)
+        loop = TrainLoop(trainer, recipe, records, work, show)
         if loop.resume():
             say(console, f"going on from step {loop.state.step} ({loop.state.seconds:.0f} s)")
         loop.run()
     return loop
 
 
-def _finish(loop: TrainLoop, output: Path, target: TargetIdentity, corpus: Corpus, console: Console) -> DrafterOutcome:
+def _finish(loop: TrainLoop, output: Path, corpus: Corpus, console: Console) -> DrafterOutcome:
     """Save the drafter, measure it, and only then write `drafter.json`, which marks it as complete."""
     recipe, state, head = corpus.recipe, loop.state, loop.trainer.head
     save_head(head, output)
@@ -145,12 +147,15 @@ def _finish(loop: TrainLoop, output: Path, target: TargetIdentity, corpus: Corpu
         "hardware": hardware(),
         "versions": versions(),
     }
-    write_card(output, METHOD, target, training, rows)
+    target = model_identity(recipe.target, "float32", recipe.trust_remote_code)
+    card = {"method": METHOD, "target": target, "training": training, "acceptance": rows}
+    write_json(output / CARD_FILE, card, shared=True)
     (output / WORK_FOLDER / CHECKPOINT_FILE).unlink(missing_ok=True)
     return DrafterOutcome("finished", rows, f"{state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s")
 
 
-def _checked_target(recipe: DrafterRecipe) -> TargetIdentity:
+def _checked_target(recipe: DrafterRecipe) -> Any:
+    """The target's text configuration."""
     import torch
 
     if recipe.device == "cuda" and not torch.cuda.is_available():
@@ -158,19 +163,18 @@ def _checked_target(recipe: DrafterRecipe) -> TargetIdentity:
     if recipe.device == "cpu":  # if DeepSpeed is installed, other packages import it, and it logs its search for a GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     require_named_model("--target", recipe.target)
-    return identify(recipe.target, recipe.trust_remote_code)
+    return load_model_config(recipe.target, trust_remote_code=recipe.trust_remote_code).get_text_config()
 
 
-def _longest_prompt(recipe: DrafterRecipe) -> int:
+def _longest_prompt(recipe: DrafterRecipe, target: Any) -> int:
     """Most tokens of a prompt so that a whole output still fits the context."""
-    config = load_model_config(recipe.target, trust_remote_code=recipe.trust_remote_code).get_text_config()
-    context = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+    context = int(getattr(target, "max_position_embeddings", 0) or 1 << 30)
     if recipe.max_tokens >= context:
         raise InputError(f"max_tokens: {recipe.max_tokens} leaves no room for a prompt; the context is {context}")
     return context - recipe.max_tokens
 
 
-def _encoded(data: Path, recipe: DrafterRecipe, target: TargetIdentity) -> list[TokenIds]:
+def _encoded(data: Path, recipe: DrafterRecipe, target: Any) -> list[TokenIds]:
     prompts = read_prompts(data)
     tokenizer = load_tokenizer(recipe.target, trust_remote_code=recipe.trust_remote_code)
     encoded = [encode_prompt(tokenizer, prompt, recipe.chat) for prompt in prompts]

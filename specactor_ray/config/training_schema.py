@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from specactor_ray.config.fields import at_least, below_one, limited, not_empty, one_of, positive
+from specactor_ray.config.fields import at_least, limited, not_empty, one_of, positive
 
 
 class AlgorithmName(str, Enum):
@@ -70,27 +70,19 @@ class AlgorithmConfig:
     max_sampling_rounds: int = at_least(1, default=4)
     """Most rounds of prompts per step under dynamic sampling; after them the step uses the present groups."""
     overlong_buffer: int | None = at_least(0, default=None)
-    """Width in tokens of the ramp below sampling.max_tokens on which long outputs lose reward; 0: none. Default: an
+    """Tokens of the ramp below sampling.max_tokens on which long outputs lose up to 1 of reward; 0: none. Default: an
     eighth of sampling.max_tokens for dapo, else 0."""
-    overlong_penalty: float = at_least(0, 1.0)
-    """Reward lost by an output that reaches sampling.max_tokens."""
     entropy_coef: float = at_least(0, 0.0)
     """Weight of the entropy bonus."""
     kl_coef: float = at_least(0, 0.0)
     """Weight of the KL divergence to the initial model of the training; 0 keeps no such model."""
-    gamma: float = positive(1.0, up_to=1.0)
-    """ppo: discount γ."""
     gae_lambda: float = positive(0.95, up_to=1.0)
     """ppo: λ of the generalised advantage estimate."""
     value_coef: float = at_least(0, 0.5)
     """ppo: weight of the value loss."""
-    value_clip: float | None = positive(0.2)
-    """ppo: largest change of a value from its old one that counts; null: no limit."""
     importance_cap: float | None = positive(None)
     """Weight every token by min(trainer's probability / rollout's, cap). Null: 2 with trainer.max_staleness, else no
     weights; the two differ by rounding only if both run in the same precision."""
-    max_logprob_gap: float = positive(0.05)
-    """Average difference of the rollout's and the trainer's log-probabilities above which a warning is shown."""
 
 
 @dataclass
@@ -170,10 +162,6 @@ class TrainerConfig:
     Above, rollouts of later steps run while the trainer updates, and continue with new weights after their tokens."""
     learning_rate: float = positive(1.0e-6, up_to=1.0)
     """Peak learning rate of AdamW."""
-    beta1: float = below_one(0.9)
-    """Decay β₁ of AdamW's first moment."""
-    beta2: float = below_one(0.999)
-    """Decay β₂ of AdamW's second moment."""
     weight_decay: float = at_least(0, 0.0)
     """Weight decay of AdamW; not applied to norms and biases."""
     warmup_steps: int = at_least(0, default=0)

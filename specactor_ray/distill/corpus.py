@@ -8,7 +8,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import read_foreign, replacing, write_json
 from specactor_ray.core.progress import PhaseProgress, show_tokens
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.distill.card import DrafterRecipe, TargetIdentity
+from specactor_ray.distill.card import DrafterRecipe
+from specactor_ray.models.identity import model_identity
 from specactor_ray.models.weight_buckets import from_wire
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
@@ -44,123 +45,117 @@ class CorpusRecord:
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    finish_reason: str
-    """`stop` or `length`."""
-    states: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """`(tokens - 1, width)`: hidden states from the engine, only while the record is in memory."""
+    source: Path | np.ndarray | None = field(default=None, compare=False, repr=False)
+    """File with its hidden states, or the states themselves as the engine exported them."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    def states(self) -> np.ndarray:
+        """`(tokens - 1, width)`: hidden states of the target, row i of position i, including the prompt."""
+        if isinstance(self.source, np.ndarray):
+            return self.source
+        assert self.source is not None  # recorded without states
+        from safetensors import safe_open
+
+        with safe_open(self.source, framework="pt") as file:
+            states: np.ndarray = file.get_tensor("states").float().numpy()
+        return states
+
 
 class RecordStore:
-    """One part of a corpus (`train`, `heldout`): a safetensors file per rollout, complete or absent, in a folder that
-    is created with the first one; without a folder, records in memory.
+    """Rollouts of some requests: a safetensors file each, complete or absent, in a folder that is created with the
+    first one; without a folder, in memory. A file holds the output, and the target's hidden states if they were
+    recorded; states stay on disk until they are read. Raises InputError for a file that cannot be read."""
 
-    A file holds the token ids, and the target's hidden states if they were recorded: `(tokens - 1, width)`, row i of
-    position i, including the prompt. States stay on disk until they are read.
-    """
+    def __init__(self, requests: Sequence[TargetRequest], folder: Path | None = None, part: str = "") -> None:
+        from safetensors import SafetensorError, safe_open
 
-    def __init__(self, folder: Path | None, part: str) -> None:
-        self._folder, self._part = folder, part
+        self.requests, self._folder, self._part = requests, folder, part
         self.known: dict[int, CorpusRecord] = {}
-        """Index → record."""
+        """Index of the request → record."""
         for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")) if folder is not None else ():
-            self._read(path)
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._keep(int(path.stem.rpartition("-")[2]), file.get_tensor("output").tolist(), path)
+            except (SafetensorError, OSError, ValueError) as error:
+                raise InputError(f"{path} is damaged ({error}). Fix: remove it; its rollout is made again") from None
 
-    def add(self, record: CorpusRecord) -> None:
+    @property
+    def num_tokens(self) -> int:
+        """Number of recorded output tokens."""
+        return sum(len(record.output_token_ids) for record in self.known.values())
+
+    def add(self, index: int, output: Sequence[int], states: np.ndarray | None) -> None:
         """Add a record, and write it. Raises OSError."""
         if self._folder is None:
-            self.known[record.index] = record
+            self._keep(index, output, states)
             return
         from safetensors.torch import save_file
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            "prompt": torch.tensor(record.prompt_token_ids, dtype=torch.int32),
-            "output": torch.tensor(record.output_token_ids, dtype=torch.int32),
-        }
-        if record.states is not None:
-            tensors["states"] = _as_stored(record.states)
-        facts = {"index": record.index, "finish_reason": record.finish_reason, "sampling": asdict(record.sampling)}
-        path = self._path(record.index)
+        tensors = {"output": torch.tensor(output, dtype=torch.int32)}
+        if states is not None:
+            tensors["states"] = _as_stored(states)
+        path = self._folder / f"{self._part}-{index:06d}.safetensors"
         with replacing(path, path.with_suffix(".partial")) as partial:
-            save_file(tensors, partial, metadata={"record": json.dumps(facts)})
-        self.known[record.index] = replace(record, states=None)
+            save_file(tensors, partial)
+        self._keep(index, output, path)
 
-    def states(self, index: int) -> torch.Tensor:
-        """Hidden states of a record on disk."""
-        from safetensors import safe_open
+    def beginning(self, token_budget: int | None) -> list[CorpusRecord]:
+        """Records of the first requests, as many as fill the budget of output tokens (None: all); failed requests are
+        skipped."""
+        tokens, found = 0, list[CorpusRecord]()
+        for index in sorted(self.known):
+            if token_budget is not None and tokens >= token_budget:
+                break
+            found.append(self.known[index])
+            tokens += len(found[-1].output_token_ids)
+        return found
 
-        with safe_open(self._path(index), framework="pt") as file:
-            return file.get_tensor("states")
-
-    def _path(self, index: int) -> Path:
-        assert self._folder is not None  # records in memory hold their states
-        return self._folder / f"{self._part}-{index:06d}.safetensors"
-
-    def _read(self, path: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="pt") as file:
-                facts = json.loads((file.metadata() or {})["record"])
-                prompt, output = (tuple(file.get_tensor(name).tolist()) for name in ("prompt", "output"))
-            index, sampling = int(facts["index"]), dict(facts["sampling"])
-            sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-            record = CorpusRecord(index, prompt, output, SamplingParams(**sampling), str(facts["finish_reason"]))
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s is damaged (%s); its rollout is made again", path, error)
-            path.rename(path.with_suffix(".damaged"))
-        else:
-            self.known[index] = record
+    def _keep(self, index: int, output: Sequence[int], source: Path | np.ndarray | None) -> None:
+        request = self.requests[index]
+        self.known[index] = CorpusRecord(index, request.prompt_token_ids, tuple(output), request.sampling, source)
 
 
 @dataclass(slots=True)
 class _Running:
     index: int
-    request: TargetRequest
     tokens: list[int] = field(default_factory=list)
     states: list[np.ndarray] = field(default_factory=list)
 
 
 def collect(
     engine: TargetEngine,
-    requests: Sequence[TargetRequest],
     store: RecordStore,
     token_budget: int | None = None,
     max_open: int = 64,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[CorpusRecord]:
-    """Roll out requests in their order until `token_budget` output tokens are recorded, and return the records.
+    """Roll out the store's requests in their order until `token_budget` output tokens are recorded (None: all of them),
+    and return the records that fill it. Existing records are not made again, and the result does not depend on the
+    point of an interruption.
 
-    Existing records of the store are not made again. The result depends on requests and budget only, not on the point
-    of an interruption: it is the shortest beginning of the requests that fills the budget (None: all of them).
-
-    Args:
-        engine: Fresh engine; hidden states that it exports are recorded too.
-        max_open: Most requests in the engine at once.
-        on_progress: Called with the number of output tokens so far.
+    The engine must be a fresh one; at most `max_open` requests are in it, and hidden states that it exports are
+    recorded too. `on_progress` is called with the number of output tokens so far.
     """
-    known = store.known
-    have = sum(len(known[index].output_token_ids) for index in range(len(requests)) if index in known)
-    waiting = deque((index, request) for index, request in enumerate(requests) if index not in known)
+    have = store.num_tokens
+    waiting = deque(index for index in range(len(store.requests)) if index not in store.known)
     budget = float("inf") if token_budget is None else token_budget
     running: dict[int, _Running] = {}
     while True:
         underway = have + sum(len(entry.tokens) for entry in running.values())
         while waiting and len(running) < max_open and underway < budget:
-            index, request = waiting.popleft()
-            row = next(row for row in range(max_open) if row not in running)
-            engine.add(row, request)
-            running[row] = _Running(index, request)
+            row, index = next(row for row in range(max_open) if row not in running), waiting.popleft()
+            engine.add(row, store.requests[index])
+            running[row] = _Running(index)
         if not running:
             break
         have += _take(engine.step(), running, store)
         if on_progress is not None:
             on_progress(have + sum(len(entry.tokens) for entry in running.values()))
-    return shortest_beginning(requests, store, token_budget)
+    return store.beginning(token_budget)
 
 
 def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) -> int:
@@ -174,14 +169,11 @@ def _take(result: StepResult, running: dict[int, _Running], store: RecordStore) 
         if finish is Finish.RUNNING:
             continue
         del running[row]
-        request = entry.request
         if finish is Finish.ERROR:
             logger.warning("rollout %d failed and is left out: %s", entry.index, result.errors[row])
             continue
         ended += len(entry.tokens)
-        whole = np.concatenate(entry.states) if entry.states else None
-        prompt, output = request.prompt_token_ids, tuple(entry.tokens)
-        store.add(CorpusRecord(entry.index, prompt, output, request.sampling, finish.reason, whole))
+        store.add(entry.index, entry.tokens, np.concatenate(entry.states) if entry.states else None)
     return ended
 
 
@@ -191,20 +183,6 @@ def _as_stored(states: np.ndarray) -> torch.Tensor:
     whole = from_wire(states)
     half = whole.half()
     return half if bool(half.isfinite().all()) else whole.float()
-
-
-def shortest_beginning(
-    requests: Sequence[TargetRequest], store: RecordStore, token_budget: int | None
-) -> list[CorpusRecord]:
-    """Records of the first requests, as many as fill the budget (None: all); failed ones are skipped."""
-    tokens, found = 0, list[CorpusRecord]()
-    for index in range(len(requests)):
-        if token_budget is not None and tokens >= token_budget:
-            break
-        if index in store.known:
-            found.append(store.known[index])
-            tokens += len(found[-1].output_token_ids)
-    return found
 
 
 # ---- the rollouts of a recipe ----
@@ -277,33 +255,35 @@ class Corpus:
     def __init__(
         self,
         recipe: DrafterRecipe,
-        target: TargetIdentity,
         prompts: Prompts,
         layers: Sequence[int],
         folder: Path,
         console: Console,
     ) -> None:
-        facts = {**recipe.rollout_facts(), "target": target.config_hash, "prompts": prompts.digest()}
+        target = model_identity(recipe.target, "float32", recipe.trust_remote_code)["config_hash"]
+        facts = {**recipe.rollout_facts(), "target": target, "prompts": prompts.digest()}
         claim_folder(folder, folder / "corpus.json", {**facts, "hidden_layers": list(layers)}, "corpus")
         self.recipe, self._prompts, self._layers, self._console = recipe, prompts, layers, console
         present = {TRAIN: bool(prompts.train), HELD_OUT: True, GREEDY: recipe.temperature > 0.0}
-        self.stores = {part: RecordStore(folder, part) for part, is_there in present.items() if is_there}
+        self._stores = {
+            part: RecordStore(requests_of(part, prompts, recipe), folder, part)
+            for part, is_there in present.items()
+            if is_there
+        }
         self.records: dict[str, list[CorpusRecord]] = {}
+        """Part → records, in the order of their requests."""
 
     def collect(self, tokens: int | None) -> None:
         """Record missing rollouts; the target is loaded only if there are any. `tokens` limits the training part."""
         engine: Any = None
-        for part, store in self.stores.items():
-            requests = requests_of(part, self._prompts, self.recipe)
+        for part, store in self._stores.items():
             budget = tokens if part == TRAIN else None
-            have = sum(len(record.output_token_ids) for record in store.known.values())
-            if len(store.known) < len(requests) and (budget is None or have < budget):
+            if len(store.known) < len(store.requests) and (budget is None or store.num_tokens < budget):
                 engine = engine or self._make_engine()
-                most = len(requests) * self.recipe.max_tokens
+                most = len(store.requests) * self.recipe.max_tokens
                 with PhaseProgress(self._console, f"rollouts, {part}", min(budget or most, most)) as progress:
-                    limit = self.recipe.max_batch
-                    collect(engine, requests, store, budget, limit, show_tokens(progress))
-            self.records[part] = shortest_beginning(requests, store, budget)
+                    collect(engine, store, budget, self.recipe.max_batch, show_tokens(progress))
+            self.records[part] = store.beginning(budget)
             if not self.records[part]:
                 raise InputError(f"the target {self.recipe.target} failed on every prompt ({part}); see the log")
         if engine is not None:

@@ -14,7 +14,7 @@ provides `hidden` numbers instead of one distribution (as in EAGLE, arXiv 2401.1
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from specactor_ray.models.ragged_model import HEAD_INPUT
 
 INIT_SCALE = 0.05
 """Scale of weights not copied from the target: small, so that the head starts close to the target's own last layer."""
+_DECAY, _REGRESSION = 0.8, 2.0
+"""Factor of the loss from one depth to the next; weight of the distance between inputs of output layers."""
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
 """Weights that stay the target's: most of all weights; the output layer also converts the target's states into the
 distributions to learn."""
@@ -59,8 +61,9 @@ def hidden_layers_of(model: Any) -> tuple[int, ...]:
     return (*(layer - 1 for layer in default_aux_layers(layers)), HEAD_INPUT)
 
 
-def example_of(record: CorpusRecord, states: torch.Tensor) -> EagleExample:
+def example_of(record: CorpusRecord) -> EagleExample:
     """A recorded rollout with the states of `hidden_layers_of`."""
+    states = torch.from_numpy(record.states())
     hidden = states.shape[1] // 4
     tokens = (*record.prompt_token_ids, *record.output_token_ids)
     temperature = record.sampling.temperature or 1.0
@@ -86,16 +89,12 @@ class EagleBatch:
     final: torch.Tensor | None = None
     """`(M, hidden)`: input of the target's output layer at these positions."""
 
-    def to(self, device: torch.device) -> EagleBatch:
-        """The same batch on a device."""
-        parts = {one.name: getattr(self, one.name) for one in fields(self)}
-        moved: dict[str, Any] = {name: None if part is None else part.to(device) for name, part in parts.items()}
-        return EagleBatch(**moved)
 
-
+@torch.no_grad()
 def make_batch(examples: Sequence[EagleExample], head: EagleHead) -> EagleBatch:
-    """A padded batch on the CPU. The head's output layer, which is the target's, computes the target's distributions
-    from its input; if sampled tokens replace them, tokens outside the draft vocabulary do not count."""
+    """A padded batch on the head's device. The head's output layer, which is the target's, computes the target's
+    distributions from its input; if sampled tokens replace them, tokens outside the draft vocabulary do not count."""
+    device, final = head.lm_head.weight.device, None
     size, longest = len(examples), max(map(len, examples))
     states = torch.zeros(size, longest, head.config.feature_size)
     next_ids = torch.zeros(size, longest, dtype=torch.long)
@@ -105,31 +104,25 @@ def make_batch(examples: Sequence[EagleExample], head: EagleHead) -> EagleBatch:
         states[row, :n] = example.states.float()
         next_ids[row, :n] = torch.tensor(example.token_ids[example.first + 1 : example.first + 1 + n])
         counts[row, max(example.num_prompt - 1 - example.first, 0) : n] = True
-    if all(example.final is not None for example in examples):
-        final, teacher = _taught(examples, counts, head)
-        return EagleBatch(states, next_ids, counts, teacher, final)
-    draft_of = torch.full((head.config.vocab_size,), -1, dtype=torch.long)
-    draft_of[head.draft_token_ids().cpu()] = torch.arange(head.config.draft_vocab_size)
-    counts &= draft_of[next_ids] >= 0
-    wanted = draft_of[next_ids[counts]]
-    sampled = torch.full((len(wanted), head.config.draft_vocab_size), float("-inf"))
-    sampled.scatter_(1, wanted.unsqueeze(1), 0.0)
-    return EagleBatch(states, next_ids, counts, sampled)
-
-
-@torch.no_grad()
-def _taught(
-    examples: Sequence[EagleExample], counts: torch.Tensor, head: EagleHead
-) -> tuple[torch.Tensor, torch.Tensor]:
-    states, temperatures = [], []
-    for example, row in zip(examples, counts, strict=True):
-        assert example.final is not None  # checked by the callers
-        counted = row[: len(example)]
-        states.append(example.final[counted].float())
-        temperatures.append(torch.full((int(counted.sum()), 1), example.temperature))
-    final, device = torch.cat(states), head.lm_head.weight.device
-    logits = head.lm_head(final.to(device)).float().cpu()
-    return final, torch.log_softmax(logits / torch.cat(temperatures), dim=-1)
+    finals = [
+        example.final[row[: len(example)]]
+        for example, row in zip(examples, counts, strict=True)
+        if example.final is not None
+    ]
+    if finals:
+        final = torch.cat(finals).float().to(device)
+        temperatures = torch.cat(
+            [torch.full((len(one), 1), example.temperature) for one, example in zip(finals, examples, strict=True)]
+        )
+        teacher = torch.log_softmax(head.lm_head(final).float() / temperatures.to(device), dim=-1)
+    else:
+        draft_of = torch.full((head.config.vocab_size,), -1, dtype=torch.long)
+        draft_of[head.draft_token_ids().cpu()] = torch.arange(head.config.draft_vocab_size)
+        counts &= draft_of[next_ids] >= 0
+        wanted = draft_of[next_ids[counts]]
+        teacher = torch.full((len(wanted), head.config.draft_vocab_size), float("-inf"))
+        teacher = teacher.scatter_(1, wanted.unsqueeze(1), 0.0).to(device)
+    return EagleBatch(states.to(device), next_ids.to(device), counts.to(device), teacher, final)
 
 
 # ---- a new head ----
@@ -295,26 +288,16 @@ def unroll(head: EagleHead, batch: EagleBatch, depths: int) -> Iterator[tuple[to
         inputs = outputs
 
 
-def unroll_loss(
-    head: EagleHead, batch: EagleBatch, depths: int, decay: float = 0.8, regression: float = 2.0
-) -> tuple[torch.Tensor, list[float]]:
-    """Cross entropy against the target's distribution, and the distance of the inputs of the two output layers (smooth
-    L1, if the batch has it), summed over depths with weights `decay ** depth`.
-
-    Returns:
-        The loss per position; and per depth the mean overlap `1 - TV` (total variation) of the two distributions: two
-        samples with the same noise agree with probability at least `(1 - TV) / (1 + TV)`.
-    """
+def unroll_loss(head: EagleHead, batch: EagleBatch, depths: int) -> torch.Tensor:
+    """Loss per position: cross entropy against the target's distribution, and the distance of the inputs of the two
+    output layers (smooth L1, if the batch has it), summed over depths with falling weights."""
     loss = batch.states.new_zeros(())
-    overlaps = [0.0] * depths
     for depth, (outputs, rows) in enumerate(unroll(head, batch, depths)):
         if not len(rows):
             continue
         log_probs, probs = torch.log_softmax(head.lm_head(outputs).float(), dim=-1), batch.teacher[rows].exp()
         lost = -(probs * log_probs).sum(-1).mean()
         if batch.final is not None:
-            lost = lost + regression * F.smooth_l1_loss(outputs.float(), batch.final[rows])
-        loss = loss + decay**depth * lost
-        with torch.no_grad():
-            overlaps[depth] = float(torch.minimum(probs, log_probs.exp()).sum(-1).mean())
-    return loss, overlaps
+            lost = lost + _REGRESSION * F.smooth_l1_loss(outputs.float(), batch.final[rows])
+        loss = loss + _DECAY**depth * lost
+    return loss

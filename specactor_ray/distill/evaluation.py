@@ -27,6 +27,7 @@ from specactor_ray.distill.card import read_card
 from specactor_ray.distill.corpus import Corpus, CorpusRecord, target_config
 from specactor_ray.draft.proposer import Proposer, build_proposer, packed
 from specactor_ray.models.checkpoint_files import describes_head
+from specactor_ray.models.loading import load_model_config
 from specactor_ray.transport.messages import Features
 
 if TYPE_CHECKING:
@@ -46,17 +47,15 @@ class AcceptanceCounts:
     """Number of output tokens they committed: accepted ones and one of the target's own each (none after a stop)."""
     drafted: int = 0
     accepted: int = 0
-    possible: list[int] = field(default_factory=list)
+    possible: list[int] = field(init=False)
     """Per draft position: number of steps at which a draft token could be right there, drafted or not."""
-    reached: list[int] = field(default_factory=list)
+    reached: list[int] = field(init=False)
     """Per draft position: number of steps with a draft token there after only right ones."""
-    right: list[int] = field(default_factory=list)
+    right: list[int] = field(init=False)
     """Per draft position: number of these steps at which that token was right too."""
 
     def __post_init__(self) -> None:
-        self.possible = self.possible or [0] * self.window
-        self.reached = self.reached or [0] * self.window
-        self.right = self.right or [0] * self.window
+        self.possible, self.reached, self.right = ([0] * self.window for _ in range(3))
 
     def add_step(self, tail: Sequence[int], truth: Sequence[int], room: int) -> int:
         """Compare a tail of at most `room` draft tokens (fewer than the window near the end of max_tokens) with the
@@ -80,11 +79,6 @@ class AcceptanceCounts:
         return self.committed / self.steps if self.steps else 0.0
 
     @property
-    def by_position(self) -> list[float | None]:
-        """P(token i is right | all before it were), i = 1 to the window; None if there was no such case."""
-        return [right / reached if reached else None for right, reached in zip(self.right, self.reached, strict=True)]
-
-    @property
     def survival(self) -> tuple[float, ...]:
         """S_1, S_2, ...: share of steps at which the first i draft tokens existed and were right. Depths beyond the end
         of an output are not counted at that step; depths that no step reaches are left out."""
@@ -92,7 +86,9 @@ class AcceptanceCounts:
         return tuple(itertools.accumulate(rates, min))  # fewer steps reach greater depths, by chance with higher rates
 
     def facts(self) -> dict[str, Any]:
-        """The counts as plain data."""
+        """The figures as plain data; `by_position`: P(token i is right | all before it were), i = 1 to the window, or
+        None if there was no such case."""
+        pairs = zip(self.right, self.reached, strict=True)
         return {
             "window": self.window,
             "steps": self.steps,
@@ -100,7 +96,7 @@ class AcceptanceCounts:
             "acceptance_length": self.acceptance_length,
             "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
             "supply": self.drafted / self.steps if self.steps else 0.0,
-            "by_position": self.by_position,
+            "by_position": [right / reached if reached else None for right, reached in pairs],
         }
 
 
@@ -152,21 +148,19 @@ def replay(
     window: int,
     batch: int = 16,
     on_progress: Callable[[int], None] | None = None,
-    features: Callable[[CorpusRecord], Any] | None = None,
+    width: int | None = None,
 ) -> AcceptanceCounts:
-    """Replay recorded rollouts through a proposer, `batch` at once, with `window` draft tokens per step.
-
-    Args:
-        on_progress: Called with the number of output tokens committed so far.
-        features: The target's states of a record, numpy `(tokens - 1, width)`, for proposers that read them. Default:
-            those in the record.
-    """
+    """Replay recorded rollouts through a proposer, `batch` at once, with `window` draft tokens per step. Proposers that
+    read states get the first `width` values of each recorded one (None: all). `on_progress` is called with the number
+    of output tokens committed so far."""
+    reads = proposer.traits.reads_features
     counts, waiting, running = AcceptanceCounts(window), deque(records), list[_Replay]()
     free = list(range(batch))
     while waiting or running:
         while waiting and free:
             record = waiting.popleft()
-            running.append(_Replay(free.pop(), record, record.states if features is None else features(record)))
+            states = record.states()[:, :width] if reads and record.source is not None else None
+            running.append(_Replay(free.pop(), record, states))
             running[-1].open(proposer, window)
         under_way = [entry for entry in running if not entry.done]
         slots = np.array([entry.slot for entry in under_way], np.int32)
@@ -211,6 +205,17 @@ def method_alone(method: str) -> DrafterConfig:
     return config
 
 
+def check_vocabulary(drafter: DrafterConfig, target: str, vocab_size: int) -> None:
+    """Raise InputError if a draft model has another vocabulary than the target, ModelLoadError if it is not a model."""
+    assert drafter.model is not None
+    config = load_model_config(drafter.model, trust_remote_code=drafter.trust_remote_code).get_text_config()
+    if config.vocab_size != vocab_size:
+        raise InputError(
+            f"{drafter.model} has a vocabulary of {config.vocab_size} tokens, the target {target} one of {vocab_size}. "
+            "Fix: use a drafter that was made for this target"
+        )
+
+
 def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
     """Configuration of the head, with the states that it reads of the target; None for methods that need no states.
     Raises ModelLoadError if there is no head, or it was made for another target."""
@@ -226,22 +231,17 @@ def measure(drafter: DrafterConfig, corpus: Corpus, console: Console) -> list[di
     noise, and with its own if that makes a difference."""
     recipe, window = corpus.recipe, corpus.recipe.window
     rows, head = [], head_config(drafter, recipe.target)
+    width = None if head is None else head.feature_size
     section = drafter_spec("drafter", replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH), window, _REPLAY_BATCH)
     for part, records in corpus.held_out().items():
         temperature = records[0].sampling.temperature
         noisy = temperature > 0.0 and traits(drafter.method).draws_noise
-
-        def states(record: CorpusRecord, part: str = part) -> Any:
-            assert head is not None  # the proposer reads them
-            return corpus.stores[part].states(record.index)[:, : head.feature_size].float().numpy()
-
         for shared in (True, False) if noisy else (True,):
             proposer = build_proposer(replace(section, shared_noise=shared), target_config(recipe), recipe.device)
             noise = ("shared" if shared else "own") if noisy else "-"
             total = sum(len(record.output_token_ids) for record in records)
             title = f"replay, T={temperature:g}" + (f", {noise} noise" if noisy else "")
             with PhaseProgress(console, title, total) as progress:
-                features = None if head is None else states
-                counts = replay(proposer, records, window, _REPLAY_BATCH, show_tokens(progress), features)
+                counts = replay(proposer, records, window, _REPLAY_BATCH, show_tokens(progress), width)
             rows.append({"part": part, "temperature": temperature, "noise": noise, **counts.facts()})
     return rows

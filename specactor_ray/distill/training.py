@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
@@ -29,7 +28,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import replacing
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.distill.card import DrafterRecipe
-from specactor_ray.distill.corpus import CorpusRecord, RecordStore
+from specactor_ray.distill.corpus import CorpusRecord
 from specactor_ray.distill.eagle import (
     FROZEN,
     EagleExample,
@@ -42,14 +41,14 @@ from specactor_ray.distill.eagle import (
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.learner.batching import cut_by_tokens
-from specactor_ray.learner.engine import autocast, parameter_groups
+from specactor_ray.learner.engine import autocast, clipped_step, parameter_groups
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_FILE = "checkpoint.pt"
 _MAX_GRAD_NORM, _WEIGHT_DECAY, _WARMUP_STEPS = 1.0, 0.01, 10
-_BUCKET = 16
-"""Number of batches whose records are sorted by length together: less padding, and still a new mix every epoch."""
+_CHECKPOINT_S = 120.0
+"""Seconds between two checkpoints."""
 _COUNTED_ROLLOUTS = 128
 """Number of rollouts whose distributions choose the draft vocabulary."""
 
@@ -67,10 +66,11 @@ class HeadTrainer:
         weight_decay: float = _WEIGHT_DECAY,
         dtype: str = "float32",
     ) -> None:
-        self.head, self.device = head.train(), head.fc.weight.device
+        self.head, self._device = head.train(), head.fc.weight.device
         for name, weight in head.named_parameters():
             weight.requires_grad_(name not in FROZEN)
         self.optimizer = torch.optim.AdamW(parameter_groups(head, weight_decay), lr=learning_rate, betas=betas)
+        self._rate = learning_rate
         self.steps = 0
         """Number of completed optimizer steps."""
         self.skipped = 0
@@ -81,41 +81,32 @@ class HeadTrainer:
         """Weights for `EagleRunner.load_weights`; the trainer's own tensors, which the next step changes."""
         return trained_weights(self.head)
 
-    def step(self, examples: Sequence[EagleExample], learning_rate: float | None = None) -> dict[str, float] | None:
-        """One optimizer step on one batch.
-
-        Returns:
-            `loss` (per position, summed over depths), `overlap` (of the distributions one token ahead) and `tokens`;
-            None, without any change, if none of the tokens is in the draft vocabulary.
-        """
-        batch = make_batch(examples, self.head).to(self.device)
-        with torch.enable_grad(), autocast(self.device, self._dtype):
-            loss, overlaps = unroll_loss(self.head, batch, self._depths)
+    def step(self, examples: Sequence[EagleExample], learning_rate: float | None = None) -> float | None:
+        """One optimizer step on one batch. Returns the loss per position, summed over depths; None, without any change,
+        if none of the tokens is in the draft vocabulary."""
+        batch = make_batch(examples, self.head)
+        with torch.enable_grad(), autocast(self._device, self._dtype):
+            loss = unroll_loss(self.head, batch, self._depths)
         if not loss.requires_grad:
             return None
         loss.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), _MAX_GRAD_NORM))
-        if math.isfinite(norm) and math.isfinite(float(loss.detach())):
-            if learning_rate is not None:
-                for group in self.optimizer.param_groups:
-                    group["lr"] = learning_rate
-            self.optimizer.step()
+        norm = clipped_step(self.optimizer, _MAX_GRAD_NORM, self._rate if learning_rate is None else learning_rate)
+        if math.isfinite(norm):
             self.steps += 1
         else:
             self.skipped += 1
             logger.warning("a step is left out: its loss or gradient is not finite")
-        self.optimizer.zero_grad(set_to_none=True)
-        return {"loss": float(loss.detach()), "overlap": overlaps[0], "tokens": float(len(batch.teacher))}
+        return float(loss.detach())
 
 
 # ---- from a corpus ----
 
 
-def head_for(model: Any, recipe: DrafterRecipe, records: Sequence[CorpusRecord], store: RecordStore) -> EagleHead:
+def head_for(model: Any, recipe: DrafterRecipe, records: Sequence[CorpusRecord]) -> EagleHead:
     """A new head for the target. Its draft vocabulary follows the target's distributions along the rollouts."""
     counts = torch.zeros(int(model.config.get_text_config().vocab_size))
     for record in records[:_COUNTED_ROLLOUTS]:
-        counts += expected_counts(model, example_of(record, store.states(record.index)))
+        counts += expected_counts(model, example_of(record))
     for record in records:
         counts += torch.bincount(torch.tensor(record.output_token_ids), minlength=len(counts))
     with torch.random.fork_rng(devices=[]):
@@ -135,26 +126,26 @@ class LoopState:
 
 
 class TrainLoop:
-    """Trains a head on recorded rollouts, whose states are in `store`, with a checkpoint every `checkpoint_s` seconds.
-    `on_progress` is called after every step with its loss."""
+    """Trains a head on recorded rollouts, with a checkpoint from time to time. `on_progress` is called after every step
+    with its loss."""
 
     def __init__(
         self,
         trainer: HeadTrainer,
         recipe: DrafterRecipe,
         records: Sequence[CorpusRecord],
-        store: RecordStore,
         folder: Path,
-        checkpoint_s: float = 120.0,
-        on_progress: Callable[[float], None] | None = None,
+        on_progress: Callable[[float], None],
     ) -> None:
         self.trainer, self.state = trainer, LoopState()
-        self._recipe, self._records, self._store = recipe, records, store
-        self._path, self._checkpoint_s, self._show = folder / CHECKPOINT_FILE, checkpoint_s, on_progress
+        self._recipe, self._records = recipe, records
+        self._path, self._show = folder / CHECKPOINT_FILE, on_progress
+        batches = cut_by_tokens([record.num_tokens for record in records], recipe.batch_tokens)
+        rng = random.Random(recipe.seed)
         self._plan: list[list[int]] = []
-        """Indices of the records of every step."""
+        """Indices of the records of every step: batches of similar lengths, in another order each epoch."""
         for epoch in range(math.ceil(recipe.epochs)):
-            batches = batches_of_epoch(records, recipe.batch_tokens, recipe.seed, epoch)
+            rng.shuffle(batches)
             self._plan += batches[: math.ceil((recipe.epochs - epoch) * len(batches))]
 
     def resume(self) -> bool:
@@ -184,7 +175,7 @@ class TrainLoop:
                 with signals_deferred():
                     self._step(batch)
                     state.seconds = time.monotonic() - begin
-                if state.seconds - saved_at >= self._checkpoint_s:
+                if state.seconds - saved_at >= _CHECKPOINT_S:
                     self.save()
                     saved_at = state.seconds
         except KeyboardInterrupt:
@@ -209,33 +200,17 @@ class TrainLoop:
     def _step(self, batch: Sequence[int]) -> None:
         rate = learning_rate(self._recipe.learning_rate, self.state.step, self.fraction)
         records = [self._records[index] for index in batch]
-        figures = self.trainer.step([example_of(record, self._store.states(record.index)) for record in records], rate)
-        assert figures is not None  # the target's distributions are known for all tokens
+        loss = self.trainer.step([example_of(record) for record in records], rate)
+        assert loss is not None  # the target's distributions are known for all tokens
         self.state.step += 1
-        self.state.tokens += int(figures["tokens"])
-        if self._show is not None:
-            self._show(figures["loss"])
+        self.state.tokens += sum(len(record.output_token_ids) for record in records)
+        self._show(loss)
 
 
 def learning_rate(peak: float, step: int, fraction: float) -> float:
     """Learning rate of a step (from 0): a linear warm-up, times half a cosine to 0 at the end."""
     warm_up = min(1.0, (step + 1) / _WARMUP_STEPS)
     return peak * warm_up * 0.5 * (1.0 + math.cos(math.pi * min(fraction, 1.0)))
-
-
-def batches_of_epoch(records: Sequence[CorpusRecord], max_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices into `records`, each once, in batches of similar lengths with at most `max_tokens` positions, including
-    padding; a longer record is a batch by itself. A function of the arguments."""
-    rng = np.random.default_rng([seed, epoch])
-    order = [int(i) for i in rng.permutation(len(records))]
-    mean = sum(record.num_tokens for record in records) / max(len(records), 1)
-    size = max(int(_BUCKET * max_tokens / max(mean, 1.0)), 1)
-    batches: list[list[int]] = []
-    for begin in range(0, len(order), size):
-        bucket = sorted(order[begin : begin + size])
-        groups = cut_by_tokens([records[i].num_tokens for i in bucket], max_tokens)
-        batches += [[bucket[place] for place in group] for group in groups]
-    return [batches[int(i)] for i in rng.permutation(len(batches))]
 
 
 # ---- beside the policy ----

@@ -1,14 +1,11 @@
 """The formulas of policy-gradient post-training, as pure functions on tensors.
 
 Shapes: `B` samples, `T` output positions (right-padded), `G` samples per prompt. Masks are float32, 1.0 for tokens of
-the policy and 0.0 for those of an environment and padding. Everything is float32 and on one device. Losses are returned
-per token, not reduced: `token_weights` gives the weight of each token, so that micro-batches and ranks add up to the
-whole batch exactly.
+the policy and 0.0 for those of an environment and padding. Losses are returned per token, not reduced: `token_weights`
+gives the weight of each token, so that micro-batches and ranks add up to the whole batch exactly.
 
-Sources: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 (arXiv 1506.02438); GRPO, Shao et al.
-2024 (DeepSeekMath, arXiv 2402.03300); RLOO, Ahmadian et al. 2024 (arXiv 2402.14740); DAPO, Yu et al. 2025
-(arXiv 2503.14476); KL estimators, Schulman 2020 ("Approximating KL divergence"), and the gradient of the KL term,
-DeepSeek-V3.2 2025 (arXiv 2512.02556).
+Sources: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; GRPO, DeepSeekMath, arXiv 2402.03300; DAPO, arXiv 2503.14476;
+Dr. GRPO, arXiv 2503.20783.
 """
 
 from __future__ import annotations
@@ -24,6 +21,8 @@ from specactor_ray.config.training_schema import AlgorithmConfig, AlgorithmName,
 
 DAPO_CLIP_HIGH = 0.28
 """Upper clip range ε_high (DAPO section 4.1)."""
+VALUE_CLIP = 0.2
+"""Largest change of a value from its old one that counts, as the ratio's ε (PPO)."""
 STALE_IMPORTANCE_CAP = 2.0
 """Cap of importance weights of tokens from possibly older weights; the truncation of Yao et al. 2025."""
 _EPS = 1e-6
@@ -34,62 +33,55 @@ SAME_REWARD = 1e-6
 # ---- advantages ----
 
 
-def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
-    """GRPO: `A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9), `(groups, G)`;
-    zeros for a group whose rewards are all equal. Without `scale_by_std` there is no division, as in Dr. GRPO."""
-    centred = _centred(rewards)
-    if not scale_by_std or rewards.shape[1] < 2:
-        return centred
-    return centred / (rewards.std(dim=1, keepdim=True) + _EPS)
+def output_advantages(recipe: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
+    """`(groups, G)` rewards → advantages of whole outputs.
 
-
-def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """RLOO: `A_i = r_i - mean of the other rewards of the group` (arXiv 2402.14740, section 3.3), `(groups, G)` with G
-    at least 2; zeros for a group whose rewards are all equal."""
-    size = rewards.shape[1]
-    return _centred(rewards) * (size / (size - 1))
-
-
-def _centred(rewards: torch.Tensor) -> torch.Tensor:
-    """Rewards less their group's mean, `(groups, G)`. Equal rewards give zeros, not the rounding of their mean, which
-    a division by a tiny deviation would turn into advantages."""
+    GRPO and DAPO: `A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9), without
+    the division if not `scale_by_std` (Dr. GRPO); RLOO: `A_i = r_i - mean of the other rewards of the group`
+    (arXiv 2402.14740, section 3.3); G is at least 2 for these.
+    Zeros for a group whose rewards are all equal, not the rounding of their mean, which a division by a tiny deviation
+    would turn into advantages; and for PPO, which estimates advantages per token.
+    """
+    if uses_values(recipe):
+        return torch.zeros_like(rewards)
     low, high = rewards.aminmax(dim=1, keepdim=True)
-    return (rewards - rewards.mean(dim=1, keepdim=True)) * (high - low > SAME_REWARD)
+    centred = (rewards - rewards.mean(dim=1, keepdim=True)) * (high - low > SAME_REWARD)
+    if recipe.name is AlgorithmName.rloo:
+        return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
+    return centred / (rewards.std(dim=1, keepdim=True) + _EPS) if recipe.scale_by_std else centred
 
 
 def generalized_advantages(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE: `A_t = Σ_l (γλ)^l δ_{t+l}`, `δ_t = r_t + γ V_{t+1} - V_t` (arXiv 1506.02438 eq. 16; PPO eqs. 11 and 12).
+    """GAE without discount: `A_t = Σ_l λ^l δ_{t+l}`, `δ_t = r_t + V_{t+1} - V_t` (arXiv 1506.02438 eq. 16; PPO eqs. 11
+    and 12 with γ = 1).
 
-    The output ends with its last token: the value after it is 0. Tokens with mask 0 take no time: what follows the
-    last token before them is the first one behind them.
-
-    Args:
-        rewards: `(B, T)` reward given at each token.
-        values: `(B, T)` value before each token.
-
-    Returns:
-        Advantages and returns (advantage + value), `(B, T)`, 0 where the mask is 0.
+    `rewards` at each token and `values` before it are `(B, T)`. The value after the last token is 0; tokens with mask 0
+    take no time: the first token behind them follows the last one before them. Returns the advantages, and the returns
+    (advantage + value), 0 where the mask is 0.
     """
     advantages = torch.zeros_like(rewards)
     running = torch.zeros_like(rewards[:, 0])
     next_value = torch.zeros_like(running)
     for t in range(rewards.shape[1] - 1, -1, -1):
         inside = mask[:, t] > 0
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = torch.where(inside, delta + gamma * lam * running, running)
+        delta = rewards[:, t] + next_value - values[:, t]
+        running = torch.where(inside, delta + lam * running, running)
         next_value = torch.where(inside, values[:, t], next_value)
         advantages[:, t] = torch.where(inside, running, 0.0)
     return advantages, (advantages + values) * mask
 
 
-def soft_overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> torch.Tensor:
-    """DAPO's soft overlong punishment (eq. 13) of `(B,)` output lengths: 0 up to `max_tokens - buffer`, then linear
-    down to -1 at `max_tokens`. A buffer of 0 turns it off."""
-    if buffer <= 0:
-        return torch.zeros(lengths.shape, dtype=torch.float32)
-    return ((max_tokens - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
+def shaped_rewards(
+    recipe: AlgorithmConfig, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
+) -> torch.Tensor:
+    """`(B,)` rewards with DAPO's soft overlong punishment (eq. 13): over the last `overlong_buffer` of `max_tokens`,
+    linearly down to -1."""
+    shaped, buffer = torch.tensor(rewards, dtype=torch.float32), recipe.overlong_buffer
+    if buffer:
+        shaped += ((max_tokens - buffer - torch.tensor(lengths).float()) / buffer).clamp(-1.0, 0.0)
+    return shaped
 
 
 # ---- losses, per token ----
@@ -111,16 +103,11 @@ def clipped_policy_loss(
     return -torch.minimum(free, bounded), (bounded < free).float()
 
 
-def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
-) -> torch.Tensor:
+def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
     """`½ max((V - R)², (clip(V, V_old ± ε) - R)²)`, `(B, T)`: the value term of PPO eq. 9, clipped as the policy is.
-    `old_values` are those at the start of the update; `clip` None does not clip."""
-    loss = (values - returns).square()
-    if clip is not None:
-        bounded = old_values + (values - old_values).clamp(-clip, clip)
-        loss = torch.maximum(loss, (bounded - returns).square())
-    return 0.5 * loss
+    `old_values` are those at the start of the update."""
+    bounded = old_values + (values - old_values).clamp(-VALUE_CLIP, VALUE_CLIP)
+    return 0.5 * torch.maximum((values - returns).square(), (bounded - returns).square())
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -132,12 +119,9 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Ten
 
 
 def kl_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """A loss per token `(B, T)` whose expected gradient is that of KL(policy ‖ reference), exactly.
-
-    `ρ ½ d²` with `d = log π_ref - log π` and the ratio `ρ = π / π_old` without gradient; the tokens were sampled by
-    `π_old`. Its gradient, `-ρ d ∇log π`, is that of `ρ k3` with a differentiable ρ (DeepSeek-V3.2, arXiv 2512.02556).
-    As losses of their own, k1 has the expected gradient zero, and k3 that of KL(reference ‖ policy).
-    """
+    """A loss per token `(B, T)` whose expected gradient is that of KL(policy ‖ reference), exactly: `ρ ½ d²` with
+    `d = log π_ref - log π` and the ratio `ρ = π / π_old` without gradient (DeepSeek-V3.2, arXiv 2512.02556). The tokens
+    were sampled by `π_old`. As losses, k1 has the expected gradient zero, and k3 that of KL(reference ‖ policy)."""
     ratio = torch.exp(logprobs - old_logprobs).detach()
     return ratio * 0.5 * (ref_logprobs - logprobs).square()
 
@@ -154,23 +138,15 @@ def truncated_importance_weights(
 # ---- reduction ----
 
 
-def token_weights(mask: torch.Tensor, aggregation: LossAggregation, max_tokens: int) -> torch.Tensor:
-    """Weight of each token in the loss of the whole batch: `loss = Σ weights * loss_per_token`.
-
-    Args:
-        mask: `(B, T)` of the *whole* (mini-)batch.
-        aggregation: `token`, every token alike (DAPO eq. 12); `sequence`, every sample alike, its tokens averaged
-            (GRPO, DeepSeekMath eq. 3); `constant`, every token `1 / (B * max_tokens)` (Dr. GRPO, arXiv 2503.20783).
-        max_tokens: Longest output allowed, for `constant`.
-
-    Returns:
-        `(B, T)`; sums to 1 for `token` and `sequence`.
-    """
-    if aggregation is LossAggregation.token:
-        return mask / mask.sum().clamp_min(1.0)
-    if aggregation is LossAggregation.sequence:
+def token_weights(recipe: AlgorithmConfig, mask: torch.Tensor, max_tokens: int) -> torch.Tensor:
+    """Weight of each token in the loss of the whole (mini-)batch, `loss = Σ weights * loss_per_token`; `(B, T)`.
+    `sequence`: every sample has the same weight, and its tokens are averaged (DeepSeekMath eq. 3); `token`: every token
+    has the same weight (DAPO eq. 12); both have the sum 1. `constant`: `1 / (B * max_tokens)` each (Dr. GRPO)."""
+    if recipe.loss_aggregation is LossAggregation.sequence:
         return mask / mask.sum(dim=1, keepdim=True).clamp_min(1.0) / mask.shape[0]
-    return mask / float(mask.shape[0] * max_tokens)
+    if recipe.loss_aggregation is LossAggregation.constant:
+        return mask / float(mask.shape[0] * max_tokens)
+    return mask / mask.sum().clamp_min(1.0)
 
 
 # ---- one algorithm with all its values ----
@@ -182,9 +158,9 @@ def make_recipe(config: Config) -> AlgorithmConfig:
     dapo = section.name is AlgorithmName.dapo
     by_name: dict[str, Any] = {
         "loss_aggregation": LossAggregation.sequence if section.name is AlgorithmName.grpo else LossAggregation.token,
+        "overlong_buffer": config.sampling.max_tokens // 8 if dapo else 0,
         "clip_high": DAPO_CLIP_HIGH if dapo else section.clip_low,
         "dynamic_sampling": dapo,
-        "overlong_buffer": config.sampling.max_tokens // 8 if dapo else 0,
         "importance_cap": STALE_IMPORTANCE_CAP if config.trainer.max_staleness else None,
     }
     return replace(section, **{name: value for name, value in by_name.items() if getattr(section, name) is None})
@@ -192,20 +168,3 @@ def make_recipe(config: Config) -> AlgorithmConfig:
 
 def uses_values(recipe: AlgorithmConfig) -> bool:
     return recipe.name is AlgorithmName.ppo
-
-
-def output_advantages(recipe: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
-    """`(groups, G)` rewards → advantages of whole outputs; zeros for ppo, which estimates them per token."""
-    if uses_values(recipe):
-        return torch.zeros_like(rewards)
-    if recipe.name is AlgorithmName.rloo:
-        return leave_one_out_advantages(rewards)
-    return group_advantages(rewards, recipe.scale_by_std)
-
-
-def shaped_rewards(
-    recipe: AlgorithmConfig, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
-) -> torch.Tensor:
-    """`(B,)` rewards with the overlong penalty added."""
-    penalty = soft_overlong_penalty(torch.tensor(lengths), max_tokens, recipe.overlong_buffer or 0)
-    return torch.tensor(rewards, dtype=torch.float32) + recipe.overlong_penalty * penalty

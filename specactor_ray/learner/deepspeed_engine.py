@@ -16,11 +16,10 @@ import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.learner.engine import PartWriter, PolicyModel, TorchEngine, WorkCounter, parameter_groups
+from specactor_ray.learner.engine import PolicyModel, SavedPart, TorchEngine, WorkCounter, parameter_groups
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
-_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +33,11 @@ class Rendezvous:
 
 
 def join(rendezvous: Rendezvous, device: torch.device) -> None:
-    """Set the environment that DeepSpeed reads, and join the process group (gloo on CPUs, NCCL on GPUs).
+    """Set the environment that DeepSpeed reads, and join the process group (gloo on CPUs, NCCL on GPUs). Raises
+    ConfigError if DeepSpeed is not installed.
 
     There is no authentication: any process that reaches the port can take part. So it is opened at `rendezvous.address`
     only, not on all interfaces as torch does by default; ranks that meet at `LOOPBACK` use no other interface.
-
-    Raises:
-        ConfigError: DeepSpeed is not installed.
     """
     os.environ.update(
         RANK=str(rendezvous.rank),
@@ -83,14 +80,8 @@ def _store(rendezvous: Rendezvous) -> Any:
 
 
 class DeepSpeedEngine(TorchEngine):
-    """ZeRO stage 1, 2 or 3 over a float32 policy.
-
-    Args:
-        policy: The whole policy; stage 3 keeps a share of it in each rank and frees the rest. (Creating it in pieces,
-            by `zero.Init`, is incompatible with the way transformers loads.)
-        rendezvous: Meeting point of this rank; `join` was called with it.
-        progress: Counts micro-batches, optimizer steps and files.
-    """
+    """ZeRO stage 1, 2 or 3 over a float32 policy, after `join`. Stage 3 keeps a share of it in each rank and frees the
+    rest. (Creating it in pieces, by `zero.Init`, is incompatible with the way transformers loads.)"""
 
     def __init__(
         self,
@@ -147,21 +138,33 @@ class DeepSpeedEngine(TorchEngine):
         with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
             yield
 
-    def save(self, folder: Path, writer: PartWriter) -> None:
-        """Write every rank's share of the weights and the optimizer; all ranks call it with the same folder."""
-        with self._files_through(writer):
-            self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+    def save(self, folder: Path, part: SavedPart) -> None:
+        """Write every rank's share of the weights and the optimizer; all ranks call it with the same folder. DeepSpeed
+        has barriers between two files, where a rank that raised would block the others forever."""
+        files = self._engine.checkpoint_engine
+
+        def save_one(state_dict: Any, path: str) -> None:
+            with part.writing(Path(path)):
+                type(files).save(files, state_dict, path)
+            self._progress.tick()
+
+        files.save = save_one
+        # Rank 0 copies a script beside its shares, which is superfluous with the whole model in `weights/`.
+        self._engine._copy_recovery_script = lambda folder: None
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        """Restore the files of `save`, with the same number of ranks and the same stage.
+        """Restore the files of `save`, with the same number of ranks and the same stage. Raises FileNotFoundError if
+        they are of another number, and InputError for a file that names code to run; none of it was run."""
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
 
-        Raises:
-            FileNotFoundError: There are no files, or they are of another number of ranks.
-            InputError: A file names code to run. None of it was run.
-        """
+        # DeepSpeed loads in the mode that runs any code. From here on `torch.load` accepts data and its three classes.
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+        torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
         try:
-            with _data_only():
-                path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+            path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
         except pickle.UnpicklingError as error:
             reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error)).strip()
             raise InputError(
@@ -179,50 +182,6 @@ class DeepSpeedEngine(TorchEngine):
         if self.device.type != "cpu":
             self._engine.reload_states()
 
-    def close(self) -> None:
-        self._engine.destroy()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-    @contextlib.contextmanager
-    def _files_through(self, writer: PartWriter) -> Iterator[None]:
-        """Inside, DeepSpeed saves through the writer: it has barriers between two files, where a rank that raised would
-        block the others forever."""
-        files = self._engine.checkpoint_engine
-        save = files.save
-
-        def save_one(state_dict: Any, path: str) -> None:
-            with writer.writing(Path(path)):
-                save(state_dict, path)
-
-        files.save = save_one
-        # Rank 0 copies a script beside its shares, which is superfluous with the whole model in `weights/`.
-        self._engine._copy_recovery_script = lambda folder: None
-        try:
-            yield
-        finally:
-            files.save = save
-
-
-@contextlib.contextmanager
-def _data_only() -> Iterator[None]:
-    """DeepSpeed loads checkpoints in the mode that runs any code they name. Inside, `torch.load` accepts only data and
-    the three classes that DeepSpeed adds."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    before = os.environ.get(_WEIGHTS_ONLY)
-    os.environ[_WEIGHTS_ONLY] = "1"
-    try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            yield
-    finally:
-        if before is None:
-            del os.environ[_WEIGHTS_ONLY]
-        else:
-            os.environ[_WEIGHTS_ONLY] = before
-
 
 def _settings(config: TrainerConfig, world_size: int) -> dict[str, Any]:
     """DeepSpeed's own configuration. Its batch size has no effect: this engine accumulates and steps by itself."""
@@ -234,11 +193,7 @@ def _settings(config: TrainerConfig, world_size: int) -> dict[str, Any]:
         "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False},
         "optimizer": {
             "type": "AdamW",
-            "params": {
-                "lr": config.learning_rate,
-                "betas": [config.beta1, config.beta2],
-                "torch_adam": config.gpus == 0,
-            },
+            "params": {"lr": config.learning_rate, "torch_adam": config.gpus == 0},
         },
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,

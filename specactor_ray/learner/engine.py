@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from specactor_ray.config.training_schema import TrainerConfig
-from specactor_ray.learner.batching import MicroBatch
+from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens
 
 _STATE_FILE = "optimizer.pt"
 
 
 class WorkCounter:
-    """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files. One thread counts; others may
-    read. If the count does not change during work, the rank hangs."""
+    """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files. If the count does not change
+    during work, the rank hangs."""
 
     __slots__ = ("count",)
 
@@ -36,49 +36,28 @@ class WorkCounter:
 
 @dataclass(slots=True)
 class SavedPart:
-    """One rank's part of a checkpoint."""
+    """One rank's part of a checkpoint. An error is recorded, not raised: a rank that left a save early would block the
+    others in a collective."""
 
+    folder: Path
+    """The checkpoint."""
     node: str = field(default_factory=socket.gethostname)
     sizes: dict[str, int] = field(default_factory=dict)
-    """Size in bytes of each file that the rank wrote, by its name relative to the checkpoint's folder."""
+    """Size in bytes of each file that the rank wrote, by its name relative to the folder."""
     problem: str = ""
-    """First error of the disk; empty if everything was written."""
-
-
-class PartWriter:
-    """Records the files that a rank writes into `folder`. A disk error is recorded, not raised: a rank that left a save
-    early would block the others in a collective."""
-
-    def __init__(self, folder: Path, progress: WorkCounter) -> None:
-        self.part = SavedPart()
-        self._folder, self._progress = folder, progress
+    """First error; empty if everything was written."""
 
     @contextlib.contextmanager
     def writing(self, *files: Path) -> Iterator[None]:
-        """Inside, these files are written; a folder stands for all files in it. Errors other than those of the disk are
-        raised."""
+        """Inside, these files are written; a folder stands for all files in it."""
         try:
             yield
             for file in files:
                 for path in file.rglob("*") if file.is_dir() else [file]:
                     if path.is_file():
-                        self.part.sizes[path.relative_to(self._folder).as_posix()] = path.stat().st_size
-        except Exception as error:
-            if not is_disk_error(error):
-                raise
-            self.part.problem = self.part.problem or f"{type(error).__name__}: {error}"
-        self._progress.tick()
-
-
-def is_disk_error(error: BaseException) -> bool:
-    """Whether an error while saving is of the disk: torch and safetensors raise their own types for it."""
-    if isinstance(error, OSError):
-        return True
-    text = str(error)
-    if type(error).__name__ == "SafetensorError":
-        return "I/O error" in text
-    # Errors of torch: the writer of its files, and a missing folder.
-    return isinstance(error, RuntimeError) and ("inline_container.cc" in text or text.startswith("Parent directory"))
+                        self.sizes[path.relative_to(self.folder).as_posix()] = path.stat().st_size
+        except Exception as error:  # noqa: BLE001 - torch and safetensors have their own types for a full disk
+            self.problem = self.problem or f"{type(error).__name__}: {error}"
 
 
 class TokenScores(NamedTuple):
@@ -98,10 +77,8 @@ class PolicyModel(nn.Module):
     Only the positions that predict output tokens go through the output layer, the widest one: a hook in front of it
     selects them, so that the model's later operations on its logits still apply.
 
-    Args:
-        temperature: The logits are divided by it, as in the rollout.
-        value_head: Add a scalar head, initialised to zero.
-        entropy_gradient: Let gradients flow through the entropy (for an entropy bonus).
+    The logits are divided by `temperature`, as in the rollout. `entropy_gradient` lets gradients flow through the
+    entropy, for an entropy bonus.
     """
 
     def __init__(
@@ -152,32 +129,40 @@ class PolicyModel(nn.Module):
 
 
 class TorchEngine:
-    """AdamW over a float32 policy in one process; the interface of every engine.
+    """AdamW over a float32 policy in one process; the interface of every engine. `progress` counts micro-batches,
+    optimizer steps and files."""
 
-    Args:
-        policy: The policy, on its device, with gradients.
-        progress: Counts micro-batches, optimizer steps and files.
-    """
-
-    def __init__(self, policy: PolicyModel, config: TrainerConfig, progress: WorkCounter | None = None) -> None:
-        self.policy, self._config = policy, config
+    def __init__(self, policy: PolicyModel, config: TrainerConfig, progress: WorkCounter) -> None:
+        self.policy, self._config, self._progress = policy, config, progress
         self._forward: Any = policy
-        self._progress = progress if progress is not None else WorkCounter()
         self.rank, self.world_size = 0, 1
         self.device = next(policy.parameters()).device
         self._optimizer = torch.optim.AdamW(
             parameter_groups(policy, config.weight_decay),
             lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
             fused=self.device.type == "cuda",
         )
 
-    def score(self, batch: MicroBatch) -> TokenScores:
-        """Forward pass; with gradients unless inside `torch.no_grad`."""
+    def score(self, batch: MicroBatch, model: PolicyModel | None = None) -> TokenScores:
+        """Forward pass of the policy, or of another model; with gradients unless inside `torch.no_grad`."""
         with autocast(self.device, self._config.dtype):
-            scores: TokenScores = self._forward(batch)
+            scores: TokenScores = (self._forward if model is None else model)(batch)
         self._progress.tick()
         return scores
+
+    @torch.no_grad()
+    def hidden_states(self, samples: Sequence[Sample], layers: Sequence[int]) -> list[torch.Tensor]:
+        """Outputs of these decoder layers, side by side, at all positions but the last: `(tokens - 1, layers * hidden)`
+        float32 on the CPU, one per sample. All ranks must call it with the same samples: ZeRO-3 gathers the weights
+        over all ranks, for which the forward must be the one that scores samples."""
+        states = [torch.empty(0)] * len(samples)
+        for group in cut_by_tokens([sample.num_tokens for sample in samples], self._config.micro_batch_tokens):
+            with layer_outputs(self.policy.model, layers) as outputs:
+                self.score(collate(samples, group).to(self.device))
+            whole = torch.cat([outputs[layer] for layer in layers], dim=-1).float().cpu()
+            for row, index in enumerate(group):
+                states[index] = whole[row, : samples[index].num_tokens - 1].clone()
+        return states
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Accumulate gradients; `last` marks the last call of an optimizer step. Gradients of all ranks are summed."""
@@ -186,12 +171,7 @@ class TorchEngine:
 
     def step(self, learning_rate: float) -> float:
         """Clip, update, and drop the gradients. Returns the norm before clipping."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm))
-        if math.isfinite(norm):
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            self._optimizer.step()
-        self.skip()
+        norm = clipped_step(self._optimizer, self._config.max_grad_norm, learning_rate)
         self._progress.tick()
         return norm
 
@@ -208,12 +188,13 @@ class TorchEngine:
         """Inside, these parameters are whole in every rank; all ranks enter together."""
         yield
 
-    def save(self, folder: Path, writer: PartWriter) -> None:
+    def save(self, folder: Path, part: SavedPart) -> None:
         """Write the training state besides the weights: the optimizer's state, and the value head."""
         head = self.policy.value_head
         state = {"optimizer": self._optimizer.state_dict(), "heads": {} if head is None else head.state_dict()}
-        with writer.writing(folder / _STATE_FILE):
+        with part.writing(folder / _STATE_FILE):
             torch.save(state, folder / _STATE_FILE)
+        self._progress.tick()
 
     def load(self, folder: Path) -> None:
         """Restore the files of `save`; the model's weights were loaded already."""
@@ -229,14 +210,24 @@ class TorchEngine:
     def reload(self) -> None:
         self._move_state(self.device)
 
-    def close(self) -> None:
-        """Leave the group of ranks, if there is one."""
-
     def _move_state(self, device: torch.device) -> None:
         for state in self._optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     state[name] = value.to(device)
+
+
+def clipped_step(optimizer: torch.optim.Optimizer, max_norm: float, learning_rate: float) -> float:
+    """Clip the gradients, update, and drop the gradients; without an update if they are not finite. Returns their norm
+    before clipping."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    if math.isfinite(norm):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def parameter_groups(policy: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -269,11 +260,6 @@ def layer_outputs(model: nn.Module, layers: Sequence[int]) -> Iterator[dict[int,
             hook.remove()
 
 
-@contextlib.contextmanager
-def autocast(device: torch.device, dtype: str) -> Iterator[None]:
-    """Inside, arithmetic is in bfloat16, or unchanged in float32."""
-    if dtype == "float32":
-        yield
-        return
-    with torch.autocast(device.type, dtype=getattr(torch, dtype)):
-        yield
+def autocast(device: torch.device, dtype: str) -> torch.autocast:
+    """Context in which arithmetic is of this type; float32 changes nothing."""
+    return torch.autocast(device.type, dtype=getattr(torch, dtype), enabled=dtype != "float32")

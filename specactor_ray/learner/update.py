@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmConfig, TrainerConfig
 from specactor_ray.learner.algorithms import (
     clipped_policy_loss,
@@ -21,7 +22,7 @@ from specactor_ray.learner.algorithms import (
     value_loss,
 )
 from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens, share_out
-from specactor_ray.learner.engine import TokenScores, TorchEngine
+from specactor_ray.learner.engine import PolicyModel, TokenScores, TorchEngine
 
 
 @dataclass(slots=True)
@@ -38,38 +39,24 @@ class _Prepared:
 
 
 class PolicyUpdater:
-    """Turns samples into optimizer steps.
-
-    Args:
-        max_tokens: Value of `sampling.max_tokens`.
-        score_reference: Log-probabilities `(B, T)` under the reference model, for a KL term.
-    """
+    """Turns samples into optimizer steps; `reference` is the model of a KL term."""
 
     def __init__(
         self,
         engine: TorchEngine,
         recipe: AlgorithmConfig,
-        config: TrainerConfig,
-        max_tokens: int,
-        score_reference: Callable[[MicroBatch], torch.Tensor] | None = None,
+        config: Config,
+        reference: PolicyModel | None = None,
     ) -> None:
-        self._engine, self._recipe, self._config = engine, recipe, config
-        self._max_tokens, self._score_reference = max_tokens, score_reference
-        assert recipe.loss_aggregation is not None and recipe.clip_high is not None  # filled by `make_recipe`
-        self._aggregation, self._clip_high = recipe.loss_aggregation, recipe.clip_high
+        assert recipe.clip_high is not None  # filled by `make_recipe`
+        self._engine, self._recipe, self._config = engine, recipe, config.trainer
+        self._max_tokens = config.sampling.max_tokens
+        self._reference, self._clip_high = reference, recipe.clip_high
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
-        """Train on the samples of one step.
-
-        Args:
-            samples: Samples of the whole step; every rank gets all of them, in the same order.
-            step: Number of the step from 0, for the learning rate.
-            seed: Seed of the order of the samples if there are several mini-batches.
-
-        Returns:
-            Metrics, the same on every rank; see `_Sums`. `skipped` counts optimizer steps that were left out because
-            the loss or the gradient was not finite.
-        """
+        """Train on the samples of one step (from 0); every rank gets all of them, in the same order. `seed` orders them
+        if there are several mini-batches. Returns metrics, the same on every rank; see `_Sums`. `skipped` counts
+        optimizer steps that were left out because the loss or the gradient was not finite."""
         sums = _Sums()
         rate = learning_rate(self._config, step)
         if not samples:  # for example if every rollout failed: a step without an update
@@ -77,7 +64,7 @@ class PolicyUpdater:
         mini_batches = self._cut(samples, seed)
         prepared = [self._prepare([samples[i] for i in part]) for part in mini_batches]
         if self._needs_old_scores:
-            self._score_all(prepared, sums)
+            self._score_all([item for mini_batch in prepared for item in mini_batch], sums)
         for _ in range(self._config.epochs):
             for mini_batch in prepared:
                 self._optimizer_step(mini_batch, rate, sums)
@@ -106,7 +93,7 @@ class PolicyUpdater:
         whole = torch.zeros(len(samples), max(len(sample.output) for sample in samples))
         for row, sample in enumerate(samples):
             whole[row, : len(sample.output)] = torch.tensor(sample.loss_mask, dtype=torch.float32)
-        weights = token_weights(whole, self._aggregation, self._max_tokens)
+        weights = token_weights(self._recipe, whole, self._max_tokens)
         result = []
         for group in share_out(groups, engine.world_size)[engine.rank]:
             batch = collate(samples, group).to(engine.device)
@@ -115,13 +102,13 @@ class PolicyUpdater:
             result.append(_Prepared(batch, of_rows.to(engine.device)))
         return result
 
-    def _score_all(self, mini_batches: Sequence[Sequence[_Prepared]], sums: _Sums) -> None:
-        with torch.no_grad():
-            for item in (item for mini_batch in mini_batches for item in mini_batch):
-                item.old = self._engine.score(item.batch)
-                sums.add_gap(item.batch, item.old)
-            if uses_values(self._recipe):
-                self._estimate_advantages([item for mini_batch in mini_batches for item in mini_batch])
+    @torch.no_grad()
+    def _score_all(self, items: Sequence[_Prepared], sums: _Sums) -> None:
+        for item in items:
+            item.old = self._engine.score(item.batch)
+            sums.add_gap(item.batch, item.old)
+        if uses_values(self._recipe):
+            self._estimate_advantages(items)
 
     def _estimate_advantages(self, items: Sequence[_Prepared]) -> None:
         """GAE for all samples of the step, whitened over them."""
@@ -130,7 +117,7 @@ class PolicyUpdater:
             assert item.old is not None  # scored just before
             values = item.old.values
             item.advantages, item.returns = generalized_advantages(
-                item.batch.rewards, values, item.batch.mask, recipe.gamma, recipe.gae_lambda
+                item.batch.rewards, values, item.batch.mask, recipe.gae_lambda
             )
             a, mask = item.advantages.double(), item.batch.mask.double()
             moments += torch.stack([mask.sum(), (a * mask).sum(), (a.square() * mask).sum()]).cpu()
@@ -144,9 +131,9 @@ class PolicyUpdater:
     def _optimizer_step(self, mini_batch: Sequence[_Prepared], rate: float, sums: _Sums) -> None:
         bad = torch.zeros(1)
         for number, item in enumerate(mini_batch):
-            if self._score_reference is not None and item.reference is None:
+            if self._reference is not None and item.reference is None:
                 with torch.no_grad():
-                    item.reference = self._score_reference(item.batch)
+                    item.reference = self._engine.score(item.batch, self._reference).logprobs
             scores = self._engine.score(item.batch)
             if not self._needs_old_scores:
                 sums.add_gap(item.batch, scores)
@@ -184,7 +171,7 @@ class PolicyUpdater:
             sums.add("kl", kl_estimate(scores.logprobs, item.reference), batch.mask)
         if uses_values(recipe):
             assert item.old is not None and item.returns is not None
-            value = value_loss(scores.values, item.old.values, item.returns, recipe.value_clip)
+            value = value_loss(scores.values, item.old.values, item.returns)
             per_token = per_token + recipe.value_coef * value
             sums.add_loss("value_loss", value, weights)
         sums.add_loss("loss", per_token, weights)
@@ -207,9 +194,8 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
 class _Sums:
     """Adds up metrics over micro-batches; `reduced` adds those of the ranks.
 
-    Per-token means: entropy, clip_fraction, kl, importance_weight, logprob_gap (mean of |rollout - trainer|).
-    Sums of weighted losses, averaged over the optimizer steps: loss, policy_loss, value_loss. Also logprob_gap_max,
-    grad_norm (mean over the steps), skipped.
+    Means per token: entropy, clip_fraction, kl, importance_weight, logprob_gap (|rollout - trainer|). Means per
+    optimizer step: loss, policy_loss, value_loss, grad_norm. Also logprob_gap_max and skipped.
     """
 
     ALWAYS = ("loss", "policy_loss", "entropy", "clip_fraction", "logprob_gap", "logprob_gap_max", "grad_norm")

@@ -49,8 +49,6 @@ _POSITION = (
 """Keys for which another value makes the saved position one in other tasks or in another order."""
 _TRAINER = (
     "trainer.learning_rate",
-    "trainer.beta1",
-    "trainer.beta2",
     "trainer.weight_decay",
     "trainer.warmup_steps",
     "trainer.schedule",
@@ -62,13 +60,7 @@ _TRAINER = (
 )
 _DATA = ("data.n", "data.chat", "data.system_prompt", "data.prompt_key", "data.answer_key")
 _SECTIONS = ("algorithm", "sampling", "reward", "environment")
-_NO_EFFECT = (
-    "algorithm.max_logprob_gap",
-    "reward.timeout_s",
-    "reward.workers",
-    "environment.timeout_s",
-    "environment.workers",
-)
+_NO_EFFECT = ("reward.timeout_s", "reward.workers", "environment.timeout_s", "environment.workers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ time of turns.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,7 @@ class Episode:
     @property
     def own_token_ids(self) -> tuple[int, ...]:
         """Tokens that the model sampled."""
-        return tuple(token for token, is_own in zip(self.output, self.own, strict=True) if is_own)
+        return tuple(itertools.compress(self.output, self.own))
 
     def add_turn(self, turn: Trajectory) -> None:
         """Append a turn of the model."""
@@ -87,6 +88,10 @@ class Episode:
         versions = [
             one for one, after in zip(self.versions, [*self.versions[1:], (None, 0)], strict=True) if one[0] != after[0]
         ]
+        steps, drafted, accepted = (
+            sum(getattr(turn.stats, name) for turn in self.turns) for name in ("steps", "drafted", "accepted")
+        )
+        by_method = {method: (pair[0], pair[1]) for method, pair in drafted_by_method(self.turns).items()}
         return Trajectory(
             request_id=f"{self.place[0]}-{self.place[1]}",
             prompt_index=self.place[0],
@@ -97,7 +102,7 @@ class Episode:
             text=text,
             finish_reason=self.finish_reason,
             sampling=self.sampling,
-            stats=self._stats(),
+            stats=RequestStats(steps, drafted, accepted, by_method),
             error=self.error,
             prompt=self.task.prompt,
             weight_version=versions[-1][0] if versions else 0,
@@ -105,25 +110,10 @@ class Episode:
             loss_mask=tuple(self.own),
         )
 
-    def _stats(self) -> RequestStats:
-        """Sum of the counters of the turns."""
-        methods = {method: (drafted, right) for method, (drafted, right) in drafted_by_method(self.turns).items()}
-        counters = ("steps", "drafted", "accepted")
-        steps, drafted, accepted = (sum(getattr(turn.stats, name) for turn in self.turns) for name in counters)
-        return RequestStats(steps, drafted, accepted, methods)
-
 
 class Conversations(WorkerPool):
-    """Rolls out tasks as conversations.
-
-    Args:
-        tokenizer: Tokenizer of the target.
-        context: Most tokens of a conversation, including the prompt.
-
-    Raises:
-        ConfigError: The environment or a reward function is not available.
-        InputError: The chat template does not support conversations.
-    """
+    """Rolls out tasks as conversations of at most `context` tokens, including the prompt. Raises ConfigError if the
+    environment or a reward function is not available, InputError if the chat template has no conversations."""
 
     def __init__(self, config: Config, tokenizer: Any, context: int) -> None:
         section = config.environment
@@ -135,14 +125,8 @@ class Conversations(WorkerPool):
         self._turns = ChatTurns(tokenizer)
 
     def run(self, rollout: Any, tasks: Sequence[Task], sampling: SamplingParams, n: int) -> list[Episode]:
-        """`n` episodes of each task, ordered by task and sample. Never raises for failures of an environment.
-
-        Args:
-            rollout: The `Rollout`.
-
-        Raises:
-            ActorLostError: No verifier was available.
-        """
+        """`n` episodes of each task, ordered by task and sample; failures of an environment are in them. `rollout` is a
+        `Rollout`. Raises ActorLostError if no verifier was available."""
         episodes = [
             Episode((index, number), task, replace(sampling, seed=derive_seed(sampling.seed, index, number)))
             for index, task in enumerate(tasks)

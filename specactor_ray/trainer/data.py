@@ -33,12 +33,8 @@ class Task:
 
 
 def open_source(config: DataConfig, seed: int) -> TableSource | GymSource:
-    """Open the source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`.
-
-    Raises:
-        ConfigError: The path is not set, a package it needs is not installed, or the task does not exist.
-        InputError: The file is missing, empty or malformed.
-    """
+    """Open the source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`. Raises ConfigError if a
+    package it needs is not installed or there is no such task, InputError if a file is missing, empty or malformed."""
     path = config.path
     if path is None:
         fix = "name a file, reasoning_gym:TASK (such as reasoning_gym:chain_sum) or hf:DATASET."
@@ -144,11 +140,7 @@ def _load_table(path: str, config: DataConfig) -> Any:
 
 class TaskStream:
     """Tasks in order, without those that do not fit the model. With `shuffle` every epoch has its own permutation, a
-    function of (seed, epoch).
-
-    Args:
-        count_tokens: Prompt → number of tokens; raises InputError for one that cannot be encoded.
-    """
+    function of (seed, epoch). `count_tokens` raises InputError for a prompt that cannot be encoded."""
 
     def __init__(
         self,
@@ -168,11 +160,7 @@ class TaskStream:
         self._epoch, self._indices = -1, np.empty(0, dtype=np.int64)
 
     def take(self, count: int) -> list[Task]:
-        """The next `count` tasks.
-
-        Raises:
-            InputError: No prompt of a whole epoch fits.
-        """
+        """The next `count` tasks. Raises InputError if no prompt of a whole epoch fits."""
         tasks: list[Task] = []
         passed_over = 0
         while len(tasks) < count:

@@ -86,9 +86,10 @@ class Environment:
 
 _CALLS = {"calc": r"<calc>(.*?)</calc>", "tool_call": r"<tool_call>\s*(\{.*?\})\s*</tool_call>"}
 """Format → pattern of a call; its group is the expression, or the JSON object with it."""
-_LONGEST = 200
-"""Longest expression, in characters."""
-_LARGEST = 10.0**30
+_MOST_CALLS = 4
+"""Number of calls of a turn that are answered."""
+_LONGEST, _LARGEST = 200, 10.0**30
+"""Longest expression in characters, and largest value."""
 _OPERATORS = (ast.UAdd, ast.USub, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 _ARITHMETIC = (ast.Expression, ast.Constant, ast.UnaryOp, ast.BinOp, *_OPERATORS)
 
@@ -101,19 +102,18 @@ class Calculator(Environment):
         call: `calc`, `<calc>2 * (3 + 4)</calc>`; or `tool_call`, the format of many chat templates:
             `<tool_call>{"name": "calculator", "arguments": {"expression": "2 * 3"}}</tool_call>`.
         role: Role of the messages with results: `tool` if the chat template has it.
-        max_calls: Most calls in one turn.
     """
 
-    def __init__(self, call: str = "calc", role: str = "user", max_calls: int = 4) -> None:
+    def __init__(self, call: str = "calc", role: str = "user") -> None:
         if call not in _CALLS:
             raise ValueError(f"call is {call!r}; use one of {', '.join(_CALLS)}")
-        self.call, self.role, self.max_calls = call, role, max_calls
+        self.call, self.role = call, role
 
     async def step(self, turn: Turn) -> Reply:
         calls = re.findall(_CALLS[self.call], turn.text, re.DOTALL)
         if not calls or turn.is_last:
             return Reply(reward=turn.score(), done=True)
-        results = [self._result(text) for text in calls[: self.max_calls]]
+        results = [self._result(text) for text in calls[:_MOST_CALLS]]
         texts = results if self.role == "tool" else ["\n".join(results)]
         return Reply([{"role": self.role, "content": text} for text in texts])
 
@@ -153,28 +153,20 @@ class Retry(Environment):
 
     Args:
         tries: Most answers of the model.
-        discount: Factor of the reward for each previous wrong answer.
-        threshold: Least reward of a right answer.
-        message: Message after a wrong answer; `{left}` is the number of tries left.
+        discount: Factor of the reward for each previous wrong answer, one with a reward below 1.
     """
 
-    def __init__(
-        self,
-        tries: int = 3,
-        discount: float = 1.0,
-        threshold: float = 1.0,
-        message: str = "That is not right. Tries left: {left}. Give another answer.",
-    ) -> None:
+    def __init__(self, tries: int = 3, discount: float = 1.0) -> None:
         if tries < 1:
             raise ValueError("tries must be 1 or more")
-        message.format(left=1)
-        self.tries, self.discount, self.threshold, self.message = tries, discount, threshold, message
+        self.tries, self.discount = tries, discount
 
     async def step(self, turn: Turn) -> Reply:
         reward, left = turn.score(), self.tries - turn.number - 1
-        if reward >= self.threshold or left <= 0 or turn.is_last:
+        if reward >= 1.0 or left <= 0 or turn.is_last:
             return Reply(reward=reward * self.discount**turn.number, done=True)
-        return Reply([{"role": self.role, "content": self.message.format(left=left)}])
+        text = f"That is not right. Tries left: {left}. Give another answer."
+        return Reply([{"role": self.role, "content": text}])
 
 
 ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator, "retry": Retry}
@@ -219,8 +211,7 @@ class EnvironmentWorker:
     """Environments in a worker process: a request is the name of a method and its arguments.
 
     A request holds the pickled instance, an answer the instance after the step. So any process can execute any step,
-    and a step whose process died is repeated from the same state. Raises ConfigError if the environment or a reward
-    function is not available.
+    and a step whose process died is repeated from the same state.
     """
 
     def __init__(self, config: EnvironmentConfig, reward: RewardConfig) -> None:

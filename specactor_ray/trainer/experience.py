@@ -69,12 +69,8 @@ class Experience:
 
 
 class ExperienceMaker:
-    """Makes the samples of a step; a function of the weights, the data's position, the step and the seed.
-
-    Args:
-        timed: Context manager for a named phase (`rollout`, `reward`), for the time records.
-        conversations: Rolls out with an environment; it also gives the rewards.
-    """
+    """Makes the samples of a step; a function of the weights, the data's position, the step and the seed. `timed` is
+    the context of a phase (`rollout`, `reward`), for its time; `conversations` roll out with an environment."""
 
     def __init__(
         self,

@@ -3,17 +3,17 @@
 `math-verify` parses and compares. This module selects the parsed part, and refuses expressions that would take long to
 evaluate: no output may cost more than about a second.
 
-- The reference is parsed as the content of one `\\boxed{}`: bare LaTeX such as `2\\sqrt{3}` is read whole.
-- The answer is parsed the same way: the last `\\boxed{}`, else the whole output or the text after the last "is", ":" or
-  "=", if that is mathematics without prose. Else math-verify searches delimited LaTeX or a number in the text. LaTeX
-  without delimiters in prose is no answer: a part of it, the 2 of `2\\sqrt{3}`, would be mistaken for the whole.
+The reference is parsed as the content of one `\\boxed{}`: bare LaTeX such as `2\\sqrt{3}` is read whole. So is the
+answer: the last `\\boxed{}`, else the whole output or the text after the last "is", ":" or "=", if that is mathematics
+without prose. Else math-verify searches delimited LaTeX or a number in the text. LaTeX without delimiters in prose is
+no answer: a part of it, the 2 of `2\\sqrt{3}`, would be mistaken for the whole.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -55,38 +55,24 @@ for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
-class UnusableReferenceError(ValueError):
-    """The reference answer of a task cannot be compared with an answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A parsed text."""
-
-    expression: Any
-    text: str
-    """Text as normalised by math-verify."""
+_Read = tuple[Any, str]
+"""A parsed expression, and its text as normalised by math-verify."""
 
 
 def equal_answers(reference: str, output: str) -> bool:
-    """Whether the answer in `output` equals `reference`. False for an output without an answer.
-
-    Raises:
-        UnusableReferenceError: The reference cannot be parsed, or is too large to evaluate.
-    """
+    """Whether the answer in `output` equals `reference`. False for an output without an answer. Raises ValueError if
+    the reference cannot be parsed, or is too large to evaluate."""
     gold = _read(_last_boxed(reference) or reference)
     if gold is None:
-        raise UnusableReferenceError(f"the reference answer {reference:.80} cannot be parsed as mathematics")
+        raise ValueError(f"the reference answer {reference:.80} cannot be parsed as mathematics")
     given = _read_answer(output)
     if given is None:
         return False
-    if given.text == gold.text or _identical(given.expression, gold.expression):
+    if given[1] == gold[1] or (type(given[0]) is type(gold[0]) and bool(given[0] == gold[0])):  # evaluates nothing
         return True
-    if _is_too_large(gold.expression):
-        raise UnusableReferenceError(
-            f"the reference answer {reference:.80} is too large to evaluate, or left unevaluated"
-        )
-    return not _is_too_large(given.expression) and verify(gold.expression, given.expression, timeout_seconds=None)
+    if _is_too_large(gold[0]):
+        raise ValueError(f"the reference answer {reference:.80} is too large to evaluate, or left unevaluated")
+    return not _is_too_large(given[0]) and verify(gold[0], given[0], timeout_seconds=None)
 
 
 def _read(content: str) -> _Read | None:
@@ -117,7 +103,7 @@ def _read_answer(output: str) -> _Read | None:
 def _parsed(text: str, targets: tuple[Any, ...]) -> _Read | None:
     found = parse(text, targets, parsing_timeout=None)
     expressions = [item for item in found if not isinstance(item, str)]
-    return _Read(expressions[0], str(found[-1])) if expressions else None
+    return (expressions[0], str(found[-1])) if expressions else None
 
 
 def _last_boxed(text: str) -> str | None:
@@ -142,16 +128,9 @@ def _is_bare(text: str) -> bool:
 
 
 def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _identical(first: Any, second: Any) -> bool:
-    """Whether both are the same tree; evaluates nothing."""
-    return type(first) is type(second) and bool(first == second)
+    """Nesting depth of brackets."""
+    steps = ((character in "([{") - (character in ")]}") for character in text)
+    return max(itertools.accumulate(steps), default=0)
 
 
 def _is_too_large(expression: Any) -> bool:

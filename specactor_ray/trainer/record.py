@@ -13,16 +13,12 @@ from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from specactor_ray.config import Config, to_yaml
-from specactor_ray.core.console import say
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import write_json
-from specactor_ray.core.progress import Heartbeat
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.runs.training import TrainingRun, read_metrics
 from specactor_ray.trainer.steps import TrainOutcome
@@ -34,7 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
-_LINE_INTERVAL_S = 10.0
+_LARGE_GAP = 0.05
+"""Average difference of log-probabilities above which a warning is shown."""
 _FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
     ("reward", lambda r: f"{r['train']['reward_mean']:.3f} ±{r['train']['reward_std']:.2f}"),
     ("pass", lambda r: f"{100 * r['train']['pass_rate']:.0f}%"),
@@ -55,50 +52,26 @@ _FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
 """Name of a figure in a step's line, and function from the step's record to its text."""
 
 
-class TrainingDisplay:
-    """Shows a line for each step. In between it shows the present work: on a terminal all the time, elsewhere at
-    intervals."""
+class PresentWork:
+    """The present phase of a run of `steps` steps, for its progress."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, steps: int) -> None:
         self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Number of ended trajectories of the present step, and its total."""
-        self._console, self._steps = console, steps
-        self._step, self._phase, self._since = 0, "starting Ray, verifiers and trainer", time.monotonic()
-        self._live: Live | Heartbeat
-        if console.is_terminal:
-            self._live = Live(get_renderable=lambda: Text(self.doing()), console=console, transient=True)
-        else:
-            self._live = Heartbeat(lambda _: say(console, self.doing()), _LINE_INTERVAL_S)
+        self.done = 0
+        """Number of steps done."""
+        self._steps, self._begun, self._phase = steps, 0, "starting Ray, verifiers and trainer"
 
-    def __enter__(self) -> TrainingDisplay:
-        self._live.start()
-        return self
+    def begin(self, step: int, phase: str) -> None:
+        """Begin a phase of a step."""
+        self._begun, self._phase = step, phase
 
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """End the display. Idempotent."""
-        self._live.stop()
-
-    def begin(self, step: int) -> None:
-        self._step = step
-
-    def phase(self, phase: str) -> None:
-        """Begin a phase of the step."""
-        self._phase, self._since = phase, time.monotonic()
-
-    def end(self, record: Mapping[str, Any]) -> None:
-        """Show a finished step."""
-        cells = ", ".join(f"{name} {show(record)}" for name, show in _FIGURES)
-        say(self._console, f"step {record['step']}/{self._steps}: {cells}")
-
-    def doing(self) -> str:
-        """The present work, such as `step 2/30: rollout 12/32, 8 s`."""
+    def show(self, progress: PhaseProgress) -> None:
+        """Show it, such as `step 2/30, rollout 12/32`."""
         done, total = self.rollout_progress()
         count = f" {done}/{total}" if self._phase == "rollout" and total else ""
-        step = f"step {self._step}/{self._steps}: " if self._step else ""
-        return f"{step}{self._phase}{count}, {time.monotonic() - self._since:.0f} s"
+        step = f"step {self._begun}/{self._steps}, " if self._begun else ""
+        progress.update(self.done, f"{step}{self._phase}{count}")
 
 
 class MetricsFile:
@@ -132,13 +105,16 @@ class StepRecorder:
     the rollout against the trainer's), `speed`, `seconds` per phase, and `failures`.
     """
 
-    def __init__(self, config: Config, run: TrainingRun, rollout: Rollout, display: TrainingDisplay) -> None:
+    def __init__(
+        self, config: Config, run: TrainingRun, rollout: Rollout, work: PresentWork, show: Callable[[str], None]
+    ) -> None:
         self._config, self._run, self._rollout = config, run, rollout
         self._metrics = MetricsFile(run.metrics_file)
-        self._display = display
-        display.rollout_progress = lambda: rollout.progress
+        self._work, self._show = work, show
+        work.rollout_progress, work.done = lambda: rollout.progress, run.state.step
         self._parts = contextlib.ExitStack()
-        self._trackers = [*self._tensorboard(), *self._wandb()]
+        self._trackers = [tracker for tracker in (self._tensorboard(), self._wandb()) if tracker is not None]
+        self._step = run.state.step
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
         self._counted = rollout.metrics()
@@ -152,15 +128,13 @@ class StepRecorder:
 
     def begin(self, step: int) -> None:
         """Begin a step; `step` steps are done."""
-        if self._began is None:
-            self._began = time.perf_counter()
+        self._step, self._began = step + 1, self._began or time.perf_counter()
         self._counted = self._rollout.metrics()
-        self._display.begin(step + 1)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Count the time inside for this phase."""
-        self._display.phase(phase)
+        self._work.begin(self._step, phase)
         begin = time.perf_counter()
         try:
             yield
@@ -182,7 +156,8 @@ class StepRecorder:
             "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
         self._metrics.append(record)
-        self._display.end(record)
+        self._work.done, figures = step, ", ".join(f"{name} {text(record)}" for name, text in _FIGURES)
+        self._show(f"step {step}/{self._config.trainer.steps}: {figures}")
         self._warn(record)
         for tracker in self._trackers:
             try:
@@ -192,10 +167,14 @@ class StepRecorder:
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
         """Write the summary, if the disk accepts it."""
-        self._display.stop()
         if self._metrics.pending:
             self._metrics.append()
-        records = self._written() + self._metrics.pending
+        records: list[dict[str, Any]] = []
+        try:
+            records += read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
+        except InputError as problem:  # the summary is written nevertheless
+            logger.error("%s", problem)
+        records += self._metrics.pending
         summary = {
             "run": self._config.run.name,
             "status": status,
@@ -213,18 +192,18 @@ class StepRecorder:
         }
         try:
             write_json(self._run.summary_file, summary)
-        except OSError as error:
-            logger.error("the summary could not be written: %s", error)
+        except OSError as problem:
+            logger.error("the summary could not be written: %s", problem)
         return TrainOutcome(status, self._run.folder, summary)
 
-    def _tensorboard(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    def _tensorboard(self) -> Callable[[Mapping[str, Any]], None] | None:
         if not self._config.tracking.tensorboard:
-            return
+            return None
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             logger.info("tensorboard is not installed; metrics go to the terminal and metrics.jsonl only")
-            return
+            return None
         first = self._run.state.step + 1  # hides later records of an earlier attempt
         writer: Any = SummaryWriter(str(self._run.folder / "tensorboard"), purge_step=first)
         self._parts.callback(writer.close)
@@ -234,24 +213,17 @@ class StepRecorder:
                 writer.add_scalar(name, value, record["step"])
             writer.flush()
 
-        yield write
+        return write
 
-    def _wandb(self) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    def _wandb(self) -> Callable[[Mapping[str, Any]], None] | None:
         project, name = self._config.tracking.wandb_project, self._config.run.name
         if not project:
-            return
+            return None
         import wandb  # type: ignore[import-not-found]
 
         run = wandb.init(project=project, name=name, id=name, resume="allow")
         self._parts.callback(run.finish)
-        yield lambda record: run.log(dict(numbers(record)), step=record["step"])
-
-    def _written(self) -> list[dict[str, Any]]:
-        try:
-            return read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
-        except InputError as error:  # the summary is written nevertheless
-            logger.error("%s", error)
-            return []
+        return lambda record: run.log(dict(numbers(record)), step=record["step"])
 
     def _train_figures(self, step: int, experience: Experience, update: Mapping[str, float]) -> dict[str, Any]:
         rewards, config = experience.rewards, self._config
@@ -264,11 +236,11 @@ class StepRecorder:
             update = {**staleness_of(experience, step - 1), **update}
         learnt = {name: value for name, value in update.items() if not name.startswith("logprob_gap")}
         return {
-            "reward_mean": mean(rewards) if rewards else 0.0,
-            "reward_std": pstdev(rewards) if rewards else 0.0,
-            "pass_rate": mean(passed) if passed else 0.0,
-            "length_mean": mean(lengths) if lengths else 0.0,
-            "truncated": mean(truncated) if truncated else 0.0,
+            "reward_mean": mean(rewards or [0.0]),
+            "reward_std": pstdev(rewards or [0.0]),
+            "pass_rate": mean(passed or [0.0]),
+            "length_mean": mean(lengths or [0.0]),
+            "truncated": mean(truncated or [0.0]),
             "samples": len(experience.samples),
             "sampled": len(experience.trajectories),
             "dull_groups": experience.dull_groups,
@@ -293,14 +265,13 @@ class StepRecorder:
         }
 
     def _warn(self, record: Mapping[str, Any]) -> None:
-        bound = self._config.algorithm.max_logprob_gap
-        if record["gap"]["mean"] > bound and not self._config.trainer.max_staleness:
+        gap = record["gap"]["mean"]
+        if gap > _LARGE_GAP and not self._config.trainer.max_staleness:
             logger.warning(
-                "step %d: the rollout's and the trainer's log-probabilities differ by %.3g on average (bound %g); "
+                "step %d: the rollout's and the trainer's log-probabilities differ by %.3g on average; "
                 "algorithm.importance_cap corrects for it",
                 record["step"],
-                record["gap"]["mean"],
-                bound,
+                gap,
             )
         for what in ("reward", "environment"):
             for reason, count in record["failures"][what].items():
@@ -334,21 +305,11 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def totals_of(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds per phase, tokens and rewards over the whole run."""
+    """Seconds per phase, tokens, and drafted and accepted tokens per method over the whole run."""
     phases = (*PHASES, "step")
     seconds = {phase: round(sum(record["seconds"].get(phase, 0.0) for record in records), 3) for phase in phases}
     drafters: dict[str, list[int]] = {}
     for record in records:
-        for method, (drafted, accepted) in record["speed"]["by_method"].items():
-            before = drafters.get(method, [0, 0])
-            drafters[method] = [before[0] + drafted, before[1] + accepted]
-    return {
-        "seconds": seconds,
-        "rollout_share": round(seconds["rollout"] / seconds["step"], 4) if seconds["step"] else 0.0,
-        "tokens": sum(record["speed"]["tokens"] for record in records),
-        "first_reward": records[0]["train"]["reward_mean"] if records else None,
-        "last_reward": records[-1]["train"]["reward_mean"] if records else None,
-        "skipped_updates": sum(int(record["train"]["skipped"]) for record in records),
-        "reward_failures": sum(sum(record["failures"]["reward"].values()) for record in records),
-        "drafters": drafters,
-    }
+        for method, counts in record["speed"]["by_method"].items():
+            drafters[method] = [sum(pair) for pair in zip(drafters.get(method, (0, 0)), counts, strict=True)]
+    return {"seconds": seconds, "tokens": sum(record["speed"]["tokens"] for record in records), "drafters": drafters}

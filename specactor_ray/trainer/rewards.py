@@ -91,11 +91,8 @@ _NEEDS = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
 def find_reward(name: str) -> RewardFunction:
-    """The reward function with this name, or the user's own `package.module:function`.
-
-    Raises:
-        ConfigError: It does not exist, or a module that it needs cannot be imported.
-    """
+    """The reward function with this name, or the user's own `package.module:function`. Raises ConfigError if it does
+    not exist, or a module that it needs cannot be imported."""
     if ":" not in name:
         if name not in REWARDS:
             known = ", ".join(sorted(REWARDS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,18 @@ from specactor_ray.core import progress
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import require_folder
+from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.models.cache_size import available_bytes, count_parameters, itemsize_of
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.memory import (
-    PROCESS_BYTES,
-    MemoryItem,
-    check_memory,
-    gib,
-    plan_rollout_memory,
-)
+from specactor_ray.rollout.memory import PROCESS_BYTES, MemoryItem, check_memory, gib, plan_rollout_memory
 from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import ChatTurns, Prompt, encode_prompt
 from specactor_ray.runs.folder import discard_run_folder
 from specactor_ray.runs.training import TrainingRun, open_run
 from specactor_ray.trainer.data import TaskStream, open_source
 from specactor_ray.trainer.environment import Environment, make_environment
-from specactor_ray.trainer.record import StepRecorder, TrainingDisplay
+from specactor_ray.trainer.record import PresentWork, StepRecorder
 from specactor_ray.trainer.rewards import NEED_ANSWERS, RewardRunner, Scorer
 from specactor_ray.trainer.steps import Saver, TrainingParts, TrainOutcome, run_steps
 
@@ -46,12 +42,8 @@ FIXES = (
 
 
 def train(config: Config, console: Console, enough: Callable[[], bool] = lambda: False) -> TrainOutcome:
-    """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint).
-
-    Args:
-        config: The run; `run.name` is set if it has no value. `plan: auto` and `mode: auto` are resolved in a copy
-            before anything is written or started.
-        enough: Called after every step; returns whether to end before `trainer.steps`.
+    """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint). `enough`, called after
+    every step, returns whether to end before.
 
     Raises:
         UserError: The configuration, the data or the cluster are wrong; raised before anything is started.
@@ -96,12 +88,13 @@ def _train(
         from specactor_ray.trainer.experience import AheadMaker, ExperienceMaker
         from specactor_ray.trainer.trainer_ranks import TrainerGroup
 
-    taught = taught_by_trainer(config)
+    taught, show = taught_by_trainer(config), partial(say, console)
     with contextlib.ExitStack() as parts:
-        display = parts.enter_context(TrainingDisplay(console, config.trainer.steps))
+        work = PresentWork(config.trainer.steps)
+        parts.enter_context(PhaseProgress(console, "training", config.trainer.steps, poll=work.show))
         rollout = parts.enter_context(Rollout(config))
         trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
-        record = parts.enter_context(StepRecorder(config, run, rollout, display))
+        record = parts.enter_context(StepRecorder(config, run, rollout, work, show))
         rewards = parts.enter_context(RewardRunner(config.reward))
         conversations = None
         if config.environment.name is not None:
@@ -121,7 +114,7 @@ def _train(
                 record=record,
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved),
                 taught=None if taught is None else taught.method,
-                say=lambda line: say(console, line),
+                say=show,
                 enough=enough,
             )
         )
@@ -169,11 +162,10 @@ def checked_tasks(config: Config) -> TaskStream:
     def count_tokens(prompt: Prompt) -> int:
         return len(encode_prompt(tokenizer, prompt, data.chat))
 
-    def stream() -> TaskStream:
-        return TaskStream(source, config.sampling.seed, count_tokens, limit, data.shuffle)
-
-    stream().take(1)
-    return stream()
+    stream = TaskStream(source, config.sampling.seed, count_tokens, limit, data.shuffle)
+    stream.take(1)
+    stream.position = stream.skipped = 0
+    return stream
 
 
 def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], console: Console) -> None:

@@ -5,9 +5,9 @@ This module starts nothing and imports neither Ray nor torch: the same code runs
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,13 +47,7 @@ class TrainOutcome:
 class Saver:
     """Writes checkpoints of the trainer's weights: `write` fills a folder; `saved`: `state` needs no saving."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        write: Callable[[Path], None],
-        state: TrainState,
-        saved: bool,
-    ) -> None:
+    def __init__(self, store: CheckpointStore, write: Callable[[Path], None], state: TrainState, saved: bool) -> None:
         self.state = state
         """State after the last complete update."""
         self.failures = 0
@@ -64,20 +58,16 @@ class Saver:
         self._saved_step = state.step if saved else -1
         self._updating = False
 
-    def begin_update(self) -> None:
-        """Begin an update: from now on the weights are between two steps, and cannot be saved."""
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, the weights are between two steps, and cannot be saved; the state is set before the end."""
         self._updating = True
-
-    def advance(self, state: TrainState) -> None:
-        """Complete the update: the weights have this state."""
-        self.state, self._updating = state, False
+        yield
+        self._updating = False
 
     def save(self) -> bool:
-        """Save the state unless it is saved. Returns whether it is; `problem` has the reason if not.
-
-        Raises:
-            SpecActorError: The trainer failed.
-        """
+        """Save the state unless it is saved. Returns whether it is; `problem` has the reason if not. Raises
+        SpecActorError if the trainer failed."""
         if self.state.step == self._saved_step:
             return True
         if self._updating:
@@ -111,16 +101,11 @@ class TrainingParts:
     """Shows a line to the user."""
     enough: Callable[[], bool] = lambda: False
     """Called after every step; returns whether to end before `trainer.steps`."""
-    shielded: Callable[[], AbstractContextManager[None]] = signals_deferred
-    """Context manager in which signals do not interrupt."""
 
 
 def run_steps(parts: TrainingParts) -> TrainOutcome:
-    """Train until `trainer.steps` or an interruption. At any end a checkpoint is tried and a summary is written.
-
-    Raises:
-        SpecActorError: A part was lost, or the loss stayed non-finite; the summary has status `failed` then.
-    """
+    """Train until `trainer.steps` or an interruption. At any end a checkpoint is tried and a summary is written. Raises
+    SpecActorError if a part was lost or the loss stayed non-finite; the summary has status `failed` then."""
     saver = parts.saver
     try:
         if saver.state.step:  # the weight version is the number of steps done
@@ -147,14 +132,13 @@ def _step(parts: TrainingParts) -> None:
     record.begin(state.step)
     sampling = parts.config.sampling
     experience = parts.maker.collect(parts.rollout, sampling, state.step)
-    with parts.shielded():
+    with signals_deferred():
         if parts.config.trainer.offload:
             parts.rollout.sleep()
             parts.trainer.reload()
-        saver.begin_update()
-        with record.timed("update"):
+        with record.timed("update"), saver.updating():
             update = parts.trainer.update(experience.samples, state.step, sampling.seed + state.step)
-        saver.advance(_next(state, update, experience))
+            saver.state = _next(state, update, experience)
         num_bytes = 0
         try:
             num_bytes = _hand_over(parts, experience)
@@ -187,7 +171,7 @@ def _hand_over(parts: TrainingParts, experience: Experience) -> int:
 def _end(parts: TrainingParts, status: str, reason: str = "") -> TrainOutcome:
     """Save the unsaved state and write the summary. A run without its last checkpoint has failed."""
     saver = parts.saver
-    with parts.shielded():
+    with signals_deferred():
         try:
             problem = "" if saver.save() else saver.problem
         except SpecActorError as error:  # the trainer itself may be lost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,34 +20,26 @@ from specactor_ray.cluster.names import actor_name
 from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ActorLostError, CallError, ClusterError, SpecActorError
 from specactor_ray.learner.deepspeed_engine import LOOPBACK, Rendezvous
-from specactor_ray.learner.trainer import TrainerSpec
 
 if TYPE_CHECKING:
     from specactor_ray.learner.batching import Sample
     from specactor_ray.learner.engine import SavedPart
     from specactor_ray.transport.messages import WeightSet
 
-_NO_DEADLINE = float("inf")
-"""Deadline of a rank's work: none, since the check of its progress bounds the wait."""
 _POLL_S = 5.0
 """Seconds between two checks of a rank's progress."""
 _GRACE_S = 10.0
 """Seconds for the other ranks to answer once one has failed; after that they are assumed to wait in a collective."""
-_STOP_S = 5.0
-_VISIBLE_TRIES = 10
+_VISIBLE_S = 10
 """Seconds until files of other nodes are visible in a shared folder."""
 
 
 class TrainerRanks:
     """Calls the ranks together.
 
-    Every wait ends: with the answers, with the first error of a rank, or when a rank makes no progress. Once ranks may
-    be out of step (one is gone or hangs, or one failed and another does not answer) every further call is refused at
-    once; the caller must close it.
-
-    Args:
-        ranks: Handles in order; each has the methods of `TrainerActor`.
-        stall_timeout_s: Longest time without progress of a rank.
+    Every wait ends: with the answers, with the first error of a rank, or when a rank makes no progress for
+    `stall_timeout_s`. Once ranks may be out of step (one is gone or hangs, or one failed and another does not answer)
+    every further call is refused at once. `ranks` are handles of `TrainerActor`s.
     """
 
     def __init__(self, ranks: Sequence[Any], calls: Calls, stall_timeout_s: float) -> None:
@@ -55,19 +48,14 @@ class TrainerRanks:
         self._broken = ""
         self._numbers = itertools.count(1)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def start(self, config: Config, checkpoint: Path | None, address: str, port: int, threads: int) -> None:
+        """Load the policy in all ranks, which meet at this address."""
+        places = [Rendezvous(rank, len(self._ranks), address, port) for rank in range(len(self._ranks))]
+        self._call_each("start", [(config, checkpoint, place, threads) for place in places])
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
-        """Train on the samples of one step; returns the metrics of `PolicyUpdater.update`. A step is done once:
-        repeated calls for the last step return the same result.
-
-        Raises:
-            SpecActorError: A rank failed, is gone or hangs; the weights are undefined then.
-        """
+        """Train on the samples of one step, once; returns the metrics of `PolicyUpdater.update`. Raises SpecActorError
+        if a rank failed, is gone or hangs; the weights are undefined then."""
         shared = self._calls.transport.put(list(samples))
         metrics: dict[str, float] = self._call("update", shared, step, seed)[0]
         return metrics
@@ -85,12 +73,8 @@ class TrainerRanks:
         return weights
 
     def save(self, folder: Path) -> None:
-        """Write the model and the state of all ranks.
-
-        Raises:
-            OSError: A rank could not write, or its files are not visible in the folder to this process.
-            SpecActorError: A rank failed otherwise, is gone or hangs.
-        """
+        """Write the model and the state of all ranks. Raises OSError if a rank could not write, or its files are not
+        visible here, and SpecActorError if one failed otherwise."""
         parts: list[SavedPart] = self._call("save", str(folder), next(self._numbers))
         for rank, part in enumerate(parts):
             if part.problem:
@@ -104,14 +88,6 @@ class TrainerRanks:
     def reload(self) -> None:
         self._call("reload")
 
-    def close(self) -> None:
-        """End the ranks in order, within a short time. Idempotent."""
-        ranks, self._ranks = self._ranks, []
-        if self._broken:
-            return
-        calls = [self._calls.start(rank, "stop", deadline_s=_STOP_S, retry=False) for rank in ranks]
-        self._answered(calls, _STOP_S)
-
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         return self._call_each(method, [arguments] * len(self._ranks))
 
@@ -122,9 +98,8 @@ class TrainerRanks:
                 f"the trainer cannot be used any more: {self._broken}. Fix: start again with resume=auto, which "
                 "continues from the newest checkpoint"
             )
-        start = self._calls.start
         calls = [
-            start(rank, method, *each, deadline_s=_NO_DEADLINE)
+            self._calls.start(rank, method, *each, deadline_s=math.inf)  # the checks of progress bound the wait
             for rank, each in zip(self._ranks, arguments, strict=True)
         ]
         try:
@@ -138,90 +113,53 @@ class TrainerRanks:
 
     def _cause(self, error: SpecActorError, method: str, calls: Sequence[Call]) -> SpecActorError:
         """First cause of an error: a lost rank makes the others fail in their collective, maybe with earlier errors."""
-        if not isinstance(error, ActorLostError):
-            self._answered(calls, _GRACE_S)
-            for rank, call in enumerate(calls):
-                if call.done and isinstance(call.error, ActorLostError):
-                    return _explained(call.error, rank, method)
-        return error
+        if isinstance(error, ActorLostError):
+            return error
+        clock = self._calls.clock
+        end = clock.now() + _GRACE_S
+        while (left := [call for call in calls if not call.done]) and clock.now() < end:
+            self._calls.wait(left, end - clock.now())
+        lost = [(call.error, rank) for rank, call in enumerate(calls) if call.done]
+        return next((_explained(lost, rank, method) for lost, rank in lost if isinstance(lost, ActorLostError)), error)
 
     def _wait(self, method: str, calls: Sequence[Call]) -> None:
-        """Wait until all ranks have answered.
-
-        Raises:
-            SpecActorError: The first error; or a rank makes no progress.
-        """
-        progress = [_Progress(self._calls, rank, self._stall_timeout_s) for rank in self._ranks]
+        """Wait until all ranks have answered. Raises the first error, or ActorLostError for one without progress."""
+        clock, limit_s = self._calls.clock, self._stall_timeout_s
         waiting = dict(enumerate(calls))
+        beats, counts, moved_at = dict[int, Call](), dict[int, int](), dict.fromkeys(waiting, clock.now())
         while waiting:
-            self._calls.wait(list(waiting.values()), min(_POLL_S, self._stall_timeout_s / 4))
+            self._calls.wait(list(waiting.values()), min(_POLL_S, limit_s / 4))
             for rank in [rank for rank, call in waiting.items() if call.done]:
                 call = waiting.pop(rank)
                 if call.error is not None:
                     raise _explained(call.error, rank, method)
             for rank in waiting:
-                try:
-                    progress[rank].poll()
-                except ActorLostError as error:
-                    raise _explained(error, rank, "heartbeat") from None
-            if stalled := [rank for rank in waiting if progress[rank].stalled]:
+                if rank in beats:
+                    if not (beat := beats[rank]).poll():
+                        continue
+                    if isinstance(beat.error, ActorLostError):
+                        raise _explained(beat.error, rank, "heartbeat")
+                    if beat.error is None and beat.result() != counts.get(rank):
+                        counts[rank], moved_at[rank] = beat.result(), clock.now()
+                beats[rank] = self._calls.start(self._ranks[rank], "heartbeat", deadline_s=limit_s)
+            if stalled := [str(rank) for rank in waiting if clock.now() - moved_at[rank] >= limit_s]:
                 raise ActorLostError(
-                    f"trainer rank {', '.join(map(str, stalled))}: no progress for {self._stall_timeout_s:g} s in "
-                    f"{method}; it hangs, or one piece of its work takes longer than trainer.stall_timeout_s"
+                    f"trainer rank {', '.join(stalled)}: no progress for {limit_s:g} s in {method}; it hangs, or one "
+                    "piece of its work takes longer than trainer.stall_timeout_s"
                 )
-
-    def _answered(self, calls: Sequence[Call], timeout_s: float) -> bool:
-        """Wait for these calls; returns whether all of them ended within `timeout_s` seconds."""
-        end = self._calls.clock.now() + timeout_s
-        while (left := [call for call in calls if not call.done]) and self._calls.clock.now() < end:
-            self._calls.wait(left, end - self._calls.clock.now())
-        return not left
 
     def _refuse_unseen(self, folder: Path, parts: Sequence[SavedPart]) -> None:
         """Check that all files written by the ranks are visible; a network file system may delay them."""
-        for attempt in range(_VISIBLE_TRIES):
-            unseen = [
-                (rank, part.node, name)
-                for rank, part in enumerate(parts)
-                for name, size in part.sizes.items()
-                if _size(folder / name) != size
-            ]
-            if not unseen:
+        written = [(rank, part.node, name, part.sizes[name]) for rank, part in enumerate(parts) for name in part.sizes]
+        for _ in range(_VISIBLE_S):
+            if not (unseen := [one for one in written if _size(folder / one[2]) != one[3]]):
                 return
-            if attempt < _VISIBLE_TRIES - 1:
-                self._calls.clock.sleep(1.0)
-        rank, node, name = unseen[0]
+            self._calls.clock.sleep(1.0)
+        rank, node, name, _ = unseen[0]
         raise OSError(
             f"trainer rank {rank} wrote {name} on node {node}, and {folder} here does not have it (and "
             f"{len(unseen) - 1} others). checkpoint.dir must be a folder that all nodes share"
         )
-
-
-class _Progress:
-    """Progress of one working rank, as it reports it."""
-
-    def __init__(self, calls: Calls, rank: Any, limit_s: float) -> None:
-        self._calls, self._rank, self._limit_s = calls, rank, limit_s
-        self._count: int | None = None
-        self._moved_at = calls.clock.now()
-        self._asked: Call | None = None
-
-    @property
-    def stalled(self) -> bool:
-        return self._calls.clock.now() - self._moved_at >= self._limit_s
-
-    def poll(self) -> None:
-        """Process an answer that has arrived, and ask again; never waits. Raises ActorLostError."""
-        answered = self._asked
-        if answered is not None and not answered.poll():
-            return
-        self._asked = self._calls.start(self._rank, "heartbeat", deadline_s=self._limit_s)
-        if answered is None:
-            return
-        if isinstance(answered.error, ActorLostError):
-            raise answered.error
-        if answered.error is None and answered.result() != self._count:
-            self._count, self._moved_at = answered.result(), self._calls.clock.now()
 
 
 def _explained(error: SpecActorError, rank: int, method: str) -> SpecActorError:
@@ -245,14 +183,8 @@ class TrainerGroup(TrainerRanks):
     """Places and starts the ranks, and calls them together.
 
     Ranks with `trainer.cores` or `trainer.gpus` get one placement group; otherwise they share the cores of this node
-    with the verifiers, since trainer and verifiers work in turns.
-
-    Args:
-        checkpoint: Folder of the checkpoint to continue from.
-
-    Raises:
-        ClusterError: There is no room for the ranks.
-        ModelLoadError, ConfigError, SpecActorError: As raised by a rank. Nothing is left running.
+    with the verifiers, since trainer and verifiers work in turns. Raises ClusterError if there is no room for them, and
+    the errors of their start; nothing is left running then. `checkpoint` is the one to continue from.
     """
 
     def __init__(self, config: Config, run: str, checkpoint: Path | None = None) -> None:
@@ -262,15 +194,20 @@ class TrainerGroup(TrainerRanks):
         try:
             self._place()
             self._ranks = [self._launch(run, rank) for rank in range(config.trainer.ranks)]
-            self._start(checkpoint)
+            self._meet(checkpoint)
         except BaseException:
             self.close()
             raise
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End the ranks and free their resources. Idempotent."""
-        ranks = self._ranks
-        super().close()
+        ranks, self._ranks = self._ranks, []
         for rank in ranks:
             ray.kill(rank)
         if self._group is not None:
@@ -278,16 +215,15 @@ class TrainerGroup(TrainerRanks):
             self._group = None
 
     def _place(self) -> None:
-        trainer, cluster = self._config.trainer, self._config.cluster
+        trainer, limit_s = self._config.trainer, self._config.cluster.placement_timeout_s
         if trainer.cores is None and not trainer.gpus:
             return
         demand = Demand("trainer", float(trainer.cores or 1), float(trainer.gpus))
         supply = cluster_supply()
         self._group = placement_group([demand.bundle()] * trainer.ranks, strategy="PACK", lifetime=None)
-        if not self._group.wait(cluster.placement_timeout_s):
+        if not self._group.wait(limit_s):
             table = demand_against_supply([demand] * trainer.ranks, supply)
-            problem = f"the trainer found no room within {cluster.placement_timeout_s:g} s."
-            raise ClusterError(f"{problem}\n{table}")
+            raise ClusterError(f"the trainer found no room within {limit_s:g} s.\n{table}")
 
     def _launch(self, run: str, rank: int) -> Any:
         from specactor_ray.actors.trainer import HEARTBEAT, TrainerActor
@@ -310,7 +246,7 @@ class TrainerGroup(TrainerRanks):
             runtime_env={"env_vars": limit_spins()},
         )
 
-    def _start(self, checkpoint: Path | None) -> None:
+    def _meet(self, checkpoint: Path | None) -> None:
         trainer = self._config.trainer
         limit_s = self._config.cluster.start_timeout_s
         asked = [self._calls.start(rank, "find_port", deadline_s=limit_s) for rank in self._ranks]
@@ -319,9 +255,4 @@ class TrainerGroup(TrainerRanks):
         if all(place[0] == address for place in places):
             address = LOOPBACK  # no other machine is involved
         threads = trainer.cores or max(1, len(os.sched_getaffinity(0)) // trainer.ranks)
-        where = str(checkpoint) if checkpoint is not None else None
-        specs = [
-            TrainerSpec(self._config, where, Rendezvous(rank, trainer.ranks, address, port))
-            for rank in range(trainer.ranks)
-        ]
-        self._call_each("start", [(spec, threads) for spec in specs])
+        self.start(self._config, checkpoint, address, port, threads)

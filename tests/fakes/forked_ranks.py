@@ -123,21 +123,14 @@ class ForkedRanks(TrainerRanks):
     """The ranks of a configuration, started as `TrainerGroup` starts them."""
 
     def __init__(self, config: Config, checkpoint: Path | None = None) -> None:
-        from specactor_ray.learner.deepspeed_engine import LOOPBACK, Rendezvous
-        from specactor_ray.learner.trainer import TrainerSpec
-
         self.processes = [ForkedRank() for _ in range(config.trainer.ranks)]
         super().__init__(self.processes, Calls(PipeTransport()), config.trainer.stall_timeout_s)
-        port = free_port()
-        where = None if checkpoint is None else str(checkpoint)
-        specs = [
-            TrainerSpec(config, where, Rendezvous(rank, config.trainer.ranks, LOOPBACK, port))
-            for rank in range(config.trainer.ranks)
-        ]
-        self._call_each("start", [(spec, 1) for spec in specs])
+        self.start(config, checkpoint, "127.0.0.1", free_port(), threads=1)
 
-    def close(self) -> None:
-        super().close()
+    def __enter__(self) -> ForkedRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         for process in self.processes:
             process.end()
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from specactor_ray.actors.trainer import TrainerActor
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.learner.engine import PartWriter, SavedPart, WorkCounter
+from specactor_ray.learner.engine import SavedPart, WorkCounter
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import VirtualActor, VirtualTransport
@@ -63,15 +63,13 @@ class _Rank:
 
     def save(self, folder: Path) -> SavedPart:
         self._clock.work(0.1)
-        writer = PartWriter(folder, self._progress)
+        part = SavedPart(folder)
         file = folder / f"weights/rank-{self.rank}.json"
-        with writer.writing(file):
+        with part.writing(file):
             file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(self.weights), encoding="utf-8")
-        return writer.part
-
-    def close(self) -> None:
-        pass
+        self._progress.tick()
+        return part
 
 
 class SimulatedTrainerActor(TrainerActor):
@@ -200,7 +198,6 @@ class Training:
             maker=_Maker(simulation),
             record=self._record,
             saver=Saver(store, ranks.save, state, saved=True),
-            shielded=contextlib.nullcontext,
             taught=None,
             say=lambda line: None,
         )

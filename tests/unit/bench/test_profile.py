@@ -59,8 +59,8 @@ def recorded(engine: HfEngine, tiny_model_dir: Path) -> list[CorpusRecord]:
 
 def test_greater_depths_are_never_right_more_often() -> None:
     """Of the first tokens of two outputs one is right; only that output has a second one, and it is right too."""
-    short = CorpusRecord(0, (1, 2), (5, 6), SamplingParams(max_tokens=100, seed=1), "length")
-    long = CorpusRecord(1, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100, seed=2), "length")
+    short = CorpusRecord(0, (1, 2), (5, 6), SamplingParams(max_tokens=100, seed=1))
+    long = CorpusRecord(1, (1, 2), (5, 6, 7), SamplingParams(max_tokens=100, seed=2))
     oracle = Oracle({(1, 2, 1): [5, 9], (1, 2, 2): [5, 6, 7]})
     assert measure_acceptance(oracle, [short, long], 8, batch=1).survival == (0.5, 0.5)
     with pytest.raises(InputError, match="no draft could be held against"):
@@ -105,7 +105,7 @@ class TestCosts:
 
     def test_exported_features_reach_the_proposer_with_their_tokens(self, recorded: list[CorpusRecord]) -> None:
         """Each position's state once, in order, up to the one that predicted the newest committed token."""
-        with_states = [replace(r, states=np.arange(r.num_tokens - 1.0)[:, None]) for r in recorded]
+        with_states = [replace(r, source=np.arange(r.num_tokens - 1.0)[:, None]) for r in recorded]
         oracle = Oracle({(*one.prompt_token_ids, one.sampling.seed): one.output_token_ids for one in recorded})
         measure_acceptance(oracle, with_states, WINDOW, batch=1)
         for number, one in enumerate(recorded):

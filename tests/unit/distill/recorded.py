@@ -26,18 +26,17 @@ def make_engine(**limits: Any) -> HfEngine:
     return HfEngine(RaggedModel(model, 64 << 20, hidden), [EOS], **limits)
 
 
-def requests(n: int, seed: int, temperature: float = 1.0, max_tokens: int = 40) -> list[TargetRequest]:
+def requests(n: int, seed: int, temperature: float = 1.0) -> list[TargetRequest]:
     return [
-        TargetRequest(str(i), ids, SamplingParams(temperature, max_tokens=max_tokens, seed=1000 * seed + i))
+        TargetRequest(str(i), ids, SamplingParams(temperature, max_tokens=40, seed=1000 * seed + i))
         for i, ids in enumerate(tiny_prompt_ids(n, seed))
     ]
 
 
 @functools.cache
-def recorded(part: str) -> tuple[list[CorpusRecord], RecordStore]:
+def recorded(part: str) -> list[CorpusRecord]:
     """`train` (80 rollouts), `heldout` (20) and `greedy` (8), with the states of a head's layers."""
     folder = Path(tempfile.mkdtemp(prefix="specactor-test-corpus-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     wanted = {"train": requests(80, 5), "heldout": requests(20, 6), "greedy": requests(8, 6, 0.0)}[part]
-    store = RecordStore(folder, part)
-    return collect(make_engine(hidden_layers=(0, 1, 2, HEAD_INPUT), max_batch=32), wanted, store), store
+    return collect(make_engine(hidden_layers=(0, 1, 2, HEAD_INPUT), max_batch=32), RecordStore(wanted, folder, part))

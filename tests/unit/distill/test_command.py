@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.core.errors import InputError
 from specactor_ray.distill.card import DrafterRecipe
-from specactor_ray.distill.corpus import split_prompts
+from specactor_ray.distill.corpus import RecordStore, split_prompts
 from specactor_ray.distill.evaluation import drafter_of
+from specactor_ray.distill.training import CHECKPOINT_FILE, HeadTrainer
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.proposer import build_proposer
@@ -77,174 +77,147 @@ def train_options(prompts: Path, folder: Path, changes: dict[str, Any] | None = 
     return ["drafter", "train", *(word for pair in words for word in pair)]
 
 
-def _few(data: Path, folder: Path) -> Path:
-    few = folder / "few.jsonl"
+def test_a_drafter_that_a_configuration_takes_as_it_is(drafter: Path, data: Path) -> None:
+    """With its card. A second call shows it, and does not make it again."""
+    config = DrafterSpec(method="eagle", model=str(drafter), max_batch=8)
+    proposer = build_proposer(config, TargetConfig(model=str(tiny_target())), "cpu")
+    assert isinstance(proposer, EagleProposer) and proposer.vocab_size == 512
+    assert load_tokenizer(str(drafter)).chat_template == load_tokenizer(str(tiny_target())).chat_template
+    assert not list(drafter.rglob("checkpoint*"))
+    card = json.loads((drafter / "drafter.json").read_text())
+    assert (card["method"], card["target"]["name"]) == ("eagle", str(tiny_target()))
+    assert card["training"]["layers_read"] == [0, 1, 2] and card["training"]["corpus_tokens"] >= 400
+    rows, noises = card["acceptance"], [(1.0, "shared"), (1.0, "own"), (0.0, "-")]
+    assert [(row["temperature"], row["noise"]) for row in rows] == noises
+    assert all(row["acceptance_length"] > 1.05 and len(row["by_position"]) == 4 for row in rows), rows
+    weights = (drafter / "model.safetensors").stat().st_mtime_ns
+    again = train(data, drafter)
+    assert again.status == "finished" and "finished before" in again.note and again.acceptance == rows
+    assert (drafter / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_eval_of_a_folder_and_of_a_method(
+    drafter: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = tmp_path / "few.jsonl"
     few.write_text("".join(data.read_text().splitlines(keepends=True)[:10]))
-    return few
+    options = ["drafter", "eval", "--target", tiny_target(), "--data", few]
+    options += ["max_tokens=24", "window=3", "kv_cache_gb=0.05"]
+    specactor(*options, "--corpus", tmp_path / "states", "--drafter", drafter, code=0)
+    assert {"shared", "own"} <= set(capsys.readouterr().out.split())
+    options += ["--corpus", tmp_path / "corpus"]
+    specactor(*options, "--drafter", tiny_draft(), code=0)  # any model of the vocabulary, without a card
+    capsys.readouterr()
+    specactor(*options, "--method", "ngram", code=0)
+    shown = capsys.readouterr()
+    assert "acc. length" in shown.out and "p3" in shown.out
+    assert "rollouts" not in shown.err, "the rollouts are there already"
 
 
-class TestWhatIsWritten:
-    def test_a_drafter_that_a_configuration_takes_as_it_is(self, drafter: Path) -> None:
-        config = DrafterSpec(method="eagle", model=str(drafter), max_batch=8)
-        proposer = build_proposer(config, TargetConfig(model=str(tiny_target())), "cpu")
-        assert isinstance(proposer, EagleProposer) and proposer.vocab_size == 512
-        assert load_tokenizer(str(drafter)).chat_template == load_tokenizer(str(tiny_target())).chat_template
-        assert not list(drafter.rglob("checkpoint*"))
+@pytest.mark.parametrize("point", ["corpus", "training"])
+def test_a_killed_training_goes_on_to_the_same_drafter(
+    point: str, drafter: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at the fourth recorded rollout, or at the fourth step."""
+    output, calls = tmp_path / "out", itertools.count(1)
+    owner, name = {"corpus": (RecordStore, "add"), "training": (HeadTrainer, "step")}[point]
+    method = getattr(owner, name)
 
-    def test_its_card(self, drafter: Path) -> None:
-        card = json.loads((drafter / "drafter.json").read_text())
-        target, training = card["target"], card["training"]
-        assert (card["method"], target["hidden_size"], target["num_layers"], target["vocab_size"]) == (
-            "eagle", 64, 4, 512,
-        )  # fmt: skip
-        assert training["layers_read"] == [0, 1, 2] and training["corpus_tokens"] >= 400
-        assert [(row["temperature"], row["noise"]) for row in card["acceptance"]] == [
-            (1.0, "shared"), (1.0, "own"), (0.0, "-"),
-        ]  # fmt: skip
-        assert all(row["acceptance_length"] > 1.05 for row in card["acceptance"]), card["acceptance"]
-        assert all(len(row["by_position"]) == 4 for row in card["acceptance"])
+    def killed(*arguments: Any) -> Any:
+        if next(calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return method(*arguments)
 
-    def test_it_is_shown_and_not_made_again(self, drafter: Path, data: Path) -> None:
-        weights = (drafter / "model.safetensors").stat().st_mtime_ns
-        again = train(data, drafter)
-        assert again.status == "finished" and "finished before" in again.note and len(again.acceptance) == 3
-        assert (drafter / "model.safetensors").stat().st_mtime_ns == weights
-
-    def test_eval_of_a_folder_and_of_a_method(
-        self, drafter: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        data = _few(data, tmp_path)
-        options = ["drafter", "eval", "--target", tiny_target(), "--data", data]
-        options += ["max_tokens=24", "window=3", "kv_cache_gb=0.05"]
-        with_states = ["--corpus", tmp_path / "states"]
-        specactor(*options, *with_states, "--drafter", drafter, code=0)
-        assert {"shared", "own"} <= set(capsys.readouterr().out.split())
-        options += ["--corpus", tmp_path / "corpus"]
-        specactor(*options, "--drafter", tiny_draft(), code=0)  # any model of the vocabulary, without a card
-        capsys.readouterr()
-        specactor(*options, "--method", "ngram", code=0)
-        shown = capsys.readouterr()
-        assert "acc. length" in shown.out and "p3" in shown.out
-        assert "rollouts" not in shown.err, "the rollouts are there already"
-
-
-def test_a_killed_training_goes_on_to_the_same_drafter(drafter: Path, data: Path, tmp_path: Path) -> None:
-    """Killed wherever the signal happens to come: after the rollouts, most likely in training."""
-    output = tmp_path / "out"
-
-    def kill() -> None:
-        until = time.monotonic() + 60.0
-        while time.monotonic() < until and not list(output.glob("training/corpus/heldout-greedy-*.safetensors")):
-            time.sleep(0.002)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    outcome = train(data, output)
-    killer.join()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, killed)
+        outcome = train(data, output)
     assert outcome.status == "interrupted" and "same command" in outcome.note
     assert not (output / "drafter.json").exists()
+    checkpoint = output / "training" / CHECKPOINT_FILE
+    if checkpoint.exists():
+        good = checkpoint.read_bytes()
+        checkpoint.write_bytes(b"PK\x03\x04 nothing of use")
+        with pytest.raises(InputError, match=CHECKPOINT_FILE):
+            train(data, output)
+        checkpoint.write_bytes(good)
+    assert checkpoint.exists() == (point == "training")
     assert train(data, output).status == "finished"
     card, whole = (json.loads((folder / "drafter.json").read_text()) for folder in (output, drafter))
-    assert card["acceptance"] == whole["acceptance"]
+    assert card["acceptance"] == whole["acceptance"] and card["training"]["steps"] == whole["training"]["steps"]
     ours, expected = (load_file(folder / "model.safetensors") for folder in (output, drafter))
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-class TestMistakes:
+def copied(source: Path, folder: Path, leave_out: str = "", **changes: Any) -> Path:
+    """A model with other values in its `config.json`, without the files whose names begin with `leave_out`."""
+    folder.mkdir()
+    for path in source.iterdir():
+        if not (leave_out and path.name.startswith(leave_out)) and path.name != "config.json":
+            (folder / path.name).symlink_to(path)
+    (folder / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | changes))
+    return folder
+
+
+def test_what_cannot_be_trained(data: Path, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, one line with the fix, and nothing left behind."""
-
-    @pytest.mark.parametrize(
-        ("changes", "problem"),
-        [
-            ({"depths": "17"}, "depths: 17 is out of range"),
-            ({"--target": "/nowhere/model"}, "There is no directory"),
-            ({"--data": "/nowhere/data.jsonl"}, "there is no file"),
-            ({"dtype": "int8"}, "dtype: 'int8' is not known"),
-            ({"minute": "5"}, "minute"),
-            ({"max_tokens": "512"}, "leaves no room for a prompt"),
-            ({"max_tokens": "511"}, "none is left to train on"),
-        ],
-    )
-    def test_options(
-        self, data: Path, tmp_path: Path, changes: dict[str, str], problem: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        specactor(*train_options(data, tmp_path / "out", changes))
+    bare = copied(tiny_target(), tmp_path / "bare", leave_out="tokenizer")
+    small = copied(tiny_target(), tmp_path / "small", vocab_size=100)
+    out = tmp_path / "out"
+    for changes, problem in (
+        ({"depths": "17"}, "depths: 17 is out of range"),
+        ({"--target": "/nowhere/model"}, "There is no directory"),
+        ({"--data": "/nowhere/data.jsonl"}, "there is no file"),
+        ({"dtype": "int8"}, "dtype: 'int8' is not known"),
+        ({"minute": "5"}, "minute"),
+        ({"max_tokens": "512"}, "leaves no room for a prompt"),
+        ({"max_tokens": "511"}, "none is left to train on"),
+        ({"--target": bare}, "has no tokenizer"),
+        ({"--target": small}, "the model's vocabulary has 100 tokens"),
+        ({"--output": drafter}, "of another recipe ("),
+        ({"--output": bare}, "exists and holds no drafter"),
+    ):
+        specactor(*train_options(data, out, changes))
         error = capsys.readouterr().err
-        assert problem in error and error.count("\n") == 1
-        assert not (tmp_path / "out").exists()
+        assert problem in error and error.count("\n") == 1, changes
+        assert not out.exists() and not (bare / "training").exists()
 
-    def test_a_target_without_a_tokenizer(self, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        bare = tmp_path / "bare"
-        bare.mkdir()
-        for name in ("config.json", "model.safetensors"):
-            (bare / name).symlink_to(tiny_target() / name)
-        specactor(*train_options(data, tmp_path / "out", {"--target": bare}))
-        assert "has no tokenizer" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
-    def test_a_tokenizer_of_another_model(self, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        small = tmp_path / "small"
-        small.mkdir()
-        for path in tiny_target().iterdir():
-            (small / path.name).symlink_to(path)
-        config = json.loads((small / "config.json").read_text()) | {"vocab_size": 100}
-        (small / "config.json").unlink()
-        (small / "config.json").write_text(json.dumps(config))
-        specactor(*train_options(data, tmp_path / "out", {"--target": small}))
-        assert "the model's vocabulary has 100 tokens" in capsys.readouterr().err
+def test_a_job_cannot_write_into_its_own_copy(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(SystemExit) as ended:
+        cli.run_as_job(["drafter", "train"], [str(o) for o in train_options(data, Path("relative"))[2:]])
+    assert ended.value.code == 2 and not Path("relative").exists()
 
-    def test_output_folders(
-        self, data: Path, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        specactor(*train_options(data, drafter))
-        assert "of another recipe (" in capsys.readouterr().err
-        (tmp_path / "precious").write_text("")
-        specactor(*train_options(data, tmp_path))
-        assert "exists and holds no drafter" in capsys.readouterr().err
-        assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
-    def test_a_job_cannot_write_into_its_own_copy(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-        with pytest.raises(SystemExit) as ended:
-            cli.run_as_job(["drafter", "train"], [str(o) for o in train_options(data, Path("relative"))[2:]])
-        assert ended.value.code == 2 and not Path("relative").exists()
+def test_what_cannot_be_measured(data: Path, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["drafter", "eval", "--target", tiny_target(), "--data", data]
+    other = copied(tiny_draft(), tmp_path / "other", vocab_size=100)
+    (tmp_path / "drafter.json").write_text("{}")
+    for more, problem in (
+        ([], "either --drafter FOLDER or --method"),
+        (["--method", "ngram", "--drafter", drafter], "either --drafter FOLDER or --method"),
+        (["--method", "magic"], "'magic' cannot be measured alone"),
+        (["--method", "draft_model"], "needs a model"),
+        (["--method", "no.mod:Class"], "--method: no.mod:Class cannot be imported"),
+        (["--method", "ngram", "--target", "./none"], "--target: There is no directory './none'"),
+        (["--method", "ngram", "--data", "none.jsonl"], "there is no file none.jsonl; name a file of prompts"),
+        (["--drafter", tmp_path / "none"], "there is no folder"),
+        (["--drafter", tmp_path], "drafter.json cannot be read"),
+        (["--drafter", other], "has a vocabulary of 100 tokens, the target"),
+    ):
+        specactor(*options, *more)
+        assert problem in capsys.readouterr().err
 
-    def test_eval(self, data: Path, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        options = ["drafter", "eval", "--target", tiny_target(), "--data", data]
-        (tmp_path / "drafter.json").write_text("{}")
-        for more, problem in (
-            ([], "either --drafter FOLDER or --method"),
-            (["--method", "ngram", "--drafter", drafter], "either --drafter FOLDER or --method"),
-            (["--method", "magic"], "'magic' cannot be measured alone"),
-            (["--method", "draft_model"], "needs a model"),
-            (["--method", "no.mod:Class"], "--method: no.mod:Class cannot be imported"),
-            (["--method", "ngram", "--target", "./none"], "--target: There is no directory './none'"),
-            (["--method", "ngram", "--data", "none.jsonl"], "there is no file none.jsonl; name a file of prompts"),
-            (["--drafter", tmp_path / "none"], "there is no folder"),
-            (["--drafter", tmp_path], "drafter.json cannot be read"),
-        ):
-            specactor(*options, *more)
-            assert problem in capsys.readouterr().err
 
-    def test_a_drafter_of_another_vocabulary(
-        self, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        config = json.loads((tiny_draft() / "config.json").read_text()) | {"vocab_size": 100}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        (tmp_path / "model.safetensors").symlink_to(tiny_draft() / "model.safetensors")
-        specactor("drafter", "eval", "--target", tiny_target(), "--data", data, "--drafter", tmp_path)
-        assert "has a vocabulary of 100 tokens, the target" in capsys.readouterr().err
-        assert drafter_of(tmp_path).method == "draft_model"
-
-    def test_a_head_without_a_card_is_recognised_by_its_config(self, tmp_path: Path) -> None:
-        head = load_head(str(tiny_eagle()), str(tiny_target()))
-        save_head(head, tmp_path)
-        assert drafter_of(tmp_path).method == "eagle"
-        facts = json.loads((tmp_path / "config.json").read_text())
-        layer = facts["transformer_layer_config"]
-        layer["draft_vocab_size"] = facts["draft_vocab_size"]  # as the EAGLE authors write it
-        (tmp_path / "config.json").write_text(json.dumps(layer))
-        assert drafter_of(tmp_path).method == "eagle"
+def test_drafters_without_a_card_are_told_apart_by_their_configuration(tmp_path: Path) -> None:
+    assert drafter_of(tiny_draft()).method == "draft_model"
+    save_head(load_head(str(tiny_eagle()), str(tiny_target())), tmp_path)
+    assert drafter_of(tmp_path).method == "eagle"
+    facts = json.loads((tmp_path / "config.json").read_text())
+    layer = facts["transformer_layer_config"]
+    layer["draft_vocab_size"] = facts["draft_vocab_size"]  # as the EAGLE authors write it
+    (tmp_path / "config.json").write_text(json.dumps(layer))
+    assert drafter_of(tmp_path).method == "eagle"
 
 
 def test_no_prompt_is_trained_on_and_measured_on() -> None:

@@ -15,68 +15,51 @@ from tests.tiny import tiny_target
 from tests.unit.distill.recorded import make_engine, recorded, requests
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """Stands for whatever ends a collection."""
 
 
 def test_records_are_the_targets_rollouts_with_the_states_its_logits_are_made_from() -> None:
-    records, store = recorded("heldout")
     model = load_model(str(tiny_target()))
-    for record in records[:6]:
-        context = torch.tensor([[*record.prompt_token_ids, *record.output_token_ids]])
+    for record in recorded("heldout")[:6]:
+        begin, states = len(record.prompt_token_ids) - 1, torch.from_numpy(record.states())[:, -64:]
         with torch.no_grad():
-            logits = model(context).logits[0, len(record.prompt_token_ids) - 1 : -1]
-            states = store.states(record.index)[:, -64:]
-            ours = model.lm_head(states[len(record.prompt_token_ids) - 1 :].float())
+            logits = model(torch.tensor([[*record.prompt_token_ids, *record.output_token_ids]])).logits[0, begin:-1]
+            assert torch.allclose(model.lm_head(states[begin:]), logits, atol=2e-2), "states are in half precision"
         assert len(states) == record.num_tokens - 1, "one for every position but the last, the prompt's included"
-        assert torch.allclose(ours, logits, atol=2e-2), "states are kept in half precision"
-    assert {record.finish_reason for record in records} <= {"stop", "length"}
 
 
 def test_an_interrupted_collection_goes_on_to_the_same_corpus(tmp_path: Path) -> None:
     wanted = requests(24, 9)
-    whole = collect(make_engine(max_batch=8), wanted, RecordStore(tmp_path / "whole", "train"), 300, max_open=8)
+    whole = collect(make_engine(max_batch=8), RecordStore(wanted), 300, max_open=8)
 
     def stop(tokens: int) -> None:
         if tokens >= 200:
-            raise Killed
+            raise KilledError
 
-    store = RecordStore(tmp_path / "parts", "train")
-    with pytest.raises(Killed):
-        collect(make_engine(max_batch=8), wanted, store, 300, max_open=8, on_progress=stop)
-    store = RecordStore(tmp_path / "parts", "train")  # what is on disk
-    before = set(store.known)
+    with pytest.raises(KilledError):
+        collect(make_engine(max_batch=8), RecordStore(wanted, tmp_path, "train"), 300, max_open=8, on_progress=stop)
+    store = RecordStore(wanted, tmp_path, "train")
+    assert store.known, "nothing was kept"
     # Another batch size admits other requests towards the end; what is returned is the same.
-    again = collect(make_engine(max_batch=5), wanted, store, 300, max_open=5)
-    assert again == whole and sum(len(r.output_token_ids) for r in whole) >= 300
-    assert sum(len(r.output_token_ids) for r in whole[:-1]) < 300
-    assert before, "nothing was kept"
-
-
-def test_what_is_recorded_is_not_made_again(tmp_path: Path) -> None:
-    wanted = requests(6, 3)
-    first = collect(make_engine(), wanted, RecordStore(tmp_path, "train"))
+    again = collect(make_engine(max_batch=5), store, 300, max_open=5)
+    assert again == whole and sum(len(record.output_token_ids) for record in whole) >= 300
+    assert sum(len(record.output_token_ids) for record in whole[:-1]) < 300
     engine = make_engine()
     engine.close()  # cannot be stepped any more
-    assert collect(engine, wanted, RecordStore(tmp_path, "train")) == first
+    assert collect(engine, RecordStore(wanted, tmp_path, "train"), 300) == whole, "nothing is made again"
 
 
-def test_a_part_whose_name_begins_with_anothers_is_another_part(tmp_path: Path) -> None:
-    for part, seed in (("heldout", 3), ("heldout-greedy", 4)):
-        collect(make_engine(), requests(3, seed), RecordStore(tmp_path, part))
-    for part, seed in (("heldout", 3), ("heldout-greedy", 4)):
-        again = RecordStore(tmp_path, part).known
-        assert [record.sampling for record in again.values()] == [request.sampling for request in requests(3, seed)]
-
-
-def test_a_damaged_file_is_put_aside_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wanted = requests(4, 3)
-    first = collect(make_engine(), wanted, RecordStore(tmp_path, "train"))
-    damaged = tmp_path / "train-000002.safetensors"
+def test_parts_are_told_apart_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    parts = {"heldout": requests(2, 3), "heldout-greedy": requests(3, 4)}
+    for part, wanted in parts.items():
+        collect(make_engine(), RecordStore(wanted, tmp_path, part))
+    for part, wanted in parts.items():
+        assert sorted(RecordStore(wanted, tmp_path, part).known) == list(range(len(wanted)))
+    damaged = tmp_path / "heldout-000001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:100])
-    store = RecordStore(tmp_path, "train")
-    assert "is damaged" in caplog.text and [*store.known] == [0, 1, 3]
-    assert collect(make_engine(), wanted, store) == first == [*RecordStore(tmp_path, "train").known.values()]
+    with pytest.raises(InputError, match=r"heldout-000001\.safetensors is damaged.*remove it"):
+        RecordStore(parts["heldout"], tmp_path, "heldout")
 
 
 def test_a_folder_of_other_rollouts_is_refused(tmp_path: Path) -> None:

@@ -40,29 +40,16 @@ def test_ranks_get_equally_many_groups(sizes: list[tuple[int, int]], ranks: int)
 
 
 def test_collate() -> None:
-    batch = collate([sample(3, 2), sample(1, 3, start=50)], [0, 1])
-    assert batch.input_ids.tolist() == [[1, 2, 3, 100, 101], [50, 100, 101, 102, 0]]
-    assert batch.attention_mask.tolist() == [[1] * 5, [1, 1, 1, 1, 0]]
-    assert batch.positions.tolist() == [[2, 3, 0], [0, 1, 2]]  # the position before each output token predicts it
-    assert batch.targets.tolist() == [[100, 101, 0], [100, 101, 102]]
-    assert batch.mask.tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert batch.rewards.tolist() == [[0, 2, 0], [0, 0, 2]]
-    assert batch.advantages.tolist() == [[0.5, 0.5, 0], [0.5, 0.5, 0.5]]
-
-
-def test_tokens_of_an_environment_are_context_only() -> None:
-    own = np.array([True, False, False, True, False])
-    batch = collate([replace(sample(3, 5), loss_mask=own)], [0])
-    assert batch.input_ids.tolist() == [[1, 2, 3, 100, 101, 102, 103, 104]]
-    assert batch.attention_mask.tolist() == [[1] * 8]
-    assert batch.mask.tolist() == [[1, 0, 0, 1, 0]]
-    assert batch.positions.tolist() == [[2, 0, 0, 5, 0]]
-    assert batch.targets.tolist() == [[100, 0, 0, 103, 0]]
-    assert batch.rollout_logprobs.tolist() == [[-1, 0, 0, -1, 0]]
-    assert batch.rewards.tolist() == [[0, 0, 0, 2, 0]], "given at the last own token"
-    assert batch.advantages.tolist() == [[0.5, 0, 0, 0.5, 0]]
-
-
-def test_an_empty_batch_has_an_empty_mask() -> None:
-    batch = collate([sample(3, 2)], [])
-    assert batch.mask.sum() == 0 and batch.attention_mask.sum() == 1
+    """The tokens of an environment are context only; the reward is given at the last own token."""
+    own = np.array([True, False, True, False])
+    batch = collate([sample(3, 2), replace(sample(1, 4, start=50), loss_mask=own)], [0, 1])
+    assert batch.input_ids.tolist() == [[1, 2, 3, 100, 101], [50, 100, 101, 102, 103]]
+    assert batch.attention_mask.tolist() == [[1] * 5] * 2
+    assert batch.positions.tolist() == [[2, 3, 0, 0], [0, 0, 2, 0]]  # the position before each own token predicts it
+    assert batch.targets.tolist() == [[100, 101, 0, 0], [100, 0, 102, 0]]
+    assert batch.mask.tolist() == [[1, 1, 0, 0], [1, 0, 1, 0]]
+    assert batch.rollout_logprobs.tolist() == [[-1, -1, 0, 0], [-1, 0, -1, 0]]
+    assert batch.rewards.tolist() == [[0, 2, 0, 0], [0, 0, 2, 0]]
+    assert batch.advantages.tolist() == [[0.5, 0.5, 0, 0], [0.5, 0, 0.5, 0]]
+    empty = collate([sample(3, 2)], [])
+    assert empty.mask.sum() == 0 and empty.attention_mask.sum() == 1

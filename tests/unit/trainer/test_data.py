@@ -63,13 +63,10 @@ def test_keys_and_system_prompt(tmp_path: Path) -> None:
     assert open_source(config, 0)[0].prompt == "Be brief.\n1+1?"
 
 
-def test_a_text_file_and_a_limit(tmp_path: Path) -> None:
+def test_text_files_and_tables(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("one\n\ntwo\nthree\n")
     source = open_source(DataConfig(path=str(tmp_path / "t.txt"), limit=2), 0)
     assert [source[i].prompt for i in range(len(source))] == ["one", "two"]
-
-
-def test_parquet(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     path = tmp_path / "t.parquet"
     datasets.Dataset.from_list([{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"}]).to_parquet(path)
@@ -118,17 +115,12 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
         open_source(DataConfig(path=str(tmp_path / "t.jsonl")), 0)
 
 
-def stream(tmp_path: Path, prompts: list[str], limit: int) -> TaskStream:
-    source = open_source(DataConfig(path=write(tmp_path / "t.jsonl", [{"prompt": p} for p in prompts])), 0)
-    return TaskStream(source, 0, len, limit, shuffle=False)
+def test_prompts_that_are_too_long_are_passed_over() -> None:
+    def stream(*prompts: str) -> TaskStream:
+        return TaskStream([Task(i, prompt) for i, prompt in enumerate(prompts)], 0, len, 3, shuffle=False)
 
-
-def test_prompts_that_are_too_long_are_passed_over(tmp_path: Path) -> None:
-    tasks = stream(tmp_path, ["aa", "bbbbbb", "c"], 3)
+    tasks = stream("aa", "bbbbbb", "c")
     assert [task.prompt for task in tasks.take(3)] == ["aa", "c", "aa"]
     assert tasks.skipped == 1 and tasks.position == 4
-
-
-def test_prompts_that_are_all_too_long(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none of the 2 prompts.* 6 tokens, and 3 is the limit"):
-        stream(tmp_path, ["aaaaaa", "bbbbbb"], 3).take(1)
+        stream("aaaaaa", "bbbbbb").take(1)

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from specactor_ray.config import load_config
+from specactor_ray.config import Config, load_config
 from specactor_ray.config.training_schema import EnvironmentConfig, RewardConfig, RewardFunctionConfig
-from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.core.errors import InputError, UserError
 from specactor_ray.rollout.prompts import read_jsonl
 from specactor_ray.trainer.data import Task
 from specactor_ray.trainer.environment import (
     BadEnvironmentError,
     Calculator,
+    Environment,
     EnvironmentWorker,
     Reply,
     Retry,
     Turn,
     evaluate,
-    find_environment,
     make_environment,
 )
 from specactor_ray.trainer.rewards import RewardSample, Scorer
@@ -39,15 +39,14 @@ def turn(text: str, number: int = 0, is_last: bool = False, reward: float = 1.0)
     return Turn(text, (1,), number, is_last, "stop", lambda: reward)
 
 
+def replied(environment: Environment, *turns: Turn) -> list[Reply]:
+    """What an instance replies to each of these turns alone."""
+    return [asyncio.run(environment.step(one)) for one in turns]
+
+
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [
-        ("2 * (3 + 4)", "14"),
-        (" 7/2 ", "3.5"),
-        ("6 / 2", "3"),
-        ("-7 // 2 + 5 % 3", "-2"),
-        ("1 / 3", "0.3333333333"),
-    ],
+    [("2 * (3 + 4)", "14"), (" 7/2 ", "3.5"), ("6 / 2", "3"), ("-7 // 2 + 5 % 3", "-2"), ("1 / 3", "0.3333333333")],
 )
 def test_arithmetic(expression: str, value: str) -> None:
     assert evaluate(expression) == value
@@ -58,48 +57,45 @@ def test_arithmetic(expression: str, value: str) -> None:
     ["", "x", "1 +", "__import__('os')", "9 ** 9 ** 9", "(-8) ** 0.5", "1e400", "True", "'a' * 9", "1" * 300, "[1][0]"],
 )
 def test_what_is_not_arithmetic_is_an_error_for_the_model(expression: str) -> None:
-    reply = asyncio.run(Calculator().step(turn(f"<calc>{expression}</calc>")))
+    (reply,) = replied(Calculator(), turn(f"<calc>{expression}</calc>"))
     assert reply == Reply([{"role": "user", "content": "error: not an arithmetic expression"}])
 
 
 def test_a_calculator_answers_calls_and_scores_what_is_none() -> None:
-    step = Calculator().step
-    reply = asyncio.run(step(turn("First <calc>3 + 4</calc>, then\n<calc>1 / 0</calc>")))
-    assert reply == Reply([{"role": "user", "content": "7\nerror: division by zero"}])
-    assert asyncio.run(step(turn("It is 7.", reward=0.5))) == Reply(reward=0.5, done=True)
-    assert asyncio.run(step(turn("<calc>3 + 4</calc>", is_last=True, reward=0.25))) == Reply(reward=0.25, done=True)
+    turns = (turn("First <calc>3 + 4</calc>, then\n<calc>1 / 0</calc>"), turn("It is 7.", reward=0.5))
+    assert replied(Calculator(), *turns, turn("<calc>3 + 4</calc>", is_last=True, reward=0.25)) == [
+        Reply([{"role": "user", "content": "7\nerror: division by zero"}]),
+        Reply(reward=0.5, done=True),
+        Reply(reward=0.25, done=True),
+    ]
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 * 4"}}\n</tool_call>'
+    other = '<tool_call>{"name": "search", "arguments": {}}</tool_call><tool_call>{"name": 3</tool_call>'
+    (reply,) = replied(Calculator("tool_call", role="tool"), turn(call + other))
+    answers = ("12", "error: there is no tool search")
+    assert reply.messages == [{"role": "tool", "content": answer} for answer in answers]
+
+
+def test_wrong_answers_may_be_corrected() -> None:
+    turns = (turn("7"), turn("8", reward=0.1), turn("7", 1), turn("8", 2, reward=0.1), turn("8", 0, True, 0.1))
+    assert replied(Retry(tries=3, discount=0.5), *turns) == [
+        Reply(reward=1.0, done=True),
+        Reply([{"role": "user", "content": "That is not right. Tries left: 2. Give another answer."}]),
+        Reply(reward=0.5, done=True),
+        Reply(reward=0.025, done=True),
+        Reply(reward=0.1, done=True),
+    ]
 
 
 def test_the_shipped_tasks_show_calls_that_the_calculator_answers() -> None:
     config = load_config("train_calculator_cpu")
-    answer = make_environment(config.environment).step
+    calculator = make_environment(config.environment)
     for _, row in read_jsonl("conf/prompts/calculator.jsonl"):
         *shown, question = row["messages"]
         assert evaluate(question["content"].removesuffix("=")) == row["answer"]
         for call, result in zip(shown[1::4], shown[2::4], strict=True):
-            assert asyncio.run(answer(turn(call["content"]))) == Reply([result])
+            assert replied(calculator, turn(call["content"])) == [Reply([result])]
         scorer = Scorer(config.reward)
         assert scorer(RewardSample(row["messages"], f"The answer is {row['answer']}.", row["answer"])) == 1.0
-
-
-def test_calls_in_the_format_of_chat_templates() -> None:
-    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 * 4"}}\n</tool_call>'
-    other = '<tool_call>{"name": "search", "arguments": {}}</tool_call><tool_call>{"name": 3</tool_call>'
-    reply = asyncio.run(Calculator("tool_call", role="tool").step(turn(call + other)))
-    assert reply.messages == [
-        {"role": "tool", "content": "12"},
-        {"role": "tool", "content": "error: there is no tool search"},
-    ]
-
-
-def test_wrong_answers_may_be_corrected() -> None:
-    step = Retry(tries=3, discount=0.5).step
-    assert asyncio.run(step(turn("7"))) == Reply(reward=1.0, done=True)
-    wrong = asyncio.run(step(turn("8", reward=0.1)))
-    assert wrong.messages == [{"role": "user", "content": "That is not right. Tries left: 2. Give another answer."}]
-    assert asyncio.run(step(turn("7", 1))) == Reply(reward=0.5, done=True)
-    assert asyncio.run(step(turn("8", 2, reward=0.1))) == Reply(reward=0.025, done=True)
-    assert asyncio.run(step(turn("8", 0, is_last=True, reward=0.1))) == Reply(reward=0.1, done=True)
 
 
 def test_the_environment_of_the_documentation() -> None:
@@ -109,10 +105,9 @@ def test_the_environment_of_the_documentation() -> None:
     game = module["GuessNumber"](highest=9)
     (first,) = asyncio.run(game.reset(Task(0, "unused"), seed=4))
     assert "from 1 to 9" in first["content"]
-    replies = [asyncio.run(game.step(turn(f"{number}.", number - 1))) for number in range(1, game.number + 1)]
-    assert [reply.done for reply in replies] == [False] * (game.number - 1) + [True]
-    assert replies[-1].reward == 1.0 / game.number
-    assert asyncio.run(game.step(turn("ten"))) == Reply(reward=-1.0, done=True)
+    *wrong, right, other = replied(game, *(turn(f"{n}.", n - 1) for n in range(1, game.number + 1)), turn("ten"))
+    assert not any(reply.done for reply in wrong) and right == Reply(reward=1.0 / game.number, done=True)
+    assert other == Reply(reward=-1.0, done=True)
 
 
 def ask(name: str, method: str, *arguments: Any, options: dict[str, Any] | None = None) -> Any:
@@ -146,58 +141,35 @@ def test_turns_are_scored_by_the_reward_functions() -> None:
         step("retry", state, "8", 1, answer=None)
 
 
-@pytest.mark.parametrize("text", BAD_REPLIES)
+@pytest.mark.parametrize("text", [*BAD_REPLIES, "unpicklable"])
 def test_bad_replies_are_named(text: str) -> None:
     state, _ = ask(ECHO, "reset", Task(0, "Hi"), 1)
-    with pytest.raises((BadEnvironmentError, InputError), match=r"^(step returned|(the content of )?message \d) "):
+    problem = r"^(step returned|(the content of )?message \d|an instance cannot be kept between its steps) "
+    with pytest.raises((BadEnvironmentError, InputError), match=problem):
         step(ECHO, state, text)
 
 
-def test_an_instance_that_cannot_be_kept_is_named() -> None:
-    state, _ = ask(ECHO, "reset", Task(0, "Hi"), 1)
-    with pytest.raises(BadEnvironmentError, match="cannot be kept between its steps"):
-        step(ECHO, state, "unpicklable")
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("calcs", "use one of calculator, retry"),
-        ("tests.fakes.environments:Nothing", "cannot be imported"),
-        ("tests.fakes.environments:NoStep", "it has no step"),
-        ("tests.fakes.environments:BAD_REPLIES", "is no environment"),
-    ],
-)
-def test_what_is_no_environment_is_refused(name: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        find_environment(name)
-
-
-def settings(tmp_path: Path, *overrides: str) -> Any:
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Add 3 and 4.", "answer": "7"}\n')
-    model = f"target.model={tiny_target()}"
-    tasks = f"data.path={tmp_path / 'tasks.jsonl'}"
-    return load_config(None, ["mode=plain", tasks, "data.n=4", model, "environment.name=retry", *overrides])
+def check(config: Config) -> None:
+    prepare(config)
+    checked_tasks(config)
 
 
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("environment.name=calcs", "environment.name"),
-        ("environment.options={trials: 2}", "its options are tries, discount, threshold, message"),
+        ("environment.name=calcs", "environment.name.*use one of calculator, retry"),
+        ("environment.name=tests.fakes.environments:Nothing", "cannot be imported"),
+        ("environment.name=tests.fakes.environments:NoStep", "it has no step"),
+        ("environment.name=tests.fakes.environments:BAD_REPLIES", "is no environment"),
+        ("environment.options={trials: 2}", "its options are tries, discount"),
         ("environment.options={tries: 0}", "tries must be 1 or more"),
         ("data.chat=false", "data.chat is false"),
+        ("environment={name: calculator, options: {role: 5}}", "role"),  # the template of the model has no such role
     ],
 )
 def test_refused_configurations(override: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        prepare(settings(tmp_path, override))
-
-
-def test_a_template_without_the_role_of_the_environment_is_refused(tmp_path: Path) -> None:
-    config = settings(tmp_path, "environment.name=calculator")
-    prepare(config)
-    checked_tasks(config)
-    config.environment.options = {"role": 5}
-    with pytest.raises(InputError, match="role"):
-        checked_tasks(config)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Add 3 and 4.", "answer": "7"}\n')
+    tasks = [f"data.path={tmp_path / 'tasks.jsonl'}", "data.n=4", f"target.model={tiny_target()}"]
+    config = load_config(None, ["mode=plain", *tasks, "environment.name=retry", override])
+    with pytest.raises(UserError, match=problem):
+        check(config)

@@ -53,18 +53,11 @@ class InProcess:
 
 def collect(outputs: Sequence[str], **settings: Any) -> Experience:
     """One step of as many prompts as there are outputs, or `prompts`."""
-    prompts = settings.pop("prompts", len(outputs))
+    prompts = {"prompts_per_step": settings.pop("prompts", len(outputs))}
     reward = {"functions": [{"name": RAISES}], **settings.pop("reward", {})}
-    config = from_mapping(
-        {
-            "mode": "plain",
-            "algorithm": {"name": "grpo", **settings},
-            "reward": reward,
-            "data": {"n": 4},
-            "trainer": {"prompts_per_step": prompts},
-        }
-    )
-
+    algorithm = {"name": "grpo", **settings}
+    sections = {"algorithm": algorithm, "reward": reward, "data": {"n": 4}, "trainer": prompts}
+    config = from_mapping({"mode": "plain", **sections})
     tasks, scorer = [Task(index, "prompt", "1") for index in range(99)], InProcess(config)
     stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)  # type: ignore[arg-type]
     timed = lambda phase: contextlib.nullcontext()  # noqa: E731
@@ -81,68 +74,54 @@ def test_every_output_of_a_group_is_compared_with_the_others() -> None:
     assert advantages(experience) == [0.866, -0.866, -0.866, 0.866]
     assert [len(sample.output) for sample in experience.samples] == [1, 2, 3, 4]
     assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and not experience.unscored
+    reward = {"functions": [{"name": "exact_match"}], "answer_pattern": r"=(\d)"}
+    assert collect(["x=1 x=2 1 y=1"], reward=reward).rewards == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_what_could_not_be_scored_is_left_out_of_its_group() -> None:
+def test_what_could_not_be_scored_is_left_out_of_its_group_or_has_a_value() -> None:
     """Half of them, so that rewards and failures are equally many."""
     experience = collect(["1 x 0 1", "x 0 x x"])
     assert [len(sample.output) for sample in experience.samples] == [1, 3, 4]
-    assert advantages(experience) == [0.577, -1.155, 0.577], "as in a group of three"
+    assert advantages(experience) == [0.577, -1.155, 0.577], "as in a group of three; one of one has no baseline"
     assert experience.rewards == [1.0, 0.0, 1.0, 0.0] and len(experience.trajectories) == 8
-    assert dict(experience.failures["reward"]) == {"RuntimeError: no number": 4}
-    assert not experience.unscored, "a group of one has no baseline"
-
-
-def test_a_value_for_failures_is_a_choice() -> None:
+    assert dict(experience.failures["reward"]) == {"RuntimeError: no number": 4} and not experience.unscored
     experience = collect(["1 x x 1"], reward={"failure_value": 0.0})
     assert experience.rewards == [1.0, 0.0, 0.0, 1.0] and len(experience.samples) == 4
     assert experience.failures["reward"].total() == 2 and not experience.unscored
 
 
-@pytest.mark.parametrize("reward", [{}, {"failure_value": 0.0}])
-def test_a_step_without_any_score_says_so(reward: dict[str, float]) -> None:
-    experience = collect(["x x x x"], reward=reward)
-    assert experience.unscored
-    assert len(experience.samples) == (4 if reward else 0)
+@pytest.mark.parametrize(
+    ("outputs", "settings", "samples", "is_unscored"),
+    [
+        ("x x x x", {}, 0, True),
+        ("x x x x", {"reward": {"failure_value": 0.0}}, 4, True),
+        ("1 ! 0 !", {}, 2, False),
+        ("! ! ! !", {}, 0, False),  # the rollout failed, not the rewards
+        ("1 x x x", {"name": "ppo"}, 1, False),
+        ("1 x x x", {"name": "rloo"}, 0, False),
+    ],
+)
+def test_failures_of_a_step(outputs: str, settings: dict[str, Any], samples: int, is_unscored: bool) -> None:
+    experience = collect([outputs], **settings)
+    assert (len(experience.samples), experience.unscored) == (samples, is_unscored)
+    assert experience.failures["rollout"].total() == outputs.count("!")
+    assert experience.failures["reward"].total() == outputs.count("x")
 
 
-def test_requests_that_failed_are_left_out() -> None:
-    experience = collect(["1 ! 0 !"])
-    assert len(experience.samples) == 2 and dict(experience.failures["rollout"]) == {"lost": 2}
-    nothing = collect(["! ! ! !"])
-    assert not nothing.samples and not nothing.unscored, "the rollout failed, not the rewards"
-
-
-def test_ppo_needs_no_second_sample() -> None:
-    assert len(collect(["1 x x x"], name="ppo").samples) == 1
-    assert not collect(["1 x x x"], name="rloo").samples
-
-
-def test_dull_groups_are_replaced_by_further_prompts() -> None:
+def test_dull_groups_are_replaced_by_further_prompts_as_long_as_there_are_any() -> None:
     experience = collect(["1 1 1 1", "1 0 0 0", "0 0 0 0", "0 0 0 1"], prompts=2, dynamic_sampling=True)
     assert experience.rounds == 3 and experience.dull_groups == 2
     assert [sample.reward for sample in experience.samples] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-
-
-def test_dull_groups_are_used_where_no_others_are_left() -> None:
     experience = collect(["10.1 10.1 10.1 10.1"] * 4, prompts=1, dynamic_sampling=True)
-    assert experience.rounds == 4 and experience.dull_groups == 4
-    assert advantages(experience) == [0.0] * 16
-
-
-def test_the_answer_is_what_the_pattern_finds() -> None:
-    reward = {"functions": [{"name": "exact_match"}], "answer_pattern": r"=(\d)"}
-    assert collect(["x=1 x=2 1 y=1"], reward=reward).rewards == [1.0, 0.0, 0.0, 1.0]
+    assert experience.rounds == 4 and experience.dull_groups == 4 and advantages(experience) == [0.0] * 16
 
 
 class Maker:
     """Makes a step when it is allowed to, and remembers which version of the weights each began with."""
 
     def __init__(self) -> None:
-        self.version, self.begun = 0, dict[int, int]()
-        self.allowed: dict[int, threading.Event] = {step: threading.Event() for step in range(20)}
-        self.has_begun: dict[int, threading.Event] = {step: threading.Event() for step in range(20)}
-        self.fails: dict[int, BaseException] = {}
+        self.version, self.begun, self.fails = 0, dict[int, int](), dict[int, BaseException]()
+        self.allowed, self.has_begun = ({step: threading.Event() for step in range(20)} for _ in range(2))
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
         self.begun[step] = self.version

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -10,84 +9,64 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rich.console import Console
-
 from specactor_ray.config import Config
 from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.runs.checkpoint import CheckpointStore, TrainState
 from specactor_ray.runs.training import TrainingRun
 from specactor_ray.trainer.experience import Experience
-from specactor_ray.trainer.record import StepRecorder, TrainingDisplay, numbers, staleness_of, totals_of
+from specactor_ray.trainer.record import PresentWork, StepRecorder, numbers, staleness_of, totals_of
 from tests.fakes.trajectories import trajectory
 
 
-def record(step: int, by_method: dict[str, list[int]]) -> dict[str, Any]:
-    names = ("reward_mean", "reward_std", "pass_rate", "length_mean", "entropy", "loss", "grad_norm")
-    train = dict.fromkeys(names, 0.5)
-    speed = {"tokens": 10, "tokens_per_s": 5.0, "acceptance_length": 1.2, "rollout_share": 0.5, "by_method": by_method}
-    return {
-        "step": step,
-        "train": {**train, "skipped": 0},
-        "gap": {"mean": 0.0},
-        "speed": speed,
-        "seconds": {"step": 1.0, "rollout": 0.5, "update": 0.2, "sync": 0.1},
-        "failures": {"reward": {}},
-    }
+def record(by_method: dict[str, list[int]]) -> dict[str, Any]:
+    return {"train": {}, "gap": {}, "speed": {"tokens": 10, "by_method": by_method}, "seconds": {"step": 1.0}}
 
 
 RECORDS = [
-    record(1, {"eagle": [10, 2], "ngram": [4, 4]}),
-    record(2, {"eagle": [40, 18], "ngram": [0, 0], "suffix": [0, 0]}),
+    record({"eagle": [10, 2], "ngram": [4, 4]}),
+    record({"eagle": [40, 18], "ngram": [0, 0], "suffix": [0, 0]}),
 ]
 
 
-def test_lines_within_a_step_and_after_it() -> None:
-    text = io.StringIO()
-    display = TrainingDisplay(Console(file=text, width=200), 4)
-    assert display.doing().startswith("starting Ray")
-    display.rollout_progress = lambda: (5, 24)
-    display.begin(1)
-    display.phase("rollout")
-    assert display.doing().startswith("step 1/4: rollout 5/24, ")
-    display.phase("update")
-    assert display.doing().startswith("step 1/4: update, ")
-    display.end(RECORDS[0])
-    assert text.getvalue().startswith("step 1/4: reward 0.500 ±0.50, pass 50%")
+def test_the_present_work() -> None:
+    work, shown = PresentWork(4), list[tuple[float, str]]()
+    progress: Any = SimpleNamespace(update=lambda done, figures: shown.append((done, figures)))
+    work.rollout_progress = lambda: (5, 24)
+    work.show(progress)
+    for phase in ("rollout", "update"):
+        work.done = 1
+        work.begin(2, phase)
+        work.show(progress)
+    assert shown[0][1].startswith("starting Ray") and shown[1:] == [
+        (1, "step 2/4, rollout 5/24"),
+        (1, "step 2/4, update"),
+    ]
 
 
-def test_acceptance_is_tracked_for_each_method_that_drafted() -> None:
+def test_drafted_tokens_are_counted_by_method() -> None:
     tracked = {name: value for name, value in numbers(RECORDS[1]) if name.startswith("speed/acceptance_rate/")}
     assert tracked == {"speed/acceptance_rate/eagle": 0.45}
-
-
-def test_totals_of_drafters() -> None:
     assert totals_of(RECORDS)["drafters"] == {"eagle": [50, 20], "ngram": [4, 4], "suffix": [0, 0]}
 
 
 UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "skipped", "logprob_gap", "logprob_gap_max"), 0.0)
 
 
-def recorder(folder: Path) -> tuple[TrainingRun, StepRecorder]:
-    config = Config()
-    config.tracking.tensorboard = False
-    run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(), None, ())
-    rollout: Any = SimpleNamespace(
-        metrics=RolloutMetrics,
-        fallbacks=list,
-        drafters=lambda: [{"alarm": True}, {"alarm": False}],
-    )
-    return run, StepRecorder(config, run, rollout, TrainingDisplay(Console(file=io.StringIO()), 1))
-
-
 def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) -> None:
-    run, record = recorder(tmp_path)
+    config, drafters = Config(), [{"alarm": True}, {"alarm": False}]
+    config.tracking.tensorboard = False
+    run = TrainingRun(tmp_path, CheckpointStore(tmp_path / "c", 1, False), TrainState(), None, ())
+    rollout: Any = SimpleNamespace(metrics=RolloutMetrics, fallbacks=list, drafters=lambda: drafters)
+    said = list[str]()
+    record = StepRecorder(config, run, rollout, PresentWork(2), said.append)
     run.metrics_file.symlink_to(tmp_path / "no such folder" / "metrics.jsonl")  # which cannot be written to either
     for step in (1, 2):
         record.begin(step - 1)
         record.end(step, Experience(), UPDATE, 0)
     summary = record.finish("complete", 0).summary
     assert (summary["steps"], summary["metrics_pending"]) == (2, 2)
-    assert summary["drafters"] == [{"alarm": True}, {"alarm": False}]
+    assert said[1].startswith("step 2/100: reward 0.000 ±0.00, pass 0%")
+    assert summary["drafters"] == drafters
     run.metrics_file.unlink()
     assert record.finish("complete", 0).summary["metrics_pending"] == 0
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
@@ -97,15 +76,14 @@ SCRIPT = """
 import resource, signal, sys
 from pathlib import Path
 from specactor_ray.trainer.record import MetricsFile
-from tests.fakes.trajectories import trajectory
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = MetricsFile(Path(sys.argv[1]))
 file.append({"step": 1, "text": "x" * 60})
 assert not file.pending
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 before = file.path.read_bytes()
-for step in (2, 3):  # the first 20 bytes of the line would have room
-    file.append({"step": step, "text": "y" * 60})
+for step in (2, 3):
+    file.append({"step": step, "text": "y" * 60})  # its first 20 bytes would have room
     assert file.path.read_bytes() == before
 assert [record["step"] for record in file.pending] == [2, 3]
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -125,8 +103,6 @@ def test_staleness_is_counted_in_own_tokens() -> None:
     plain = trajectory(range(4), weight_version=5)
     mask = (True, True, False, False, True, True)
     mixed = trajectory(range(6), weight_version=5, versions=((3, 1), (4, 5)), loss_mask=mask)
-    assert plain.own_tokens_by_version() == {5: 4}
-    assert mixed.own_tokens_by_version() == {3: 1, 4: 2, 5: 1}
     experience = Experience(trajectories=[plain, mixed])
     assert staleness_of(experience, 5) == {"staleness_mean": (2 + 2 * 1) / 8, "staleness_max": 2}
     assert staleness_of(Experience(), 5) == {"staleness_mean": 0.0, "staleness_max": 0}

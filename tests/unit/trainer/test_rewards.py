@@ -33,14 +33,6 @@ def sample(text: str, answer: str | None = None, **values: object) -> RewardSamp
     return RewardSample("prompt", text, answer, response=text.strip(), **values)  # type: ignore[arg-type]
 
 
-def test_exact_match_and_length() -> None:
-    assert REWARDS["exact_match"](sample(" 42\n", "42 ")) == 1.0
-    assert REWARDS["exact_match"](sample("42.", "42")) == 0.0
-    with pytest.raises(ValueError, match="no reference answer"):
-        REWARDS["exact_match"](sample(""))
-    assert REWARDS["length"](sample("x", token_ids=(1, 2, 3), max_tokens=12)) == 0.25
-
-
 def scored(config: RewardConfig, one: RewardSample) -> workers.Outcome:
     """As a reward process scores it."""
     work = reward_work(config)
@@ -71,22 +63,28 @@ def test_what_would_take_long_to_evaluate_is_wrong_unevaluated(answer: str) -> N
     assert scored(config, sample(f"\\boxed{{{answer}}}", "5")) == (0.0, "")
 
 
+def test_functions_and_their_weighted_sum() -> None:
+    assert REWARDS["exact_match"](sample(" 42\n", "42 ")) == 1.0 and REWARDS["exact_match"](sample("42.", "42")) == 0.0
+    with pytest.raises(ValueError, match="no reference answer"):
+        REWARDS["exact_match"](sample(""))
+    terms = [RewardFunctionConfig("exact_match", 2.0), RewardFunctionConfig("length", -1.0)]
+    assert Scorer(RewardConfig(functions=terms))(sample("42", "42", token_ids=(1,), max_tokens=4)) == 1.75
+    assert find_reward("tests.fakes.reward_functions:sleepy")(sample("the fox sleeps.")) == pytest.approx(1 / 3)
+    scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig("tests.fakes.reward_functions:not_a_number")]))
+    with pytest.raises(ValueError, match="nan"):
+        scorer(sample("x"))
+
+
 def test_reasoning_gym_scores_with_the_tasks_own_scorer() -> None:
     gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
     entry = gym.create_dataset("chain_sum", seed=1, size=3)[0]
-    metadata = {"entry": entry}
-    assert REWARDS["reasoning_gym"](sample(entry["answer"], metadata=metadata)) == 1.0
-    assert REWARDS["reasoning_gym"](sample("nothing of the sort", metadata=metadata)) < 1.0
+    right, wrong = (sample(text, metadata={"entry": entry}) for text in (entry["answer"], "nothing of the sort"))
+    assert REWARDS["reasoning_gym"](right) == 1.0 > REWARDS["reasoning_gym"](wrong)
 
 
 @pytest.mark.parametrize(
     ("pattern", "answer"),
-    [
-        (None, "so 3 or <answer>4</answer>"),
-        (r"<answer>(.*?)</answer>", "4"),
-        (r"\d+", "4"),
-        (r"none (\d+)", ""),
-    ],
+    [(None, "so 3 or <answer>4</answer>"), (r"<answer>(.*?)</answer>", "4"), (r"\d+", "4"), (r"none (\d+)", "")],
 )
 def test_extract_answer(pattern: str | None, answer: str) -> None:
     assert extract_answer("  so 3 or <answer>4</answer> ", pattern) == answer
@@ -109,10 +107,6 @@ def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> Non
     assert refused.value.key == "reward.answer_pattern"
 
 
-def test_the_users_own_function() -> None:
-    assert find_reward("tests.fakes.reward_functions:sleepy")(sample("the fox sleeps.")) == pytest.approx(1 / 3)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -125,15 +119,3 @@ def test_the_users_own_function() -> None:
 def test_names_that_are_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_reward(name)
-
-
-def test_a_weighted_sum() -> None:
-    terms = [RewardFunctionConfig("exact_match", 2.0), RewardFunctionConfig("length", -1.0)]
-    scorer = Scorer(RewardConfig(functions=terms))
-    assert scorer(sample("42", "42", token_ids=(1,), max_tokens=4)) == 1.75
-
-
-def test_a_reward_that_is_no_number_is_an_error() -> None:
-    scorer = Scorer(RewardConfig(functions=[RewardFunctionConfig("tests.fakes.reward_functions:not_a_number")]))
-    with pytest.raises(ValueError, match="nan"):
-        scorer(sample("x"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from specactor_ray.config import Config, load_config, rules
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, InputError, UserError
 from specactor_ray.rollout.memory import check_memory
-from specactor_ray.runs.training import open_run, read_metrics, settings_of
+from specactor_ray.runs.training import open_run, read_metrics
 from specactor_ray.trainer.run import FIXES, checked_tasks, plan_memory, prepare
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
@@ -53,52 +54,39 @@ def test_refused_configurations(override: str, message: str, tmp_path: Path) -> 
         prepare(settings(tmp_path, *override.split("; ")))
 
 
-def test_what_the_algorithm_and_the_source_decide(tmp_path: Path) -> None:
-    config = settings(tmp_path, "data.n=1", "algorithm.name=ppo")
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.max_tokens=600", "leaves no room for a prompt"),
+        ("target.max_model_len=24; sampling.max_tokens=20", "none of the 1 prompts"),
+        ("data.path=/no/such/file.jsonl", "there is no file"),
+        ("data.answer_key=solution; data.n=1; algorithm.name=ppo", r"task 1 of .* has no 'solution'.*exact_match"),
+    ],
+)
+def test_tasks_that_cannot_be_used(override: str, message: str, tmp_path: Path) -> None:
+    config = settings(tmp_path, *override.split("; "))
     prepare(config)
-    assert [term.name for term in config.reward.functions] == ["exact_match"]
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Count from 1 to 5."}\n')
-    with pytest.raises(InputError, match=r"task 1 of .* has no 'answer'.*exact_match"):
+    with pytest.raises(UserError, match=message):
         checked_tasks(config)
 
 
-def test_memory_that_does_not_suffice_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    plan = plan_memory(config)
-    check_memory(config, plan, available=16 * 2**30, fix=FIXES)
-    with pytest.raises(
-        ConfigError, match=r"the run needs about .* and 0.10 GiB are free(.|\n)*trainer.micro_batch_tokens"
-    ):
-        check_memory(config, plan, available=0.1 * 2**30, fix=FIXES)
-    bigger = settings(tmp_path, "target.replicas=3", "algorithm.kl_coef=0.1", "trainer.micro_batch_tokens=65536")
-    assert sum(i.num_bytes for i in plan_memory(bigger)) > sum(i.num_bytes for i in plan)
-
-
-def test_a_head_and_who_learns_it_are_in_the_memory_plan(tmp_path: Path) -> None:
-    head = f"drafters=[{{method: eagle, model: {tiny_eagle()}, kv_cache_gb: 0.5}}]"
-    plans = {}
+def test_the_memory_plan(tmp_path: Path) -> None:
+    """It refuses with the numbers, and has a head and its learning."""
+    plans, head = {}, f"drafters=[{{method: eagle, model: {tiny_eagle()}, kv_cache_gb: 0.5}}]"
     for where in ("off", "trainer"):
         config = settings(tmp_path, "mode=decoupled", head, f"drafters.0.online.where={where}")
         plans[where] = [(item.owner, item.what, item.num_bytes) for item in plan_memory(config)]
     drafting = next(item for item in plans["off"] if item[:2] == ("draft actors", "1 x eagle"))
     assert 0.5 * 2**30 < drafting[2] < 2**30
     (learning,) = set(plans["trainer"]) - set(plans["off"])
-    assert learning[:2] == ("trainer", "learning of eagle")
     # At least the states it learns from: so many positions of three layers of 64 numbers.
-    assert learning[2] > 8192 * 3 * 64 * 4
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["sampling.max_tokens=600"], "leaves no room for a prompt"),
-        (["target.max_model_len=24", "sampling.max_tokens=20"], "none of the 1 prompts"),
-        (["data.path=/no/such/file.jsonl"], "there is no file"),
-    ],
-)
-def test_tasks_that_cannot_be_used(overrides: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        checked_tasks(settings(tmp_path, *overrides))
+    assert learning[:2] == ("trainer", "learning of eagle") and learning[2] > 8192 * 3 * 64 * 4
+    check_memory(config, plan_memory(config), available=16 * 2**30, fix=FIXES)
+    with pytest.raises(ConfigError, match=r"needs about .* and 0.10 GiB are free(.|\n)*trainer.micro_batch_tokens"):
+        check_memory(config, plan_memory(config), available=0.1 * 2**30, fix=FIXES)
+    bigger = settings(tmp_path, "target.replicas=3", "algorithm.kl_coef=0.1", "trainer.micro_batch_tokens=65536")
+    smaller = plan_memory(settings(tmp_path))
+    assert sum(item.num_bytes for item in plan_memory(bigger)) > sum(item.num_bytes for item in smaller)
 
 
 def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
@@ -116,23 +104,23 @@ def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
     return config
 
 
-def test_resume_goes_on_from_the_checkpoint_and_drops_later_records(tmp_path: Path) -> None:
-    begin(tmp_path, steps=3)
-    for overrides in (["run.name=r"], []):  # by name, and as the latest that is not finished
-        run = open_run(settings(tmp_path, "resume=auto", *overrides))
-        assert (run.state.step, run.state.position) == (3, 9)
-        assert run.checkpoint is not None and run.checkpoint.name == "step-000003" and run.is_saved
-        assert [record["step"] for record in read_metrics(run.metrics_file)] == [1, 2, 3]
-        run.close()
-
-
-@pytest.mark.parametrize(("keep", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_a_resumed_run_keeps_its_data_type(tmp_path: Path, keep: bool, dtype: str) -> None:
+def test_where_a_run_goes_on(tmp_path: Path) -> None:
+    """By name, as the latest that is not finished, or as a new run from a checkpoint's path. Later records are dropped,
+    and the data type stays, where `auto` would be another one on this machine."""
     begin(tmp_path, "target.dtype=bfloat16", steps=3)
-    config = settings(tmp_path, "resume=auto", "target.dtype=float32")  # as `auto` is on another machine
-    open_run(config, keep_dtype=keep).close()
-    assert config.target.dtype == dtype
-    assert load_config(tmp_path / "runs" / "r" / "config-from-step-000003.yaml").target.dtype == dtype
+    path = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
+    for overrides, keep, dtype in ((["run.name=r"], True, "bfloat16"), ([], False, "float32")):
+        config = settings(tmp_path, "resume=auto", "target.dtype=float32", *overrides)
+        run = open_run(config, keep_dtype=keep)
+        assert (run.state.step, run.state.position, run.checkpoint, run.is_saved) == (3, 9, path, True)
+        assert [record["step"] for record in read_metrics(run.metrics_file)] == [1, 2, 3]
+        assert config.target.dtype == load_config(run.folder / "config-from-step-000003.yaml").target.dtype == dtype
+        run.close()
+    run = open_run(settings(tmp_path, f"resume={path}", "run.name=second"))
+    assert (run.folder.name, run.state.step, run.checkpoint) == ("second", 3, path)
+    assert not run.is_saved, "its first step comes after a checkpoint of its own"
+    with pytest.raises(InputError, match="cannot be used"):
+        open_run(settings(tmp_path, f"resume={tmp_path}/nothing", "run.name=third"))
 
 
 def test_where_a_run_begins_anew(tmp_path: Path) -> None:
@@ -144,22 +132,6 @@ def test_where_a_run_begins_anew(tmp_path: Path) -> None:
         open_run(settings(tmp_path, "run.name=r"))
     (tmp_path / "runs" / "r" / "summary.json").write_text('{"status": "complete"}')
     assert open_run(settings(tmp_path, "resume=auto")).folder.name not in ("r", "new")
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    begin(tmp_path, steps=3)
-    with pytest.raises(ConfigError, match="is of another model: its hidden_size is 64, here it is 32"):
-        open_run(settings(tmp_path, "resume=auto", "run.name=r", f"target.model={tiny_draft()}"))
-
-
-def test_a_checkpoint_by_path_begins_a_new_run(tmp_path: Path) -> None:
-    begin(tmp_path, steps=3)
-    path = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
-    run = open_run(settings(tmp_path, f"resume={path}", "run.name=second"))
-    assert run.folder.name == "second" and run.state.step == 3 and run.checkpoint == path
-    assert not run.is_saved, "its first step comes after a checkpoint of its own"
-    with pytest.raises(InputError, match="cannot be used"):
-        open_run(settings(tmp_path, f"resume={tmp_path}/nothing", "run.name=third"))
 
 
 def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,6 +168,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (f"target.model={tiny_draft()}", "is of another model: its hidden_size is 64, here it is 32"),
         ("sampling.seed=5", r"sampling.seed: 5 here, and .*step-000003 was made with 0: .*use sampling.seed=0, or"),
         ("data.shuffle=false", "data.shuffle: false here, .* made with true"),
         ("trainer.prompts_per_step=3", "trainer.prompts_per_step: 3 here, .* made with 8"),
@@ -219,22 +192,21 @@ def test_settings_that_a_checkpoint_does_not_fit_are_refused(override: str, mess
 
 
 def test_other_settings_that_changed_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    begin(tmp_path, steps=3)
+    """Options may hold secrets; neither messages nor checkpoints have them."""
+    begin(tmp_path, "environment.name=retry", steps=3)
     changed = ("data.n=2", "trainer.learning_rate=0.5", "algorithm.name=rloo", "trainer.steps=900")
-    run = open_run(settings(tmp_path, "resume=auto", "run.name=r", *changed))
-    warned = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+    secret = ("environment.name=retry", "environment.options={token: secret}")
+    run = open_run(settings(tmp_path, "resume=auto", "run.name=r", *changed, *secret))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    warned = {re.sub(r"\d{6,}(?=$| now)", "OPTIONS", line) for line in warnings}
     assert warned == {
         "data.n is 2 now; up to step-000003 it was 4",
         "trainer.learning_rate is 0.5 now; up to step-000003 it was 1e-06",
         "algorithm.name is rloo now; up to step-000003 it was grpo",
+        "environment.options is OPTIONS now; up to step-000003 it was OPTIONS",
     }
     assert run.state.settings["data.n"] == 2, "what later checkpoints are made with"
-
-
-def test_checkpoints_remember_settings_without_options_that_may_be_secret(tmp_path: Path) -> None:
-    secret = ("data.options={token: secret}", "environment.name=retry", "environment.options={message: secret}")
-    one = settings_of(settings(tmp_path, *secret))
-    assert one["environment.name"] == "retry" and "secret" not in json.dumps(one)
+    assert run.state.settings["environment.name"] == "retry" and "secret" not in json.dumps(run.state.settings)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,31 +112,30 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def test_a_run_saves_when_due_and_at_the_end(world: World) -> None:
+def names(steps: Iterable[int]) -> list[str]:
+    return [f"step-{step:06d}" for step in steps]
+
+
+def test_a_run_ends_after_its_last_step_or_when_it_has_enough(world: World) -> None:
     world.config.trainer.steps = 5
     outcome = world.run()
     assert (outcome.status, outcome.exit_code, world.finished) == ("complete", 0, [("complete", 0, "")])
     assert world.saved == {"step-000002": "2.0", "step-000004": "4.0", "step-000005": "5.0"}
     assert world.recorded == [1, 2, 3, 4, 5] and world.calls["update_drafter"] == 5
-
-
-def test_a_run_that_has_enough_ends_whole_before_its_last_step(world: World) -> None:
-    world.config.trainer.steps = 5
-    world.enough = lambda: len(world.recorded) == 3
-    assert world.run().status == "complete" and world.recorded == [1, 2, 3]
-    assert list(world.saved)[-1] == "step-000003"
+    early = World(world.store.folder / "early")
+    early.enough = lambda: len(early.recorded) == 3
+    assert early.run().status == "complete" and early.recorded == [1, 2, 3] and list(early.saved) == names([2, 3])
 
 
 def test_a_resumed_run_gives_its_weights_to_the_verifiers_first(world: World) -> None:
     world.resumed, world.weights = TrainState(step=4, position=12), 4
     world.run()
-    assert world.recorded == [5, 6] and world.calls["update_weights"] == 3
-    assert list(world.saved) == ["step-000006"]
+    assert world.recorded == [5, 6] and world.calls["update_weights"] == 3 and list(world.saved) == names([6])
 
 
 def test_a_run_from_another_runs_checkpoint_has_one_of_its_own_at_once(world: World) -> None:
     world.resumed, world.weights, world.is_saved = TrainState(step=3, position=12), 3, False
-    world.fail["collect", 1] = SystemExit()  # which nobody handles, as a kill
+    world.fail["collect", 1] = SystemExit()  # which nothing handles, as a kill
     with pytest.raises(SystemExit):
         world.run()
     assert world.saved == {"step-000003": "3"}
@@ -155,69 +154,48 @@ def test_a_signal_during_an_update_ends_the_run_after_the_step(world: World, mon
     assert world.recorded == [1] and world.saved == {"step-000001": "1.0"}
 
 
-def test_a_checkpoint_that_failed_is_tried_again_at_the_next_step(world: World) -> None:
-    world.fail["save", 1] = world.fail["save", 2] = OSError("disk full")
-    outcome = world.run()
-    assert world.saved == {"step-000004": "4.0", "step-000006": "6.0"}
-    assert outcome.status == "complete" and world.finished == [("complete", 2, "")]
-
-    again = World(world.store.folder / "second")
-    again.fail["save", 1] = OSError("disk full")
-    again.run()
-    assert list(again.saved) == ["step-000003", "step-000004", "step-000006"], "not only when the next one is due"
+FULL = "disk full"
+LOST = "the checkpoint of step {} could not be written: disk full"
 
 
 @pytest.mark.parametrize(
-    ("fail", "saved", "finished", "exit_code"),
+    ("interrupted", "failing_saves", "saved", "finished", "exit_code"),
     [
-        ({("collect", 1): KeyboardInterrupt()}, [], ("interrupted", 0, ""), 130),
-        ({("collect", 4): KeyboardInterrupt()}, [2, 3], ("interrupted", 0, ""), 130),
-        (
-            {("collect", 4): KeyboardInterrupt(), ("save", 2): OSError("disk full")},
-            [2],
-            ("failed", 1, "the checkpoint of step 3 could not be written: disk full"),
-            1,
-        ),
+        (None, [1, 2], [4, 6], ("complete", 2, ""), 0),
+        (None, [1], [3, 4, 6], ("complete", 1, ""), 0),  # it is tried again at the next step
+        (None, range(3, 9), [2, 4], ("failed", 2, LOST.format(6)), 1),
+        (1, [], [], ("interrupted", 0, ""), 130),
+        (4, [], [2, 3], ("interrupted", 0, ""), 130),
+        (4, [2], [2], ("failed", 1, LOST.format(3)), 1),
     ],
 )
-def test_an_interruption_saves(
-    world: World, fail: Any, saved: list[int], finished: tuple[str, int, str], exit_code: int
+def test_checkpoints_of_interrupted_runs_and_on_a_full_disk(
+    world: World,
+    interrupted: int | None,
+    failing_saves: Iterable[int],
+    saved: list[int],
+    finished: tuple[str, int, str],
+    exit_code: int,
 ) -> None:
-    world.fail = fail
-    assert world.run().exit_code == exit_code
-    assert list(world.saved) == [f"step-{step:06d}" for step in saved] and world.finished == [finished]
-
-
-def test_without_its_last_checkpoint_a_run_is_not_complete(world: World) -> None:
-    world.fail |= {("save", number): OSError("disk full") for number in range(3, 9)}
+    """An interruption in this call of `collect`; a run whose last checkpoint is missing has failed."""
+    world.fail = {("save", number): OSError(FULL) for number in failing_saves}
+    if interrupted is not None:
+        world.fail["collect", interrupted] = KeyboardInterrupt()
     outcome = world.run()
-    assert (outcome.status, outcome.exit_code) == ("failed", 1)
-    reason = "the checkpoint of step 6 could not be written: disk full"
-    assert world.finished == [("failed", 2, reason)] and world.said == [reason]
-    assert list(world.saved) == ["step-000002", "step-000004"]
+    assert (outcome.status, outcome.exit_code, world.finished) == (finished[0], exit_code, [finished])
+    assert world.saved == {name: f"{step}.0" for name, step in zip(names(saved), saved, strict=True)}
+    assert finished[2] in ["", *world.said]
 
 
-@pytest.mark.parametrize(
-    ("where", "saved"),
-    [
-        ("begin", 3),
-        ("collect", 3),
-        ("sleep", 3),
-        ("reload", 3),
-        ("teach_drafter", 4),
-        ("export_weights", 4),
-        ("offload", 4),
-        ("wake", 4),
-        ("update_weights", 4),
-        ("update_drafter", 4),
-        ("end", 4),
-    ],
-)
+BEFORE = ("begin", "collect", "sleep", "reload")
+"""What happens in a step before its update, and after it."""
+AFTER = ("teach_drafter", "export_weights", "offload", "wake", "update_weights", "update_drafter", "end")
+
+
+@pytest.mark.parametrize("where", [*BEFORE, *AFTER])
 @pytest.mark.parametrize("error", [ActorLostError("gone"), RuntimeError("gone")])
-def test_wherever_a_part_fails_what_was_learnt_is_saved(
-    where: str, saved: int, error: Exception, tmp_path: Path
-) -> None:
-    world = World(tmp_path, offload=True)
+def test_wherever_a_part_fails_what_was_learnt_is_saved(where: str, error: Exception, tmp_path: Path) -> None:
+    world, saved = World(tmp_path, offload=True), 3 if where in BEFORE else 4
     world.fail[where, 4] = error
     with pytest.raises(type(error), match="gone"):
         world.run()
@@ -228,22 +206,20 @@ def test_wherever_a_part_fails_what_was_learnt_is_saved(
         assert world.recorded[-1] == saved, "no checkpoint is ahead of the records"
 
 
-def test_weights_between_two_steps_are_not_saved_as_either(world: World) -> None:
-    world.fail["update", 4] = ActorLostError("out of memory")
-    with pytest.raises(ActorLostError):
+@pytest.mark.parametrize(
+    ("fail", "reason"),
+    [
+        # Weights between two steps are not saved as either, and a lost trainer cannot save.
+        ({("update", 4): "no memory"}, "no memory; the checkpoint of step 3 could not be written: the update"),
+        ({("export_weights", 3): "gone", ("save", 2): "still gone"}, "step 3 could not be written: still gone"),
+    ],
+)
+def test_what_cannot_be_saved_is_in_the_summary(world: World, fail: dict[tuple[str, int], str], reason: str) -> None:
+    world.fail = {call: ActorLostError(text) for call, text in fail.items()}
+    with pytest.raises(ActorLostError, match=rf"^{next(iter(fail.values()))}$"):
         world.run()
-    assert world.saved == {"step-000002": "2.0"}
-    assert (
-        "out of memory; the checkpoint of step 3 could not be written: the update after step 3"
-        in (world.finished[0][2])
-    )
-
-
-def test_a_lost_trainer_cannot_save_and_the_summary_is_written(world: World) -> None:
-    world.fail = {("export_weights", 3): ActorLostError("gone"), ("save", 2): ActorLostError("still gone")}
-    with pytest.raises(ActorLostError, match=r"^gone$"):
-        world.run()
-    assert world.finished[0][0] == "failed" and "still gone" in world.finished[0][2]
+    assert list(world.saved) == names([2])
+    assert world.finished[0][0] == "failed" and reason in world.finished[0][2]
 
 
 def test_a_run_that_learns_nothing_stops_with_a_checkpoint(world: World) -> None:
