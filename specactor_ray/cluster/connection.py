@@ -20,16 +20,18 @@ from typing import Any
 import ray
 from ray.job_config import JobConfig
 
-from specactor_ray.cluster.discovery import clusters_to_look_into, probe, resolve_address
-from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, run_and_actor
-from specactor_ray.cluster.token import (
+from specactor_ray.cluster.discovery import (
     PRIVATE_FOLDER,
+    clusters_to_look_into,
     new_token,
     note_address,
+    probe,
     read_token,
+    resolve_address,
     shown,
     token_for,
 )
+from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, run_and_actor
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError, InputError
 from specactor_ray.core.leftovers import make_owned_folder, remove_abandoned
@@ -96,7 +98,7 @@ def connect(config: ClusterConfig) -> Connection:
 
 def _join(config: ClusterConfig) -> Connection:
     address = resolve_address(config.address)
-    variables = token_for(address, found_here=config.address == "auto" and not os.environ.get("RAY_ADDRESS"))
+    variables = token_for(address)
     wants_token = probe(address, read_token(variables))
     with contextlib.ExitStack() as held:
         if wants_token:

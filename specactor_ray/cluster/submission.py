@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import yaml
 from rich.console import Console
 
-from specactor_ray.cluster.token import TOKEN_FIX, shown, token_for, why_withheld
+from specactor_ray.cluster.discovery import TOKEN_FIX, shown, token_for
 from specactor_ray.config.load import yaml_problem
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterError, InputError, clipped, redacted
@@ -145,9 +145,8 @@ def _readable_errors(address: str) -> Iterator[None]:
     except (RayError, RuntimeError, ValueError) as error:
         text = str(error)
         if "401" in text or "403" in text or "nauthori" in text or "uthentication" in text:
-            withheld = why_withheld(urlsplit(address).netloc)
             problem = f"the Ray cluster at {address} wants an authentication token"
-            raise ClusterError(f"{problem}. Fix: {TOKEN_FIX}{withheld}") from None
+            raise ClusterError(f"{problem}. Fix: {TOKEN_FIX}") from None
         raise ClusterError(f"the job was refused by {address}: {text}") from None
 
 
