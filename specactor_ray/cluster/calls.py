@@ -1,7 +1,7 @@
 """Calls to actors: every one has a deadline, a retry rule and an error of this package.
 
-The only module that waits for Ray's answers. A `Transport` carries the calls: Ray's in production, that of the
-simulator's network otherwise.
+The only module that waits for Ray's answers. A `Transport` carries the calls: Ray, or the network of the
+simulator.
 
 An actor that is out of reach (`ActorUnavailableError`) may or may not have carried out a call. Methods of actors
 are idempotent, so a call is sent again until its deadline, except with `retry=False`.
@@ -34,20 +34,21 @@ _RETRY_S, _RETRY_MAX_S = 0.1, 2.0
 """Seconds before a call to an unavailable actor is sent again: doubles from the first to the second value."""
 
 
+class Reply(Delivery, Protocol):
+    """The answer to one attempt of a call; can be hashed."""
+
+    def result(self, what: str) -> Any:
+        """The result, once it has arrived; `what` names the call in errors. Raises as `Call.result`."""
+
+
 class Transport(Protocol):
-    """Carries calls and objects. Its references are opaque and can be hashed."""
+    """Carries calls and objects. References to objects are opaque."""
 
-    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Any:
-        """Begin a call; returns its reference at once. Failures show when the reference is taken."""
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Reply:
+        """Begin a call; returns at once."""
 
-    def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
-        """The references that are done; waits up to `timeout_s` seconds for the first. References must be distinct."""
-
-    def take(self, reference: Any, what: str = "the call") -> Any:
-        """The result of a reference that is done; `what` names it in errors. Raises as `Call.result`."""
-
-    def delivery(self, reference: Any) -> Delivery:
-        """The call as a delivery of a `Link`; its exception is an error of this package."""
+    def wait(self, replies: Sequence[Any], timeout_s: float) -> set[Any]:
+        """Those of these distinct replies that have arrived; waits up to `timeout_s` seconds for the first."""
 
     def put(self, value: Any) -> Any:
         """Store an object; it lives as long as its owner and a reference to it."""
@@ -69,7 +70,7 @@ class Call:
     Attributes:
         done: Whether there is a result or an error; updated by `poll` and `Calls.wait`.
         error: Error of the call; None while it is in flight or when it succeeded.
-        reference: Reference of the current attempt; None between two attempts and at the end.
+        reply: Reply to the current attempt; None between two attempts and at the end.
     """
 
     def __init__(
@@ -85,18 +86,15 @@ class Call:
         self._delay_s, self._again_at = _RETRY_S, 0.0
         self._value: Any = None
         self._unavailable: CallError | None = None
-        self._delivery: Delivery | None = None
-        """Delivery of the current attempt, with a `wake` only."""
         self.done = False
         self.error: SpecActorError | None = None
-        self.reference: Any = None
+        self.reply: Reply | None = None
         self._send()
 
     def poll(self) -> bool:
         """Take an answer that has arrived, or send again when due. Never blocks. Returns whether the call is done."""
         if not self.done:
-            transport = self._calls.transport
-            arrived = self.reference is not None and bool(transport.wait([self.reference], 0.0))
+            arrived = self.reply is not None and bool(self._calls.transport.wait([self.reply], 0.0))
             self.advance(arrived, self._calls.clock.now())
         return self.done
 
@@ -114,18 +112,15 @@ class Call:
 
     def next_at(self) -> float:
         """Time of the next action (a repeat, or the deadline) if no answer arrives."""
-        return self._end if self.reference is not None else min(self._end, self._again_at)
+        return self._end if self.reply is not None else min(self._end, self._again_at)
 
     def advance(self, arrived: bool, now: float) -> None:
         """Process the current attempt; `arrived`: whether it has an answer."""
-        if arrived:
-            reference, delivery = self.reference, self._delivery
-            self.reference = self._delivery = None
+        reply = self.reply
+        if arrived and reply is not None:
+            self.reply = None
             try:
-                if isinstance(delivery, RayDelivery) and delivery.is_done:  # the transport would deserialize it again
-                    self._value = delivery.result(self._method)
-                else:
-                    self._value = self._calls.transport.take(reference, self._method)
+                self._value = reply.result(self._method)
                 self.done = True
             except ActorUnavailableError as error:
                 self._unavailable, self._again_at = error, now + self._delay_s
@@ -136,21 +131,20 @@ class Call:
                 self._fail(error)
         elif now >= self._end:
             self._fail(self._unavailable or CallTimeoutError(f"{self._method}: no answer in time"))
-        elif self.reference is None and now >= self._again_at:
+        elif reply is None and now >= self._again_at:
             self._send()
 
     def _send(self) -> None:
         try:
-            self.reference = self._calls.transport.send(*self._target)
+            self.reply = self._calls.transport.send(*self._target)
         except SpecActorError as error:
             self._fail(error)
             return
         if (wake := self._wake) is not None:
-            self._delivery = self._calls.transport.delivery(self.reference)
-            self._delivery.add_done_callback(lambda _delivery: wake())
+            self.reply.add_done_callback(lambda _reply: wake())
 
     def _fail(self, error: SpecActorError) -> None:
-        self.error, self.done, self.reference, self._delivery = error, True, None, None
+        self.error, self.done, self.reply = error, True, None
 
 
 class Calls:
@@ -197,17 +191,17 @@ class Calls:
         """Wait until one of the calls is done, at most `timeout_s` seconds. Returns those that are done."""
         end = self.clock.now() + timeout_s
         while True:
-            flying = [call.reference for call in calls if call.reference is not None]
+            flying = [call.reply for call in calls if call.reply is not None]
             arrived = self.transport.wait(flying, 0.0) if flying else set()
             now = self.clock.now()
             for call in calls:
                 if not call.done:
-                    call.advance(call.reference in arrived, now)
+                    call.advance(call.reply in arrived, now)
             done = [call for call in calls if call.done]
             if done or now >= end:
                 return done
             left_s = max(0.0, min([end, *(call.next_at() for call in calls)]) - now)
-            flying = [call.reference for call in calls if call.reference is not None]
+            flying = [call.reply for call in calls if call.reply is not None]
             if flying:
                 self.transport.wait(flying, left_s)
             else:
@@ -215,36 +209,33 @@ class Calls:
 
     def sender(self, actor: Any, method: str) -> Callable[[Any], Delivery]:
         """A `send` for `Link`: the method takes a message; its result is ignored."""
-
-        def send(message: Any) -> Delivery:
-            return self.transport.delivery(self.transport.send(actor, method, [message]))
-
-        return send
+        return lambda message: self.transport.send(actor, method, [message])
 
 
-class RayDelivery:
-    """A delivery that Ray carries."""
+class RayReply:
+    """The `Reply` of a call that Ray carries."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("_future", "reference")
 
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
+    def __init__(self, reference: ray.ObjectRef[Any]) -> None:
+        self.reference = reference
+        self._future: Future[Any] | None = None
+        """Made for callbacks only: it deserializes the result."""
 
-    def add_done_callback(self, done: Callable[[RayDelivery], None]) -> None:
+    def add_done_callback(self, done: Callable[[RayReply], None]) -> None:
+        self._future = self.reference.future()
         self._future.add_done_callback(lambda _future: done(self))
 
     def exception(self) -> SpecActorError | None:
+        assert self._future is not None  # callbacks ask
         error = self._future.exception()
         return None if error is None else translate_ray_error(error, "delivery")
 
-    @property
-    def is_done(self) -> bool:
-        return self._future.done()
-
     def result(self, what: str) -> Any:
-        """Result of the call, when it is done; as `Transport.take`."""
         try:
-            return self._future.result()
+            if self._future is not None and self._future.done():
+                return self._future.result()
+            return ray.get(self.reference, timeout=_FETCH_S)
         except ray_errors.RayError as error:
             raise translate_ray_error(error, what) from None
 
@@ -255,27 +246,19 @@ class RayTransport:
     def __init__(self) -> None:
         self._metrics = RayMetrics()
 
-    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Any:
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> RayReply:
         try:
-            return getattr(actor, method).remote(*arguments)
+            return RayReply(getattr(actor, method).remote(*arguments))
         except ray_errors.RayError as error:
             raise translate_ray_error(error, method) from None
 
-    def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
+    def wait(self, replies: Sequence[Any], timeout_s: float) -> set[Any]:
+        by_reference = {reply.reference: reply for reply in replies}
         limit = None if timeout_s == float("inf") else timeout_s
-        done, waiting = ray.wait(list(references), num_returns=1, timeout=limit, fetch_local=False)
+        done, waiting = ray.wait(list(by_reference), num_returns=1, timeout=limit, fetch_local=False)
         if done and waiting:  # others that arrived at the same time
             done += ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)[0]
-        return set(done)
-
-    def take(self, reference: Any, what: str = "the call") -> Any:
-        try:
-            return ray.get(reference, timeout=_FETCH_S)
-        except ray_errors.RayError as error:
-            raise translate_ray_error(error, what) from None
-
-    def delivery(self, reference: Any) -> Delivery:
-        return RayDelivery(reference.future())
+        return {by_reference[reference] for reference in done}
 
     def put(self, value: Any) -> Any:
         return ray.put(value)

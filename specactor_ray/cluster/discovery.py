@@ -1,5 +1,5 @@
-"""Ray clusters that exist: those of `ray start` on this machine, the private ones of this user's runs, whether a cluster
-is alive, and the token that this process sends to it.
+"""Ray clusters: those of `ray start` on this machine, private ones of this user's runs, whether one is alive, and the
+token that this process sends to it.
 
 The holder of a cluster's token may run code on it, and Ray sends it unencrypted. So a cluster that is started here gets
 its own token, which this user's other processes find in its folder. Any other token is sent only if the user sets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.core.clock import SystemClock
@@ -39,28 +40,30 @@ class FakeRank:
         return self.answers.get(method, (0.0, None))
 
 
+@dataclass(eq=False)
+class Due:
+    """The reply to a call, and when it is due."""
+
+    time: float
+    answer: Any
+
+    def result(self, what: str) -> Any:
+        if isinstance(self.answer, SpecActorError):
+            raise self.answer
+        return self.answer
+
+
 class FakeTransport(LocalObjects):
     """Carries calls to fake ranks at once; their answers come when they are due."""
 
     def __init__(self, clock: JumpingClock) -> None:
         self._clock = clock
-        self._flying: dict[int, tuple[float, Any]] = {}
-        self._sent = 0
 
-    def send(self, actor: FakeRank, method: str, arguments: Sequence[Any]) -> int:
-        delay, result = actor.answer(method, arguments)
-        self._sent += 1
-        self._flying[self._sent] = (self._clock.time + delay, result)
-        return self._sent
+    def send(self, actor: FakeRank, method: str, arguments: Sequence[Any]) -> Due:
+        delay, answer = actor.answer(method, arguments)
+        return Due(self._clock.time + delay, answer)
 
-    def wait(self, references: Sequence[int], timeout_s: float) -> set[int]:
-        end = self._clock.time + timeout_s
-        first = min(self._flying[reference][0] for reference in references)
+    def wait(self, replies: Sequence[Due], timeout_s: float) -> set[Due]:
+        first, end = min(reply.time for reply in replies), self._clock.time + timeout_s
         self._clock.time = max(self._clock.time, min(first, end))
-        return {reference for reference in references if self._flying[reference][0] <= self._clock.time}
-
-    def take(self, reference: int, what: str = "the call") -> Any:
-        result = self._flying.pop(reference)[1]
-        if isinstance(result, SpecActorError):
-            raise result
-        return result
+        return {reply for reply in replies if reply.time <= self._clock.time}

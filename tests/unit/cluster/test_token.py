@@ -69,7 +69,7 @@ def listener() -> Iterator[Listener]:
 def test_a_saved_token_is_sent_by_the_users_choice_and_where_it_is_required(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ClusterError, match="this process has no token for it. Fix: set RAY_AUTH_MODE=token"):
+    with pytest.raises(ClusterError, match=r"this process has no token for it\. Fix: set RAY_AUTH_MODE=token"):
         status_of_run(None, listener.address)
     assert listener.seen == [""] and "RAY_AUTH_MODE" not in os.environ
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
