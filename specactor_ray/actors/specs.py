@@ -21,8 +21,6 @@ class Departure(StrEnum):
     """Its process died, stalled or fell silent; its requests may have been the cause."""
     NODE_LOST = "node lost"
     """Its node was lost; its requests are not the cause."""
-    RELEASED = "released"
-    """It was ended in order."""
 
 
 class Phase(StrEnum):

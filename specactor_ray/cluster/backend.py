@@ -58,7 +58,6 @@ class Placement:
     """A placement group that is ready, with its node."""
 
     group: Any
-    bundle_index: int
     node_id: str
     node_ip: str
 
@@ -85,21 +84,10 @@ class ProcessFacts:
     """Ids of the GPUs that Ray assigned to it."""
 
 
-class Reaper(Protocol):
-    """Ends actors and follows their processes until they are gone. Never blocks."""
-
-    def reap(self, handle: Any, facts: ProcessFacts | None) -> None:
-        """End this actor for good. Without facts (it never answered) the end of its process is not verified."""
-
-    def poll(self) -> int:
-        """Check the processes that are being ended. Returns how many may still exist."""
-
-
 class Backend(Protocol):
     """Makes, places and ends actors. Nothing here blocks for long."""
 
     calls: Calls
-    reaper: Reaper
 
     def suffix(self) -> str:
         """A random suffix of a name."""
@@ -123,16 +111,23 @@ class Backend(Protocol):
         """Make the actor `cls(spec)` in its placement group; returns its handle at once. A crashed actor is never
         restarted: it would come back without its state under the same name."""
 
+    def end(self, handle: Any, facts: ProcessFacts | None) -> None:
+        """End this actor for good. Without facts (it never answered) the end of its process is not verified."""
+
+    def poll_ends(self) -> int:
+        """Check the processes of ended actors. Returns how many may still exist."""
+
 
 class RayBackend:
     """The cluster that this process is connected to."""
 
     def __init__(self) -> None:
         self.calls = Calls()
-        self.reaper: Reaper = ActorReaper()
         self.suffix, self.supply = random_suffix, cluster_supply
         self._here = ray.get_runtime_context().get_node_id()
         self._cores: dict[str, Future[tuple[str, tuple[int, ...]]]] = {}
+        self._threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="end of actor")
+        self._ending: dict[Future[bool], ProcessFacts] = {}
 
     def request(self, name: str, demand: Demand) -> PlacementGroup:
         return placement_group([demand.bundle()], strategy="PACK", name=name, lifetime=None)
@@ -143,7 +138,7 @@ class RayBackend:
             return None
         node_id = table["bundles_to_node_id"][0]
         node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
-        return Placement(group, 0, node_id, node["NodeManagerAddress"]) if node else None
+        return Placement(group, node_id, node["NodeManagerAddress"]) if node else None
 
     def remove(self, group: PlacementGroup) -> None:
         try:
@@ -164,8 +159,30 @@ class RayBackend:
         return answer.result() if answer.done() else None
 
     def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(where.group, where.bundle_index)
+        strategy = PlacementGroupSchedulingStrategy(where.group, 0)
         return make_actor(cls, name, strategy, spec, num_cpus=demand.cpus, num_gpus=demand.gpus)
+
+    def end(self, handle: Any, facts: ProcessFacts | None) -> None:
+        processes = family(facts) if facts is not None and facts.node_id == self._here else []
+        try:
+            ray.kill(handle, no_restart=True)
+        except (RayError, ValueError) as error:
+            logger.debug("ray.kill: %s", error)
+        if facts is None:
+            return
+        if facts.node_id == self._here:
+            self._ending[self._threads.submit(end_family, processes)] = facts
+        else:
+            self._ending[ray.remote(_end_there).options(**on_node(facts.node_id)).remote(facts).future()] = facts
+
+    def poll_ends(self) -> int:
+        for ended in [future for future in self._ending if future.done()]:
+            facts = self._ending.pop(ended)
+            if (error := ended.exception()) is not None:  # the node is gone, and the process with it
+                logger.debug("node %s: %s", facts.node_id[:8], error)
+            elif not ended.result():
+                logger.error("process %d on node %s does not end", facts.pid, facts.node_id[:8])
+        return len(self._ending)
 
 
 def make_actor(
@@ -296,34 +313,3 @@ def _kill(process: psutil.Process) -> None:
 
 def _end_there(facts: ProcessFacts) -> bool:
     return end_family(family(facts))
-
-
-class ActorReaper:
-    """The `Reaper` of Ray's actors: watches processes of this node in threads, others in tasks on their nodes."""
-
-    def __init__(self) -> None:
-        self._here = ray.get_runtime_context().get_node_id()
-        self._threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="reaper")
-        self._dying: dict[Future[bool], ProcessFacts] = {}
-
-    def reap(self, handle: Any, facts: ProcessFacts | None) -> None:
-        processes = family(facts) if facts is not None and facts.node_id == self._here else []
-        try:
-            ray.kill(handle, no_restart=True)
-        except (RayError, ValueError) as error:
-            logger.debug("ray.kill: %s", error)
-        if facts is None:
-            return
-        if facts.node_id == self._here:
-            self._dying[self._threads.submit(end_family, processes)] = facts
-        else:
-            self._dying[ray.remote(_end_there).options(**on_node(facts.node_id)).remote(facts).future()] = facts
-
-    def poll(self) -> int:
-        for ended in [future for future in self._dying if future.done()]:
-            facts = self._dying.pop(ended)
-            if (error := ended.exception()) is not None:  # the node is gone, and the process with it
-                logger.debug("node %s: %s", facts.node_id[:8], error)
-            elif not ended.result():
-                logger.error("process %d on node %s does not end", facts.pid, facts.node_id[:8])
-        return len(self._dying)

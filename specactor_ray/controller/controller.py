@@ -233,7 +233,7 @@ class Controller:
         run("weights", lambda: self._weights.update(fleet.members.values(), self._clock.now()))
         run("publish", self._publish)
         run("peers", lambda: self._peers.update(fleet.members.values(), self._view, self._clock.now()))
-        run("reap", self._backend.reaper.poll)
+        run("ends", self._backend.poll_ends)
 
     def _guarded(self, name: str, step: Callable[[], Any]) -> None:
         """Run a step whose failure must not end the loop: the next round finds the same difference again."""

@@ -215,9 +215,9 @@ class Fleet:
         stop_in_order(members, self._calls, STOP_TIMEOUT_S, self._config.cluster.health_interval_s)
         for member in members:
             member.poll(self._clock.now(), float("inf"))  # the facts may have arrived meanwhile
-            self._backend.reaper.reap(member.handle, member.facts)
+            self._backend.end(member.handle, member.facts)
         deadline = self._clock.now() + GONE_TIMEOUT_S
-        while self._backend.reaper.poll():
+        while self._backend.poll_ends():
             if self._clock.now() >= deadline:
                 logger.error("some actor processes of run %s did not end in time", self._run)
                 return False
@@ -268,11 +268,12 @@ class Fleet:
             if is_given_up(member.key, record, self._limits):
                 logger.error("no more draft actors of %s are started: %s", member.key, action.reason)
         if member.key == VERIFIER:
-            self.departed[member.actor_id] = _departure(action, member)
+            node_lost = isinstance(member.error, ActorLostError) and member.error.node_lost
+            self.departed[member.actor_id] = Departure.NODE_LOST if node_lost else Departure.FAILED
             for oldest in list(self.departed)[:-_REMEMBERED_DEPARTURES]:
                 del self.departed[oldest]
         if member.handle is not None:
-            self._backend.reaper.reap(member.handle, member.facts)
+            self._backend.end(member.handle, member.facts)
         member.seat.occupant = None
 
     def _check_start(self, member: Member, reason: str, record: FailureRecord) -> None:
@@ -286,11 +287,3 @@ class Fleet:
         else:
             again = f" (failure {record.quick} in a row)" if record.quick > 1 else ""
             self.start_error = SpecActorError((reason if member.error else f"{member.actor_id}: {reason}") + again)
-
-
-def _departure(action: Remove, member: Member) -> Departure:
-    """Reason for the end of this verifier, for the rollout."""
-    if not action.failed:
-        return Departure.RELEASED
-    lost = isinstance(member.error, ActorLostError) and member.error.node_lost
-    return Departure.NODE_LOST if lost else Departure.FAILED

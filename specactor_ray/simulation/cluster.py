@@ -15,7 +15,7 @@ import numpy as np
 from specactor_ray.actors.loops import DraftActor, VerifierActor
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import VerifierSpec
-from specactor_ray.cluster.backend import Demand, NodeSupply, Placement, ProcessFacts, Reaper
+from specactor_ray.cluster.backend import Demand, NodeSupply, Placement, ProcessFacts
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import Config, TargetConfig
@@ -77,24 +77,6 @@ class Machines:
         return node.alive and cpus >= demand.cpus and gpus >= demand.gpus
 
 
-class VirtualReaper:
-    """The `Reaper` of a simulated controller."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._dying: list[VirtualActor] = []
-
-    def reap(self, handle: VirtualActor, facts: ProcessFacts | None) -> None:
-        kernel, network = self._network.kernel, self._network
-        kernel.at(kernel.now + network.rng.uniform(*LINGER_S), lambda: network.kill(handle, handle.node_lost))
-        if facts is not None:
-            self._dying.append(handle)
-
-    def poll(self) -> int:
-        self._dying = [actor for actor in self._dying if not actor.process.dead]
-        return len(self._dying)
-
-
 class VirtualBackend:
     """The `Backend` of a simulated controller. `numbers` are for names: no two actors of a simulation have the same."""
 
@@ -107,10 +89,10 @@ class VirtualBackend:
         self._network, self.machines, self._world = network, machines, world
         clock = VirtualClock(network.kernel, controller.process)
         self.calls = Calls(VirtualTransport(network, controller), clock)
-        self.reaper: Reaper = VirtualReaper(network)
         self.actors: dict[str, VirtualActor] = {}
         """Actor id → every launched actor."""
         self._numbers = numbers
+        self._ending: list[VirtualActor] = []
 
     def suffix(self) -> str:
         return f"{next(self._numbers):04x}"
@@ -131,7 +113,7 @@ class VirtualBackend:
 
     def resolve(self, group: VirtualGroup) -> Placement | None:
         self.machines.place(group)
-        return Placement(group, 0, group.node.name, group.node.name) if group.node is not None else None
+        return Placement(group, group.node.name, group.node.name) if group.node is not None else None
 
     def remove(self, group: VirtualGroup) -> None:
         if not group.removed:
@@ -155,6 +137,16 @@ class VirtualBackend:
         if not node.alive:
             network.kill(actor, node_lost=True)
         return actor
+
+    def end(self, handle: VirtualActor, facts: ProcessFacts | None) -> None:
+        kernel, network = self._network.kernel, self._network
+        kernel.at(kernel.now + network.rng.uniform(*LINGER_S), lambda: network.kill(handle, handle.node_lost))
+        if facts is not None:
+            self._ending.append(handle)
+
+    def poll_ends(self) -> int:
+        self._ending = [actor for actor in self._ending if not actor.process.dead]
+        return len(self._ending)
 
 
 class SimulatedHost(ActorHost):
