@@ -218,24 +218,18 @@ def learnt(folder: Path) -> list[dict[str, Any]]:
     return [record["train"] for record in read_metrics(path)] if path.exists() else []
 
 
-def test_training_continues_exactly_after_its_trainer_and_rays_head_were_killed(tmp_path: Path) -> None:
+def test_training_continues_exactly_after_rays_head_was_killed(tmp_path: Path) -> None:
     tasks = [{"prompt": prompt} for prompt in tiny_prompts(64)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    calm = train(tmp_path, "calm")
-    output = calm.communicate(timeout=300)[0]
-    assert calm.returncode == 0, output
-    for victim, steps in (("TrainerActor", 2), ("gcs_server", 4)):
-        process = train(tmp_path, "struck")
-        wait_until(lambda n=steps: len(learnt(tmp_path / "struck")) >= n, f"step {steps}", 200.0)
-        children = psutil.Process(process.pid).children(recursive=True)
-        victims = [child for child in children if victim in " ".join(child.cmdline()[:1])]
-        assert victims, f"no process {victim}"
-        for child in victims:
-            child.kill()
-        output = process.communicate(timeout=240)[0]
-        assert process.returncode == 1 and "Traceback" not in output, output
-    resumed = train(tmp_path, "struck")
-    output = resumed.communicate(timeout=300)[0]
-    assert resumed.returncode == 0 and "continues from" in output, output
+    struck = train(tmp_path, "struck")
+    wait_until(lambda: len(learnt(tmp_path / "struck")) >= 3, "step 3", 200.0)
+    (head,) = [one for one in psutil.Process(struck.pid).children(recursive=True) if "gcs_server" in one.cmdline()[0]]
+    head.kill()
+    output = struck.communicate(timeout=240)[0]
+    assert struck.returncode == 1 and "Traceback" not in output, output
+    for name in ("struck", "calm"):
+        process = train(tmp_path, name)
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0 and ("continues from" in output) is (name == "struck"), output
     assert len(learnt(tmp_path / "calm")) == 6
     assert learnt(tmp_path / "struck") == learnt(tmp_path / "calm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,14 +14,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
 from specactor_ray.core.signals import interruption, sigterm_interrupts
 from tests.tiny import tiny_target
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A cluster, to which this process is connected."""
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
 
 
 @pytest.fixture
@@ -29,6 +40,12 @@ def short_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="sg", dir="/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def starts_verifier(driver: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any("VerifierActor" in " ".join(p.cmdline()) for p in psutil.Process(driver).children(recursive=True))
+    return False
 
 
 def test_sigterm_while_actors_start_ends_in_order(tmp_path: Path, short_folder: Path) -> None:
@@ -50,9 +67,7 @@ def test_sigterm_while_actors_start_ends_in_order(tmp_path: Path, short_folder: 
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert process.stdout is not None
-    assert any("starting" in line for line in process.stdout)
-    time.sleep(4.0)
+    wait_until(lambda: process.poll() is not None or starts_verifier(process.pid), "a verifier's process", 120.0)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 130, output
@@ -106,28 +121,19 @@ with sigterm_interrupts():
 """
 
 
-@pytest.mark.parametrize("address", ["local", "joined"])
-def test_an_orderly_end_after_sigterm_has_its_time(address: str, short_folder: Path) -> None:
-    if address == "joined":
-        ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
-        address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-c", AFTER_A_START, address]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    finally:
-        ray.shutdown()
+@pytest.mark.parametrize("joins", [False, True], ids=["private", "joined"])
+def test_an_orderly_end_after_sigterm_has_its_time(joins: bool, address: str) -> None:
+    command = [sys.executable, "-c", AFTER_A_START, address if joins else "local"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
 
 
-def test_sigterm_while_ray_waits_is_told_from_ctrl_c() -> None:
-    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
-    try:
-        slow = ray.remote(lambda: time.sleep(60))
-        alarm = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM))
-        with sigterm_interrupts():
-            alarm.start()
-            with pytest.raises(KeyboardInterrupt) as caught:
-                ray.get(slow.remote())
-        assert interruption(caught.value) == "SIGTERM"
-    finally:
-        ray.shutdown()
+def test_sigterm_while_ray_waits_is_told_from_ctrl_c(address: str) -> None:
+    slow = ray.remote(lambda: time.sleep(60)).remote()
+    alarm = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    with sigterm_interrupts():
+        alarm.start()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            ray.get(slow)
+    assert interruption(caught.value) == "SIGTERM"
+    ray.cancel(slow, force=True)

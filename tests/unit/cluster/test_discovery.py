@@ -1,8 +1,9 @@
-"""Which clusters get a Ray token: private ones their own, others what the user set."""
+"""Addresses of clusters, and which clusters get a Ray token: private ones their own, others what the user set."""
 
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -109,3 +110,20 @@ def test_variables_are_put_back() -> None:
     with discovery.shown({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}):
         assert os.environ["RAY_AUTH_TOKEN"] == "x"
     assert not {*NAMES} & {*os.environ}
+
+
+def test_a_cluster_that_does_not_exist_is_named_with_both_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ClusterError, match="does not answer as a Ray cluster"):
+            connect(ClusterConfig(address=address))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    for where in (address, "auto"):
+        with pytest.raises(ClusterError, match=rf"at {address} .*`ray start --head`, or leave the address out"):
+            connect(ClusterConfig(address=where))
+
+
+@pytest.mark.parametrize("address", ["somewhere", "host:port", "ray://host:10001", "http://127.0.0.1:8265", "h:99999"])
+def test_malformed_addresses(address: str) -> None:
+    with pytest.raises(ClusterError, match="must be host:port"):
+        connect(ClusterConfig(address=address))
