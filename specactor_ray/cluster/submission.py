@@ -52,7 +52,7 @@ def submit(
     Args:
         command, arguments: `train`, `rollout`, `bench` or `train-drafter`; relative paths are of the uploaded folder.
         address: Address of the dashboard, such as `http://127.0.0.1:8265`; overrides all variables of Ray. Default:
-            RAY_API_SERVER_ADDRESS, else port 8265 of the host in RAY_ADDRESS, else of this machine.
+            RAY_API_SERVER_ADDRESS, else port 8265 of this machine.
         runtime_env: YAML file with further settings of the job's environment.
         follow: Show the job's log until it ends; Ctrl-C then stops the job.
 
@@ -64,7 +64,7 @@ def submit(
         ClusterError: There is no job server at the address, or it requires a token.
     """
     environment = read_runtime_env(runtime_env)
-    address = address or _default_address()
+    address = address or os.environ.get(_ADDRESS) or "http://127.0.0.1:8265"
     if not re.match(r"https?://[^\s/]", address):
         problem = f"--address: {clipped(address)} is not the address of a dashboard"
         raise ClusterError(f"{problem}; it must be http://HOST:PORT, such as http://127.0.0.1:8265")
@@ -84,14 +84,6 @@ def submit(
         status = _follow(client, job, console)
         say(console, f"job {job}: {status}")
         return {_SUCCEEDED: 0, _STOPPED: EXIT_INTERRUPTED}.get(status, EXIT_FAILED)
-
-
-def _default_address() -> str:
-    address, cluster = os.environ.get(_ADDRESS), os.environ.get("RAY_ADDRESS", "")
-    if address or cluster.startswith("http"):
-        return address or cluster
-    host = cluster.rpartition("://")[2].rpartition(":")[0]
-    return f"http://{host or '127.0.0.1'}:8265"
 
 
 def read_runtime_env(path: Path | None) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def test_variables_are_put_back() -> None:
 
 
 def test_a_cluster_that_does_not_exist_is_named_with_both_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_PROBE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ClusterError, match="does not answer as a Ray cluster"):
