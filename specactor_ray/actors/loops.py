@@ -60,12 +60,8 @@ class LoopActor(Generic[S, L]):
             self._thread.join(10.0)
 
     def _run(self) -> None:
-        """Make and run the loop, in its thread.
-
-        OpenMP keeps a team of workers per thread that ever computed. If the model were made in another thread, there
-        would be more workers than cores, and both teams would go to sleep between operators instead of waiting
-        actively; a decode step on two cores then takes a third longer.
-        """
+        """Make and run the loop, in one thread: OpenMP keeps a team of workers per thread that ever computed. With two
+        teams there are more workers than cores, and a decode step on two cores takes a third longer."""
         try:
             loop = self._make_loop()
         except BaseException as error:  # noqa: BLE001 - raised again in `_running`

@@ -103,11 +103,7 @@ class ActorHost:
         return build_proposer(drafter, target, device)
 
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
-        """All tensors of a version, as views of the object store's memory.
-
-        Raises:
-            CallError: The tensors cannot be fetched.
-        """
+        """All tensors of a version, as views of the object store's memory."""
         from specactor_ray.models.weight_buckets import unpack
 
         buckets = self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)

@@ -31,11 +31,7 @@ teams and CUDA contexts belong to threads."""
 
 class TaughtDrafter:
     """An EAGLE head that learns from the samples of a training step. Rank 0 holds it; the other ranks help with the
-    policy's hidden states.
-
-    Raises:
-        ModelLoadError: The head cannot be loaded.
-    """
+    policy's hidden states."""
 
     def __init__(self, drafter: DrafterConfig, config: Config, trainer: Trainer, calls: Calls) -> None:
         assert drafter.model is not None  # validated
@@ -48,11 +44,8 @@ class TaughtDrafter:
             self._learner = load_learner(drafter, target, "cuda" if config.trainer.gpus else "cpu")
 
     def learn(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
-        """Train on as many of the samples as the buffer holds, until all passes are done.
-
-        Returns:
-            The newest version, if there is a new one; on ranks other than 0 None.
-        """
+        """Train on as many of the samples as the buffer holds, until all passes are done. Returns the newest version
+        if there is a new one; on ranks other than 0 None."""
         chosen = choose_samples([sample.num_tokens for sample in samples], self._online.buffer_tokens, step)
         taken = [samples[index] for index in chosen]
         states = self._trainer.hidden_states(taken, self._layers)
@@ -74,8 +67,7 @@ class TaughtDrafter:
 
 class TrainerActor:
     """Hosts one rank. Every method is called on all ranks at once and in the same order, and may be sent again when its
-    answer was lost: it is carried out once.
-    """
+    answer was lost: it is carried out once."""
 
     def __init__(self, log_level: str, calls: Calls | None = None) -> None:
         configure_process("trainer", (), log_level)
@@ -116,11 +108,7 @@ class TrainerActor:
         return self._once("update", step, lambda: self._running().update(samples, step, seed))
 
     def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
-        """Train the drafter that the trainer teaches on the samples of one step.
-
-        Returns:
-            Its weights, if there is a new version of them; on ranks other than 0 always None.
-        """
+        """Train the drafter that the trainer teaches on the samples of one step; returns as `TaughtDrafter.learn`."""
         pupil = self._pupil
         if pupil is None:
             raise RuntimeError("no drafter is taught by the trainer")

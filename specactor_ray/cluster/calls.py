@@ -54,11 +54,7 @@ class Transport(Protocol):
         """Store an object; it lives as long as its owner and a reference to it."""
 
     def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The objects of these references.
-
-        Raises:
-            CallError: The objects are lost, or do not arrive within `timeout_s` seconds.
-        """
+        """The objects of these references; CallError if they do not arrive within `timeout_s` seconds."""
 
     def export(self, rows: Callable[[], Iterable[Row]], run: str = "") -> None:
         """Export metrics of this process, at most once a second. `run`: its run; default: that of this actor."""
@@ -99,11 +95,7 @@ class Call:
         return self.done
 
     def result(self) -> Any:
-        """Wait for the answer, at most until the deadline.
-
-        Raises:
-            SpecActorError: As the actor raised it, or a `CallError`.
-        """
+        """Wait for the answer until the deadline. Raises the actor's SpecActorError, or a `CallError`."""
         while not self.poll():
             self._calls.wait([self], float("inf"))
         if self.error is not None:
@@ -148,7 +140,7 @@ class Call:
 
 
 class Calls:
-    """Starts calls and waits for them. Without a transport, Ray carries them."""
+    """Starts calls and waits for them; by default over Ray."""
 
     def __init__(self, transport: Transport | None = None, clock: Clock = SYSTEM) -> None:
         self.transport: Transport = transport if transport is not None else RayTransport()
@@ -166,10 +158,9 @@ class Calls:
         """Begin a call; returns at once.
 
         Args:
-            actor, method, arguments: The actor, its method, and the arguments of the call.
-            deadline_s: Seconds after which the call counts as failed (`CallTimeoutError`).
-            retry: Send it again while the actor is unavailable; only for methods that are idempotent.
-            wake: Called, in any thread, when an answer has arrived; `Call.poll` and `wait` then find it.
+            deadline_s: Seconds after which the call fails with a `CallTimeoutError`.
+            retry: Send it again while the actor is unavailable; only for idempotent methods.
+            wake: Called in any thread when an answer has arrived.
         """
         return Call(self, (actor, method, arguments), self.clock.now() + deadline_s, retry, wake)
 
@@ -241,8 +232,6 @@ class RayReply:
 
 
 class RayTransport:
-    """Calls and objects of Ray."""
-
     def __init__(self) -> None:
         self._metrics = RayMetrics()
 

@@ -64,11 +64,8 @@ def is_connected() -> bool:
 
 
 def resolve_address(address: str) -> str:
-    """`host:port` of `auto`, or the unchanged address.
-
-    Raises:
-        ClusterError: There is no cluster for `auto`, or the address has another form.
-    """
+    """`host:port` of `auto`, or the unchanged address. ClusterError without a cluster, or for an address of another
+    form."""
     found = (os.environ.get("RAY_ADDRESS") or _cluster_to_join()) if address == "auto" else address
     if problem := why_no_address(found):
         raise ClusterError(problem)
@@ -90,11 +87,7 @@ def _cluster_to_join() -> str:
 
 
 def clusters_to_look_into() -> list[str]:
-    """Addresses of the clusters that may have a run of this user.
-
-    Raises:
-        ClusterError: There is none, or none that is up yet.
-    """
+    """Addresses of the clusters that may have a run of this user; ClusterError if there is none that is up."""
     private = private_clusters()
     found = [*started_clusters(), *(address for address in private if address)]
     if not found and private:
@@ -118,16 +111,9 @@ def require_listener(address: str) -> None:
 
 
 def probe(address: str, token: str) -> bool:
-    """Check that the cluster at `host:port` is alive and accepts the token; takes seconds, never minutes.
-
-    The token is sent only to a server that answers as a Ray cluster and requires one.
-
-    Returns:
-        Whether it requires a token.
-
-    Raises:
-        ClusterError: It is not a Ray cluster, refuses the token, or runs another version of Ray.
-    """
+    """Check within seconds that the cluster at `host:port` is alive. Returns whether it requires a token, which only a
+    server is sent that answers as a Ray cluster and requires one. ClusterError if it is no Ray cluster, refuses the
+    token, or runs another version of Ray."""
     require_listener(address)
     code = _refusal(address, "")
     wants_token = code == _UNAUTHENTICATED

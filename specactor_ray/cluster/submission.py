@@ -58,10 +58,6 @@ def submit(
 
     Returns:
         Exit code: 0 for a job that succeeded (or was only submitted), 1 for one that failed, 130 for one stopped.
-
-    Raises:
-        InputError: The working directory or the runtime_env file cannot be used.
-        ClusterError: There is no job server at the address, or it requires a token.
     """
     environment = read_runtime_env(runtime_env)
     address = address or os.environ.get(_ADDRESS) or "http://127.0.0.1:8265"
@@ -88,11 +84,7 @@ def submit(
 
 def read_runtime_env(path: Path | None) -> dict[str, Any]:
     """The job's environment: this folder, without the files in `EXCLUDES`, and the settings of the file. A line such as
-    `!data/ca.pem` among the file's `excludes` uploads that one nevertheless.
-
-    Raises:
-        InputError: The file does not exist or is not a mapping.
-    """
+    `!data/ca.pem` among the file's `excludes` uploads that one nevertheless. InputError if the file is not usable."""
     given: Any = {}
     try:
         if path is not None:

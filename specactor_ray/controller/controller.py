@@ -106,12 +106,8 @@ class Controller:
 
     def start(self) -> ClusterView:
         """Bring up the configured actors and keep them running. Returns the first view in which all of them serve
-        that are still desired. Idempotent: all callers get the same result. After an error nothing is left running.
-
-        Raises:
-            ClusterError: There is no room; demand and supply are shown.
-            UserError: As an actor raised it, such as a `ModelLoadError`.
-            SpecActorError: An actor did not start, or not in time, or actors of a kind were lost again and again.
+        that are still desired. Idempotent. After an error nothing is left running: a ClusterError without room, a
+        UserError as an actor raised it, another SpecActorError if actors do not start in time or are lost repeatedly.
         """
         return self._started.get()
 
@@ -126,12 +122,7 @@ class Controller:
 
     def scale(self, drafters: Mapping[str, int | None]) -> None:
         """Set the number of draft actors of each method; returns before it is reached. A number ends the scaling of a
-        method by its load, None begins it again.
-
-        Raises:
-            ConfigError: A method is not configured, a number is negative, or a method has no `max_replicas` for None;
-                nothing was changed.
-        """
+        method by its load, None begins it again. After a ConfigError nothing was changed."""
         for method, number in drafters.items():
             refusal = scale_refusal(self._config, method, number)
             if refusal is not None:
@@ -140,12 +131,8 @@ class Controller:
 
     def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
         """Send these weights to all present and later actors that follow the policy. Returns when all ready verifiers
-        have them; an actor that fails to load them is replaced. Idempotent.
-
-        Raises:
-            InputError: The version is not above all earlier ones.
-            SpecActorError: Not all verifiers had them within `timeout_s` seconds; they still get them later.
-        """
+        have them; an actor that fails to load them is replaced. Idempotent. InputError for a version that is not above
+        all earlier ones; SpecActorError after `timeout_s` seconds, the verifiers get the weights later."""
         self._weights.set_current(weights)
         self._wake.set()
         if not self._weights.wait_for(weights.version, timeout_s):

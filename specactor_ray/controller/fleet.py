@@ -57,14 +57,8 @@ class Seating:
         return self.seats[-1]
 
     def settle(self, seat: Seat) -> bool:
-        """Resolve the placement of the seat's group, and take its cores.
-
-        Returns:
-            False while the group waits for room, or its node has not answered.
-
-        Raises:
-            ClusterError: The node has too few free cores.
-        """
+        """Resolve the placement of the seat's group, and take its cores. False while the group waits for room, or its
+        node has not answered; ClusterError if the node has too few free cores."""
         where = self._backend.resolve(seat.group)
         if where is None or (self._config.cluster.pin_cores and not self._take_cores(seat, where.node_id)):
             return False
@@ -139,11 +133,8 @@ class Fleet:
         return all(serving[key] >= number for key, number in self._required(desired).items())
 
     def require_room(self, supply: Sequence[NodeSupply]) -> None:
-        """Check during the start that there is, or may soon be, room for all configured actors.
-
-        Raises:
-            ClusterError: There is none; demand and supply are shown.
-        """
+        """Check during the start that there is, or may soon be, room for all configured actors; the ClusterError
+        otherwise shows demand and supply."""
         cluster, now, problem = self._config.cluster, self._clock.now(), ""
         demands = [seat.demand for seat in self._seating.seats]
         pending = [member for member in self.members.values() if member.phase is Phase.PENDING]

@@ -80,7 +80,9 @@ def test_own_excludes_come_on_top(folder: Path, tmp_path: Path) -> None:
     assert uploaded(folder, read_runtime_env(own)) == wanted
 
 
-@pytest.mark.parametrize("text", ["excludes: data", "env_vars: [A]", "pip: [a\nb: : c", "pip: " + "[" * 500 + "]" * 500, "- a"])
+@pytest.mark.parametrize(
+    "text", ["excludes: data", "env_vars: [A]", "a: [b\nc: : d", "a: " + "[" * 500 + "]" * 500, "- a"]
+)
 def test_malformed_environments(tmp_path: Path, text: str) -> None:
     path = tmp_path / "env.yaml"
     path.write_text(text)
