@@ -91,11 +91,11 @@ class Controller:
         self._drafters = drafter_specs(config)
         self._desired = {VERIFIER: config.target.replicas, **draft_actors(config)}
         limits = limits or ReplacementLimits.from_config(config.cluster)
-        self._fleet = Fleet(config, run, self._backend, limits, classes, priors or {}, dict(self._desired))
+        self._fleet = Fleet(config, run, self._backend, limits, classes, priors or {})
         self._elastic = Elastic(config, priors or {})
         self._peers, self._weights = PeerSync(config), WeightSync(config, self._clock)
         self._requests: deque[Callable[[], None]] = deque()
-        """Changes that other threads request; carried out at the beginning of a round."""
+        """Changes that other threads request; carried out at the beginning of a round, once the run has started."""
         self._view = ClusterView()
         self._status: list[dict[str, Any]] = []
         self._wake, self._stopping = self._clock.event(), self._clock.event()
@@ -105,10 +105,9 @@ class Controller:
     # ---- called from other processes ----
 
     def start(self) -> ClusterView:
-        """Bring up the configured actors and keep them running. Returns the first view in which all of them serve
-        that are still desired. Idempotent. After an error nothing is left running: a ClusterError without room, a
-        UserError as an actor raised it, another SpecActorError if actors do not start in time or are lost repeatedly.
-        """
+        """Bring up the configured actors and keep them running. Returns the first view in which all of them serve.
+        Idempotent. After an error nothing is left running: a ClusterError without room, a UserError as an actor raised
+        it, another SpecActorError if actors do not start in time or are lost repeatedly."""
         return self._started.get()
 
     def view(self, known: int | None = None) -> ClusterView | None:
@@ -121,8 +120,8 @@ class Controller:
         return self._status
 
     def scale(self, drafters: Mapping[str, int | None]) -> None:
-        """Set the number of draft actors of each method; returns before it is reached. A number ends the scaling of a
-        method by its load, None begins it again. After a ConfigError nothing was changed."""
+        """Set the number of draft actors of each method, once the run has started; returns before it is reached. A number
+        ends the scaling of a method by its load, None begins it again. After a ConfigError nothing was changed."""
         for method, number in drafters.items():
             refusal = scale_refusal(self._config, method, number)
             if refusal is not None:
@@ -207,6 +206,7 @@ class Controller:
 
     def _reconcile(self) -> None:
         while not self._stopping.is_set():
+            self._guarded("requests", self._take_requests)
             self._guarded("scale by load", self._scale_by_load)
             self._round(self._guarded)
             self._wake.wait(_TICK_S if self._weights.is_settled() else _SYNC_TICK_S)
@@ -214,7 +214,6 @@ class Controller:
 
     def _round(self, run: Callable[[str, Callable[[], Any]], None]) -> None:
         fleet = self._fleet
-        run("requests", self._take_requests)
         run("settle", fleet.settle_pending)
         run("decide and apply", lambda: fleet.reconcile(self._desired))
         run("weights", lambda: self._weights.update(fleet.members.values(), self._clock.now()))

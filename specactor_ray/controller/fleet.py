@@ -111,7 +111,6 @@ class Fleet:
         limits: ReplacementLimits,
         classes: ActorClasses | None,
         priors: Mapping[str, float],
-        configured: Mapping[str, int],
     ) -> None:
         self._config, self._run, self._backend, self._limits = config, run, backend, limits
         self._classes, self._priors = classes, priors
@@ -122,15 +121,15 @@ class Fleet:
         self.failures: dict[str, FailureRecord] = {}
         self.departed: dict[str, Departure] = {}
         self.start_error: SpecActorError | None = None
-        self._configured, self._is_placed = configured, False
-        """Actors that the start requires, and whether all have had room at the same time."""
+        self._is_placed = False
+        """Whether all configured actors have had room at the same time."""
         self._used_ids: set[str] = set()
         self._observed_at = self._clock.now()
 
     def has_started(self, desired: Mapping[str, int]) -> bool:
-        """Whether as many actors serve as are configured and still desired. Others may be pending."""
+        """Whether as many actors serve as are desired."""
         serving = Counter(one.key for one in self.members.values() if one.phase is Phase.READY and one.serves)
-        return all(serving[key] >= number for key, number in self._required(desired).items())
+        return all(serving[key] >= number for key, number in desired.items())
 
     def require_room(self, supply: Sequence[NodeSupply]) -> None:
         """Check during the start that there is, or may soon be, room for all configured actors; the ClusterError
@@ -176,8 +175,6 @@ class Fleet:
     def reconcile(self, desired: Mapping[str, int]) -> None:
         """Observe all members, and bring them one step nearer to the desired state."""
         now = self._clock.now()
-        if not self._is_placed:  # what `scale` added must not take the room of configured actors
-            desired = self._required(desired)
         self._observe(now)
         for action in decide(desired, list(self.members.values()), self.failures, now, self._limits):
             if isinstance(action, Create):
@@ -185,7 +182,7 @@ class Fleet:
             elif isinstance(action, Drain):
                 self.members[action.actor_id].drain(now)
             else:
-                self._remove(action, desired, now)
+                self._remove(action, now)
         self._seating.trim(desired)
 
     def given_up(self) -> set[str]:
@@ -215,10 +212,6 @@ class Fleet:
             self._clock.sleep(0.05)
         return True
 
-    def _required(self, desired: Mapping[str, int]) -> dict[str, int]:
-        """The configured actors that are still desired."""
-        return {key: min(number, self._configured.get(key, 0)) for key, number in desired.items()}
-
     def _observe(self, now: float) -> None:
         was_delayed = now - self._observed_at > self._limits.health_timeout_s / 2  # the controller, not the actors
         self._observed_at = now
@@ -247,15 +240,14 @@ class Fleet:
         handle = self._backend.launch(cls, spec, name, seat.placement, seat.demand)
         member.launched(handle, self._limits.start_timeout_s, now)
 
-    def _remove(self, action: Remove, desired: Mapping[str, int], now: float) -> None:
+    def _remove(self, action: Remove, now: float) -> None:
         member = self.members.pop(action.actor_id)
         log = logger.warning if action.failed else logger.info
         log("%s is removed: %s", action.actor_id, action.reason)
         if action.failed:
             record = record_failure(self.failures.get(member.key), now, member)
             self.failures[member.key] = record
-            if self._required(desired).get(member.key, 0):
-                self._check_start(member, action.reason, record)
+            self._check_start(member, action.reason, record)
             if is_given_up(member.key, record, self._limits):
                 logger.error("no more draft actors of %s are started: %s", member.key, action.reason)
         if member.key == VERIFIER:

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.controller.fleet import Fleet
 from specactor_ray.controller.members import Member
-from specactor_ray.controller.reconcile import Remove
 from specactor_ray.controller.sync import WeightSync
-from specactor_ray.core.errors import SpecActorError
 from specactor_ray.rollout.backlog import Quarantine
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
 from specactor_ray.transport.link import EventQueue
@@ -122,17 +119,6 @@ def old_weights_serve_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Requests, "add", take)
 
 
-def a_removal_ends_the_start(patch: pytest.MonkeyPatch) -> None:
-    """Whatever is removed while a run starts ends it, although it is only not wanted any more."""
-    remove = Fleet._remove
-
-    def end(self: Fleet, action: Remove, desired: Mapping[str, int], now: float) -> None:
-        remove(self, action, desired, now)
-        self.start_error = self.start_error or SpecActorError(action.reason)
-
-    patch.setattr(Fleet, "_remove", end)
-
-
 MUTANTS: list[tuple[Patch, tuple[str, ...]]] = [
     (one_blip_excludes_a_verifier, ("bad links",)),
     (a_lost_submit_is_not_noticed, ("bad links",)),
@@ -141,7 +127,6 @@ MUTANTS: list[tuple[Patch, tuple[str, ...]]] = [
     (events_are_lost_with_their_answer, ("bad links",)),
     (attempts_are_not_told_apart, ("freeze actor", "partition", "bad links")),
     (old_weights_serve_on, ("kill drafter",)),
-    (a_removal_ends_the_start, ("scale", "from the start")),
 ]
 
 
