@@ -120,8 +120,8 @@ class Controller:
         return self._status
 
     def scale(self, drafters: Mapping[str, int | None]) -> None:
-        """Set the number of draft actors of each method, once the run has started; returns before it is reached. A number
-        ends the scaling of a method by its load, None begins it again. After a ConfigError nothing was changed."""
+        """Set the number of draft actors of each method, once the run has started; returns before it is reached. A
+        number ends the scaling of a method by its load, None begins it again. A ConfigError changes nothing."""
         for method, number in drafters.items():
             refusal = scale_refusal(self._config, method, number)
             if refusal is not None:
