@@ -108,16 +108,7 @@ def run_campaign(
     requests: int = 64,
     on_run: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run scenarios until `faults` faults have struck, those on single calls included.
-
-    Args:
-        campaign: Takes the reports.
-        faults: Number of faults in total.
-        seed: Seed of the campaign; each run has its own, derived from it.
-        processes: Number of processes.
-        requests: Requests of each stream.
-        on_run: Called after every run.
-    """
+    """Run scenarios until `faults` faults have struck, those on single calls included; calls `on_run` after each."""
     seeds = range(seed * _SEEDS_PER_CAMPAIGN, (seed + 1) * _SEEDS_PER_CAMPAIGN)
     scenarios = (FaultScenario.draw(one, min(FAULTS_PER_RUN, faults), requests) for one in seeds)
     context = multiprocessing.get_context("spawn")
