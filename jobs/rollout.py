@@ -1,11 +1,4 @@
-"""`specactor rollout` as a job, with the command's arguments:
-
-    ray job submit --working-dir . -- python jobs/rollout.py --config conf/local_cpu.yaml
-
-Inside a Ray job, or where RAY_ADDRESS is set, it runs on that cluster and starts none of its own.
-"""
-
-from __future__ import annotations
+"""`specactor rollout` as a Ray job: `ray job submit --working-dir . -- python jobs/rollout.py --config conf/local_cpu.yaml`."""
 
 import sys
 
