@@ -1,4 +1,11 @@
-"""`specactor rollout` as a Ray job: `ray job submit --working-dir . -- python jobs/rollout.py --config conf/local_cpu.yaml`."""
+"""`specactor rollout` as a job, with the command's arguments:
+
+    ray job submit --working-dir . -- python jobs/rollout.py --config conf/local_cpu.yaml
+
+Inside a Ray job, or where RAY_ADDRESS is set, it runs on that cluster and starts none of its own.
+"""
+
+from __future__ import annotations
 
 import sys
 

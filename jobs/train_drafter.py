@@ -1,6 +1,13 @@
-"""`specactor drafter train` as a Ray job, in the job's own process on its driver's node: `ray job submit --working-dir . --
-python jobs/train_drafter.py --target smollm2-135m --data prompts.jsonl --output /shared/drafter`. For a GPU add
-`--entrypoint-num-gpus 1` before the `--`, and `--device cuda`."""
+"""`specactor drafter train` as a job, with the command's arguments:
+
+    ray job submit --working-dir . -- python jobs/train_drafter.py --target smollm2-135m --data prompts.jsonl \\
+        --output /shared/drafter
+
+It runs in the job's own process, on the node where the job's driver runs, and starts no actors; for a GPU add
+`--entrypoint-num-gpus 1` before the `--`, and `--device cuda`.
+"""
+
+from __future__ import annotations
 
 import sys
 
