@@ -89,15 +89,12 @@ class Call:
 
     def poll(self) -> bool:
         """Take an answer that has arrived, or send again when due. Never blocks. Returns whether the call is done."""
-        if not self.done:
-            arrived = self.reply is not None and bool(self._calls.transport.wait([self.reply], 0.0))
-            self.advance(arrived, self._calls.clock.now())
+        self._calls.wait([self], 0.0)
         return self.done
 
     def result(self) -> Any:
         """Wait for the answer until the deadline. Raises the actor's SpecActorError, or a `CallError`."""
-        while not self.poll():
-            self._calls.wait([self], float("inf"))
+        self._calls.wait([self], float("inf"))
         if self.error is not None:
             raise self.error
         return self._value
@@ -164,26 +161,20 @@ class Calls:
         """
         return Call(self, (actor, method, arguments), self.clock.now() + deadline_s, retry, wake)
 
-    def ask(self, actor: Any, method: str, *arguments: Any, deadline_s: float, retry: bool = True) -> Any:
+    def ask(self, actor: Any, method: str, *arguments: Any, deadline_s: float) -> Any:
         """Call and wait for the answer; arguments and errors as in `start` and `Call.result`."""
-        return self.start(actor, method, *arguments, deadline_s=deadline_s, retry=retry).result()
-
-    def ask_all(self, calls: Iterable[Call]) -> list[Any]:
-        """The results of all calls, in their order. The first that fails raises at once."""
-        calls = list(calls)
-        waiting = calls
-        while waiting:
-            for call in self.wait(waiting, float("inf")):
-                call.result()
-            waiting = [call for call in waiting if not call.done]
-        return [call.result() for call in calls]
+        return self.start(actor, method, *arguments, deadline_s=deadline_s).result()
 
     def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
         """Wait until one of the calls is done, at most `timeout_s` seconds. Returns those that are done."""
-        end = self.clock.now() + timeout_s
+        now = self.clock.now()
+        end, left_s = now + timeout_s, 0.0
         while True:
-            flying = [call.reply for call in calls if call.reply is not None]
-            arrived = self.transport.wait(flying, 0.0) if flying else set()
+            flying, arrived = [call.reply for call in calls if call.reply is not None], set[Any]()
+            if flying:
+                arrived = self.transport.wait(flying, left_s)
+            elif left_s:
+                self.clock.sleep(left_s)
             now = self.clock.now()
             for call in calls:
                 if not call.done:
@@ -192,11 +183,6 @@ class Calls:
             if done or now >= end:
                 return done
             left_s = max(0.0, min([end, *(call.next_at() for call in calls)]) - now)
-            flying = [call.reply for call in calls if call.reply is not None]
-            if flying:
-                self.transport.wait(flying, left_s)
-            else:
-                self.clock.sleep(left_s)
 
     def sender(self, actor: Any, method: str) -> Callable[[Any], Delivery]:
         """A `send` for `Link`: the method takes a message; its result is ignored."""

@@ -13,7 +13,7 @@ import pytest
 from ray import exceptions as ray_errors
 from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
 
-from specactor_ray.cluster.calls import Call, Calls, translate_ray_error
+from specactor_ray.cluster.calls import translate_ray_error
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
@@ -37,7 +37,7 @@ def asked(answers: list[tuple[float, Any] | None], deadline_s: float, retry: boo
 
     def body() -> Any:
         try:
-            return script.calls().ask("actor", "method", 1, 2, deadline_s=deadline_s, retry=retry)
+            return script.calls().start("actor", "method", 1, 2, deadline_s=deadline_s, retry=retry).result()
         except SpecActorError as error:
             return error
 
@@ -85,35 +85,19 @@ def test_a_call_that_cannot_be_sent_has_failed() -> None:
     assert call.done and call.error is GONE
 
 
-def started(answers: list[tuple[float, Any] | None], number: int) -> tuple[Bench, Calls, list[Call]]:
-    """Calls that were begun together, with a deadline after 9 s."""
+def test_waiting_ends_with_the_first_that_is_done_and_polling_does_not_wait() -> None:
     bench = Bench()
-    calls = Script(bench, answers).calls()
-    return bench, calls, [calls.start("actor", "method", deadline_s=9.0) for _ in range(number)]
+    calls = Script(bench, [(3.0, "a"), (1.0, "b"), (0.0, UNAVAILABLE), None]).calls()
 
+    def body() -> None:
+        first, second, third = begun = [calls.start("actor", "method", deadline_s=9.0) for _ in range(3)]
+        assert not first.poll() and calls.wait(begun, 0.5) == [] and bench.kernel.now == 0.5
+        assert calls.wait(begun, 7.0) == [second] and bench.kernel.now == 1.0
+        assert calls.wait([first, third], 7.0) == [first] and bench.kernel.now == 3.0
+        assert not third.poll() and calls.wait([third], 2.0) == [] and bench.kernel.now == 5.0
+        assert calls.wait([third], 60.0) == [third] and bench.kernel.now == 9.0 and third.error is UNAVAILABLE
 
-class TestSeveral:
-    def test_all_results_in_the_order_of_the_calls(self) -> None:
-        bench, calls, begun = started([(3.0, "a"), (1.0, "b"), (0.0, UNAVAILABLE), (2.0, "c")], 3)
-        assert bench.run(lambda: calls.ask_all(begun)) == ["a", "b", "c"] and bench.kernel.now == 3.0
-
-    def test_the_first_error_does_not_wait_for_the_others(self) -> None:
-        bench, calls, begun = started([(8.0, "a"), (2.0, BUG), (1.0, "c"), (4.0, GONE)], 4)
-        with pytest.raises(RemoteError, match="bug"):
-            bench.run(lambda: calls.ask_all(begun))
-        assert bench.kernel.now == 2.0
-
-    def test_waiting_ends_with_the_first_that_is_done_and_polling_does_not_wait(self) -> None:
-        bench, calls, (first, second, third) = started([(3.0, "a"), (1.0, "b"), (0.0, UNAVAILABLE), None], 3)
-
-        def body() -> None:
-            assert not first.poll() and calls.wait([first, second, third], 0.5) == [] and bench.kernel.now == 0.5
-            assert calls.wait([first, second, third], 7.0) == [second] and bench.kernel.now == 1.0
-            assert calls.wait([first, third], 7.0) == [first] and bench.kernel.now == 3.0
-            assert not third.poll() and calls.wait([third], 2.0) == [] and bench.kernel.now == 5.0
-            assert calls.wait([third], 60.0) == [third] and bench.kernel.now == 9.0 and third.error is UNAVAILABLE
-
-        bench.run(body)
+    bench.run(body)
 
 
 def test_a_delivery_has_the_error_of_its_call() -> None:
