@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -240,12 +240,8 @@ def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> boo
 
 def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> str:
     """A readable table: the demand of the actors, the resources of every node, and the fix."""
-    lines = ["Demand:"]
-    kinds = itertools.groupby(demands, lambda one: (one.owner.rpartition("-")[0], _amounts(one.bundle())))
-    for (_, amounts), equal in kinds:
-        owners = [demand.owner for demand in equal]
-        names = " to ".join(dict.fromkeys((owners[0], owners[-1])))
-        lines.append(f"  {names + (f' ({len(owners)})' if len(owners) > 1 else ''):<24} {amounts}")
+    kinds = Counter((demand.owner.rsplit("-", 1)[0], _amounts(demand.bundle())) for demand in demands)
+    lines = ["Demand:", *(f"  {f'{kind} ({count})':<24} {amounts} each" for (kind, amounts), count in kinds.items())]
     total = {name: sum(demand.bundle().get(name, 0.0) for demand in demands) for name in ("CPU", "GPU")}
     lines += [f"  {'in all':<24} {_amounts(total)}", "Supply (total, and free before this request):"]
     lines += [
