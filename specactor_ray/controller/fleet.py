@@ -6,13 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from specactor_ray.actors.specs import VERIFIER, Departure, Phase
+from specactor_ray.actors.specs import VERIFIER, ActorSpec, Departure, Phase
 from specactor_ray.cluster.backend import Backend, Demand, NodeSupply, can_ever_fit, demand_against_supply
 from specactor_ray.cluster.cores import CoreLedger
 from specactor_ray.cluster.names import actor_name, new_actor_id
-from specactor_ray.config.methods import drafter_specs
+from specactor_ray.config.methods import drafter_specs, inline_drafters
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.members import ActorClasses, Member, Seat, build_spec, default_classes, stop_in_order
+from specactor_ray.controller.members import ActorClasses, Member, Seat, default_classes, stop_in_order
 from specactor_ray.controller.reconcile import (
     Create,
     Drain,
@@ -116,6 +116,7 @@ class Fleet:
         self._classes, self._priors = classes, priors
         self._calls, self._clock = backend.calls, backend.calls.clock
         self._drafters = drafter_specs(config)
+        self._inline = tuple(drafter.method for drafter in inline_drafters(config))
         self._seating = Seating(run, config, backend)
         self.members: dict[str, Member] = {}
         self.failures: dict[str, FailureRecord] = {}
@@ -235,7 +236,9 @@ class Fleet:
         assert seat.placement is not None  # callers have settled the seat
         self._classes = self._classes or default_classes()  # may take seconds, so it is after the first status
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
-        spec = build_spec(self._config, self._drafters, member, self._priors)
+        spec = ActorSpec(
+            member.actor_id, member.key, self._config, self._drafters, seat.cores, self._inline, self._priors
+        )
         name = actor_name(self._run, member.actor_id)
         handle = self._backend.launch(cls, spec, name, seat.placement, seat.demand)
         member.launched(handle, self._limits.start_timeout_s, now)

@@ -7,19 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.actors.specs import (
-    VERIFIER,
-    ClusterView,
-    Departure,
-    DraftActorSpec,
-    DraftEndpoint,
-    Phase,
-    VerifierSpec,
-)
+from specactor_ray.actors.specs import VERIFIER, ClusterView, Departure, DraftEndpoint, Phase
 from specactor_ray.cluster.backend import Demand, Placement, ProcessFacts, process_facts
 from specactor_ray.cluster.calls import Call, Calls
-from specactor_ray.config.methods import DrafterSpec, inline_drafters
-from specactor_ray.config.schema import Config
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.controller.reconcile import ActorState
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, SpecActorError, UserError
 
@@ -256,29 +247,6 @@ def stop_in_order(members: Iterable[Member], calls: Calls, timeout_s: float, int
             member.poll(now, interval_s)
             if call.done or member.error is not None or member.silent_s(now) > max(2.0, 2.0 * interval_s):
                 del pending[call]
-
-
-def build_spec(
-    config: Config, drafters: Mapping[str, DrafterSpec], member: Member, priors: Mapping[str, float]
-) -> VerifierSpec | DraftActorSpec:
-    """The specification of this member's actor."""
-    common: dict[str, Any] = {
-        "actor_id": member.actor_id,
-        "target": config.target,
-        "cores": member.seat.cores,
-        "log_level": config.run.log_level,
-    }
-    if member.key != VERIFIER:
-        return DraftActorSpec(**common, drafter=drafters[member.key])
-    return VerifierSpec(
-        **common,
-        speculation=config.speculation,
-        mode=config.mode,
-        priors=priors,
-        largest_window=max((drafter.window for drafter in drafters.values()), default=0),
-        max_branches=max((drafter.branches for drafter in drafters.values()), default=0),
-        inline=tuple(drafters[drafter.method] for drafter in inline_drafters(config)),
-    )
 
 
 def next_view(

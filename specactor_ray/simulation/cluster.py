@@ -14,7 +14,7 @@ import numpy as np
 
 from specactor_ray.actors.loops import DraftActor, VerifierActor
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
-from specactor_ray.actors.specs import VerifierSpec
+from specactor_ray.actors.specs import ActorSpec
 from specactor_ray.cluster.backend import Demand, NodeSupply, Placement, ProcessFacts
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import DrafterSpec, traits
@@ -160,13 +160,13 @@ class SimulatedHost(ActorHost):
     def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         pass
 
-    def build_engine(self, spec: VerifierSpec) -> SimulatedEngine:
-        world, target = self._world, spec.target
+    def build_engine(self, spec: ActorSpec) -> SimulatedEngine:
+        world, target = self._world, spec.config.target
         self._clock.work(world.load_s)
         limits = (target.max_batch, target.max_step_tokens, world.cache_tokens)
         return SimulatedEngine(self._actor, self._clock, self._network, world, *limits)
 
-    def build_drafting(self, spec: VerifierSpec, engine: Any, *figures: Any) -> Drafting:
+    def build_drafting(self, spec: ActorSpec, engine: Any, *figures: Any) -> Drafting:
         world = self._world
         known = (KnownAcceptance(world), KnownCost(world, engine, self._clock)) if world.clairvoyant else ()
         drafting = super().build_drafting(spec, engine, *known)
