@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specactor_ray.transport import inbox
 from specactor_ray.transport.inbox import MOST_WAITING, UNKNOWN
-from specactor_ray.transport.messages import NO_BRANCHES, Branches, CommitBatch, TailBatch
-from specactor_ray.verify.table import RequestTable
-from tests.unit.verify.tables import ints, request
+from specactor_ray.transport.messages import Branches, CommitBatch, TailBatch
+from tests.unit.verify.tables import ints
 
 VOCAB, BRANCHES = 100, 2
 HUGE = 1 << 21
@@ -154,63 +151,3 @@ def test_messages_wait_sender_by_sender_and_a_sender_that_floods_loses_only_its_
     assert left[:2] == [calm, calm]
     assert [message.token_s for message in left[2:]] == list(range(1000 - MOST_WAITING, 1000))
     assert len(box) == 0 and box.drain() == []
-
-
-# ---- anything at all ----
-
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=2),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=2) | st.integers(0, 2), inner, max_size=3)
-        | st.sets(st.integers(0, 2), max_size=3)
-    ),
-    max_leaves=4,
-)
-DTYPES = st.sampled_from([np.int32] * 6 + [np.int64, np.float32, np.bool_, object])
-NUMBERS = st.lists(st.integers(0, 40) | st.integers(-3, 2**31 - 1), min_size=2, max_size=2)
-ARRAYS = st.builds(np.array, NUMBERS, DTYPES) | ANYTHING
-
-
-def filled(kind: type, **likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Objects of a message class whose fields hold anything, and often what nearly fits."""
-    names = [field.name for field in dataclasses.fields(kind)]
-
-    def fill(values: Sequence[object]) -> Any:
-        made = object.__new__(kind)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(made, name, value)
-        return made
-
-    return st.tuples(*(likely.get(name, ANYTHING) for name in names)).map(fill)
-
-
-FITTING = st.sampled_from([ints([1, 2]), ints([0, 3]), ints([0, 0])])
-COLUMNS = dict.fromkeys(("rows", "generations", "bases", "starts", "lengths"), FITTING | ARRAYS)
-BRANCHES_LIKE = st.builds(
-    Branches, *[FITTING | st.just(ints([1, 1])) | ARRAYS] * 3, st.sampled_from([ints([1, 2, 3]), ints([1, 2])]) | ARRAYS
-)
-COLUMNS["tokens"] = st.sampled_from([ints([1, 2, 3]), ints([])]) | ARRAYS
-BATCHES = ANYTHING | filled(
-    TailBatch, drafter_id=st.sampled_from("de"), **COLUMNS, branches=st.just(NO_BRANCHES) | BRANCHES_LIKE,
-    token_s=st.floats(0, 1) | st.floats(), lost=st.just(()) | ANYTHING,
-)  # fmt: skip
-
-
-@given(st.lists(BATCHES, min_size=1, max_size=6))
-def test_nothing_that_arrives_raises_and_what_is_let_in_does_no_harm(arriving: list[Any]) -> None:
-    table, box = RequestTable(4, BRANCHES), inbox.for_verifier(VOCAB, BRANCHES)
-    rows = [table.open(request(str(number), [1, 2, 3])) for number in range(4)]
-    for row in rows:
-        table.assign(0, row)
-    for message in arriving:
-        box.put(message)
-    tails = box.drain()
-    for tail in tails:
-        table.take(0, tail)
-    assert table.length[0].max() <= 4
-    for tokens in (table.tail[0], table.branch_tail[0]):
-        assert tokens.min() >= 0 and tokens.max() < VOCAB
-    assert table.output[rows, :3].tolist() == [[1, 2, 3]] * 4 and table.committed[rows].tolist() == [3] * 4
-    assert len(tails) + sum(box.snapshot()["malformed"].values()) == len(arriving)
