@@ -6,37 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specactor_ray.core.clock import SystemClock
 from specactor_ray.core.errors import SpecActorError
+from tests.fakes.clocks import HandClock
 from tests.fakes.hand_transport import LocalObjects
 
 NEVER = float("inf")
 
 
-class JumpingClock(SystemClock):
-    """Time passes only in waits."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def now(self) -> float:  # type: ignore[override]
-        return self.time
-
-    def sleep(self, seconds: float) -> None:  # type: ignore[override]
-        self.time += seconds
-
-
 class FakeRank:
     """Answers `(after how many seconds, with what)`; an error is raised. Counts progress until a moment."""
 
-    def __init__(self, clock: JumpingClock, progress_until: float = NEVER, **answers: tuple[float, Any]) -> None:
+    def __init__(self, clock: HandClock, progress_until: float = NEVER, **answers: tuple[float, Any]) -> None:
         self.clock, self.progress_until, self.answers = clock, progress_until, answers
         self.called: list[tuple[str, tuple[Any, ...]]] = []
 
     def answer(self, method: str, arguments: Sequence[Any]) -> tuple[float, Any]:
         self.called.append((method, tuple(arguments)))
         if method == "heartbeat":
-            return 0.0, int(min(self.clock.time, self.progress_until))
+            return 0.0, int(min(self.clock.seconds, self.progress_until))
         return self.answers.get(method, (0.0, None))
 
 
@@ -56,14 +43,14 @@ class Due:
 class FakeTransport(LocalObjects):
     """Carries calls to fake ranks at once; their answers come when they are due."""
 
-    def __init__(self, clock: JumpingClock) -> None:
+    def __init__(self, clock: HandClock) -> None:
         self._clock = clock
 
     def send(self, actor: FakeRank, method: str, arguments: Sequence[Any]) -> Due:
         delay, answer = actor.answer(method, arguments)
-        return Due(self._clock.time + delay, answer)
+        return Due(self._clock.seconds + delay, answer)
 
     def wait(self, replies: Sequence[Due], timeout_s: float) -> set[Due]:
-        first, end = min(reply.time for reply in replies), self._clock.time + timeout_s
-        self._clock.time = max(self._clock.time, min(first, end))
-        return {reply for reply in replies if reply.time <= self._clock.time}
+        first, end = min(reply.time for reply in replies), self._clock.seconds + timeout_s
+        self._clock.seconds = max(self._clock.seconds, min(first, end))
+        return {reply for reply in replies if reply.time <= self._clock.seconds}

@@ -11,7 +11,8 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, RemoteError
 from specactor_ray.learner.engine import SavedPart, is_disk_error
 from specactor_ray.trainer.trainer_ranks import TrainerRanks
-from tests.fakes.ranks import NEVER, FakeRank, FakeTransport, JumpingClock
+from tests.fakes.clocks import HandClock
+from tests.fakes.ranks import NEVER, FakeRank, FakeTransport
 
 LIMIT_S = 600.0
 
@@ -22,31 +23,31 @@ def together(*ranks: FakeRank) -> TrainerRanks:
 
 
 def test_work_may_take_as_long_as_it_gets_anywhere() -> None:
-    clock = JumpingClock()
+    clock = HandClock()
     ranks = together(FakeRank(clock, update=(50_000.0, {"loss": 1.0})), FakeRank(clock, update=(1.0, {"loss": 2.0})))
     assert ranks.update([], 0, 0) == {"loss": 1.0}
-    assert clock.time == 50_000.0
+    assert clock.seconds == 50_000.0
 
 
 def test_a_rank_without_progress_ends_the_wait_and_is_named() -> None:
-    clock = JumpingClock()
+    clock = HandClock()
     ranks = together(FakeRank(clock, update=(NEVER, None)), FakeRank(clock, 1000.0, update=(NEVER, None)))
     with pytest.raises(ActorLostError, match=r"trainer rank 1: no progress for 600 s in update; .*stall_timeout_s"):
         ranks.update([], 0, 0)
-    assert 1000.0 + LIMIT_S <= clock.time <= 1000.0 + LIMIT_S + 20.0
-    ended = clock.time
+    assert 1000.0 + LIMIT_S <= clock.seconds <= 1000.0 + LIMIT_S + 20.0
+    ended = clock.seconds
     with pytest.raises(ActorLostError, match=r"cannot be used any more: trainer rank 1: no progress.*resume=auto"):
         ranks.save(Path("unused"))
-    assert clock.time == ended, "refused at once"
+    assert clock.seconds == ended, "refused at once"
 
 
 def test_a_rank_that_failed_is_not_waited_for_by_the_driver() -> None:
-    clock = JumpingClock()
+    clock = HandClock()
     first, second = FakeRank(clock, update=(NEVER, None)), FakeRank(clock, update=(3.0, RemoteError("boom")))
     ranks = together(first, second)
     with pytest.raises(RemoteError, match=r"trainer rank 1, update: boom"):
         ranks.update([], 0, 0)
-    assert clock.time < 30.0
+    assert clock.seconds < 30.0
     with pytest.raises(ActorLostError, match=r"cannot be used any more: trainer rank 1, update: boom"):
         ranks.update([], 1, 1)
     ranks.close()
@@ -55,7 +56,7 @@ def test_a_rank_that_failed_is_not_waited_for_by_the_driver() -> None:
 
 def test_a_lost_rank_is_named_though_the_error_of_another_comes_first() -> None:
     """What a survivor's collective raises is known before the death of its peer."""
-    clock = JumpingClock()
+    clock = HandClock()
     survivor = FakeRank(clock, update=(1.0, RemoteError("connection reset by peer")))
     ranks = together(survivor, FakeRank(clock, update=(3.0, ActorLostError("its process ended"))))
     with pytest.raises(ActorLostError, match=r"trainer rank 1, update: its process ended"):
@@ -65,7 +66,7 @@ def test_a_lost_rank_is_named_though_the_error_of_another_comes_first() -> None:
 
 
 def test_after_an_error_that_leaves_all_ranks_in_step_the_group_is_used_further() -> None:
-    clock = JumpingClock()
+    clock = HandClock()
     first, second = (
         FakeRank(clock, teach_drafter=(4.0, None)),
         FakeRank(clock, teach_drafter=(1.0, RemoteError("boom"))),
@@ -80,7 +81,7 @@ def test_after_an_error_that_leaves_all_ranks_in_step_the_group_is_used_further(
 
 
 def test_a_rank_out_of_reach_is_asked_again_with_the_same_step() -> None:
-    clock = JumpingClock()
+    clock = HandClock()
 
     class Flaky(FakeRank):
         def answer(self, method: str, arguments: Any) -> tuple[float, Any]:
@@ -99,7 +100,7 @@ def test_a_rank_out_of_reach_is_asked_again_with_the_same_step() -> None:
 
 @pytest.mark.parametrize("here", [None, "half"])
 def test_files_that_only_another_node_sees_are_missed(here: str | None, tmp_path: Path) -> None:
-    clock = JumpingClock()
+    clock = HandClock()
     (tmp_path / "mine").write_text("12345")
     if here is not None:
         (tmp_path / "theirs").write_text(here)
