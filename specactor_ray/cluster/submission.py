@@ -77,8 +77,10 @@ def submit(
         say(console, f"dashboard: {redacted(address)}; stop it with: {_ADDRESS}={redacted(address)} ray job stop {job}")
         if not follow:
             return 0
-        status = _follow(client, job, console)
-        say(console, f"job {job}: {status}")
+        _follow(client, job, console)
+        details = client.get_job_info(job)
+        status, reason = str(details.status.value), (details.message or "").partition("\n")[0]
+        say(console, f"job {job}: {status}" if status in (_SUCCEEDED, _STOPPED) else f"job {job}: {status}: {reason}")
         return {_SUCCEEDED: 0, _STOPPED: EXIT_INTERRUPTED}.get(status, EXIT_FAILED)
 
 
@@ -134,7 +136,7 @@ def _readable_errors(address: str) -> Iterator[None]:
         raise ClusterError(f"the job was refused by {address}: {text}") from None
 
 
-def _follow(client: Any, job: str, console: Console) -> str:
+def _follow(client: Any, job: str, console: Console) -> None:
     """Copy the log to standard output until the job ends. SIGINT and SIGTERM stop the job, then the copying."""
 
     async def copy() -> None:
@@ -152,4 +154,3 @@ def _follow(client: Any, job: str, console: Console) -> str:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return str(client.get_job_status(job).value)
