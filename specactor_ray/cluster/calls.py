@@ -34,7 +34,7 @@ _RETRY_S, _RETRY_MAX_S = 0.1, 2.0
 """Seconds before a call to an unavailable actor is sent again: doubles from the first to the second value."""
 
 
-class Reply(Delivery, Protocol):
+class Answer(Delivery, Protocol):
     """The answer to one attempt of a call; can be hashed."""
 
     def result(self, what: str) -> Any:
@@ -44,11 +44,11 @@ class Reply(Delivery, Protocol):
 class Transport(Protocol):
     """Carries calls and objects. References to objects are opaque."""
 
-    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Reply:
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Answer:
         """Begin a call; returns at once."""
 
-    def wait(self, replies: Sequence[Any], timeout_s: float) -> set[Any]:
-        """Those of these distinct replies that have arrived; waits up to `timeout_s` seconds for the first."""
+    def wait(self, answers: Sequence[Any], timeout_s: float) -> set[Any]:
+        """Those of these distinct answers that have arrived; waits up to `timeout_s` seconds for the first."""
 
     def put(self, value: Any) -> Any:
         """Store an object; it lives as long as its owner and a reference to it."""
@@ -66,7 +66,7 @@ class Call:
     Attributes:
         done: Whether there is a result or an error; updated by `poll` and `Calls.wait`.
         error: Error of the call; None while it is in flight or when it succeeded.
-        reply: Reply to the current attempt; None between two attempts and at the end.
+        answer: Answer to the current attempt; None between two attempts and at the end.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Call:
         self._unavailable: CallError | None = None
         self.done = False
         self.error: SpecActorError | None = None
-        self.reply: Reply | None = None
+        self.answer: Answer | None = None
         self._send()
 
     def poll(self) -> bool:
@@ -101,15 +101,15 @@ class Call:
 
     def next_at(self) -> float:
         """Time of the next action (a repeat, or the deadline) if no answer arrives."""
-        return self._end if self.reply is not None else min(self._end, self._again_at)
+        return self._end if self.answer is not None else min(self._end, self._again_at)
 
     def advance(self, arrived: bool, now: float) -> None:
         """Process the current attempt; `arrived`: whether it has an answer."""
-        reply = self.reply
-        if arrived and reply is not None:
-            self.reply = None
+        answer = self.answer
+        if arrived and answer is not None:
+            self.answer = None
             try:
-                self._value = reply.result(self._method)
+                self._value = answer.result(self._method)
                 self.done = True
             except ActorUnavailableError as error:
                 self._unavailable, self._again_at = error, now + self._delay_s
@@ -120,20 +120,20 @@ class Call:
                 self._fail(error)
         elif now >= self._end:
             self._fail(self._unavailable or CallTimeoutError(f"{self._method}: no answer in time"))
-        elif reply is None and now >= self._again_at:
+        elif answer is None and now >= self._again_at:
             self._send()
 
     def _send(self) -> None:
         try:
-            self.reply = self._calls.transport.send(*self._target)
+            self.answer = self._calls.transport.send(*self._target)
         except SpecActorError as error:
             self._fail(error)
             return
         if (wake := self._wake) is not None:
-            self.reply.add_done_callback(lambda _reply: wake())
+            self.answer.add_done_callback(lambda _answer: wake())
 
     def _fail(self, error: SpecActorError) -> None:
-        self.error, self.done, self.reply = error, True, None
+        self.error, self.done, self.answer = error, True, None
 
 
 class Calls:
@@ -170,7 +170,7 @@ class Calls:
         now = self.clock.now()
         end, left_s = now + timeout_s, 0.0
         while True:
-            flying, arrived = [call.reply for call in calls if call.reply is not None], set[Any]()
+            flying, arrived = [call.answer for call in calls if call.answer is not None], set[Any]()
             if flying:
                 arrived = self.transport.wait(flying, left_s)
             elif left_s:
@@ -178,7 +178,7 @@ class Calls:
             now = self.clock.now()
             for call in calls:
                 if not call.done:
-                    call.advance(call.reply in arrived, now)
+                    call.advance(call.answer in arrived, now)
             done = [call for call in calls if call.done]
             if done or now >= end:
                 return done
@@ -189,8 +189,8 @@ class Calls:
         return lambda message: self.transport.send(actor, method, [message])
 
 
-class RayReply:
-    """The `Reply` of a call that Ray carries."""
+class RayAnswer:
+    """The `Answer` of a call that Ray carries."""
 
     __slots__ = ("_future", "reference")
 
@@ -199,7 +199,7 @@ class RayReply:
         self._future: Future[Any] | None = None
         """Made for callbacks only: it deserializes the result."""
 
-    def add_done_callback(self, done: Callable[[RayReply], None]) -> None:
+    def add_done_callback(self, done: Callable[[RayAnswer], None]) -> None:
         self._future = self.reference.future()
         self._future.add_done_callback(lambda _future: done(self))
 
@@ -221,14 +221,14 @@ class RayTransport:
     def __init__(self) -> None:
         self._metrics = RayMetrics()
 
-    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> RayReply:
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> RayAnswer:
         try:
-            return RayReply(getattr(actor, method).remote(*arguments))
+            return RayAnswer(getattr(actor, method).remote(*arguments))
         except ray_errors.RayError as error:
             raise translate_ray_error(error, method) from None
 
-    def wait(self, replies: Sequence[Any], timeout_s: float) -> set[Any]:
-        by_reference = {reply.reference: reply for reply in replies}
+    def wait(self, answers: Sequence[Any], timeout_s: float) -> set[Any]:
+        by_reference = {answer.reference: answer for answer in answers}
         limit = None if timeout_s == float("inf") else timeout_s
         done, waiting = ray.wait(list(by_reference), num_returns=1, timeout=limit, fetch_local=False)
         if done and waiting:  # others that arrived at the same time

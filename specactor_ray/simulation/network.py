@@ -67,7 +67,7 @@ class LinkFaults:
 
 @dataclass(slots=True, eq=False)
 class Reference:
-    """The `Reply` to a call."""
+    """The `Answer` to a call."""
 
     caller: Process | None = None
     """Process of the caller; callbacks are not called once it is dead."""

@@ -48,7 +48,7 @@ class ForkedRank:
 
 @dataclass(eq=False)
 class Sent:
-    """The reply to a call."""
+    """The answer to a call."""
 
     pipe: Connection
     number: int
@@ -79,21 +79,21 @@ class PipeTransport(LocalObjects):
             self._lost.add(sent.pipe)
         return sent
 
-    def wait(self, replies: Sequence[Sent], timeout_s: float) -> set[Sent]:
-        if not (done := self._done(replies)):
-            wait_for([sent.pipe for sent in replies], None if timeout_s == float("inf") else timeout_s)
-            done = self._done(replies)
+    def wait(self, answers: Sequence[Sent], timeout_s: float) -> set[Sent]:
+        if not (done := self._done(answers)):
+            wait_for([sent.pipe for sent in answers], None if timeout_s == float("inf") else timeout_s)
+            done = self._done(answers)
         return done
 
-    def _done(self, replies: Sequence[Sent]) -> set[Sent]:
-        for sent in replies:
+    def _done(self, answers: Sequence[Sent]) -> set[Sent]:
+        for sent in answers:
             try:
                 while sent.pipe not in self._lost and sent.pipe.poll():
                     number, answer = pickle.loads(sent.pipe.recv_bytes())
                     self._answers[sent.pipe, number] = answer
             except (EOFError, OSError):
                 self._lost.add(sent.pipe)
-        return {sent for sent in replies if (sent.pipe, sent.number) in self._answers or sent.pipe in self._lost}
+        return {sent for sent in answers if (sent.pipe, sent.number) in self._answers or sent.pipe in self._lost}
 
 
 def serve_rank(work: Connection, heartbeat: Connection) -> None:

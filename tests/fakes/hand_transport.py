@@ -11,7 +11,7 @@ from specactor_ray.core.errors import SpecActorError
 
 @dataclass(eq=False)
 class Sent:
-    """One call on its way, and its reply."""
+    """One call on its way, and its answer."""
 
     actor: Any
     method: str
@@ -53,5 +53,5 @@ class HandTransport(LocalObjects):
         self.sent.append(Sent(actor, method, tuple(arguments)))
         return self.sent[-1]
 
-    def wait(self, replies: Sequence[Any], timeout_s: float) -> set[Any]:
-        return {reply for reply in replies if reply.done}
+    def wait(self, answers: Sequence[Any], timeout_s: float) -> set[Any]:
+        return {answer for answer in answers if answer.done}

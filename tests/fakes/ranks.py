@@ -29,7 +29,7 @@ class FakeRank:
 
 @dataclass(eq=False)
 class Due:
-    """The reply to a call, and when it is due."""
+    """The answer to a call, and when it is due."""
 
     time: float
     answer: Any
@@ -50,7 +50,7 @@ class FakeTransport(LocalObjects):
         delay, answer = actor.answer(method, arguments)
         return Due(self._clock.seconds + delay, answer)
 
-    def wait(self, replies: Sequence[Due], timeout_s: float) -> set[Due]:
-        first, end = min(reply.time for reply in replies), self._clock.seconds + timeout_s
+    def wait(self, answers: Sequence[Due], timeout_s: float) -> set[Due]:
+        first, end = min(answer.time for answer in answers), self._clock.seconds + timeout_s
         self._clock.seconds = max(self._clock.seconds, min(first, end))
-        return {reply for reply in replies if reply.time <= self._clock.seconds}
+        return {answer for answer in answers if answer.time <= self._clock.seconds}
