@@ -28,9 +28,9 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 FAKES = ActorClasses(FakeVerifier, FakeDrafter)
-QUICK = ReplacementLimits(health_timeout_s=5.0, start_timeout_s=60.0, backoff_s=0.2, max_start_failures=2)
+QUICK = ReplacementLimits(health_timeout_s=60.0, start_timeout_s=120.0, backoff_s=0.2, max_start_failures=2)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def run(cluster: Cluster) -> Iterator[Callable[..., Any]]:
 
 def make_config(verifiers: int = 1, ngram: int = 1, **cluster: Any) -> Config:
     quick = ClusterConfig(
-        address="auto", pin_cores=False, placement_timeout_s=30.0, start_timeout_s=60.0, health_interval_s=0.5
+        address="auto", pin_cores=False, placement_timeout_s=60.0, start_timeout_s=120.0, health_interval_s=0.5
     )
     for name, value in cluster.items():
         setattr(quick, name, value)
