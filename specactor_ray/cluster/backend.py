@@ -54,15 +54,6 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """A placement group that is ready, with its node."""
-
-    group: Any
-    node_id: str
-    node_ip: str
-
-
-@dataclass(frozen=True, slots=True)
 class NodeSupply:
     """Resources of one live node."""
 
@@ -98,8 +89,8 @@ class Backend(Protocol):
     def request(self, name: str, demand: Demand) -> Any:
         """Request a placement group; returns at once, whether or not there is room. It ends with this actor or job."""
 
-    def resolve(self, group: Any) -> Placement | None:
-        """The placement of the group; None while it waits for room or for its node's replacement."""
+    def resolve(self, group: Any) -> tuple[str, str] | None:
+        """Id and IP address of the group's node; None while it waits for room or for its node's replacement."""
 
     def remove(self, group: Any) -> None:
         """Release the group's resources. Idempotent. Ray ends actors that run in it."""
@@ -107,7 +98,7 @@ class Backend(Protocol):
     def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
         """`(machine, core ids)` that processes on a node may use; None until the answer has arrived."""
 
-    def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> Any:
+    def launch(self, cls: Any, spec: Any, name: str, group: Any, demand: Demand) -> Any:
         """Make the actor `cls(spec)` in its placement group; returns its handle at once. A crashed actor is never
         restarted: it would come back without its state under the same name."""
 
@@ -132,13 +123,13 @@ class RayBackend:
     def request(self, name: str, demand: Demand) -> PlacementGroup:
         return placement_group([demand.bundle()], strategy="PACK", name=name, lifetime=None)
 
-    def resolve(self, group: PlacementGroup) -> Placement | None:
+    def resolve(self, group: PlacementGroup) -> tuple[str, str] | None:
         table = placement_group_table(group)
         if table.get("state") != "CREATED":
             return None
         node_id = table["bundles_to_node_id"][0]
         node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
-        return Placement(group, node_id, node["NodeManagerAddress"]) if node else None
+        return (node_id, node["NodeManagerAddress"]) if node else None
 
     def remove(self, group: PlacementGroup) -> None:
         try:
@@ -158,8 +149,8 @@ class RayBackend:
             return None
         return answer.result() if answer.done() else None
 
-    def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(where.group, 0)
+    def launch(self, cls: Any, spec: Any, name: str, group: Any, demand: Demand) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, 0)
         return make_actor(cls, name, strategy, spec, num_cpus=demand.cpus, num_gpus=demand.gpus)
 
     def end(self, handle: Any, facts: ProcessFacts | None) -> None:

@@ -46,7 +46,7 @@ class Seating:
         """A vacant seat for an actor of `key`, else a new one whose placement group is requested now."""
         for seat in self.seats:
             if seat.key == key and seat.occupant is None:
-                seat.placement = None  # the group may have moved, so it is resolved again
+                seat.node = None  # the group may have moved, so it is resolved again
                 return seat
         taken = {seat.index for seat in self.seats if seat.key == key}
         index = next(number for number in range(len(taken) + 1) if number not in taken)
@@ -59,10 +59,10 @@ class Seating:
     def settle(self, seat: Seat) -> bool:
         """Resolve the placement of the seat's group, and take its cores. False while the group waits for room, or its
         node has not answered; ClusterError if the node has too few free cores."""
-        where = self._backend.resolve(seat.group)
-        if where is None or (self._config.cluster.pin_cores and not self._take_cores(seat, where.node_id)):
+        node = self._backend.resolve(seat.group)
+        if node is None or (self._config.cluster.pin_cores and not self._take_cores(seat, node[0])):
             return False
-        seat.placement = where
+        seat.node = node
         return True
 
     def trim(self, wanted: Mapping[str, int]) -> None:
@@ -233,14 +233,13 @@ class Fleet:
 
     def _launch(self, member: Member, now: float) -> None:
         seat = member.seat
-        assert seat.placement is not None  # callers have settled the seat
         self._classes = self._classes or default_classes()  # may take seconds, so it is after the first status
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
         spec = ActorSpec(
             member.actor_id, member.key, self._config, self._drafters, seat.cores, self._inline, self._priors
         )
         name = actor_name(self._run, member.actor_id)
-        handle = self._backend.launch(cls, spec, name, seat.placement, seat.demand)
+        handle = self._backend.launch(cls, spec, name, seat.group, seat.demand)
         member.launched(handle, self._limits.start_timeout_s, now)
 
     def _remove(self, action: Remove, now: float) -> None:

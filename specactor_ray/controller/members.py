@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.actors.specs import VERIFIER, ClusterView, Departure, DraftEndpoint, Phase
-from specactor_ray.cluster.backend import Demand, Placement, ProcessFacts, process_facts
+from specactor_ray.cluster.backend import Demand, ProcessFacts, process_facts
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.controller.reconcile import ActorState
@@ -52,7 +52,8 @@ class Seat:
     index: int
     demand: Demand
     group: Any
-    placement: Placement | None = None
+    node: tuple[str, str] | None = None
+    """Id and IP address of its node; None while the group waits for room."""
     cores: tuple[int, ...] = ()
     occupant: str | None = None
     """Actor id; None once the actor has left: the seat then stays for the next one until `Seating.trim`."""
@@ -204,14 +205,14 @@ class Member(ActorState):
 
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""
-        where, facts, is_verifier = self.seat.placement, self.facts, self.key == VERIFIER
+        (node_id, node_ip), facts, is_verifier = self.seat.node or ("", ""), self.facts, self.key == VERIFIER
         return {
             "id": self.actor_id,
             "kind": "verifier" if is_verifier else "drafter",
             "method": "" if is_verifier else self.key,
             "phase": self.phase.value,
-            "node": where.node_ip if where else "",
-            "node_id": where.node_id if where else "",
+            "node": node_ip,
+            "node_id": node_id,
             "pid": facts.pid if facts else None,
             "cores": self.seat.cores,
             "gpus": facts.gpus if facts else (),

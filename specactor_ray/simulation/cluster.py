@@ -15,7 +15,7 @@ import numpy as np
 from specactor_ray.actors.loops import DraftActor, VerifierActor
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import ActorSpec
-from specactor_ray.cluster.backend import Demand, NodeSupply, Placement, ProcessFacts
+from specactor_ray.cluster.backend import Demand, NodeSupply, ProcessFacts
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import DrafterSpec, traits
 from specactor_ray.config.schema import Config, TargetConfig
@@ -111,9 +111,9 @@ class VirtualBackend:
         self.machines.place(group)
         return group
 
-    def resolve(self, group: VirtualGroup) -> Placement | None:
+    def resolve(self, group: VirtualGroup) -> tuple[str, str] | None:
         self.machines.place(group)
-        return Placement(group, group.node.name, group.node.name) if group.node is not None else None
+        return (group.node.name, group.node.name) if group.node is not None else None
 
     def remove(self, group: VirtualGroup) -> None:
         if not group.removed:
@@ -124,9 +124,9 @@ class VirtualBackend:
         node = next(node for node in self.machines.nodes if node.name == node_id)
         return node.name, tuple(range(int(node.cpus)))
 
-    def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> VirtualActor:
-        network = self._network
-        node = where.group.node
+    def launch(self, cls: Any, spec: Any, name: str, group: VirtualGroup, demand: Demand) -> VirtualActor:
+        network, node = self._network, group.node
+        assert node is not None  # the seat was settled
         start_s = network.rng.uniform(*self.start_s)
 
         def make(actor: VirtualActor) -> Any:
