@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def wait_until(condition: Callable[[], Any], what: str, limit_s: float = 60.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, limit_s: float = 120.0) -> Any:
     """The first true value of the condition."""
     deadline = time.monotonic() + limit_s
     while not (value := condition()):

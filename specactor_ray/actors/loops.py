@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
-from specactor_ray.actors.specs import VERIFIER, ActorSpec, DraftActorSpec, DraftEndpoint, VerifierSpec
-from specactor_ray.config.methods import DrafterSpec
+from specactor_ray.actors.specs import VERIFIER, ActorSpec, DraftEndpoint
 from specactor_ray.core.clock import Thread
 from specactor_ray.core.metrics import drafter_rows, verifier_rows
 from specactor_ray.draft.loop import DraftLoop
@@ -20,14 +19,13 @@ from specactor_ray.verify.drafting import DrafterLink, HostedDrafter
 from specactor_ray.verify.loop import VerifyLoop
 
 L = TypeVar("L", VerifyLoop, DraftLoop)
-S = TypeVar("S", bound=ActorSpec)
 
 
-class LoopActor(Generic[S, L]):
+class LoopActor(Generic[L]):
     """An actor with a loop in a thread of its own; its methods only touch queues."""
 
-    def __init__(self, spec: S, host: ActorHost | None = None) -> None:
-        self._spec: S = spec
+    def __init__(self, spec: ActorSpec, host: ActorHost | None = None) -> None:
+        self._spec = spec
         self._host = host or ActorHost()
         self._made: Future[L] = Future()
         self._thread: Thread | None = None
@@ -39,7 +37,7 @@ class LoopActor(Generic[S, L]):
         """Bind the cores, load the model, start the loop. Idempotent."""
         with self._lock:
             if self._thread is None:
-                self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.log_level)
+                self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.config.run.log_level)
                 self._thread = self._host.clock.spawn(self._run, "loop")
         self._running()
 
@@ -60,12 +58,8 @@ class LoopActor(Generic[S, L]):
             self._thread.join(10.0)
 
     def _run(self) -> None:
-        """Make and run the loop, in its thread.
-
-        OpenMP keeps a team of workers per thread that ever computed. If the model were made in another thread, there
-        would be more workers than cores, and both teams would go to sleep between operators instead of waiting
-        actively; a decode step on two cores then takes a third longer.
-        """
+        """Make and run the loop, in one thread: OpenMP keeps a team of workers per thread that ever computed. With two
+        teams there are more workers than cores, and a decode step on two cores takes a third longer."""
         try:
             loop = self._make_loop()
         except BaseException as error:  # noqa: BLE001 - raised again in `_running`
@@ -94,19 +88,19 @@ class LoopActor(Generic[S, L]):
         return self._host.clock.result(self._made, float("inf"))
 
 
-class VerifierActor(LoopActor[VerifierSpec, VerifyLoop]):
+class VerifierActor(LoopActor[VerifyLoop]):
     """Hosts one target engine."""
 
     def _make_loop(self) -> VerifyLoop:
         spec, clock = self._spec, self._host.clock
         engine = self._host.build_engine(spec)
         drafting = self._host.build_drafting(spec, engine)
-        return VerifyLoop(engine, drafting, [self._host_drafter(hosted) for hosted in spec.inline], clock)
+        return VerifyLoop(engine, drafting, [self._host_drafter(method) for method in spec.inline], clock)
 
-    def _host_drafter(self, drafter: DrafterSpec) -> HostedDrafter:
-        spec, clock = self._spec, self._host.clock
-        drafter_id = spec.actor_id.replace(VERIFIER, drafter.method, 1)  # ngram-0#3f2a in verifier-0#3f2a
-        proposer = self._host.build_proposer(drafter, spec.target, "cuda" if spec.target.gpus else "cpu")
+    def _host_drafter(self, method: str) -> HostedDrafter:
+        drafter, target, clock = self._spec.drafters[method], self._spec.config.target, self._host.clock
+        drafter_id = self._spec.actor_id.replace(VERIFIER, method, 1)  # ngram-0#3f2a in verifier-0#3f2a
+        proposer = self._host.build_proposer(drafter, target, "cuda" if target.gpus else "cpu")
         loop = DraftLoop(drafter_id, proposer, clock)
         return HostedDrafter(drafter, Link(direct_sender(loop.deliver), clock=clock), loop)
 
@@ -169,16 +163,17 @@ class VerifierActor(LoopActor[VerifierSpec, VerifyLoop]):
         self._running().reset_metrics()
 
 
-class DraftActor(LoopActor[DraftActorSpec, DraftLoop]):
+class DraftActor(LoopActor[DraftLoop]):
     """Hosts one proposer."""
 
-    def __init__(self, spec: DraftActorSpec, host: ActorHost | None = None) -> None:
+    def __init__(self, spec: ActorSpec, host: ActorHost | None = None) -> None:
         super().__init__(spec, host)
         self._links: dict[str, Link[TailBatch]] = {}
 
     def _make_loop(self) -> DraftLoop:
         spec, host = self._spec, self._host
-        proposer = host.build_proposer(spec.drafter, spec.target, "cuda" if spec.drafter.gpus else "cpu")
+        drafter = spec.drafters[spec.key]
+        proposer = host.build_proposer(drafter, spec.config.target, "cuda" if drafter.gpus else "cpu")
         return DraftLoop(spec.actor_id, proposer, host.clock)
 
     def ping(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.actors.specs import VerifierSpec
+from specactor_ray.actors.specs import ActorSpec
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import bind_to_cores, limit_spins
 from specactor_ray.config.methods import DrafterSpec
@@ -68,30 +68,30 @@ class ActorHost:
         configure_process(actor_id, cores, log_level)
 
     @collected_once()
-    def build_engine(self, spec: VerifierSpec) -> TargetEngine:
+    def build_engine(self, spec: ActorSpec) -> TargetEngine:
         """The target engine of a verifier; loads the model."""
         from specactor_ray.draft.proposer import footprint
         from specactor_ray.models.cache_size import device_bytes
         from specactor_ray.target.base import build_engine
 
-        target, hosted = spec.target, 0.0
+        target, hosted = spec.config.target, 0.0
         if target.gpus and target.kv_cache_gb is None:
-            hosted = sum(footprint(one, target, device_bytes()) for one in spec.inline)
-        return build_engine(target, "cuda" if target.gpus else "cpu", spec.largest_window, hosted)
+            hosted = sum(footprint(spec.drafters[method], target, device_bytes()) for method in spec.inline)
+        return build_engine(target, "cuda" if target.gpus else "cpu", spec.window, hosted)
 
-    def build_drafting(self, spec: VerifierSpec, engine: TargetEngine, *figures: Any) -> Drafting:
+    def build_drafting(self, spec: ActorSpec, engine: TargetEngine, *figures: Any) -> Drafting:
         """The drafts' side of a verifier. `figures`: acceptance and step cost, where they are not to be learned."""
         from specactor_ray.verify.drafting import Drafting
         from specactor_ray.verify.table import Acceptance
 
         return Drafting(
             spec.actor_id,
-            spec.mode is ModeName.coupled,
-            spec.speculation,
+            spec.config.mode is ModeName.coupled,
+            spec.config.speculation,
             engine.vocab_size,
-            spec.target.max_batch,
-            spec.largest_window,
-            spec.max_branches,
+            spec.config.target.max_batch,
+            spec.window,
+            spec.branches,
             *(figures or (Acceptance(spec.priors),)),
         )
 
@@ -103,11 +103,7 @@ class ActorHost:
         return build_proposer(drafter, target, device)
 
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
-        """All tensors of a version, as views of the object store's memory.
-
-        Raises:
-            CallError: The tensors cannot be fetched.
-        """
+        """All tensors of a version, as views of the object store's memory."""
         from specactor_ray.models.weight_buckets import unpack
 
         buckets = self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)

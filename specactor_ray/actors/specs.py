@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from specactor_ray.config.methods import DrafterSpec
-from specactor_ray.config.schema import ModeName, SpeculationConfig, TargetConfig
+from specactor_ray.config.schema import Config
 
 VERIFIER = "verifier"
 """Key of the verifiers wherever drafters are keyed by their method."""
@@ -21,8 +21,6 @@ class Departure(StrEnum):
     """Its process died, stalled or fell silent; its requests may have been the cause."""
     NODE_LOST = "node lost"
     """Its node was lost; its requests are not the cause."""
-    RELEASED = "released"
-    """It was ended in order."""
 
 
 class Phase(StrEnum):
@@ -38,40 +36,33 @@ class Phase(StrEnum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ActorSpec:
-    """Specification of an actor."""
+    """What a verifier or a draft actor is made from."""
 
     actor_id: str
     """Unique for each incarnation, such as `ngram-1#9c0d`."""
-    target: TargetConfig
-    """The target that it computes, or drafts for."""
+    key: str
+    """`VERIFIER`, or the draft method."""
+    config: Config
+    drafters: Mapping[str, DrafterSpec] = field(default_factory=dict)
+    """The records of all draft methods."""
     cores: tuple[int, ...] = ()
     """CPU core ids it may use; empty: do not bind."""
-    log_level: str = "WARNING"
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifierSpec(ActorSpec):
-    """Specification of a verifier actor."""
-
-    speculation: SpeculationConfig
-    mode: ModeName
+    inline: tuple[str, ...] = ()
+    """Draft methods that run in the verifiers' processes."""
     priors: Mapping[str, float] = field(default_factory=dict)
     """Draft method → chance that a draft token is right, from a profile."""
-    largest_window: int = 0
-    """Largest draft window of its drafters: width of the table of tails."""
-    max_branches: int = 0
-    """Most branches per tail."""
-    inline: tuple[DrafterSpec, ...] = ()
-    """Draft methods that run in its process."""
 
+    @property
+    def window(self) -> int:
+        """Largest draft window: width of a verifier's table of tails."""
+        return max((drafter.window for drafter in self.drafters.values()), default=0)
 
-@dataclass(frozen=True, kw_only=True)
-class DraftActorSpec(ActorSpec):
-    """Specification of a draft actor."""
-
-    drafter: DrafterSpec
+    @property
+    def branches(self) -> int:
+        """Most branches per tail."""
+        return max((drafter.branches for drafter in self.drafters.values()), default=0)
 
 
 @dataclass(frozen=True)

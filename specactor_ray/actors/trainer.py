@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+import torch
 
 from specactor_ray.actors.process import collected_once, configure_process, put_weights
-from specactor_ray.actors.taught_drafter import TaughtDrafter
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.methods import taught_by_trainer
-from specactor_ray.config.schema import Config
+from specactor_ray.config.schema import Config, DrafterConfig
+from specactor_ray.distill.eagle import EagleExample
+from specactor_ray.distill.training import EagleLearner, choose_samples, load_learner
+from specactor_ray.draft.eagle.checkpoint import read_head_config
 from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.deepspeed_engine import Rendezvous
 from specactor_ray.learner.engine import SavedPart, WorkCounter
 from specactor_ray.learner.trainer import Trainer
+from specactor_ray.models.weight_buckets import pack
 from specactor_ray.transport.messages import WeightSet
 
 T = TypeVar("T")
@@ -26,10 +30,45 @@ HEARTBEAT = "heartbeat"
 teams and CUDA contexts belong to threads."""
 
 
+class TaughtDrafter:
+    """An EAGLE head that learns from the samples of a training step. Rank 0 holds it; the other ranks help with the
+    policy's hidden states."""
+
+    def __init__(self, drafter: DrafterConfig, config: Config, trainer: Trainer, calls: Calls) -> None:
+        assert drafter.model is not None  # validated
+        target = config.target
+        head = read_head_config(drafter.model, target.model, trust_remote_code=target.trust_remote_code)
+        self._online, self._trainer, self._layers = drafter.online, trainer, head.exported_layers
+        self._calls = calls
+        self._learner: EagleLearner | None = None
+        if trainer.rank == 0:
+            self._learner = load_learner(drafter, target, "cuda" if config.trainer.gpus else "cpu")
+
+    def learn(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
+        """Train on as many of the samples as the buffer holds, until all passes are done. Returns the newest version
+        if there is a new one; on ranks other than 0 None."""
+        chosen = choose_samples([sample.num_tokens for sample in samples], self._online.buffer_tokens, step)
+        taken = [samples[index] for index in chosen]
+        states = self._trainer.engine.hidden_states(taken, self._layers)
+        if self._learner is None:
+            return None
+        examples = [
+            EagleExample((*sample.prompt.tolist(), *sample.output.tolist()), len(sample.prompt), known)
+            for sample, known in zip(taken, states, strict=True)
+        ]
+        before = self._learner.version
+        for batch in self._learner.batches(examples):
+            self._learner.step(batch)
+            self._trainer.progress.tick()
+        if self._learner.version == before:
+            return None
+        bucket = pack(self._learner.weights().items(), torch.float32)
+        return put_weights(self._learner.version, [bucket], self._calls)
+
+
 class TrainerActor:
     """Hosts one rank. Every method is called on all ranks at once and in the same order, and may be sent again when its
-    answer was lost: it is carried out once.
-    """
+    answer was lost: it is carried out once."""
 
     def __init__(self, log_level: str, calls: Calls | None = None) -> None:
         configure_process("trainer", (), log_level)
@@ -55,8 +94,6 @@ class TrainerActor:
     @collected_once()
     def start(self, config: Config, checkpoint: Path | None, rendezvous: Rendezvous, threads: int) -> None:
         """Load the policy and its optimizer."""
-        import torch
-
         if self._trainer is not None:
             return
         if not config.trainer.gpus:
@@ -72,11 +109,7 @@ class TrainerActor:
         return self._once("update", step, lambda: self._running().update(samples, step, seed))
 
     def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
-        """Train the drafter that the trainer teaches on the samples of one step.
-
-        Returns:
-            Its weights, if there is a new version of them; on ranks other than 0 always None.
-        """
+        """Train the drafter that the trainer teaches on the samples of one step; returns as `TaughtDrafter.learn`."""
         pupil = self._pupil
         if pupil is None:
             raise RuntimeError("no drafter is taught by the trainer")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,16 +54,6 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """A placement group that is ready, with its node."""
-
-    group: Any
-    bundle_index: int
-    node_id: str
-    node_ip: str
-
-
-@dataclass(frozen=True, slots=True)
 class NodeSupply:
     """Resources of one live node."""
 
@@ -85,21 +75,10 @@ class ProcessFacts:
     """Ids of the GPUs that Ray assigned to it."""
 
 
-class Reaper(Protocol):
-    """Ends actors and follows their processes until they are gone. Never blocks."""
-
-    def reap(self, handle: Any, facts: ProcessFacts | None) -> None:
-        """End this actor for good. Without facts (it never answered) the end of its process is not verified."""
-
-    def poll(self) -> int:
-        """Check the processes that are being ended. Returns how many may still exist."""
-
-
 class Backend(Protocol):
     """Makes, places and ends actors. Nothing here blocks for long."""
 
     calls: Calls
-    reaper: Reaper
 
     def suffix(self) -> str:
         """A random suffix of a name."""
@@ -110,8 +89,8 @@ class Backend(Protocol):
     def request(self, name: str, demand: Demand) -> Any:
         """Request a placement group; returns at once, whether or not there is room. It ends with this actor or job."""
 
-    def resolve(self, group: Any) -> Placement | None:
-        """The placement of the group; None while it waits for room or for its node's replacement."""
+    def resolve(self, group: Any) -> tuple[str, str] | None:
+        """Id and IP address of the group's node; None while it waits for room or for its node's replacement."""
 
     def remove(self, group: Any) -> None:
         """Release the group's resources. Idempotent. Ray ends actors that run in it."""
@@ -119,9 +98,15 @@ class Backend(Protocol):
     def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
         """`(machine, core ids)` that processes on a node may use; None until the answer has arrived."""
 
-    def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> Any:
+    def launch(self, cls: Any, spec: Any, name: str, group: Any, demand: Demand) -> Any:
         """Make the actor `cls(spec)` in its placement group; returns its handle at once. A crashed actor is never
         restarted: it would come back without its state under the same name."""
+
+    def end(self, handle: Any, facts: ProcessFacts | None) -> None:
+        """End this actor for good. Without facts (it never answered) the end of its process is not verified."""
+
+    def poll_ends(self) -> int:
+        """Check the processes of ended actors. Returns how many may still exist."""
 
 
 class RayBackend:
@@ -129,21 +114,22 @@ class RayBackend:
 
     def __init__(self) -> None:
         self.calls = Calls()
-        self.reaper: Reaper = ActorReaper()
         self.suffix, self.supply = random_suffix, cluster_supply
         self._here = ray.get_runtime_context().get_node_id()
         self._cores: dict[str, Future[tuple[str, tuple[int, ...]]]] = {}
+        self._threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="end of actor")
+        self._ending: dict[Future[bool], ProcessFacts] = {}
 
     def request(self, name: str, demand: Demand) -> PlacementGroup:
         return placement_group([demand.bundle()], strategy="PACK", name=name, lifetime=None)
 
-    def resolve(self, group: PlacementGroup) -> Placement | None:
+    def resolve(self, group: PlacementGroup) -> tuple[str, str] | None:
         table = placement_group_table(group)
         if table.get("state") != "CREATED":
             return None
         node_id = table["bundles_to_node_id"][0]
         node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
-        return Placement(group, 0, node_id, node["NodeManagerAddress"]) if node else None
+        return (node_id, node["NodeManagerAddress"]) if node else None
 
     def remove(self, group: PlacementGroup) -> None:
         try:
@@ -163,9 +149,31 @@ class RayBackend:
             return None
         return answer.result() if answer.done() else None
 
-    def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(where.group, where.bundle_index)
+    def launch(self, cls: Any, spec: Any, name: str, group: Any, demand: Demand) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, 0)
         return make_actor(cls, name, strategy, spec, num_cpus=demand.cpus, num_gpus=demand.gpus)
+
+    def end(self, handle: Any, facts: ProcessFacts | None) -> None:
+        processes = family(facts) if facts is not None and facts.node_id == self._here else []
+        try:
+            ray.kill(handle, no_restart=True)
+        except (RayError, ValueError) as error:
+            logger.debug("ray.kill: %s", error)
+        if facts is None:
+            return
+        if facts.node_id == self._here:
+            self._ending[self._threads.submit(end_family, processes)] = facts
+        else:
+            self._ending[ray.remote(_end_there).options(**on_node(facts.node_id)).remote(facts).future()] = facts
+
+    def poll_ends(self) -> int:
+        for ended in [future for future in self._ending if future.done()]:
+            facts = self._ending.pop(ended)
+            if (error := ended.exception()) is not None:  # the node is gone, and the process with it
+                logger.debug("node %s: %s", facts.node_id[:8], error)
+            elif not ended.result():
+                logger.error("process %d on node %s does not end", facts.pid, facts.node_id[:8])
+        return len(self._ending)
 
 
 def make_actor(
@@ -223,12 +231,8 @@ def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> boo
 
 def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> str:
     """A readable table: the demand of the actors, the resources of every node, and the fix."""
-    lines = ["Demand:"]
-    kinds = itertools.groupby(demands, lambda one: (one.owner.rpartition("-")[0], _amounts(one.bundle())))
-    for (_, amounts), equal in kinds:
-        owners = [demand.owner for demand in equal]
-        names = " to ".join(dict.fromkeys((owners[0], owners[-1])))
-        lines.append(f"  {names + (f' ({len(owners)})' if len(owners) > 1 else ''):<24} {amounts}")
+    kinds = Counter((demand.owner.rsplit("-", 1)[0], _amounts(demand.bundle())) for demand in demands)
+    lines = ["Demand:", *(f"  {f'{kind} ({count})':<24} {amounts} each" for (kind, amounts), count in kinds.items())]
     total = {name: sum(demand.bundle().get(name, 0.0) for demand in demands) for name in ("CPU", "GPU")}
     lines += [f"  {'in all':<24} {_amounts(total)}", "Supply (total, and free before this request):"]
     lines += [
@@ -296,34 +300,3 @@ def _kill(process: psutil.Process) -> None:
 
 def _end_there(facts: ProcessFacts) -> bool:
     return end_family(family(facts))
-
-
-class ActorReaper:
-    """The `Reaper` of Ray's actors: watches processes of this node in threads, others in tasks on their nodes."""
-
-    def __init__(self) -> None:
-        self._here = ray.get_runtime_context().get_node_id()
-        self._threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="reaper")
-        self._dying: dict[Future[bool], ProcessFacts] = {}
-
-    def reap(self, handle: Any, facts: ProcessFacts | None) -> None:
-        processes = family(facts) if facts is not None and facts.node_id == self._here else []
-        try:
-            ray.kill(handle, no_restart=True)
-        except (RayError, ValueError) as error:
-            logger.debug("ray.kill: %s", error)
-        if facts is None:
-            return
-        if facts.node_id == self._here:
-            self._dying[self._threads.submit(end_family, processes)] = facts
-        else:
-            self._dying[ray.remote(_end_there).options(**on_node(facts.node_id)).remote(facts).future()] = facts
-
-    def poll(self) -> int:
-        for ended in [future for future in self._dying if future.done()]:
-            facts = self._dying.pop(ended)
-            if (error := ended.exception()) is not None:  # the node is gone, and the process with it
-                logger.debug("node %s: %s", facts.node_id[:8], error)
-            elif not ended.result():
-                logger.error("process %d on node %s does not end", facts.pid, facts.node_id[:8])
-        return len(self._dying)

@@ -1,7 +1,7 @@
 """Calls to actors: every one has a deadline, a retry rule and an error of this package.
 
-The only module that waits for Ray's answers. A `Transport` carries the calls: Ray's in production, that of the
-simulator's network otherwise.
+The only module that waits for Ray's answers. A `Transport` carries the calls: Ray, or the network of the
+simulator.
 
 An actor that is out of reach (`ActorUnavailableError`) may or may not have carried out a call. Methods of actors
 are idempotent, so a call is sent again until its deadline, except with `retry=False`.
@@ -34,30 +34,27 @@ _RETRY_S, _RETRY_MAX_S = 0.1, 2.0
 """Seconds before a call to an unavailable actor is sent again: doubles from the first to the second value."""
 
 
+class Answer(Delivery, Protocol):
+    """The answer to one attempt of a call; can be hashed."""
+
+    def result(self, what: str) -> Any:
+        """The result, once it has arrived; `what` names the call in errors. Raises as `Call.result`."""
+
+
 class Transport(Protocol):
-    """Carries calls and objects. Its references are opaque and can be hashed."""
+    """Carries calls and objects. References to objects are opaque."""
 
-    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Any:
-        """Begin a call; returns its reference at once. Failures show when the reference is taken."""
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Answer:
+        """Begin a call; returns at once."""
 
-    def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
-        """The references that are done; waits up to `timeout_s` seconds for the first. References must be distinct."""
-
-    def take(self, reference: Any, what: str = "the call") -> Any:
-        """The result of a reference that is done; `what` names it in errors. Raises as `Call.result`."""
-
-    def delivery(self, reference: Any) -> Delivery:
-        """The call as a delivery of a `Link`; its exception is an error of this package."""
+    def wait(self, answers: Sequence[Any], timeout_s: float) -> set[Any]:
+        """Those of these distinct answers that have arrived; waits up to `timeout_s` seconds for the first."""
 
     def put(self, value: Any) -> Any:
         """Store an object; it lives as long as its owner and a reference to it."""
 
     def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The objects of these references.
-
-        Raises:
-            CallError: The objects are lost, or do not arrive within `timeout_s` seconds.
-        """
+        """The objects of these references; CallError if they do not arrive within `timeout_s` seconds."""
 
     def export(self, rows: Callable[[], Iterable[Row]], run: str = "") -> None:
         """Export metrics of this process, at most once a second. `run`: its run; default: that of this actor."""
@@ -69,7 +66,7 @@ class Call:
     Attributes:
         done: Whether there is a result or an error; updated by `poll` and `Calls.wait`.
         error: Error of the call; None while it is in flight or when it succeeded.
-        reference: Reference of the current attempt; None between two attempts and at the end.
+        answer: Answer to the current attempt; None between two attempts and at the end.
     """
 
     def __init__(
@@ -85,47 +82,34 @@ class Call:
         self._delay_s, self._again_at = _RETRY_S, 0.0
         self._value: Any = None
         self._unavailable: CallError | None = None
-        self._delivery: Delivery | None = None
-        """Delivery of the current attempt, with a `wake` only."""
         self.done = False
         self.error: SpecActorError | None = None
-        self.reference: Any = None
+        self.answer: Answer | None = None
         self._send()
 
     def poll(self) -> bool:
         """Take an answer that has arrived, or send again when due. Never blocks. Returns whether the call is done."""
-        if not self.done:
-            transport = self._calls.transport
-            arrived = self.reference is not None and bool(transport.wait([self.reference], 0.0))
-            self.advance(arrived, self._calls.clock.now())
+        self._calls.wait([self], 0.0)
         return self.done
 
     def result(self) -> Any:
-        """Wait for the answer, at most until the deadline.
-
-        Raises:
-            SpecActorError: As the actor raised it, or a `CallError`.
-        """
-        while not self.poll():
-            self._calls.wait([self], float("inf"))
+        """Wait for the answer until the deadline. Raises the actor's SpecActorError, or a `CallError`."""
+        self._calls.wait([self], float("inf"))
         if self.error is not None:
             raise self.error
         return self._value
 
     def next_at(self) -> float:
         """Time of the next action (a repeat, or the deadline) if no answer arrives."""
-        return self._end if self.reference is not None else min(self._end, self._again_at)
+        return self._end if self.answer is not None else min(self._end, self._again_at)
 
     def advance(self, arrived: bool, now: float) -> None:
         """Process the current attempt; `arrived`: whether it has an answer."""
-        if arrived:
-            reference, delivery = self.reference, self._delivery
-            self.reference = self._delivery = None
+        answer = self.answer
+        if arrived and answer is not None:
+            self.answer = None
             try:
-                if isinstance(delivery, RayDelivery) and delivery.is_done:  # the transport would deserialize it again
-                    self._value = delivery.result(self._method)
-                else:
-                    self._value = self._calls.transport.take(reference, self._method)
+                self._value = answer.result(self._method)
                 self.done = True
             except ActorUnavailableError as error:
                 self._unavailable, self._again_at = error, now + self._delay_s
@@ -136,25 +120,24 @@ class Call:
                 self._fail(error)
         elif now >= self._end:
             self._fail(self._unavailable or CallTimeoutError(f"{self._method}: no answer in time"))
-        elif self.reference is None and now >= self._again_at:
+        elif answer is None and now >= self._again_at:
             self._send()
 
     def _send(self) -> None:
         try:
-            self.reference = self._calls.transport.send(*self._target)
+            self.answer = self._calls.transport.send(*self._target)
         except SpecActorError as error:
             self._fail(error)
             return
         if (wake := self._wake) is not None:
-            self._delivery = self._calls.transport.delivery(self.reference)
-            self._delivery.add_done_callback(lambda _delivery: wake())
+            self.answer.add_done_callback(lambda _answer: wake())
 
     def _fail(self, error: SpecActorError) -> None:
-        self.error, self.done, self.reference, self._delivery = error, True, None, None
+        self.error, self.done, self.answer = error, True, None
 
 
 class Calls:
-    """Starts calls and waits for them. Without a transport, Ray carries them."""
+    """Starts calls and waits for them; by default over Ray."""
 
     def __init__(self, transport: Transport | None = None, clock: Clock = SYSTEM) -> None:
         self.transport: Transport = transport if transport is not None else RayTransport()
@@ -172,110 +155,85 @@ class Calls:
         """Begin a call; returns at once.
 
         Args:
-            actor, method, arguments: The actor, its method, and the arguments of the call.
-            deadline_s: Seconds after which the call counts as failed (`CallTimeoutError`).
-            retry: Send it again while the actor is unavailable; only for methods that are idempotent.
-            wake: Called, in any thread, when an answer has arrived; `Call.poll` and `wait` then find it.
+            deadline_s: Seconds after which the call fails with a `CallTimeoutError`.
+            retry: Send it again while the actor is unavailable; only for idempotent methods.
+            wake: Called in any thread when an answer has arrived.
         """
         return Call(self, (actor, method, arguments), self.clock.now() + deadline_s, retry, wake)
 
-    def ask(self, actor: Any, method: str, *arguments: Any, deadline_s: float, retry: bool = True) -> Any:
+    def ask(self, actor: Any, method: str, *arguments: Any, deadline_s: float) -> Any:
         """Call and wait for the answer; arguments and errors as in `start` and `Call.result`."""
-        return self.start(actor, method, *arguments, deadline_s=deadline_s, retry=retry).result()
-
-    def ask_all(self, calls: Iterable[Call]) -> list[Any]:
-        """The results of all calls, in their order. The first that fails raises at once."""
-        calls = list(calls)
-        waiting = calls
-        while waiting:
-            for call in self.wait(waiting, float("inf")):
-                call.result()
-            waiting = [call for call in waiting if not call.done]
-        return [call.result() for call in calls]
+        return self.start(actor, method, *arguments, deadline_s=deadline_s).result()
 
     def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
         """Wait until one of the calls is done, at most `timeout_s` seconds. Returns those that are done."""
-        end = self.clock.now() + timeout_s
+        now = self.clock.now()
+        end, left_s = now + timeout_s, 0.0
         while True:
-            flying = [call.reference for call in calls if call.reference is not None]
-            arrived = self.transport.wait(flying, 0.0) if flying else set()
+            flying, arrived = [call.answer for call in calls if call.answer is not None], set[Any]()
+            if flying:
+                arrived = self.transport.wait(flying, left_s)
+            elif left_s:
+                self.clock.sleep(left_s)
             now = self.clock.now()
             for call in calls:
                 if not call.done:
-                    call.advance(call.reference in arrived, now)
+                    call.advance(call.answer in arrived, now)
             done = [call for call in calls if call.done]
             if done or now >= end:
                 return done
             left_s = max(0.0, min([end, *(call.next_at() for call in calls)]) - now)
-            flying = [call.reference for call in calls if call.reference is not None]
-            if flying:
-                self.transport.wait(flying, left_s)
-            else:
-                self.clock.sleep(left_s)
 
     def sender(self, actor: Any, method: str) -> Callable[[Any], Delivery]:
         """A `send` for `Link`: the method takes a message; its result is ignored."""
-
-        def send(message: Any) -> Delivery:
-            return self.transport.delivery(self.transport.send(actor, method, [message]))
-
-        return send
+        return lambda message: self.transport.send(actor, method, [message])
 
 
-class RayDelivery:
-    """A delivery that Ray carries."""
+class RayAnswer:
+    """The `Answer` of a call that Ray carries."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("_future", "reference")
 
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
+    def __init__(self, reference: ray.ObjectRef[Any]) -> None:
+        self.reference = reference
+        self._future: Future[Any] | None = None
+        """Made for callbacks only: it deserializes the result."""
 
-    def add_done_callback(self, done: Callable[[RayDelivery], None]) -> None:
+    def add_done_callback(self, done: Callable[[RayAnswer], None]) -> None:
+        self._future = self.reference.future()
         self._future.add_done_callback(lambda _future: done(self))
 
     def exception(self) -> SpecActorError | None:
+        assert self._future is not None  # callbacks ask
         error = self._future.exception()
         return None if error is None else translate_ray_error(error, "delivery")
 
-    @property
-    def is_done(self) -> bool:
-        return self._future.done()
-
     def result(self, what: str) -> Any:
-        """Result of the call, when it is done; as `Transport.take`."""
         try:
-            return self._future.result()
+            if self._future is not None and self._future.done():
+                return self._future.result()
+            return ray.get(self.reference, timeout=_FETCH_S)
         except ray_errors.RayError as error:
             raise translate_ray_error(error, what) from None
 
 
 class RayTransport:
-    """Calls and objects of Ray."""
-
     def __init__(self) -> None:
         self._metrics = RayMetrics()
 
-    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Any:
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> RayAnswer:
         try:
-            return getattr(actor, method).remote(*arguments)
+            return RayAnswer(getattr(actor, method).remote(*arguments))
         except ray_errors.RayError as error:
             raise translate_ray_error(error, method) from None
 
-    def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
+    def wait(self, answers: Sequence[Any], timeout_s: float) -> set[Any]:
+        by_reference = {answer.reference: answer for answer in answers}
         limit = None if timeout_s == float("inf") else timeout_s
-        done, waiting = ray.wait(list(references), num_returns=1, timeout=limit, fetch_local=False)
+        done, waiting = ray.wait(list(by_reference), num_returns=1, timeout=limit, fetch_local=False)
         if done and waiting:  # others that arrived at the same time
             done += ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)[0]
-        return set(done)
-
-    def take(self, reference: Any, what: str = "the call") -> Any:
-        try:
-            return ray.get(reference, timeout=_FETCH_S)
-        except ray_errors.RayError as error:
-            raise translate_ray_error(error, what) from None
-
-    def delivery(self, reference: Any) -> Delivery:
-        return RayDelivery(reference.future())
+        return {by_reference[reference] for reference in done}
 
     def put(self, value: Any) -> Any:
         return ray.put(value)

@@ -20,16 +20,18 @@ from typing import Any
 import ray
 from ray.job_config import JobConfig
 
-from specactor_ray.cluster.discovery import clusters_to_look_into, probe, resolve_address
-from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, run_and_actor
-from specactor_ray.cluster.token import (
+from specactor_ray.cluster.discovery import (
     PRIVATE_FOLDER,
+    clusters_to_look_into,
     new_token,
     note_address,
+    probe,
     read_token,
+    resolve_address,
     shown,
     token_for,
 )
+from specactor_ray.cluster.names import CONTROLLER, NAMESPACE, actor_name, run_and_actor
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError, InputError
 from specactor_ray.core.leftovers import make_owned_folder, remove_abandoned
@@ -43,12 +45,8 @@ _LONGEST_TEMP_DIR = 40
 
 
 class Connection:
-    """Connection of this process to a Ray cluster; a context manager.
-
-    Attributes:
-        address: `host:port` of the cluster, for `cluster.address` of another process.
-        owned: Whether the cluster was started here and ends with the connection.
-    """
+    """Connection of this process to a Ray cluster at `address`, `host:port`; a context manager. `owned`: the cluster
+    was started here and ends with the connection."""
 
     def __init__(self, address: str, owned: bool, held: contextlib.ExitStack | None = None) -> None:
         self.address, self.owned = address, owned
@@ -80,25 +78,24 @@ def connect(config: ClusterConfig) -> Connection:
     if config.address != "local":
         with _own_sigterm_handler():
             return _join(config)
-    started: list[Connection] = []
+    connection: Connection | None = None
     try:
         # Processes of the cluster ignore SIGTERM, as Ray already arranges for Ctrl-C: schedulers signal a whole process
-        # group or control group, and an immediate end of the cluster would also end actors that its owner needs for an
-        # orderly end, such as the trainer that writes a checkpoint. Ray ends the processes by SIGKILL then, which takes
-        # some four seconds. Signals wait for the end of the start.
+        # group, and an immediate end of the cluster would also end actors that its owner needs for an orderly end, such
+        # as the trainer that writes a checkpoint. Signals wait for the end of the start.
         with signals_deferred(), _own_sigterm_handler(), blocked(signal.SIGTERM):
-            started.append(_start_private_cluster(config))
+            connection = _start_private_cluster(config)
     except BaseException:
-        for connection in started:
+        if connection is not None:
             connection.close()
         raise
-    return started[0]
+    return connection
 
 
 @start_phase("joining the Ray cluster")
 def _join(config: ClusterConfig) -> Connection:
     address = resolve_address(config.address)
-    variables = token_for(address, found_here=config.address == "auto" and not os.environ.get("RAY_ADDRESS"))
+    variables = token_for(address)
     wants_token = probe(address, read_token(variables))
     with contextlib.ExitStack() as held:
         if wants_token:
@@ -138,11 +135,8 @@ def _quiet() -> dict[str, Any]:
 
 
 def worker_job_config() -> Any:
-    """Job settings for Ray with which its workers search modules in the same order as this process.
-
-    By default Ray puts the current folder first in its workers. Inside a Ray job the working folder is the submitted
-    code, and Ray's order is kept: the result is None.
-    """
+    """Job settings for Ray with which its workers search modules in the same order as this process; by default Ray puts
+    the current folder first. None inside a Ray job, whose working folder is the submitted code."""
     if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
         return None
 
@@ -183,11 +177,8 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
 
 
 def _ray_settings() -> dict[str, str]:
-    """Workers of normal priority, and no metrics, unless the environment has other values.
-
-    Ray runs workers at niceness 15: beside any other process they hardly run at all. It would serve metrics on three
-    ports of all interfaces without a token; the two ports without a switch are disabled by an invalid port number.
-    """
+    """Workers of normal priority (Ray's niceness of 15 starves them beside other processes), and no metrics, which Ray
+    serves on all interfaces without a token; an invalid port number disables those that have no switch."""
     settings = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0"}
     settings |= {"AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"}
     return {name: value for name, value in settings.items() if name not in os.environ}
@@ -204,11 +195,7 @@ def list_runs() -> list[str]:
 
 
 def find_actor(run: str, actor_id: str = CONTROLLER) -> Any:
-    """Handle of the controller of `run`, or of another actor of it.
-
-    Raises:
-        ClusterError: There is no such run (the message lists the live ones), or it has no such actor.
-    """
+    """Handle of the controller of `run`, or of another actor of it; a ClusterError lists the runs if there is none."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(actor_name(run, actor_id), namespace=NAMESPACE)
     alive = list_runs()
@@ -228,20 +215,15 @@ def join_run(run: str | None, address: str, actor_id: str = CONTROLLER) -> tuple
     """
     connection = connect(ClusterConfig(address=_address_of_run(run) if address == "auto" else address))
     try:
-        name = run or _only_run()
-        return connection, name, find_actor(name, actor_id)
+        runs = [run] if run else list_runs()
+        if not runs:
+            raise InputError("no run is named, and no run is going on in this cluster")
+        if len(runs) > 1:
+            raise InputError(f"no run is named, and there are {', '.join(runs)}; name one")
+        return connection, runs[0], find_actor(runs[0], actor_id)
     except BaseException:
         connection.close()
         raise
-
-
-def _only_run() -> str:
-    runs = list_runs()
-    if len(runs) == 1:
-        return runs[0]
-    if not runs:
-        raise InputError("no run is named, and no run is going on in this cluster")
-    raise InputError(f"no run is named, and there are {', '.join(runs)}; name one")
 
 
 def _address_of_run(run: str | None) -> str:

@@ -17,9 +17,8 @@ from specactor_ray.core.errors import ClusterError
 _ROUNDING = 1e-6
 """Tolerance of sums of shares: ten shares of 0.1 fill a core despite float rounding."""
 SPINS = 3_000
-"""Number of times that an idle thread of OpenMP's pool looks for work before it sleeps, which bridges the gaps between
-operations. GNU OpenMP's default of 300,000 occupies a core for milliseconds: beside a busy process a forward then takes
-30 times as long (docs/design/engine.md)."""
+"""Looks of an idle OpenMP thread for work before it sleeps. With GNU OpenMP's default of 300,000 it occupies a core for
+milliseconds: beside a busy process a forward then takes 30 times as long (docs/design/engine.md)."""
 
 
 class CoreLedger:
@@ -43,12 +42,9 @@ class CoreLedger:
             self._held[machine or node] = {core: known.get(core, {}) for core in sorted({*cores, *known})}
 
     def take(self, node: str, count: float, owner: str) -> tuple[int, ...]:
-        """Assign cores of `node`, which was added, to `owner`, which holds none yet: a whole number of exclusive cores,
-        or a share below 1 of a shared core. Returns their ids, ascending.
-
-        Raises:
-            ClusterError: There is no room; the message lists the owners of the cores. Nothing was taken.
-        """
+        """Assign cores of `node` to `owner`, which holds none yet: a whole number of exclusive cores, or a share below
+        1 of a shared core. Returns their ids, ascending. After a ClusterError, which lists the owners, nothing was
+        taken."""
         held = self._held[self._machine_of[node]]
         chosen = [core for core, shares in held.items() if not shares][: max(int(count), 1)]
         if 0 < count < 1:
@@ -123,11 +119,7 @@ def limit_spins() -> dict[str, str]:
 
 def bind_to_cores(cores: Sequence[int]) -> None:
     """Bind all present and future threads of this process to `cores`, with one torch thread per core. Call it before
-    torch computes anything: thread pools keep the size they started with.
-
-    Raises:
-        ClusterError: A core does not exist, or this process may not use it.
-    """
+    torch computes anything: thread pools keep the size they started with. ClusterError if a core cannot be used."""
     wanted = set(cores)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ[name] = str(len(wanted))

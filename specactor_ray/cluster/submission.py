@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import yaml
 from rich.console import Console
 
-from specactor_ray.cluster.token import TOKEN_FIX, shown, token_for, why_withheld
+from specactor_ray.cluster.discovery import TOKEN_FIX, shown, token_for
 from specactor_ray.config.load import yaml_problem
 from specactor_ray.core.console import say
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterError, InputError, clipped, redacted
@@ -52,19 +52,15 @@ def submit(
     Args:
         command, arguments: `train`, `rollout`, `bench` or `train-drafter`; relative paths are of the uploaded folder.
         address: Address of the dashboard, such as `http://127.0.0.1:8265`; overrides all variables of Ray. Default:
-            RAY_API_SERVER_ADDRESS, else port 8265 of the host in RAY_ADDRESS, else of this machine.
+            RAY_API_SERVER_ADDRESS, else port 8265 of this machine.
         runtime_env: YAML file with further settings of the job's environment.
         follow: Show the job's log until it ends; Ctrl-C then stops the job.
 
     Returns:
         Exit code: 0 for a job that succeeded (or was only submitted), 1 for one that failed, 130 for one stopped.
-
-    Raises:
-        InputError: The working directory or the runtime_env file cannot be used.
-        ClusterError: There is no job server at the address, or it requires a token.
     """
     environment = read_runtime_env(runtime_env)
-    address = address or _default_address()
+    address = address or os.environ.get(_ADDRESS) or "http://127.0.0.1:8265"
     if not re.match(r"https?://[^\s/]", address):
         problem = f"--address: {clipped(address)} is not the address of a dashboard"
         raise ClusterError(f"{problem}; it must be http://HOST:PORT, such as http://127.0.0.1:8265")
@@ -81,26 +77,16 @@ def submit(
         say(console, f"dashboard: {redacted(address)}; stop it with: {_ADDRESS}={redacted(address)} ray job stop {job}")
         if not follow:
             return 0
-        status = _follow(client, job, console)
-        say(console, f"job {job}: {status}")
+        _follow(client, job, console)
+        details = client.get_job_info(job)
+        status, reason = str(details.status.value), (details.message or "").partition("\n")[0]
+        say(console, f"job {job}: {status}" if status in (_SUCCEEDED, _STOPPED) else f"job {job}: {status}: {reason}")
         return {_SUCCEEDED: 0, _STOPPED: EXIT_INTERRUPTED}.get(status, EXIT_FAILED)
-
-
-def _default_address() -> str:
-    address, cluster = os.environ.get(_ADDRESS), os.environ.get("RAY_ADDRESS", "")
-    if address or cluster.startswith("http"):
-        return address or cluster
-    host = cluster.rpartition("://")[2].rpartition(":")[0]
-    return f"http://{host or '127.0.0.1'}:8265"
 
 
 def read_runtime_env(path: Path | None) -> dict[str, Any]:
     """The job's environment: this folder, without the files in `EXCLUDES`, and the settings of the file. A line such as
-    `!data/ca.pem` among the file's `excludes` uploads that one nevertheless.
-
-    Raises:
-        InputError: The file does not exist or is not a mapping.
-    """
+    `!data/ca.pem` among the file's `excludes` uploads that one nevertheless. InputError if the file is not usable."""
     given: Any = {}
     try:
         if path is not None:
@@ -145,13 +131,12 @@ def _readable_errors(address: str) -> Iterator[None]:
     except (RayError, RuntimeError, ValueError) as error:
         text = str(error)
         if "401" in text or "403" in text or "nauthori" in text or "uthentication" in text:
-            withheld = why_withheld(urlsplit(address).netloc)
             problem = f"the Ray cluster at {address} wants an authentication token"
-            raise ClusterError(f"{problem}. Fix: {TOKEN_FIX}{withheld}") from None
+            raise ClusterError(f"{problem}. Fix: {TOKEN_FIX}") from None
         raise ClusterError(f"the job was refused by {address}: {text}") from None
 
 
-def _follow(client: Any, job: str, console: Console) -> str:
+def _follow(client: Any, job: str, console: Console) -> None:
     """Copy the log to standard output until the job ends. SIGINT and SIGTERM stop the job, then the copying."""
 
     async def copy() -> None:
@@ -169,4 +154,3 @@ def _follow(client: Any, job: str, console: Console) -> str:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return str(client.get_job_status(job).value)

@@ -91,11 +91,11 @@ class Controller:
         self._drafters = drafter_specs(config)
         self._desired = {VERIFIER: config.target.replicas, **draft_actors(config)}
         limits = limits or ReplacementLimits.from_config(config.cluster)
-        self._fleet = Fleet(config, run, self._backend, limits, classes, priors or {}, dict(self._desired))
+        self._fleet = Fleet(config, run, self._backend, limits, classes, priors or {})
         self._elastic = Elastic(config, priors or {})
         self._peers, self._weights = PeerSync(config), WeightSync(config, self._clock)
         self._requests: deque[Callable[[], None]] = deque()
-        """Changes that other threads request; carried out at the beginning of a round."""
+        """Changes that other threads request; carried out at the beginning of a round, once the run has started."""
         self._view = ClusterView()
         self._status: list[dict[str, Any]] = []
         self._wake, self._stopping = self._clock.event(), self._clock.event()
@@ -105,14 +105,9 @@ class Controller:
     # ---- called from other processes ----
 
     def start(self) -> ClusterView:
-        """Bring up the configured actors and keep them running. Returns the first view in which all of them serve
-        that are still desired. Idempotent: all callers get the same result. After an error nothing is left running.
-
-        Raises:
-            ClusterError: There is no room; demand and supply are shown.
-            UserError: As an actor raised it, such as a `ModelLoadError`.
-            SpecActorError: An actor did not start, or not in time, or actors of a kind were lost again and again.
-        """
+        """Bring up the configured actors and keep them running. Returns the first view in which all of them serve.
+        Idempotent. After an error nothing is left running: a ClusterError without room, a UserError as an actor raised
+        it, another SpecActorError if actors do not start in time or are lost repeatedly."""
         return self._started.get()
 
     def view(self, known: int | None = None) -> ClusterView | None:
@@ -125,13 +120,8 @@ class Controller:
         return self._status
 
     def scale(self, drafters: Mapping[str, int | None]) -> None:
-        """Set the number of draft actors of each method; returns before it is reached. A number ends the scaling of a
-        method by its load, None begins it again.
-
-        Raises:
-            ConfigError: A method is not configured, a number is negative, or a method has no `max_replicas` for None;
-                nothing was changed.
-        """
+        """Set the number of draft actors of each method, once the run has started; returns before it is reached. A
+        number ends the scaling of a method by its load, None begins it again. A ConfigError changes nothing."""
         for method, number in drafters.items():
             refusal = scale_refusal(self._config, method, number)
             if refusal is not None:
@@ -140,12 +130,8 @@ class Controller:
 
     def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
         """Send these weights to all present and later actors that follow the policy. Returns when all ready verifiers
-        have them; an actor that fails to load them is replaced. Idempotent.
-
-        Raises:
-            InputError: The version is not above all earlier ones.
-            SpecActorError: Not all verifiers had them within `timeout_s` seconds; they still get them later.
-        """
+        have them; an actor that fails to load them is replaced. Idempotent. InputError for a version that is not above
+        all earlier ones; SpecActorError after `timeout_s` seconds, the verifiers get the weights later."""
         self._weights.set_current(weights)
         self._wake.set()
         if not self._weights.wait_for(weights.version, timeout_s):
@@ -220,6 +206,7 @@ class Controller:
 
     def _reconcile(self) -> None:
         while not self._stopping.is_set():
+            self._guarded("requests", self._take_requests)
             self._guarded("scale by load", self._scale_by_load)
             self._round(self._guarded)
             self._wake.wait(_TICK_S if self._weights.is_settled() else _SYNC_TICK_S)
@@ -227,13 +214,12 @@ class Controller:
 
     def _round(self, run: Callable[[str, Callable[[], Any]], None]) -> None:
         fleet = self._fleet
-        run("requests", self._take_requests)
         run("settle", fleet.settle_pending)
         run("decide and apply", lambda: fleet.reconcile(self._desired))
         run("weights", lambda: self._weights.update(fleet.members.values(), self._clock.now()))
         run("publish", self._publish)
         run("peers", lambda: self._peers.update(fleet.members.values(), self._view, self._clock.now()))
-        run("reap", self._backend.reaper.poll)
+        run("ends", self._backend.poll_ends)
 
     def _guarded(self, name: str, step: Callable[[], Any]) -> None:
         """Run a step whose failure must not end the loop: the next round finds the same difference again."""

@@ -6,13 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from specactor_ray.actors.specs import VERIFIER, Departure, Phase
+from specactor_ray.actors.specs import VERIFIER, ActorSpec, Departure, Phase
 from specactor_ray.cluster.backend import Backend, Demand, NodeSupply, can_ever_fit, demand_against_supply
 from specactor_ray.cluster.cores import CoreLedger
 from specactor_ray.cluster.names import actor_name, new_actor_id
-from specactor_ray.config.methods import drafter_specs
+from specactor_ray.config.methods import drafter_specs, inline_drafters
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.members import ActorClasses, Member, Seat, build_spec, default_classes, stop_in_order
+from specactor_ray.controller.members import ActorClasses, Member, Seat, default_classes, stop_in_order
 from specactor_ray.controller.reconcile import (
     Create,
     Drain,
@@ -46,7 +46,7 @@ class Seating:
         """A vacant seat for an actor of `key`, else a new one whose placement group is requested now."""
         for seat in self.seats:
             if seat.key == key and seat.occupant is None:
-                seat.placement = None  # the group may have moved, so it is resolved again
+                seat.node = None  # the group may have moved, so it is resolved again
                 return seat
         taken = {seat.index for seat in self.seats if seat.key == key}
         index = next(number for number in range(len(taken) + 1) if number not in taken)
@@ -57,18 +57,12 @@ class Seating:
         return self.seats[-1]
 
     def settle(self, seat: Seat) -> bool:
-        """Resolve the placement of the seat's group, and take its cores.
-
-        Returns:
-            False while the group waits for room, or its node has not answered.
-
-        Raises:
-            ClusterError: The node has too few free cores.
-        """
-        where = self._backend.resolve(seat.group)
-        if where is None or (self._config.cluster.pin_cores and not self._take_cores(seat, where.node_id)):
+        """Resolve the placement of the seat's group, and take its cores. False while the group waits for room, or its
+        node has not answered; ClusterError if the node has too few free cores."""
+        node = self._backend.resolve(seat.group)
+        if node is None or (self._config.cluster.pin_cores and not self._take_cores(seat, node[0])):
             return False
-        seat.placement = where
+        seat.node = node
         return True
 
     def trim(self, wanted: Mapping[str, int]) -> None:
@@ -117,33 +111,30 @@ class Fleet:
         limits: ReplacementLimits,
         classes: ActorClasses | None,
         priors: Mapping[str, float],
-        configured: Mapping[str, int],
     ) -> None:
         self._config, self._run, self._backend, self._limits = config, run, backend, limits
         self._classes, self._priors = classes, priors
         self._calls, self._clock = backend.calls, backend.calls.clock
         self._drafters = drafter_specs(config)
+        self._inline = tuple(drafter.method for drafter in inline_drafters(config))
         self._seating = Seating(run, config, backend)
         self.members: dict[str, Member] = {}
         self.failures: dict[str, FailureRecord] = {}
         self.departed: dict[str, Departure] = {}
         self.start_error: SpecActorError | None = None
-        self._configured, self._is_placed = configured, False
-        """Actors that the start requires, and whether all have had room at the same time."""
+        self._is_placed = False
+        """Whether all configured actors have had room at the same time."""
         self._used_ids: set[str] = set()
         self._observed_at = self._clock.now()
 
     def has_started(self, desired: Mapping[str, int]) -> bool:
-        """Whether as many actors serve as are configured and still desired. Others may be pending."""
+        """Whether as many actors serve as are desired."""
         serving = Counter(one.key for one in self.members.values() if one.phase is Phase.READY and one.serves)
-        return all(serving[key] >= number for key, number in self._required(desired).items())
+        return all(serving[key] >= number for key, number in desired.items())
 
     def require_room(self, supply: Sequence[NodeSupply]) -> None:
-        """Check during the start that there is, or may soon be, room for all configured actors.
-
-        Raises:
-            ClusterError: There is none; demand and supply are shown.
-        """
+        """Check during the start that there is, or may soon be, room for all configured actors; the ClusterError
+        otherwise shows demand and supply."""
         cluster, now, problem = self._config.cluster, self._clock.now(), ""
         demands = [seat.demand for seat in self._seating.seats]
         pending = [member for member in self.members.values() if member.phase is Phase.PENDING]
@@ -185,8 +176,6 @@ class Fleet:
     def reconcile(self, desired: Mapping[str, int]) -> None:
         """Observe all members, and bring them one step nearer to the desired state."""
         now = self._clock.now()
-        if not self._is_placed:  # what `scale` added must not take the room of configured actors
-            desired = self._required(desired)
         self._observe(now)
         for action in decide(desired, list(self.members.values()), self.failures, now, self._limits):
             if isinstance(action, Create):
@@ -194,7 +183,7 @@ class Fleet:
             elif isinstance(action, Drain):
                 self.members[action.actor_id].drain(now)
             else:
-                self._remove(action, desired, now)
+                self._remove(action, now)
         self._seating.trim(desired)
 
     def given_up(self) -> set[str]:
@@ -215,18 +204,14 @@ class Fleet:
         stop_in_order(members, self._calls, STOP_TIMEOUT_S, self._config.cluster.health_interval_s)
         for member in members:
             member.poll(self._clock.now(), float("inf"))  # the facts may have arrived meanwhile
-            self._backend.reaper.reap(member.handle, member.facts)
+            self._backend.end(member.handle, member.facts)
         deadline = self._clock.now() + GONE_TIMEOUT_S
-        while self._backend.reaper.poll():
+        while self._backend.poll_ends():
             if self._clock.now() >= deadline:
                 logger.error("some actor processes of run %s did not end in time", self._run)
                 return False
             self._clock.sleep(0.05)
         return True
-
-    def _required(self, desired: Mapping[str, int]) -> dict[str, int]:
-        """The configured actors that are still desired."""
-        return {key: min(number, self._configured.get(key, 0)) for key, number in desired.items()}
 
     def _observe(self, now: float) -> None:
         was_delayed = now - self._observed_at > self._limits.health_timeout_s / 2  # the controller, not the actors
@@ -248,31 +233,32 @@ class Fleet:
 
     def _launch(self, member: Member, now: float) -> None:
         seat = member.seat
-        assert seat.placement is not None  # callers have settled the seat
         self._classes = self._classes or default_classes()  # may take seconds, so it is after the first status
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
-        spec = build_spec(self._config, self._drafters, member, self._priors)
+        spec = ActorSpec(
+            member.actor_id, member.key, self._config, self._drafters, seat.cores, self._inline, self._priors
+        )
         name = actor_name(self._run, member.actor_id)
-        handle = self._backend.launch(cls, spec, name, seat.placement, seat.demand)
+        handle = self._backend.launch(cls, spec, name, seat.group, seat.demand)
         member.launched(handle, self._limits.start_timeout_s, now)
 
-    def _remove(self, action: Remove, desired: Mapping[str, int], now: float) -> None:
+    def _remove(self, action: Remove, now: float) -> None:
         member = self.members.pop(action.actor_id)
         log = logger.warning if action.failed else logger.info
         log("%s is removed: %s", action.actor_id, action.reason)
         if action.failed:
             record = record_failure(self.failures.get(member.key), now, member)
             self.failures[member.key] = record
-            if self._required(desired).get(member.key, 0):
-                self._check_start(member, action.reason, record)
+            self._check_start(member, action.reason, record)
             if is_given_up(member.key, record, self._limits):
                 logger.error("no more draft actors of %s are started: %s", member.key, action.reason)
         if member.key == VERIFIER:
-            self.departed[member.actor_id] = _departure(action, member)
+            node_lost = isinstance(member.error, ActorLostError) and member.error.node_lost
+            self.departed[member.actor_id] = Departure.NODE_LOST if node_lost else Departure.FAILED
             for oldest in list(self.departed)[:-_REMEMBERED_DEPARTURES]:
                 del self.departed[oldest]
         if member.handle is not None:
-            self._backend.reaper.reap(member.handle, member.facts)
+            self._backend.end(member.handle, member.facts)
         member.seat.occupant = None
 
     def _check_start(self, member: Member, reason: str, record: FailureRecord) -> None:
@@ -286,11 +272,3 @@ class Fleet:
         else:
             again = f" (failure {record.quick} in a row)" if record.quick > 1 else ""
             self.start_error = SpecActorError((reason if member.error else f"{member.actor_id}: {reason}") + again)
-
-
-def _departure(action: Remove, member: Member) -> Departure:
-    """Reason for the end of this verifier, for the rollout."""
-    if not action.failed:
-        return Departure.RELEASED
-    lost = isinstance(member.error, ActorLostError) and member.error.node_lost
-    return Departure.NODE_LOST if lost else Departure.FAILED

@@ -7,19 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.actors.specs import (
-    VERIFIER,
-    ClusterView,
-    Departure,
-    DraftActorSpec,
-    DraftEndpoint,
-    Phase,
-    VerifierSpec,
-)
-from specactor_ray.cluster.backend import Demand, Placement, ProcessFacts, process_facts
+from specactor_ray.actors.specs import VERIFIER, ClusterView, Departure, DraftEndpoint, Phase
+from specactor_ray.cluster.backend import Demand, ProcessFacts, process_facts
 from specactor_ray.cluster.calls import Call, Calls
-from specactor_ray.config.methods import DrafterSpec, inline_drafters
-from specactor_ray.config.schema import Config
+from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.controller.reconcile import ActorState
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, SpecActorError, UserError
 
@@ -61,7 +52,8 @@ class Seat:
     index: int
     demand: Demand
     group: Any
-    placement: Placement | None = None
+    node: tuple[str, str] | None = None
+    """Id and IP address of its node; None while the group waits for room."""
     cores: tuple[int, ...] = ()
     occupant: str | None = None
     """Actor id; None once the actor has left: the seat then stays for the next one until `Seating.trim`."""
@@ -213,14 +205,14 @@ class Member(ActorState):
 
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""
-        where, facts, is_verifier = self.seat.placement, self.facts, self.key == VERIFIER
+        (node_id, node_ip), facts, is_verifier = self.seat.node or ("", ""), self.facts, self.key == VERIFIER
         return {
             "id": self.actor_id,
             "kind": "verifier" if is_verifier else "drafter",
             "method": "" if is_verifier else self.key,
             "phase": self.phase.value,
-            "node": where.node_ip if where else "",
-            "node_id": where.node_id if where else "",
+            "node": node_ip,
+            "node_id": node_id,
             "pid": facts.pid if facts else None,
             "cores": self.seat.cores,
             "gpus": facts.gpus if facts else (),
@@ -256,29 +248,6 @@ def stop_in_order(members: Iterable[Member], calls: Calls, timeout_s: float, int
             member.poll(now, interval_s)
             if call.done or member.error is not None or member.silent_s(now) > max(2.0, 2.0 * interval_s):
                 del pending[call]
-
-
-def build_spec(
-    config: Config, drafters: Mapping[str, DrafterSpec], member: Member, priors: Mapping[str, float]
-) -> VerifierSpec | DraftActorSpec:
-    """The specification of this member's actor."""
-    common: dict[str, Any] = {
-        "actor_id": member.actor_id,
-        "target": config.target,
-        "cores": member.seat.cores,
-        "log_level": config.run.log_level,
-    }
-    if member.key != VERIFIER:
-        return DraftActorSpec(**common, drafter=drafters[member.key])
-    return VerifierSpec(
-        **common,
-        speculation=config.speculation,
-        mode=config.mode,
-        priors=priors,
-        largest_window=max((drafter.window for drafter in drafters.values()), default=0),
-        max_branches=max((drafter.branches for drafter in drafters.values()), default=0),
-        inline=tuple(drafters[drafter.method] for drafter in inline_drafters(config)),
-    )
 
 
 def next_view(

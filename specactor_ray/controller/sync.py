@@ -136,11 +136,8 @@ class WeightSync:
         """Guards all weights; notified when every verifier has the policy's current ones."""
 
     def set_current(self, weights: WeightSet) -> None:
-        """Set new weights of the policy.
-
-        Raises:
-            InputError: They are not newer than the current ones: a version is never used for two sets of weights.
-        """
+        """Set new weights of the policy. InputError if they are not newer than the current ones: a version is never
+        used for two sets of weights."""
         with self._changed:
             current = self._current
             if current is None or weights.version > current.version:

@@ -275,7 +275,7 @@ class RemoteEngine(Generates):
         """Number → request that has not ended."""
         self._closed = False
         self._calls, self._actor = calls, actor
-        self._staying = calls.transport.send(actor, "stay", [self._sender])
+        self._staying = actor.stay.remote(self._sender)
         """Owned by this process, so that the call fails when the process ends."""
         self._call("greet", [self._staying])
         self._exchange = Exchange(calls, actor, self._sender, self._take, self._fail)

@@ -14,8 +14,8 @@ import numpy as np
 
 from specactor_ray.actors.loops import DraftActor, VerifierActor
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
-from specactor_ray.actors.specs import VerifierSpec
-from specactor_ray.cluster.backend import Demand, NodeSupply, Placement, ProcessFacts, Reaper
+from specactor_ray.actors.specs import ActorSpec
+from specactor_ray.cluster.backend import Demand, NodeSupply, ProcessFacts
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
@@ -75,24 +75,6 @@ class Machines:
                 return
 
 
-class VirtualReaper:
-    """The `Reaper` of a simulated controller."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._dying: list[VirtualActor] = []
-
-    def reap(self, handle: VirtualActor, facts: ProcessFacts | None) -> None:
-        kernel, network = self._network.kernel, self._network
-        kernel.at(kernel.now + network.rng.uniform(*LINGER_S), lambda: network.kill(handle, handle.node_lost))
-        if facts is not None:
-            self._dying.append(handle)
-
-    def poll(self) -> int:
-        self._dying = [actor for actor in self._dying if not actor.process.dead]
-        return len(self._dying)
-
-
 class VirtualBackend:
     """The `Backend` of a simulated controller. `numbers` are for names: no two actors of a simulation have the same."""
 
@@ -104,10 +86,10 @@ class VirtualBackend:
     ) -> None:
         self._network, self.machines, self._world = network, machines, world
         self.calls = network.calls(controller)
-        self.reaper: Reaper = VirtualReaper(network)
         self.actors: dict[str, VirtualActor] = {}
         """Actor id → every launched actor."""
         self._numbers = numbers
+        self._ending: list[VirtualActor] = []
 
     def suffix(self) -> str:
         return f"{next(self._numbers):04x}"
@@ -126,9 +108,9 @@ class VirtualBackend:
         self.machines.place(group)
         return group
 
-    def resolve(self, group: VirtualGroup) -> Placement | None:
+    def resolve(self, group: VirtualGroup) -> tuple[str, str] | None:
         self.machines.place(group)
-        return Placement(group, 0, group.node.name, group.node.name) if group.node is not None else None
+        return (group.node.name, group.node.name) if group.node is not None else None
 
     def remove(self, group: VirtualGroup) -> None:
         if group in self.machines.groups:
@@ -138,8 +120,9 @@ class VirtualBackend:
         node = next(node for node in self.machines.nodes if node.name == node_id)
         return node.name, tuple(range(int(node.cpus)))
 
-    def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> VirtualActor:
-        network, node = self._network, where.group.node
+    def launch(self, cls: Any, spec: Any, name: str, group: VirtualGroup, demand: Demand) -> VirtualActor:
+        network, node = self._network, group.node
+        assert node is not None  # the seat was settled
         start_s = network.rng.uniform(*self.start_s)
         actor = self.actors[spec.actor_id] = network.start_actor(
             spec.actor_id, node, lambda actor: cls(spec, SimulatedHost(network, actor, self._world)), start_s
@@ -147,6 +130,16 @@ class VirtualBackend:
         if not node.alive:
             network.kill(actor, node_lost=True)
         return actor
+
+    def end(self, handle: VirtualActor, facts: ProcessFacts | None) -> None:
+        kernel, network = self._network.kernel, self._network
+        kernel.at(kernel.now + network.rng.uniform(*LINGER_S), lambda: network.kill(handle, handle.node_lost))
+        if facts is not None:
+            self._ending.append(handle)
+
+    def poll_ends(self) -> int:
+        self._ending = [actor for actor in self._ending if not actor.process.dead]
+        return len(self._ending)
 
 
 class SimulatedHost(ActorHost):
@@ -159,13 +152,13 @@ class SimulatedHost(ActorHost):
     def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         pass
 
-    def build_engine(self, spec: VerifierSpec) -> SimulatedEngine:
-        world, target = self._world, spec.target
+    def build_engine(self, spec: ActorSpec) -> SimulatedEngine:
+        world, target = self._world, spec.config.target
         self._clock.work(world.load_s)
         limits = (target.max_batch, target.max_step_tokens, world.cache_tokens)
         return SimulatedEngine(self._actor, self._clock, self._network, world, *limits)
 
-    def build_drafting(self, spec: VerifierSpec, engine: Any, *figures: Any) -> Drafting:
+    def build_drafting(self, spec: ActorSpec, engine: Any, *figures: Any) -> Drafting:
         world = self._world
         known = (KnownAcceptance(world), KnownCost(world, engine, self._clock)) if world.clairvoyant else ()
         drafting = super().build_drafting(spec, engine, *known)

@@ -68,7 +68,7 @@ class LinkFaults:
 
 @dataclass(slots=True, eq=False)
 class Reference:
-    """A call in flight, or an answer; also a `Delivery` of a link."""
+    """The `Answer` to a call."""
 
     caller: Process | None = None
     """Process of the caller; callbacks are not called once it is dead."""
@@ -86,6 +86,11 @@ class Reference:
 
     def exception(self) -> SpecActorError | None:
         return self.error
+
+    def result(self, what: str) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
 
 
 @dataclass(eq=False)
@@ -369,14 +374,6 @@ class VirtualTransport:
             reference.waiters.append(waiter)
         self._kernel.block(timeout_s)
         return {reference for reference in references if reference.done}
-
-    def take(self, reference: Any, what: str = "the call") -> Any:
-        if reference.error is not None:
-            raise reference.error
-        return reference.value
-
-    def delivery(self, reference: Any) -> Any:
-        return reference
 
     def put(self, value: Any) -> StoredObject:
         return self._network.put(self._caller, value)

@@ -250,7 +250,7 @@ class TrainerGroup(TrainerRanks):
         trainer = self._config.trainer
         limit_s = self._config.cluster.start_timeout_s
         asked = [self._calls.start(rank, "find_port", deadline_s=limit_s) for rank in self._ranks]
-        places = self._calls.ask_all(asked)
+        places = [call.result() for call in asked]
         address, port = places[0]
         if all(place[0] == address for place in places):
             address = LOOPBACK  # no other machine is involved

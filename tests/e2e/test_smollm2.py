@@ -19,10 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 NEAR_TIE = 1e-4
 """A perturbed top-2 margin below this may flip between a verify and a decode forward."""
-TWIN = (
-    "speculation.draft_wait_s=1",  # a drafter as slow as the target is never ahead of one that does not wait
-    "drafters=[{method: ngram}, {method: draft_model, model: smollm2-135m, kv_cache_gb: 0.3, window: 3}]",
-)
+TWIN = "drafters=[{method: ngram}, {method: draft_model, model: smollm2-135m, kv_cache_gb: 0.3, window: 3}]"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,11 +69,11 @@ def assert_same(plain: list[Trajectory], other: list[Trajectory]) -> None:
         )
 
 
-@pytest.mark.parametrize(("mode", "more"), [("coupled", ()), ("decoupled", TWIN)])
-def test_all_modes_are_identical(plain: list[Trajectory], mode: str, more: tuple[str, ...]) -> None:
-    done, metrics = roll(mode, *more)
+@pytest.mark.parametrize("mode", ["coupled", "decoupled"])
+def test_all_modes_are_identical(plain: list[Trajectory], mode: str) -> None:
+    done, metrics = roll(mode, TWIN)
     assert_same(plain, done)
-    drafted = drafted_by_method(done)
-    assert drafted["ngram"][0] > 0, metrics
-    if more:  # the target as its own drafter, with the target's noise, is right but for near-ties
-        assert drafted["draft_model"][1] > 0.9 * drafted["draft_model"][0] > 0
+    assert metrics["drafted_tokens"] > 0
+    if mode == "coupled":  # the target as its own drafter, with the target's noise, is right but for near-ties
+        drafted, accepted = drafted_by_method(done)["draft_model"]
+        assert accepted > 0.9 * drafted > 0

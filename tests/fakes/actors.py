@@ -16,10 +16,11 @@ class FakeActor:
         self._told: list[str] = []
 
     def start(self) -> dict[str, Any]:
-        size = self.spec.drafter if hasattr(self.spec, "drafter") else self.spec.target
-        if size.model == "broken":
+        spec = self.spec
+        model = spec.drafters[spec.key].model if spec.key in spec.drafters else spec.config.target.model
+        if model == "broken":
             raise ModelLoadError("no such weights: broken")
-        if size.model == "crash":
+        if model == "crash":
             os._exit(1)
         return {"pid": os.getpid(), "vocab_size": None}
 

@@ -8,7 +8,7 @@ from specactor_ray.core.clock import SystemClock
 
 
 class HandClock(SystemClock):
-    """Seconds that pass only when the test says so; events and conditions are those of this machine.
+    """Seconds that pass only in `sleep` and when a test adds some; events and conditions are those of this machine.
 
     Args:
         tick_s: Seconds that pass with every look at it.
@@ -21,3 +21,6 @@ class HandClock(SystemClock):
     def _read(self) -> float:
         self.seconds += self._tick_s
         return self.seconds - self._tick_s
+
+    def sleep(self, seconds: float) -> None:  # type: ignore[override]
+        self.seconds += seconds

@@ -46,12 +46,21 @@ class ForkedRank:
         self.process.join()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Sent:
-    """A call on its way, and its reference."""
+    """The answer to a call."""
 
     pipe: Connection
     number: int
+    answers: dict[tuple[Connection, int], Any]
+
+    def result(self, what: str) -> Any:
+        if (self.pipe, self.number) not in self.answers:
+            raise ActorLostError(f"{what}: its process ended")
+        answer = self.answers.pop((self.pipe, self.number))
+        if isinstance(answer, SpecActorError):
+            raise answer
+        return answer
 
 
 class PipeTransport(LocalObjects):
@@ -59,40 +68,32 @@ class PipeTransport(LocalObjects):
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._answers: dict[Sent, Any] = {}
+        self._answers: dict[tuple[Connection, int], Any] = {}
         self._lost: set[Connection] = set()
 
     def send(self, actor: ForkedRank, method: str, arguments: Sequence[Any]) -> Sent:
-        sent = Sent(actor.heartbeat if method == HEARTBEAT else actor.work, next(self._numbers))
+        sent = Sent(actor.heartbeat if method == HEARTBEAT else actor.work, next(self._numbers), self._answers)
         try:
             sent.pipe.send_bytes(pickle.dumps((sent.number, method, tuple(arguments))))
         except OSError:
             self._lost.add(sent.pipe)
         return sent
 
-    def wait(self, references: Sequence[Sent], timeout_s: float) -> set[Sent]:
-        if not (done := self._done(references)):
-            wait_for([sent.pipe for sent in references], None if timeout_s == float("inf") else timeout_s)
-            done = self._done(references)
+    def wait(self, answers: Sequence[Sent], timeout_s: float) -> set[Sent]:
+        if not (done := self._done(answers)):
+            wait_for([sent.pipe for sent in answers], None if timeout_s == float("inf") else timeout_s)
+            done = self._done(answers)
         return done
 
-    def _done(self, references: Sequence[Sent]) -> set[Sent]:
-        for sent in references:
+    def _done(self, answers: Sequence[Sent]) -> set[Sent]:
+        for sent in answers:
             try:
                 while sent.pipe not in self._lost and sent.pipe.poll():
                     number, answer = pickle.loads(sent.pipe.recv_bytes())
-                    self._answers[Sent(sent.pipe, number)] = answer
+                    self._answers[sent.pipe, number] = answer
             except (EOFError, OSError):
                 self._lost.add(sent.pipe)
-        return {sent for sent in references if sent in self._answers or sent.pipe in self._lost}
-
-    def take(self, reference: Sent, what: str = "the call") -> Any:
-        if reference not in self._answers:
-            raise ActorLostError(f"{what}: its process ended")
-        answer = self._answers.pop(reference)
-        if isinstance(answer, SpecActorError):
-            raise answer
-        return answer
+        return {sent for sent in answers if (sent.pipe, sent.number) in self._answers or sent.pipe in self._lost}
 
 
 def serve_rank(work: Connection, heartbeat: Connection) -> None:

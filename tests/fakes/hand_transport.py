@@ -11,7 +11,7 @@ from specactor_ray.core.errors import SpecActorError
 
 @dataclass(eq=False)
 class Sent:
-    """One call on its way, and its reference."""
+    """One call on its way, and its answer."""
 
     actor: Any
     method: str
@@ -23,12 +23,14 @@ class Sent:
     def answer(self, value: Any = None, error: SpecActorError | None = None) -> None:
         self.done, self.value, self.error = True, value, error
 
+    def result(self, what: str) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
 
 class LocalObjects:
-    """The rest of a `Transport`: stored objects are the values themselves, and nothing delivers."""
-
-    def delivery(self, reference: Any) -> Any:
-        raise NotImplementedError("nothing that is tested with it delivers")
+    """The rest of a `Transport`: stored objects are the values themselves."""
 
     def put(self, value: Any) -> Any:
         return value
@@ -51,10 +53,5 @@ class HandTransport(LocalObjects):
         self.sent.append(Sent(actor, method, tuple(arguments)))
         return self.sent[-1]
 
-    def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
-        return {reference for reference in references if reference.done}
-
-    def take(self, reference: Any, what: str = "the call") -> Any:
-        if reference.error is not None:
-            raise reference.error
-        return reference.value
+    def wait(self, answers: Sequence[Any], timeout_s: float) -> set[Any]:
+        return {answer for answer in answers if answer.done}

@@ -97,19 +97,6 @@ def _ragged(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(list(map(len, lists)), np.int32), np.array([one for values in lists for one in values], np.int32)
 
 
-class Sluggard(Liar):
-    """Drafts nothing, and holds up its verifier after every token."""
-
-    method = "sluggard"
-
-    def commit(self, slots: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
-        time.sleep(0.03 * len(slots))
-        return super().commit(slots, *arrays)
-
-    def tail(self, slot: int) -> tuple[int, list[int]]:
-        return self._known[slot], []
-
-
 class Crasher(Liar):
     """Lies, and raises every now and then."""
 

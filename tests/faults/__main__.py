@@ -1,4 +1,4 @@
-"""`scripts/chaos`: the product's own code under faults on virtual time. Failed runs are shrunk and can be repeated."""
+"""`scripts/chaos`: the product's own code under faults on virtual time. Failed runs can be repeated."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from specactor_ray.core.console import make_console, make_table, say
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_INTERRUPTED
@@ -23,7 +23,6 @@ from tests.faults.run import FaultScenario, Report, simulate
 
 FAULTS_PER_RUN = 100
 _SEEDS_PER_CAMPAIGN = 100_000
-_SHRINK_RUNS = 60
 _COUNTED = ("finished", "failed", "restarts", "failed_starts", "events", "virtual_s")
 
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.replay is not None:
         campaign = Campaign()
         campaign.add(simulate(options.replay))
-        return show(campaign, shrinks=False)
+        return show(campaign)
     campaign = Campaign()
     with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "faults", options.faults) as progress:
 
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             run_campaign(campaign, options.faults, options.seed, options.processes, on_run=on_run)
         except KeyboardInterrupt:
-            show(campaign, shrinks=False)
+            show(campaign)
             return EXIT_INTERRUPTED
     return show(campaign)
 
@@ -109,16 +108,7 @@ def run_campaign(
     requests: int = 64,
     on_run: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run scenarios until `faults` faults have struck, those on single calls included.
-
-    Args:
-        campaign: Takes the reports.
-        faults: Number of faults in total.
-        seed: Seed of the campaign; each run has its own, derived from it.
-        processes: Number of processes.
-        requests: Requests of each stream.
-        on_run: Called after every run.
-    """
+    """Run scenarios until `faults` faults have struck, those on single calls included; calls `on_run` after each."""
     seeds = range(seed * _SEEDS_PER_CAMPAIGN, (seed + 1) * _SEEDS_PER_CAMPAIGN)
     scenarios = (FaultScenario.draw(one, min(FAULTS_PER_RUN, faults), requests) for one in seeds)
     context = multiprocessing.get_context("spawn")
@@ -134,38 +124,7 @@ def run_campaign(
             future.cancel()
 
 
-def shrink(scenario: FaultScenario) -> FaultScenario:
-    """A smaller scenario that fails as well: fewer faults, kinds, requests and actors, within a bounded search."""
-    runs, progress = 0, True
-    while progress:
-        progress = False
-        for smaller in _smaller(scenario):
-            if runs >= _SHRINK_RUNS:
-                return scenario
-            runs += 1
-            if simulate(smaller).violations:
-                scenario, progress = smaller, True
-                break
-    return scenario
-
-
-def _smaller(scenario: FaultScenario) -> Iterator[FaultScenario]:
-    plan = scenario.faults
-    if plan.count > 1:
-        yield replace(scenario, faults=replace(plan, count=plan.count // 2))
-        yield replace(scenario, faults=replace(plan, count=plan.count - 1))
-    for kind in plan.kinds:
-        yield replace(scenario, faults=replace(plan, kinds=tuple(one for one in plan.kinds if one != kind)))
-    if scenario.requests > 1:
-        yield replace(scenario, requests=scenario.requests // 4 or 1)
-        yield replace(scenario, requests=scenario.requests // 2)
-    if scenario.drafters > 1:
-        yield replace(scenario, drafters=1)
-    if scenario.verifiers > 1:
-        yield replace(scenario, verifiers=1)
-
-
-def show(campaign: Campaign, shrinks: bool = True) -> int:
+def show(campaign: Campaign) -> int:
     """Print the totals and the failed runs. Returns the exit code."""
     console, totals = make_console(), campaign.totals
     rows = [(kind, f"{times:,}") for kind, times in campaign.faults.most_common()]
@@ -175,8 +134,7 @@ def show(campaign: Campaign, shrinks: bool = True) -> int:
     for report in campaign.violations:
         for violation in report.violations[:3]:
             say(console, f"seed {report.scenario.seed} FAILED: {violation}")
-        if shrinks:
-            say(console, f"  repeat a smaller run with: {replay_line(shrink(report.scenario))}")
+        say(console, f"  repeat it with: {replay_line(report.scenario)}")
     if not campaign.violations:
         say(console, "nothing was found")
     return EXIT_FAILED if campaign.violations else 0

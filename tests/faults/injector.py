@@ -23,21 +23,9 @@ if TYPE_CHECKING:
     from tests.faults.run import Simulation
 
 SCHEDULED = (
-    "kill verifier",
-    "kill drafter",
-    "freeze actor",
-    "freeze controller",
-    "freeze driver",
-    "wedge engine",
-    "slow actor",
-    "bad links",
-    "partition",
-    "lose node",
-    "late joiners",
-    "corrupt drafts",
-    "malformed messages",
-    "lose objects",
-    "scale",
+    *("kill verifier", "kill drafter", "freeze actor", "freeze controller", "freeze driver", "wedge engine"),
+    *("slow actor", "bad links", "partition", "lose node", "late joiners", "corrupt drafts", "malformed messages"),
+    *("lose objects", "scale"),
 )
 OF_TRAINING = ("kill trainer", "freeze trainer")
 """Scheduled too, where there is a trainer."""
@@ -77,12 +65,7 @@ class FaultPlan:
 
 
 class Injector:
-    """Strikes one simulation according to a plan.
-
-    Args:
-        simulation: What to strike.
-        plan: With what.
-    """
+    """Strikes one simulation according to a plan."""
 
     def __init__(self, simulation: Simulation, plan: FaultPlan) -> None:
         self.plan = plan
@@ -101,6 +84,17 @@ class Injector:
         """What had struck when the last start began, and how many faults lasted."""
         self._undo: list[Callable[[], None]] = []
         """Ends of faults that last, for `heal`."""
+        self._on_actors: dict[str, tuple[str, Callable[[VirtualActor], object]]] = {
+            "kill verifier": ("verifier", self._network.kill),
+            "kill drafter": ("drafter", self._network.kill),
+            "kill trainer": ("trainer", self._network.kill),
+            "freeze actor": ("", self._freeze),
+            "freeze trainer": ("trainer", self._freeze),
+            "slow actor": ("", self._slow),
+            "corrupt drafts": ("drafter", self._corrupt),
+            "malformed messages": ("verifier", self._send_garbage),
+        }
+        """Kinds that strike one actor: of which sort, and how."""
 
     def start_begins(self) -> None:
         """No strikes until `resume`, unless this run's faults strike from the start."""
@@ -168,8 +162,10 @@ class Injector:
             self._kill_controller()
         elif self._kinds:
             kind = self._rng.choice(self._kinds)
-            method: Callable[[], bool] = getattr(self, "_" + kind.replace(" ", "_"))
-            self.struck[kind] += bool(method())
+            if kind in self._on_actors:
+                self.struck[kind] += self._on_one(*self._on_actors[kind])
+            else:
+                self.struck[kind] += bool(getattr(self, "_" + kind.replace(" ", "_"))())
         if self.left > 0:
             self._schedule()
 
@@ -182,35 +178,6 @@ class Injector:
         self._simulation.machines.groups.clear()
         if not self._simulation.scenario.training:  # which resumes, while a stream ends with it
             self.left = 0
-
-    def _kill_verifier(self) -> bool:
-        return self._on_one("verifier", self._network.kill)
-
-    def _kill_trainer(self) -> bool:
-        return self._on_trainer(self._network.kill)
-
-    def _freeze_trainer(self) -> bool:
-        return self._on_trainer(self._freeze)
-
-    def _on_trainer(self, do: Callable[[VirtualActor], Any]) -> bool:
-        able = [one for one in self._network.actors if one.name.startswith("trainer") and not one.process.dead]
-        if able:
-            do(self._rng.choice(able))
-        return bool(able)
-
-    def _kill_drafter(self) -> bool:
-        return self._on_one("drafter", self._network.kill)
-
-    def _freeze_actor(self) -> bool:
-        return self._on_one("", self._freeze)
-
-    def _freeze_controller(self) -> bool:
-        self._freeze(self._simulation.controller)
-        return True
-
-    def _freeze_driver(self) -> bool:
-        self._freeze(self._simulation.driver)
-        return True
 
     def _freeze(self, actor: VirtualActor) -> None:
         if actor.process.frozen or actor.process.dead:
@@ -226,12 +193,17 @@ class Injector:
             self._world.wedged.add(self._rng.choice(busy).name)
         return bool(busy)
 
-    def _slow_actor(self) -> bool:
-        def slow(actor: VirtualActor) -> None:
-            actor.process.slowness = self._rng.uniform(2.0, 20.0)
-            self._for(self._rng.uniform(1.0, 10.0), lambda: setattr(actor.process, "slowness", 1.0))
+    def _freeze_controller(self) -> bool:
+        self._freeze(self._simulation.controller)
+        return True
 
-        return self._on_one("", slow)
+    def _freeze_driver(self) -> bool:
+        self._freeze(self._simulation.driver)
+        return True
+
+    def _slow(self, actor: VirtualActor) -> None:
+        actor.process.slowness = self._rng.uniform(2.0, 20.0)
+        self._for(self._rng.uniform(1.0, 10.0), lambda: setattr(actor.process, "slowness", 1.0))
 
     def _bad_links(self) -> bool:
         rng = self._rng
@@ -272,20 +244,13 @@ class Injector:
         self._for(self._rng.uniform(2.0, 20.0), lambda: setattr(backend, "start_s", usual))
         return True
 
-    def _corrupt_drafts(self) -> bool:
-        def corrupt(actor: VirtualActor) -> None:
-            self._world.corrupt.add(actor.name)
-            self._for(self._rng.uniform(1.0, 20.0), lambda: self._world.corrupt.discard(actor.name))
+    def _corrupt(self, actor: VirtualActor) -> None:
+        self._world.corrupt.add(actor.name)
+        self._for(self._rng.uniform(1.0, 20.0), lambda: self._world.corrupt.discard(actor.name))
 
-        return self._on_one("drafter", corrupt)
-
-    def _malformed_messages(self) -> bool:
-        def send(actor: VirtualActor) -> None:
-            batch = [self._garbage() for _ in range(self._rng.randrange(1, 20))]
-            for message in batch:
-                self._network.send(self._simulation.driver, actor, "deliver", [message])
-
-        return self._on_one("verifier", send)
+    def _send_garbage(self, actor: VirtualActor) -> None:
+        for message in [self._garbage() for _ in range(self._rng.randrange(1, 20))]:
+            self._network.send(self._simulation.driver, actor, "deliver", [message])
 
     def _garbage(self) -> Any:
         rng = self._rng
@@ -326,10 +291,13 @@ class Injector:
         backend = self._simulation.backend
         return [] if backend is None else [one for one in backend.actors.values() if not one.process.dead]
 
-    def _on_one(self, kind: str, do: Callable[[VirtualActor], Any]) -> bool:
-        """Do something to one of the actors of a kind (`verifier`, `drafter`, or any). False when there are none."""
-        verifier = kind == "verifier"
-        able = [one for one in self._alive() if not kind or one.name.startswith("verifier") == verifier]
+    def _on_one(self, sort: str, do: Callable[[VirtualActor], object]) -> bool:
+        """Do something to one of the actors of a sort (`verifier`, `drafter`, `trainer`, or any of the controller's).
+        False when there are none."""
+        if sort == "trainer":
+            able = [one for one in self._network.actors if one.name.startswith("trainer") and not one.process.dead]
+        else:
+            able = [one for one in self._alive() if not sort or one.name.startswith("verifier") == (sort == "verifier")]
         if able:
             do(self._rng.choice(able))
         return bool(able)

@@ -4,7 +4,7 @@ checks of what must hold whatever happened."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,13 +53,7 @@ class FaultScenario:
 
     @classmethod
     def draw(cls, seed: int, count: int, requests: int = 64) -> FaultScenario:
-        """The scenario of a seed: layout, mode and kinds of faults are drawn from it.
-
-        Args:
-            seed: Of everything.
-            count: Faults that are scheduled.
-            requests: Of each stream, or step of training.
-        """
+        """The scenario of a seed: layout, mode and kinds of faults are drawn from it."""
         rng = random.Random(f"scenario {seed}")
         training = rng.random() < 0.25
         plan = FaultPlan.draw(seed, count, training)
@@ -130,12 +124,12 @@ def make_config(scenario: FaultScenario) -> Config:
 class Simulation(VirtualRun):
     """Sets a scenario up, runs it and checks it."""
 
-    def __init__(self, scenario: FaultScenario, trace: Callable[[float, str], None] | None = None) -> None:
+    def __init__(self, scenario: FaultScenario) -> None:
         self.scenario, self.report = scenario, Report(scenario)
         self.rng = random.Random(f"scenario {scenario.seed}")
         skill = {method: self.rng.uniform(0.1, 0.9) for method in ("ngram", "draft_model")}
         nodes = [Node(f"node-{index}", cpus=8.0) for index in range(scenario.nodes)]
-        super().__init__(make_config(scenario), World(HashedText(skill)), nodes, scenario.seed, trace)
+        super().__init__(make_config(scenario), World(HashedText(skill)), nodes, scenario.seed)
         self.done = False
         self.version = 0
         self.injector = Injector(self, scenario.faults)
@@ -396,6 +390,6 @@ class Simulation(VirtualRun):
                 self.fail(f"after the end {len(self.machines.groups)} placement groups stand")
 
 
-def simulate(scenario: FaultScenario, trace: Callable[[float, str], None] | None = None) -> Report:
+def simulate(scenario: FaultScenario) -> Report:
     """Run one scenario to its end."""
-    return Simulation(scenario, trace).run()
+    return Simulation(scenario).run()

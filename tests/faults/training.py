@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.trainer import TrainerActor
@@ -84,28 +85,6 @@ class SimulatedTrainerActor(TrainerActor):
     def _export(self, version: int) -> WeightSet | None:
         bucket = self._transport.put(self._trainer.weights)
         return WeightSet(version, (bucket,), 1) if self._trainer.rank == 0 else None
-
-
-@dataclass
-class _Experience:
-    """What `run_steps` reads of an experience."""
-
-    samples: list[int]
-    rewards: tuple[float, ...] = (1.0,)
-    unscored: bool = False
-    position: tuple[int, int] = (0, 0)
-
-
-class _Maker:
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
-        ended = []
-        for entry in rollout.stream(self._simulation.entries(step)):
-            self._simulation.check_entry(entry)
-            ended.append(entry)
-        return _Experience([digest_of((entry.request_id, entry.token_ids) for entry in ended)])
 
 
 @dataclass
@@ -195,12 +174,19 @@ class Training:
             config=simulation.config,
             rollout=_Rollout(simulation),
             trainer=ranks,
-            maker=_Maker(simulation),
+            maker=SimpleNamespace(collect=self._collect),
             record=self._record,
             saver=Saver(store, ranks.save, state, saved=True),
             taught=None,
             say=lambda line: None,
         )
+
+    def _collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
+        ended = list(rollout.stream(self._simulation.entries(step)))
+        for entry in ended:
+            self._simulation.check_entry(entry)
+        samples = [digest_of((entry.request_id, entry.token_ids) for entry in ended)]
+        return SimpleNamespace(samples=samples, rewards=(1.0,), unscored=False, position=(0, 0))
 
     def _start_rank(self, rank: int, weights: int) -> VirtualActor:
         simulation = self._simulation

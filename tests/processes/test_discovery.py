@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.cluster.connection import connect
-from specactor_ray.cluster.discovery import clusters_to_look_into, started_clusters
-from specactor_ray.cluster.token import PRIVATE_FOLDER, note_address
+from specactor_ray.cluster.discovery import PRIVATE_FOLDER, clusters_to_look_into, note_address, started_clusters
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.core.errors import ClusterError
 from specactor_ray.core.leftovers import make_owned_folder

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,10 @@ import pytest
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
+from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
-LIMIT_S = 120.0
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+LIMIT_S = 240.0
 CLEAR_LINE = "\x1b[2K"
 """What rich redraws with."""
 
@@ -48,10 +48,8 @@ class Watcher:
         os.close(file)
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        end = time.monotonic() + LIMIT_S
-        while self.text.count(text) < times:
-            assert time.monotonic() < end and self.process.poll() is None, self.text
-            time.sleep(0.1)
+        wait_until(lambda: self.process.poll() is not None or self.text.count(text) >= times, text, LIMIT_S)
+        assert self.process.poll() is None, self.text
 
     def end(self) -> int:
         code = self.process.wait(LIMIT_S)
@@ -70,20 +68,20 @@ def test_the_status_is_redrawn_or_printed_again_until_the_run_ends() -> None:
     watchers: list[Watcher] = []
     try:
         with Rollout(from_mapping(settings)) as rollout:
-            watchers += [Watcher(shown, rollout.address) for shown in (True, False, False)]
+            watchers += [Watcher(shown, rollout.address) for shown in (True, False)]
             for watcher in watchers:
                 watcher.wait_for("draft_model-0#", times=3)
             done = rollout.generate(tiny_prompts(4), SamplingParams(max_tokens=24))
             tokens = sum(len(one.token_ids) for one in done)
             for watcher in watchers:  # the controller asks for counters every ten minutes; the command asks the actors
                 watcher.wait_for(f"{tokens:,} tokens")
-            watchers[2].process.send_signal(signal.SIGINT)
-            assert watchers[2].end() == 0
-        assert [watcher.end() for watcher in watchers] == [0, 0, 0]
+            watchers[1].process.send_signal(signal.SIGINT)
+            assert watchers[1].end() == 0
+        assert watchers[0].end() == 0
     finally:
         for watcher in watchers:
             if watcher.process.poll() is None:
                 watcher.process.kill()
-    terminal, pipe, _ = (watcher.text for watcher in watchers)
-    assert "run watched has ended" in terminal and "run watched has ended" in pipe
+    terminal, pipe = (watcher.text for watcher in watchers)
+    assert "run watched has ended" in terminal
     assert CLEAR_LINE in terminal and "\x1b" not in pipe

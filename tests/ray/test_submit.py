@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ import pytest
 
 from tests import tiny
 from tests.ports import free_port
+from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(sys.executable).parent
 
@@ -56,7 +56,7 @@ def head() -> Iterator[Head]:
     )
     address = f"http://127.0.0.1:{dashboard}"
     try:
-        wait_for_dashboard(dashboard, process)
+        wait_until(lambda: answers(dashboard, process), "the dashboard", 120.0)
         yield Head(address, environment)
     finally:
         process.send_signal(signal.SIGTERM)
@@ -68,16 +68,10 @@ def head() -> Iterator[Head]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait_for_dashboard(port: int, process: subprocess.Popen, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "ray start failed"
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError("the dashboard did not come up")
+def answers(port: int, process: subprocess.Popen) -> bool:
+    assert process.poll() is None, "ray start failed"
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def overrides(tmp_path: Path, *more: str) -> list[str]:
@@ -109,10 +103,7 @@ def test_an_interrupt_stops_a_training_job_with_a_checkpoint(head: Head, tmp_pat
     training = (rewards, "trainer.prompts_per_step=2", "trainer.steps=500")
     process = head.specactor("submit", "--address", head.address, "train", *overrides(tmp_path, *training))
     metrics = tmp_path / "runs" / "job" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.2)
+    wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text()), "a step", 240.0)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 130, output

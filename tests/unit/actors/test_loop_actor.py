@@ -9,8 +9,8 @@ import pytest
 
 from specactor_ray.actors.loops import LoopActor
 from specactor_ray.actors.process import ActorHost
-from specactor_ray.actors.specs import ActorSpec
-from specactor_ray.config.schema import TargetConfig
+from specactor_ray.actors.specs import VERIFIER, ActorSpec
+from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import ModelLoadError
 
 
@@ -19,11 +19,11 @@ class Host(ActorHost):
         pass
 
 
-class Recorder(LoopActor[Any, Any]):
+class Recorder(LoopActor[Any]):
     """Its own loop."""
 
     def __init__(self, problem: str = "") -> None:
-        super().__init__(ActorSpec(actor_id="a", target=TargetConfig()), Host())
+        super().__init__(ActorSpec("a", VERIFIER, Config()), Host())
         self.threads: list[int] = []
         self.ended, self._problem = threading.Event(), problem
 

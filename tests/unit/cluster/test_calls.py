@@ -37,25 +37,35 @@ def asked(answers: list[tuple[float, Any] | None], deadline_s: float, retry: boo
 
     def body() -> Any:
         try:
-            return script.calls().ask("actor", "method", 1, 2, deadline_s=deadline_s, retry=retry)
+            return script.calls().start("actor", "method", 1, 2, deadline_s=deadline_s, retry=retry).result()
         except SpecActorError as error:
             return error
 
     return bench.run(body), script, bench.kernel.now
 
 
-class TestOneCall:
-    def test_its_answer_comes_back(self) -> None:
-        value, script, took = asked([(3.0, "yes")], deadline_s=5.0)
-        assert (value, took) == ("yes", 3.0)
-        assert script.sent == [(0.0, "actor", "method", (1, 2))]
+GONE, BUG, INPUT = ActorLostError("gone"), RemoteError("bug"), InputError("too long")
 
-    @pytest.mark.parametrize("answer", [None, (5.1, "late")], ids=["never", "late"])
-    def test_the_deadline_ends_it(self, answer: Any) -> None:
-        error, script, took = asked([answer], deadline_s=5.0)
-        assert isinstance(error, CallTimeoutError) and took == 5.0 and len(script.sent) == 1
 
-    def test_an_unavailable_actor_is_asked_again_less_and_less_often(self) -> None:
+@pytest.mark.parametrize(
+    ("answers", "retry", "expected", "took_s"),
+    [
+        ([(3.0, "yes")], True, "yes", 3.0),
+        ([None], True, CallTimeoutError, 5.0),
+        ([(5.1, "late")], True, CallTimeoutError, 5.0),
+        ([(0.5, UNAVAILABLE), (0.0, "twice")], False, UNAVAILABLE, 0.5),
+        *(([(0.5, error), (0.0, "again")], True, error, 0.5) for error in (GONE, BUG, INPUT)),
+    ],
+    ids=["answered", "never", "late", "not idempotent", "gone", "bug", "input"],
+)
+def test_a_call_that_is_sent_once(answers: Any, retry: bool, expected: Any, took_s: float) -> None:
+    outcome, script, took = asked(answers, deadline_s=5.0, retry=retry)
+    assert script.sent == [(0.0, "actor", "method", (1, 2))] and took == took_s
+    assert isinstance(outcome, expected) if isinstance(expected, type) else outcome is expected
+
+
+class TestUnavailable:
+    def test_the_actor_is_called_again_less_and_less_often(self) -> None:
         value, script, _took = asked([(0.0, UNAVAILABLE)] * 7 + [(0.0, "yes")], deadline_s=60.0)
         assert value == "yes"
         times = [time for time, *_ in script.sent]
@@ -63,81 +73,34 @@ class TestOneCall:
         assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
 
     @pytest.mark.parametrize(("last", "least_s"), [((0.5, UNAVAILABLE), 8.0), (None, 10.0)], ids=["told", "silent"])
-    def test_an_actor_that_stays_unavailable_is_given_up_by_the_deadline(self, last: Any, least_s: float) -> None:
+    def test_it_is_given_up_by_the_deadline(self, last: Any, least_s: float) -> None:
         error, _script, took = asked([(0.0, UNAVAILABLE)] + [last] * 50, deadline_s=10.0)
         assert error is UNAVAILABLE and least_s <= took <= 10.0
 
-    def test_what_is_not_idempotent_is_sent_once(self) -> None:
-        error, script, took = asked([(0.5, UNAVAILABLE), (0.0, "twice")], deadline_s=60.0, retry=False)
-        assert error is UNAVAILABLE and took == 0.5 and len(script.sent) == 1
 
-    @pytest.mark.parametrize("raised", [ActorLostError("gone"), RemoteError("bug"), InputError("too long")])
-    def test_other_errors_come_at_once(self, raised: SpecActorError) -> None:
-        error, script, took = asked([(0.5, raised), (0.0, "again")], deadline_s=60.0)
-        assert error is raised and took == 0.5 and len(script.sent) == 1
-
-    def test_a_call_that_cannot_be_sent_has_failed(self) -> None:
-        script = Script(Bench(), [])
-        script.send = Mock(side_effect=ActorLostError("gone"))  # type: ignore[method-assign]
-        call = script.calls().start("actor", "method", deadline_s=9.0)
-        assert call.done and isinstance(call.error, ActorLostError)
-        with pytest.raises(ActorLostError):
-            call.result()
-
-    def test_looking_does_not_wait(self) -> None:
-        bench = Bench()
-        calls = Script(bench, [(0.0, UNAVAILABLE), (2.0, "yes")]).calls()
-
-        def body() -> None:
-            call = calls.start("actor", "method", deadline_s=9.0)
-            for _ in range(5):
-                assert not call.poll() and call.error is None
-            assert bench.kernel.now == 0.0
-            while not call.poll():
-                bench.clock.sleep(0.25)
-            assert call.result() == "yes" and bench.kernel.now <= 2.75
-
-        bench.run(body)
+def test_a_call_that_cannot_be_sent_has_failed() -> None:
+    script = Script(Bench(), [])
+    script.send = Mock(side_effect=GONE)  # type: ignore[method-assign]
+    call = script.calls().start("actor", "method", deadline_s=9.0)
+    assert call.done and call.error is GONE
 
 
-class TestSeveral:
-    def test_all_results_in_the_order_of_the_calls(self) -> None:
-        bench = Bench()
-        calls = Script(bench, [(3.0, "a"), (1.0, "b"), (0.0, UNAVAILABLE), (2.0, "c")]).calls()
+def test_waiting_ends_with_the_first_that_is_done_and_polling_does_not_wait() -> None:
+    bench = Bench()
+    calls = Script(bench, [(3.0, "a"), (1.0, "b"), (0.0, UNAVAILABLE), None]).calls()
 
-        def body() -> list[Any]:
-            return calls.ask_all(calls.start("actor", "method", deadline_s=9.0) for _ in range(3))
+    def body() -> None:
+        first, second, third = begun = [calls.start("actor", "method", deadline_s=9.0) for _ in range(3)]
+        assert not first.poll() and calls.wait(begun, 0.5) == [] and bench.kernel.now == 0.5
+        assert calls.wait(begun, 7.0) == [second] and bench.kernel.now == 1.0
+        assert calls.wait([first, third], 7.0) == [first] and bench.kernel.now == 3.0
+        assert not third.poll() and calls.wait([third], 2.0) == [] and bench.kernel.now == 5.0
+        assert calls.wait([third], 60.0) == [third] and bench.kernel.now == 9.0 and third.error is UNAVAILABLE
 
-        assert bench.run(body) == ["a", "b", "c"] and bench.kernel.now == 3.0
-
-    def test_the_first_error_does_not_wait_for_the_others(self) -> None:
-        bench = Bench()
-        calls = Script(bench, [(8.0, "a"), (2.0, RemoteError("b")), (1.0, "c"), (4.0, ActorLostError("d"))]).calls()
-
-        def body() -> None:
-            started = [calls.start("actor", "method", deadline_s=9.0) for _ in range(4)]
-            with pytest.raises(RemoteError, match="b"):
-                calls.ask_all(started)
-
-        bench.run(body)
-        assert bench.kernel.now == 2.0
-
-    def test_waiting_ends_with_the_first_that_is_done(self) -> None:
-        bench = Bench()
-        calls = Script(bench, [(3.0, "a"), (1.0, "b"), (0.0, UNAVAILABLE), None]).calls()
-
-        def body() -> None:
-            first, second, third = started = [calls.start("actor", "method", deadline_s=9.0) for _ in range(3)]
-            assert calls.wait(started, 0.5) == [] and bench.kernel.now == 0.5
-            assert calls.wait(started, 7.0) == [second] and bench.kernel.now == 1.0
-            assert calls.wait([first, third], 7.0) == [first] and bench.kernel.now == 3.0
-            assert calls.wait([third], 2.0) == [] and bench.kernel.now == 5.0
-            assert calls.wait([third], 60.0) == [third] and bench.kernel.now == 9.0 and third.error is UNAVAILABLE
-
-        bench.run(body)
+    bench.run(body)
 
 
-def test_a_delivery_tells_its_sender_what_became_of_it() -> None:
+def test_a_delivery_has_the_error_of_its_call() -> None:
     bench = Bench()
     script = Script(bench, [(1.0, None), (2.0, UNAVAILABLE)])
 
@@ -224,20 +187,15 @@ def test_out_of_memory_says_what_holds_it_and_what_to_lower(error: BaseException
     assert "(pid 10994, 9.34 GB), specactor::trainer-0 (pid 2437, 4.08 GB)" in text and "target.kv_cache_gb" in text
 
 
-def as_ray_raises(cause: BaseException) -> list[BaseException]:
-    """`ray.get` raises one class made of both, a future of Ray the bare one."""
-    return [task_error(cause), task_error(cause).as_instanceof_cause()]
-
-
 @pytest.mark.parametrize("raised", [InputError("too long"), ConfigError("a.b", "is wrong"), SpecActorError("x")])
 def test_our_own_errors_come_through_as_they_were_raised(raised: SpecActorError) -> None:
-    assert all(translate_ray_error(error, "ping") is raised for error in as_ray_raises(raised))
-    assert translate_ray_error(raised, "ping") is raised
+    for error in (raised, task_error(raised), task_error(raised).as_instanceof_cause()):  # as `ray.get` raises it
+        assert translate_ray_error(error, "ping") is raised
 
 
 @pytest.mark.parametrize("raised", [ActorLostError("x"), ActorUnavailableError("x"), CallTimeoutError("x")])
-def test_whom_an_actor_could_not_reach_is_not_taken_for_the_actor(raised: CallError) -> None:
-    for error in as_ray_raises(raised):
+def test_an_actor_that_could_not_reach_another_is_not_lost_itself(raised: CallError) -> None:
+    for error in (task_error(raised), task_error(raised).as_instanceof_cause()):
         ours = translate_ray_error(error, "ping")
         assert type(ours) is RemoteError and str(ours) == f"ping: {type(raised).__name__}: x"
 

@@ -15,15 +15,8 @@ from specactor_ray.core.errors import ConfigError
 from tests.unit.simulation.test_start import Start
 
 NEVER = float("inf")
-BOUNDS: dict[str, Any] = {
-    "least": 0,
-    "most": 8,
-    "devices": 1.0,
-    "verifying": 8.0,
-    "weight": 1.0,
-    "window": 16,
-    "branches": 0,
-}
+BOUNDS: dict[str, Any] = {"least": 0, "most": 8, "devices": 1.0, "verifying": 8.0, "weight": 1.0}
+BOUNDS |= {"window": 16, "branches": 0}
 
 
 def cost(**points: float) -> LearnedCost:
@@ -56,38 +49,33 @@ def test_predictions_rise_with_draft_actors_and_never_fall_below_plain() -> None
     assert all(never_right.tokens_per_s(number, BUSY) == pytest.approx(speeds[0]) for number in range(9))
 
 
-def test_no_draft_actors_where_drafts_are_wrong_or_verifying_them_costs_too_much() -> None:
-    assert scaling(probability=0.02).best_number(4, BUSY) == 0
-    saturated = cost(p128=10.0, p256=20.0, p512=40.0, p1024=80.0)
-    assert scaling(verify=saturated).best_number(4, VerifierLoad(2, 256.0, 0.9)) == 0
+SATURATED = cost(p128=10.0, p256=20.0, p512=40.0, p1024=80.0)
 
 
-@pytest.mark.parametrize("load", [VerifierLoad(), replace(BUSY, suspended=0.9)], ids=["idle", "suspended"])
-def test_the_fewest_where_drafts_bring_nothing(load: VerifierLoad) -> None:
-    assert scaling(least=1).best_number(4, load) == 1
-
-
-@pytest.mark.parametrize(("refused_rows", "drafts"), [(NEVER, True), (BUSY.rows, False), (2.0 * BUSY.rows, True)])
-def test_refused_drafts_are_not_tried_with_as_many_requests(refused_rows: float, drafts: bool) -> None:
-    assert (scaling(refused_rows=refused_rows).best_number(0, BUSY) > 0) is drafts
-
-
-def test_none_is_added_where_requests_have_tails_and_an_unmeasured_drafter_is_tried_alone() -> None:
-    slow = scaling(SLOW, devices=0.25)
-    assert slow.best_number(2, BUSY) > 2
-    assert slow.best_number(2, replace(BUSY, supply=0.97)) <= 2
-    assert scaling(LearnedCost()).best_number(0, BUSY) == 1
+@pytest.mark.parametrize(
+    ("method", "present", "load", "least", "most"),
+    [
+        pytest.param(scaling(probability=0.02), 4, BUSY, 0, 0, id="wrong drafts"),
+        pytest.param(scaling(verify=SATURATED), 4, VerifierLoad(2, 256.0, 0.9), 0, 0, id="verifying costs too much"),
+        pytest.param(scaling(least=1), 4, VerifierLoad(), 1, 1, id="idle"),
+        pytest.param(scaling(least=1), 4, replace(BUSY, suspended=0.9), 1, 1, id="suspended"),
+        pytest.param(scaling(refused_rows=BUSY.rows), 0, BUSY, 0, 0, id="refused with as many requests"),
+        pytest.param(scaling(refused_rows=2.0 * BUSY.rows), 0, BUSY, 1, 8, id="refused with more requests"),
+        pytest.param(scaling(SLOW, devices=0.25), 2, BUSY, 3, 8, id="tails are missing"),
+        pytest.param(scaling(SLOW, devices=0.25), 2, replace(BUSY, supply=0.97), 0, 2, id="requests have tails"),
+        pytest.param(scaling(LearnedCost()), 0, BUSY, 1, 1, id="unmeasured"),
+        pytest.param(scaling(least=2, most=3), 0, VerifierLoad(), 2, 3, id="below the bounds"),
+        pytest.param(scaling(least=2, most=3), 8, BUSY, 2, 3, id="above the bounds"),
+        pytest.param(scaling(least=2, most=3), 8, replace(BUSY, supply=0.99), 2, 3, id="above, with tails"),
+    ],
+)
+def test_best_numbers(method: Scaling, present: int, load: VerifierLoad, least: int, most: int) -> None:
+    assert least <= method.best_number(present, load) <= most
 
 
 def test_without_a_price_of_devices_speed_decides() -> None:
     free, priced = (scaling(SLOW, verifying=1.0, weight=weight).best_number(0, BUSY) for weight in (0.0, 1.0))
     assert free > priced
-
-
-def test_bounds_hold_also_for_a_number_outside_them() -> None:
-    for present in range(9):
-        for load in (BUSY, VerifierLoad(), replace(BUSY, supply=0.99)):
-            assert 2 <= scaling(least=2, most=3).best_number(present, load) <= 3
 
 
 def look(method: Scaling, present: int, best: int, now: float, load: VerifierLoad = BUSY) -> int:

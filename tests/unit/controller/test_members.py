@@ -9,7 +9,7 @@ import pytest
 from specactor_ray.actors.specs import VERIFIER, Phase
 from specactor_ray.cluster.backend import Demand, ProcessFacts
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.controller.members import Channel, Member, Seat, stop_in_order
+from specactor_ray.controller.members import Member, Seat, stop_in_order
 from specactor_ray.core.errors import (
     ActorLostError,
     ActorUnavailableError,
@@ -104,7 +104,7 @@ class TestHealth:
         watch.look(INTERVAL_S)
         assert watch.pings() == 1
 
-    def test_a_suspect_is_asked_at_once(self) -> None:
+    def test_a_suspect_is_asked_at_once_and_a_delay_of_the_controller_does_not_count(self) -> None:
         watch = Watch()
         watch.one("ping").answer({})
         watch.look(0.1)
@@ -112,74 +112,62 @@ class TestHealth:
         watch.actor.hurry()
         watch.look(0.1)
         assert watch.pings() == 2
-
-    def test_a_supervisor_that_was_held_up_does_not_blame_the_actor(self) -> None:
-        watch = Watch()
         watch.clock.seconds += 100.0
         watch.actor.forgive(watch.clock.seconds)
-        assert watch.silent_s == 0.0
         watch.clock.seconds += 3.0
-        assert watch.silent_s == 3.0
+        assert watch.silent_s == pytest.approx(3.0)
 
 
-class TestStart:
-    @pytest.mark.parametrize("order", [("__ray_call__", "start"), ("start", "__ray_call__")])
-    def test_what_it_raised_counts_more_than_the_end_of_its_process(self, order: tuple[str, str]) -> None:
-        watch = Watch(started=False)
-        errors = {"__ray_call__": ActorLostError("gone"), "start": ModelLoadError("there is no model m")}
-        for method in order:
-            watch.one(method).answer(error=errors[method])
-            watch.look()
-        assert isinstance(watch.actor.error, ModelLoadError)
-
-    def test_one_that_does_not_start_in_time_has_failed(self) -> None:
-        watch = Watch(started=False)
-        watch.look(29.0)
-        assert watch.actor.error is None
-        watch.look(1.0)
-        assert "v-0#1 did not" in str(watch.actor.error)
-
-
-class TestUpdates:
-    def channel(self) -> tuple[Watch, Channel]:
-        watch = Watch()
-        self.update(watch)
-        assert watch.one("set_drafters").arguments == (1, ())
-        return watch, watch.actor.peers
-
-    def update(self, watch: Watch) -> None:
-        actor = watch.actor
-        actor.peers.update(1, watch.clock.seconds, lambda: actor.call("set_drafters", 1, ()))
-
-    def test_a_version_that_was_taken_is_not_sent_again(self) -> None:
-        watch, channel = self.channel()
-        self.update(watch)
-        assert watch.one("set_drafters") and channel.acked == 0
-        watch.one("set_drafters").answer()
-        self.update(watch)
-        assert channel.acked == 1 and channel.error is None and not watch.transport.open("v", "set_drafters")
-
-    def test_a_failure_is_named_and_repeated_after_a_pause(self) -> None:
-        watch, channel = self.channel()
-        for _ in range(5):
-            watch.one("set_drafters").answer(error=RemoteError("a bug"))
-            self.update(watch)
-            assert str(channel.error) == "v-0#1 failed an update: a bug" and watch.actor.error is None
-            watch.clock.seconds += 1.9
-            self.update(watch)
-            assert not watch.transport.open("v", "set_drafters")
-            watch.clock.seconds += 0.1
-            self.update(watch)
-
-    @pytest.mark.parametrize("error", [None, RemoteError("a bug")])
-    def test_draining(self, error: SpecActorError | None) -> None:
-        watch = Watch()
-        watch.actor.drain(watch.clock.seconds)
+@pytest.mark.parametrize("order", [("__ray_call__", "start"), ("start", "__ray_call__")])
+def test_an_error_of_the_start_counts_more_than_the_end_of_the_process(order: tuple[str, str]) -> None:
+    watch = Watch(started=False)
+    errors = {"__ray_call__": ActorLostError("gone"), "start": ModelLoadError("there is no model m")}
+    for method in order:
+        watch.one(method).answer(error=errors[method])
         watch.look()
-        assert watch.actor.phase is Phase.DRAINING and not watch.actor.drained
-        watch.one("drain").answer(error=error)
-        watch.look()
-        assert watch.actor.drained
+    assert isinstance(watch.actor.error, ModelLoadError)
+
+
+def test_an_actor_that_does_not_start_in_time_has_failed() -> None:
+    watch = Watch(started=False)
+    watch.look(29.0)
+    assert watch.actor.error is None
+    watch.look(1.0)
+    assert "v-0#1 did not" in str(watch.actor.error)
+
+
+def test_a_version_is_sent_until_it_was_taken() -> None:
+    watch = Watch()
+    actor, channel = watch.actor, watch.actor.peers
+
+    def update(seconds: float = 0.0) -> None:
+        watch.clock.seconds += seconds
+        channel.update(1, watch.clock.seconds, lambda: actor.call("set_drafters", 1, ()))
+
+    update()
+    for _ in range(5):
+        update()
+        assert watch.one("set_drafters").arguments == (1, ()) and channel.acked == 0
+        watch.one("set_drafters").answer(error=RemoteError("a bug"))
+        update()
+        assert str(channel.error) == "v-0#1 failed an update: a bug" and actor.error is None
+        update(1.9)
+        assert not watch.transport.open("v", "set_drafters")
+        update(0.1)
+    watch.one("set_drafters").answer()
+    update()
+    assert channel.acked == 1 and channel.error is None and not watch.transport.open("v", "set_drafters")
+
+
+@pytest.mark.parametrize("error", [None, RemoteError("a bug")])
+def test_draining(error: SpecActorError | None) -> None:
+    watch = Watch()
+    watch.actor.drain(watch.clock.seconds)
+    watch.look()
+    assert watch.actor.phase is Phase.DRAINING and not watch.actor.drained
+    watch.one("drain").answer(error=error)
+    watch.look()
+    assert watch.actor.drained
 
 
 class Stops:

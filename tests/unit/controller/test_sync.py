@@ -15,7 +15,6 @@ from specactor_ray.cluster.backend import Demand
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.methods import drafter_specs
-from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member, Seat, next_view
 from specactor_ray.controller.sync import PeerSync, Service, WeightSync, assign_drafters, group_of
 from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
@@ -33,11 +32,6 @@ def test_groups_are_of_neighbours_and_of_about_equal_size(replicas: int, sizes: 
     assert of_seat == sorted(of_seat) and list(Counter(of_seat).values()) == sizes
 
 
-def loads(service: Service, side: int, everyone: set[Any]) -> list[int]:
-    count = Counter(pair[side] for pair in service)
-    return [count[one] for one in everyone]
-
-
 @given(st.lists(st.tuples(drafters, groups), min_size=1, max_size=6))
 def test_whatever_comes_and_goes_all_are_served_and_evenly(history: list[tuple[set[str], set[int]]]) -> None:
     service: Service = frozenset()
@@ -48,7 +42,8 @@ def test_whatever_comes_and_goes_all_are_served_and_evenly(history: list[tuple[s
             assert not service
             continue
         for side, everyone in ((0, ready), (1, serving)):
-            counts = loads(service, side, everyone)
+            count = Counter(pair[side] for pair in service)
+            counts = [count[one] for one in everyone]
             assert min(counts) >= 1 and max(counts) - min(counts) <= 1
         assert len(service) == max(len(ready), len(serving))
         assert assign_drafters(ready, serving, service) == service
@@ -86,9 +81,6 @@ class HandMember(Member):
         """Methods and versions of the weights that its own drafters were to take."""
         return [(method, weights.version) for method, weights in self.sent("teach")]
 
-    def awaits(self, method: str) -> bool:
-        return bool(self.transport.open(self.actor_id, method))
-
     def answer(self, method: str, error: str | SpecActorError = "") -> None:
         """Answer the open call of this method, if there is one."""
         waiting = self.transport.open(self.actor_id, method)
@@ -98,27 +90,21 @@ class HandMember(Member):
 
 
 class Cast:
-    """Members that are all ready."""
+    """Members that are all ready: 16 verifiers, and draft actors of two methods."""
 
-    def __init__(self, verifiers: int, ngram: int, suffix: int) -> None:
-        self.config = from_mapping(
-            {
-                "target": {"replicas": verifiers},
-                "drafters": [{"method": "ngram", "replicas": ngram}, {"method": "suffix", "replicas": suffix}],
-            }
-        )
+    def __init__(self, ngram: int, suffix: int) -> None:
+        drafters = [{"method": "ngram", "replicas": ngram}, {"method": "suffix", "replicas": suffix}]
+        self.config = from_mapping({"target": {"replicas": 16}, "drafters": drafters})
         self.members: dict[str, HandMember] = {}
-        for key, number in ((VERIFIER, verifiers), ("ngram", ngram), ("suffix", suffix)):
+        for key, number in ((VERIFIER, 16), ("ngram", ngram), ("suffix", suffix)):
             for index in range(number):
                 self.add(key, index)
-        self.view = ClusterView()
-        self.peers = PeerSync(self.config)
+        self.view, self.peers = ClusterView(), PeerSync(self.config)
 
-    def add(self, key: str, index: int, suffix: str = "a") -> str:
+    def add(self, key: str, index: int, suffix: str = "a") -> None:
         member = HandMember(key, index, suffix)
         member.serves = True
         self.members[member.actor_id] = member
-        return member.actor_id
 
     def send(self) -> dict[str, set[str]]:
         """Member → its peers."""
@@ -133,47 +119,23 @@ class Cast:
         return found
 
 
-def methods(peers: set[str]) -> list[str]:
-    return sorted(name.partition("-")[0] for name in peers)
+def test_draft_actors_serve_groups_and_a_replaced_verifier_is_in_the_group_of_its_seat() -> None:
+    cast, lost = Cast(ngram=4, suffix=1), f"{VERIFIER}-3#a"
+    before = cast.send()
+    for name in (name for name in before if name.startswith(VERIFIER)):
+        assert sorted(peer.partition("-")[0] for peer in before[name]) == ["ngram", "ngram", "suffix"]
+    assert all(before[f"{VERIFIER}-{seat}#a"] == before[lost] for seat in range(8))
+    del cast.members[lost]
+    cast.send()
+    cast.add(VERIFIER, 3, "b")
+    after = cast.send()
+    assert after[f"{VERIFIER}-3#b"] == before[lost]
+    assert all(name in after[peer] for name, peers in after.items() for peer in peers), "both sides agree"
 
 
-class TestPeers:
-    def test_more_are_served_in_groups_and_both_sides_agree(self) -> None:
-        cast = Cast(verifiers=16, ngram=4, suffix=1)
-        peers_of = cast.send()
-        verifiers = [name for name in peers_of if name.startswith(VERIFIER)]
-        for name in verifiers:
-            assert methods(peers_of[name]) == ["ngram", "ngram", "suffix"]
-        assert all(peers_of[name] == peers_of[f"{VERIFIER}-0#a"] for name in verifiers[:8])
-        for name, peers in peers_of.items():
-            assert all(name in peers_of[peer] for peer in peers)
-
-    def test_the_last_draft_actor_of_a_method_serves_everyone(self) -> None:
-        cast = Cast(verifiers=16, ngram=2, suffix=1)
-        cast.send()
-        del cast.members["ngram-1#a"]
-        peers_of = cast.send()
-        assert len(peers_of["ngram-0#a"]) == 16
-        cast.add("ngram", 1, "b")
-        peers_of = cast.send()
-        assert len(peers_of["ngram-0#a"]) == len(peers_of["ngram-1#b"]) == 8
-
-    def test_a_verifier_that_is_replaced_is_in_the_same_group(self) -> None:
-        cast = Cast(verifiers=16, ngram=2, suffix=2)
-        before = cast.send()[f"{VERIFIER}-3#a"]
-        del cast.members[f"{VERIFIER}-3#a"]
-        cast.send()
-        cast.add(VERIFIER, 3, "b")
-        assert cast.send()[f"{VERIFIER}-3#b"] == before
-
-
-def config(where: str = "trainer", mode: str = "decoupled") -> Config:
-    head = {"method": "eagle", "model": "m", "online": {"where": where}}
-    return from_mapping({"mode": mode, "drafters": [{"method": "ngram"}, head]})
-
-
-def make_sync(where: str = "trainer", mode: str = "decoupled") -> WeightSync:
-    return WeightSync(config(where, mode), HandClock())
+def make_sync(mode: str = "decoupled") -> WeightSync:
+    head = {"method": "eagle", "model": "m", "online": {"where": "trainer"}}
+    return WeightSync(from_mapping({"mode": mode, "drafters": [{"method": "ngram"}, head]}), HandClock())
 
 
 _NOW = itertools.count(0.0, 10.0)
@@ -241,7 +203,7 @@ class TestWeights:
         settle(sync, head, verifier)
         sync.offer("eagle", WeightSet(1, ()))
         send(sync, head, verifier)
-        assert head.awaits("load_weights")
+        assert head.transport.open(head.actor_id, "load_weights")
         sync.set_current(WeightSet(7, ()))
         assert not in_place(sync, 7) and not sync.is_settled()
         send(sync, verifier)
@@ -257,7 +219,7 @@ class TestWeights:
         first.answer("load_weights")
         lost.answer("load_weights", ActorLostError("killed", node_lost=True))
         for _ in range(3):  # once may have been bad luck
-            assert second.error is None and second.awaits("load_weights")
+            assert second.error is None and second.transport.open(second.actor_id, "load_weights")
             second.answer("load_weights", "shapes differ")
             send(sync, first, second, lost)
             send(sync, first, second, lost)

@@ -77,7 +77,7 @@ class TestOutputs:
             assert cut.token_ids == truth[20:32] and cut.top_logprobs == tops[20:32]
             moved = engine.submit(PROMPT, one)
             cluster.bench.clock.sleep(0.6)
-            cluster.lose(next(name for name in cluster.handles if cluster.verifier(name).running), Departure.RELEASED)
+            cluster.lose(next(name for name in cluster.handles if cluster.verifier(name).running), Departure.NODE_LOST)
             assert moved.result().top_logprobs == tops
 
         on(cluster, body)

@@ -93,44 +93,38 @@ def phases(rows: list[dict[str, Any]], kind: str = "drafter") -> list[str]:
     return sorted(row["phase"] for row in rows if row["kind"] == kind)
 
 
-@pytest.mark.parametrize("downs", [1, 0])
-def test_scaling_up_and_then_down_does_not_end_a_start(downs: int) -> None:
+def test_scaling_takes_effect_once_the_run_has_started() -> None:
     start, seen = Start(), list[list[str]]()
     start.at(2.0, lambda: start.scale(ngram=3))
     start.at(5.0, lambda: seen.append(phases(start.status())))
-    start.at(6.0, lambda: start.scale(ngram=downs))
-    assert start.play(lambda: seen.append(phases(start.status()))) is None
-    assert seen == [["starting"] * 3, ["ready"] * downs]
+
+    def then() -> None:
+        start.run.clock.sleep(2.0 * LOADING_S)
+        seen.append(phases(start.status()))
+
+    assert start.play(then) is None and seen == [["starting"], ["ready"] * 3]
 
 
-def test_what_is_scaled_up_beyond_the_room_stays_pending_and_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_scaled_up_beyond_the_room_stays_pending(monkeypatch: pytest.MonkeyPatch) -> None:
     start, rows, warnings = Start(cpus=3.0), list[dict[str, Any]](), list[str]()
     monkeypatch.setattr(fleet.logger, "warning", lambda text, *values: warnings.append(text % values))
-    start.at(2.0, lambda: start.scale(ngram=40))
-    assert start.play(lambda: rows.extend(start.status())) is None
+
+    def then() -> None:
+        start.scale(ngram=40)
+        start.run.clock.sleep(10.0)
+        rows.extend(start.status())
+
+    assert start.play(then) is None
     waiting = [row for row in rows if row["phase"] == "pending"]
     assert len(waiting) == 38 and all("waits for room" in row["note"] for row in waiting)
     (shown,) = [text for text in warnings if "no room on the cluster" in text]
     assert "and 37 more" in shown and shown.count("\n") < 12, "one table for all of them"
 
 
-def test_what_is_scaled_up_takes_no_room_from_what_is_configured() -> None:
-    start = Start(cpus=1.0)
-    start.at(2.0, lambda: start.scale(ngram=2))
-    start.at(4.0, lambda: start.run.machines.nodes.append(Node("second", cpus=1.0)))
-    assert start.play() is None
-
-
 def test_what_is_configured_must_find_room_in_time() -> None:
     error = Start(cpus=1.0).play()
     assert isinstance(error, ClusterError)
     assert "1 of 2 actors found no room within 60 s: ngram-0" in str(error) and "Supply" in str(error)
-
-
-def test_what_waits_for_room_and_is_scaled_away_is_not_waited_for() -> None:
-    start = Start(cpus=1.0)
-    start.at(20.0, lambda: start.scale(ngram=0))
-    assert start.play() is None
 
 
 @pytest.mark.parametrize("kind", ["verifier", "ngram"])

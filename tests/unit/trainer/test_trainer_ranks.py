@@ -13,7 +13,8 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import ActorLostError, ActorUnavailableError, RemoteError, SpecActorError
 from specactor_ray.learner.engine import SavedPart
 from specactor_ray.trainer.trainer_ranks import TrainerRanks
-from tests.fakes.ranks import NEVER, FakeRank, FakeTransport, JumpingClock
+from tests.fakes.clocks import HandClock
+from tests.fakes.ranks import NEVER, FakeRank, FakeTransport
 
 LIMIT_S = 600.0
 
@@ -24,10 +25,10 @@ def together(*ranks: FakeRank) -> TrainerRanks:
 
 
 def test_work_may_take_as_long_as_it_gets_anywhere() -> None:
-    clock = JumpingClock()
+    clock = HandClock()
     ranks = together(FakeRank(clock, update=(50_000.0, {"loss": 1.0})), FakeRank(clock, update=(1.0, {"loss": 2.0})))
     assert ranks.update([], 0, 0) == {"loss": 1.0}
-    assert clock.time == 50_000.0
+    assert clock.seconds == 50_000.0
 
 
 BOOM = RemoteError("boom")
@@ -48,12 +49,12 @@ def test_a_failing_rank_ends_the_wait_and_is_named(
     first: tuple[float, Any], second: tuple[float, Any], error: str, until_s: float, is_usable: bool
 ) -> None:
     """The second rank makes no progress after 1000 s. Ranks that may be out of step are not used any more."""
-    clock = JumpingClock()
+    clock = HandClock()
     export = {"export_weights": (0.0, "weights")}
     ranks = together(FakeRank(clock, update=first, **export), FakeRank(clock, 1000.0, update=second))
     with pytest.raises(SpecActorError, match=f"trainer {error}"):
         ranks.update([], 0, 0)
-    assert clock.time <= until_s
+    assert clock.seconds <= until_s
     if is_usable:
         assert ranks.export_weights(1) == "weights"
     else:
@@ -62,7 +63,7 @@ def test_a_failing_rank_ends_the_wait_and_is_named(
 
 
 def test_a_rank_out_of_reach_is_asked_again_with_the_same_step() -> None:
-    clock = JumpingClock()
+    clock = HandClock()
 
     class Flaky(FakeRank):
         def answer(self, method: str, arguments: Any) -> tuple[float, Any]:
@@ -81,7 +82,7 @@ def test_a_rank_out_of_reach_is_asked_again_with_the_same_step() -> None:
 
 @pytest.mark.parametrize("here", [None, "half"])
 def test_files_that_only_another_node_sees_are_missed(here: str | None, tmp_path: Path) -> None:
-    clock = JumpingClock()
+    clock = HandClock()
     (tmp_path / "mine").write_text("12345")
     if here is not None:
         (tmp_path / "theirs").write_text(here)

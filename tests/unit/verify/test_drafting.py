@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from specactor_ray.actors.process import ActorHost
-from specactor_ray.actors.specs import VerifierSpec
+from specactor_ray.actors.specs import VERIFIER, ActorSpec
 from specactor_ray.config.methods import DrafterSpec, traits
-from specactor_ray.config.schema import ModeName, SpeculationConfig, TargetConfig
+from specactor_ray.config.schema import Config, ModeName, SpeculationConfig
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.lookup import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
@@ -114,10 +114,8 @@ def test_what_a_seat_left_open_at_a_drafter_ends_with_the_next_seat() -> None:
 
 
 def test_tails_are_kept_up_to_the_largest_window_and_most_branches_of_a_drafter() -> None:
-    sizes = {"largest_window": 9, "max_branches": 3}
-    spec = VerifierSpec(
-        actor_id="v", target=TargetConfig(), speculation=SpeculationConfig(window=4), mode=ModeName.coupled, **sizes
-    )
+    drafters = {"ngram": DrafterSpec(window=9), "eagle": DrafterSpec(branches=3)}
+    spec = ActorSpec("v", VERIFIER, Config(ModeName.coupled, speculation=SpeculationConfig(window=4)), drafters)
     drafting = ActorHost().build_drafting(spec, SimpleNamespace(vocab_size=100))  # type: ignore[arg-type]
     assert drafting.table.branch_tail.shape[2:] == (3, 9)
     three = Claim(0, 1, 0, (1,), ((0, (2,)), (0, (3,)), (1, (4,))))
