@@ -54,6 +54,10 @@ def on_cpu(
     lengths: np.ndarray,
     **options: Any,
 ) -> torch.Tensor:
+    keys, values = (
+        torch.nn.functional.pad(one, (0, -one.shape[3] % 32), value=torch.nan)[..., : one.shape[3]]
+        for one in (keys, values)
+    )
     output = attend_pages(query, keys, values, PageRows(pages, starts, lengths), **options)
     assert not output[starts[-1] :].any()
     return output

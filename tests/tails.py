@@ -1,4 +1,4 @@
-"""Verifying with lists: what tests compare is easier to read request by request."""
+"""Sampling and verifying with lists: what tests compare is easier to read request by request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
 
 from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.sampling.keyed import SamplingError, verify_arrays
+from specactor_ray.sampling.keyed import Found, sample, verify_arrays
+from specactor_ray.sampling.noise import keyed_gumbel
 from specactor_ray.sampling.rules import Rules
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One token per row; margins only if they were asked for."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    margins: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,29 @@ class Verified:
     margins: list[float] | None = None
 
 
+class BadLogitsError(Exception):
+    """Requests with logits that cannot be sampled from, and why."""
+
+
+def refuse_bad(found: Found, lengths: np.ndarray) -> None:
+    if problems := found.problems(lengths):
+        raise BadLogitsError("; ".join(f"row {i}: {text}" for i, text in problems.items()))
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    record_margins: bool = False,
+    **options: Any,
+) -> Sampled:
+    found = sample(logits, params, positions, 1 + record_margins, **options)
+    refuse_bad(found, np.zeros(len(params), np.int64))
+    tokens, logprobs, margins = (one[:, 0].tolist() for one in (found.tokens, found.logprobs, found.margins))
+    return Sampled(tokens, logprobs, margins if record_margins else None)
+
+
 def verify_tails(
     logits: torch.Tensor,
     row_offsets: Sequence[int],
@@ -36,7 +70,6 @@ def verify_tails(
     record_margins: bool = False,
     **options: Any,
 ) -> list[Verified]:
-    """`verify_arrays` of lists. Raises SamplingError where a request has logits that cannot be sampled from."""
     lengths = np.array(list(map(len, tails)), np.int64)
     offsets, slots = begins(lengths), np.arange(len(params))
     rules = Rules(len(params), logits.device)
@@ -44,10 +77,22 @@ def verify_tails(
     drafts = np.fromiter(chain.from_iterable(tails), np.int32, int(offsets[-1]))
     first, at = np.array(row_offsets, np.int64), np.array(positions, np.int64)
     found = verify_arrays(logits, first, offsets, drafts, at, slots, rules, 1 + record_margins, **options)
-    if problems := found.problems(lengths):
-        raise SamplingError(problems)
+    refuse_bad(found, lengths)
     columns = zip(found.tokens.tolist(), found.logprobs.tolist(), found.margins.tolist(), strict=True)
     return [
         Verified(tokens[:count], logprobs[:count], count - 1, margins[:count] if record_margins else None)
         for count, (tokens, logprobs, margins) in zip(found.counts.tolist(), columns, strict=True)
     ]
+
+
+@njit
+def _fill(low: np.uint32, high: np.uint32, position: np.uint32, out: np.ndarray) -> None:
+    for v in range(len(out)):
+        out[v] = keyed_gumbel((low, high, position), v)
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
+    """The noise g(seed, position, v) of all v: (vocab_size,) float32."""
+    out = np.empty(vocab_size, np.float32)
+    _fill(np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32), np.uint32(position), out)
+    return out

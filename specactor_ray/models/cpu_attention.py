@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.models.paged_cache import Groups
+from specactor_ray.models.paged_cache import ROW_BYTES, Groups
 from specactor_ray.models.threads import KINDS, padded, run, workspace
 
 _WORK_PER_THREAD = 200_000
@@ -65,8 +65,9 @@ def attend_pages(
 
     Args:
         query: `(N, heads, dim)` float32 or bfloat16; positions behind the last row's are padding.
-        keys: `(num_pages, page_size, kv_heads, dim)`, one of these dtypes, the last dimension contiguous.
-        values: `(num_pages, page_size, kv_heads, value_dim)`, of the dtype of `keys`.
+        keys: `(num_pages, page_size, kv_heads, dim)`, one of these dtypes, of a `PagedCache`: each head's numbers begin at
+            a multiple of 64 bytes, and those up to the next multiple can be read. A page has a multiple of 16 tokens.
+        values: `(num_pages, page_size, kv_heads, value_dim)`, of the dtype of `keys`, likewise.
         rows: Rows and pages.
         scaling: Factor of the scores; None takes `dim ** -0.5`.
         window: Keys that a query sees, itself included; None takes all.
@@ -94,8 +95,9 @@ def attend_pages(
         output[rows.queries :] = 0
     work = rows.queries * min(rows.longest, window or _UNBOUNDED) * heads * dim
     threads = min(torch.get_num_threads(), 1 + work // _WORK_PER_THREAD)
-    scratch_bytes = compiled.scratch_bytes(dim, value_dim, heads // kv_heads)
     size, kind = query.element_size(), keys.element_size()
+    width, value_width = padded(dim, ROW_BYTES // kind), padded(value_dim)
+    scratch_bytes = compiled.scratch_bytes(width, value_width, heads // kv_heads)
     call = compiled.PACKED.pack(
         0, 0, workspace(threads * scratch_bytes), scratch_bytes,
         query.data_ptr(), *(size * stride for stride in query.stride()[:2]),
@@ -103,7 +105,7 @@ def attend_pages(
         values.data_ptr(), *(kind * stride for stride in values.stride()[:3]),
         output.data_ptr(), KINDS[query.dtype], KINDS[keys.dtype],
         rows.pages, rows.page_columns, page_size, rows.starts, rows.lengths, *rows.groups,
-        heads, kv_heads, dim, value_dim, padded(dim), padded(value_dim),
+        heads, kv_heads, dim, value_dim, width, value_width,
         window or _UNBOUNDED, 0 if sinks is None else sinks.data_ptr(), *_angles(rotary),
         dim**-0.5 if scaling is None else scaling, softcap or 0.0,
     )  # fmt: skip

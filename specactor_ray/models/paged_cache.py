@@ -17,9 +17,12 @@ import torch
 
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.models import _paged_cache_numba as kernels
+from specactor_ray.models.threads import padded
 
 _CPU_PAGE, _GPU_PAGE = 16, 256
 """Tokens per page."""
+ROW_BYTES = 64
+"""On CPUs a head's numbers begin at a multiple of so many bytes."""
 _FIRST_ROWS, _FIRST_PAGES = 32, 8
 
 
@@ -31,9 +34,9 @@ class LayerShape:
     key_dim: int
     value_dim: int
 
-    def bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token."""
-        return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+    def bytes(self, dtype: torch.dtype, row: int = 1) -> int:
+        """Bytes of one token, where a head's numbers begin at a multiple of `row` bytes."""
+        return self.heads * sum(padded(dim * dtype.itemsize, row) for dim in (self.key_dim, self.value_dim))
 
 
 class Groups(NamedTuple):
@@ -69,7 +72,8 @@ class PagedCache:
     ) -> None:
         self._shapes, self._dtype, self.device = shapes, dtype, device
         self.page_size = page_size or (_CPU_PAGE if device.type == "cpu" else _GPU_PAGE)
-        self.bytes_per_token = sum(shape.bytes(dtype) for shape in shapes)
+        self._row_bytes = ROW_BYTES if device.type == "cpu" else 1
+        self.bytes_per_token = sum(shape.bytes(dtype, self._row_bytes) for shape in shapes)
         self.pages = budget_bytes // (self.bytes_per_token * self.page_size)
         self.lengths = np.zeros(_FIRST_ROWS, np.int64)
         """int64 `(rows,)`: tokens of each row. Forwards increase it; `truncate` decreases it."""
@@ -92,11 +96,11 @@ class PagedCache:
         """Make the pools, after `release`. Layer l: `keys[l]` and `values[l]` `(pages, page_size, heads, dim)`."""
         shapes = [(s.heads, s.key_dim) for s in self._shapes] + [(s.heads, s.value_dim) for s in self._shapes]
         size = (self.pages, self.page_size)
-        pools = {
-            shape: torch.empty(count, *size, *shape, dtype=self._dtype, device=self.device)
-            for shape, count in Counter(shapes).items()
-        }
-        tensors = {shape: iter(pool) for shape, pool in pools.items()}
+        pools: dict[tuple[int, int], torch.Tensor] = {}
+        for (heads, dim), count in Counter(shapes).items():
+            width = padded(dim, max(self._row_bytes // self._dtype.itemsize, 1))
+            pools[heads, dim] = torch.empty(count, *size, heads, width, dtype=self._dtype, device=self.device)
+        tensors = {shape: iter(pool[..., : shape[1]]) for shape, pool in pools.items()}
         made = [next(tensors[shape]) for shape in shapes]
         self.keys, self.values, self._pools = made[: len(self._shapes)], made[len(self._shapes) :], list(pools.values())
 

@@ -107,9 +107,9 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _local = threading.local()
 
 
-def padded(count: int) -> int:
-    """The next multiple of 16."""
-    return -(-count // 16) * 16
+def padded(count: int, size: int = 16) -> int:
+    """The next multiple of `size`."""
+    return -(-count // size) * size
 
 
 def run(function: CFunction, call: bytes, threads: int = 1) -> None:

@@ -12,13 +12,13 @@ from specactor_ray.bench.gpu_check.kernels import measure_triton
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.sampling import keyed as sampling
 from specactor_ray.sampling.candidates import candidates
-from specactor_ray.sampling.keyed import Backend, sample_rows
+from specactor_ray.sampling.keyed import Backend, fitting, warm_up
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.hf import HfEngine
 from tests.page_attention import attend, reference, same_bits, sequence
+from tests.tails import sample_rows
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import ModelConformance
 
@@ -133,5 +133,5 @@ def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
 
 
 def test_the_sampler_takes_its_kernels_on_this_gpu() -> None:
-    sampling.warm_up(torch.device("cuda", 0), torch.bfloat16)
-    assert sampling._fused_is_exact(torch.device("cuda", 0), torch.bfloat16, 1), "auto takes them"
+    warm_up(torch.device("cuda", 0), torch.bfloat16)
+    assert fitting(torch.device("cuda", 0), torch.bfloat16, 1) == "triton"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specactor_ray.sampling.keyed import gumbel_noise
+from tests.tails import gumbel_noise
 
 DOUBT = 0.5
 VOCABULARY = 8

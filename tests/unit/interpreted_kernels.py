@@ -20,10 +20,9 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import fused
 from specactor_ray.sampling import triton as triton_kernels
 from specactor_ray.sampling.candidates import MOST, candidates
-from specactor_ray.sampling.keyed import SamplingError, sample_rows
 from specactor_ray.sampling.rules import Rules
 from tests.fakes.tiny_check import TINY_CHECK
-from tests.tails import verify_tails
+from tests.tails import BadLogitsError, sample_rows, verify_tails
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TEMPERATURES = (0.0, 1e-6, 1e-5, 1e-4, 0.3, 0.6, 1.0, 1.0, 2.0, 100.0)
@@ -255,7 +254,7 @@ def test_greedy_rows_draw_nothing(small_blocks: None, monkeypatch: pytest.Monkey
     def refuse(*_: object) -> None:
         raise AssertionError("drawn")
 
-    monkeypatch.setattr(triton_kernels, "_threefry2x32", refuse)
+    monkeypatch.setattr(triton_kernels, "threefry2x32", refuse)
     logits, greedy = torch.linspace(-3.0, 3.0, 700).sin().unsqueeze(0), SamplingParams(0.0, top_k=5, top_p=0.5)
     assert sample_rows(logits, [greedy], [0], backend="triton").token_ids == [int(logits.argmax())]
     assert not ranked_otherwise(logits, [greedy], [0])
@@ -278,7 +277,7 @@ def test_bad_logits_are_named(small_blocks: None, values: dict, problem: str, ru
         logits[1, v] = logits[3, v] = logits[4, v] = value
     params = [SamplingParams(**rule)] * 3
     good = sample_rows(logits[2:3], params[:1], [5]).token_ids
-    with pytest.raises(SamplingError, match=f"row 1: .*{problem}.*row 0 of 1.*row 2: .*row 1 of 3"):
+    with pytest.raises(BadLogitsError, match=f"row 1: .*{problem}.*row 0 of 1.*row 2: .*row 1 of 3"):
         verify_tails(logits, [0, 1, 2], [(), (), (*good, 1)], params, [0, 0, 5], backend="triton")
     wrong = (good[0] + 1) % 700  # the bad rows behind it are not looked at
     assert verify_tails(logits, [2], [(wrong, 1)], params[:1], [5], backend="triton")[0].token_ids == good

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.candidates import MOST, Candidates, candidates
-from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.rules import Rules
+from tests.tails import sample_rows
 from tests.unit.sampling.test_sampling import perturbed, rows
 
 
