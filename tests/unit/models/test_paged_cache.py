@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.models.packed_linear import PackedLinear, cheapest_row_counts
-from specactor_ray.models.paged_cache import LayerShape, PagedCache
+from specactor_ray.models.paged_cache import ROW_BYTES, LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.tiny import tiny_target
@@ -76,7 +76,7 @@ def contents(cache: PagedCache, row: int) -> list[int]:
 def test_rows_and_forks_are_independent_and_no_page_is_lost(page_size: int, operations: list[tuple[str, int]]) -> None:
     """After any history every row holds its own tokens; what is refused for lack of pages changes nothing."""
     pages, stamp = 12, 0
-    budget = pages * page_size * sum(shape.bytes(torch.float64) for shape in SHAPES)
+    budget = pages * page_size * sum(2 * shape.heads * ROW_BYTES for shape in SHAPES)
     cache = PagedCache(SHAPES, budget, torch.float64, CPU, page_size)
     assert cache.pages == pages
     rows: dict[int, list[int]] = {}
@@ -124,7 +124,7 @@ def test_rows_and_forks_are_independent_and_no_page_is_lost(page_size: int, oper
 
 
 def test_a_fork_takes_no_page_before_one_of_the_two_writes() -> None:
-    cache = PagedCache(SHAPES, 1 << 12, torch.float32, CPU, 4)
+    cache = PagedCache(SHAPES, 1 << 15, torch.float32, CPU, 4)
     row = cache.open(6)
     write(cache, row, range(6))
     before = cache.free_slots
@@ -140,7 +140,7 @@ def test_a_fork_takes_no_page_before_one_of_the_two_writes() -> None:
 
 
 def test_rolling_forward_is_refused() -> None:
-    cache = PagedCache(SHAPES, 1 << 12, torch.float32, CPU)
+    cache = PagedCache(SHAPES, 1 << 15, torch.float32, CPU)
     rows = np.array([cache.open(8), cache.open(8)])
     write(cache, rows[0], [1, 2])
     with pytest.raises(ValueError, match="roll forward"):
