@@ -13,7 +13,8 @@ from numba import njit
 
 from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.sampling.keyed import Found, sample, verify_arrays
+from specactor_ray.sampling import keyed
+from specactor_ray.sampling.keyed import Found, verify_arrays
 from specactor_ray.sampling.noise import keyed_gumbel
 from specactor_ray.sampling.rules import Rules
 
@@ -54,7 +55,7 @@ def sample_rows(
     record_margins: bool = False,
     **options: Any,
 ) -> Sampled:
-    found = sample(logits, params, positions, 1 + record_margins, **options)
+    found = keyed.sample_rows(logits, params, positions, 1 + record_margins, **options)
     refuse_bad(found, np.zeros(len(params), np.int64))
     tokens, logprobs, margins = (one[:, 0].tolist() for one in (found.tokens, found.logprobs, found.margins))
     return Sampled(tokens, logprobs, margins if record_margins else None)

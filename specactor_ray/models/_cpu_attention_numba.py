@@ -37,7 +37,8 @@ CALL = np.dtype([*((name, np.int64) for name in _FIELDS), ("scaling", np.float32
 `order`, `group_starts` and `common_pages` are the arrays of `paged_cache.Groups`; at 0 each row is a group.
 
 Threads take the next task and a part of the scratch from the call itself. `output` is contiguous. `width` and
-`value_width`: numbers of a key and of a value that are read. `cos` and `sin`: `angles` numbers per token that rotate its queries; 0: no rotation.
+`value_width`: numbers of a key and of a value that are read. `cos` and `sin`: `angles` numbers per token that rotate
+its queries; 0: no rotation.
 """
 PACKED = struct.Struct(f"={len(_FIELDS)}q2f")
 """`CALL` as bytes."""
@@ -85,7 +86,7 @@ def _place(call: Any, row: Any, position: Any) -> Any:
 
 @_jit
 def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, columns: Any) -> None:
-    """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`; with them the rest of the last 16."""
+    """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`, and those up to the next 16."""
     for i in range(0, count, LANES):
         page, slot = _place(call, row, begin + i)
         key = call.keys + head * call.key_head + page * call.key_page + slot * call.key_slot

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,20 @@ _STORE = struct.Struct("=28q")
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines `(N, angles)` of one layout; they rotate the pairs (i, i + angles / 2) of a head's numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRules:
+    """Rules of a layer's attention, beside causality."""
+
+    scaling: float
+    """Factor of the products of queries and keys."""
+    window: int | None = None
+    """Number of newest positions that are seen, the query's own included; None: all."""
+    softcap: float | None = None
+    """Bound of the scores, by a hyperbolic tangent (Gemma 2)."""
+    sinks: torch.Tensor | None = None
+    """`(heads,)`: scores of one more key, which has no value (GPT-OSS)."""
 
 
 class PageRows:
@@ -54,25 +69,16 @@ def attend_pages(
     keys: torch.Tensor,
     values: torch.Tensor,
     rows: PageRows,
-    *,
-    scaling: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    rules: AttentionRules,
     rotary: Rotary | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed rows over a paged cache; query j of n sees its row's keys [0, length - n + j].
 
     Args:
         query: `(N, heads, dim)` float32 or bfloat16; positions behind the last row's are padding.
-        keys: `(num_pages, page_size, kv_heads, dim)`, one of these dtypes, of a `PagedCache`: each head's numbers begin at
-            a multiple of 64 bytes, and those up to the next multiple can be read. A page has a multiple of 16 tokens.
+        keys: `(num_pages, page_size, kv_heads, dim)`, one of these dtypes, as in a `PagedCache`: a head's numbers begin
+            at a multiple of `ROW_BYTES`, memory up to the next one can be read, and a page has a multiple of 16 tokens.
         values: `(num_pages, page_size, kv_heads, value_dim)`, of the dtype of `keys`, likewise.
-        rows: Rows and pages.
-        scaling: Factor of the scores; None takes `dim ** -0.5`.
-        window: Keys that a query sees, itself included; None takes all.
-        softcap: Bound c of scores, c tanh(score / c).
-        sinks: `(heads,)`: an extra score per head that has no value.
         rotary: Rotates the queries.
 
     Returns:
@@ -88,12 +94,12 @@ def attend_pages(
         raise InputError(f"attention on CPUs takes float32 and bfloat16, not {query.dtype} and {keys.dtype}")
     if query.stride(2) != 1:
         query = query.contiguous()
-    if sinks is not None:
-        sinks = sinks.detach().to(torch.float32).contiguous()
+    sinks = None if rules.sinks is None else rules.sinks.detach().to(torch.float32).contiguous()
+    window = rules.window or _UNBOUNDED
     output = query.new_empty(tokens, heads, value_dim)
     if rows.queries < tokens:
         output[rows.queries :] = 0
-    work = rows.queries * min(rows.longest, window or _UNBOUNDED) * heads * dim
+    work = rows.queries * min(rows.longest, window) * heads * dim
     threads = min(torch.get_num_threads(), 1 + work // _WORK_PER_THREAD)
     size, kind = query.element_size(), keys.element_size()
     width, value_width = padded(dim, ROW_BYTES // kind), padded(value_dim)
@@ -106,8 +112,8 @@ def attend_pages(
         output.data_ptr(), KINDS[query.dtype], KINDS[keys.dtype],
         rows.pages, rows.page_columns, page_size, rows.starts, rows.lengths, *rows.groups,
         heads, kv_heads, dim, value_dim, width, value_width,
-        window or _UNBOUNDED, 0 if sinks is None else sinks.data_ptr(), *_angles(rotary),
-        dim**-0.5 if scaling is None else scaling, softcap or 0.0,
+        window, 0 if sinks is None else sinks.data_ptr(), *_angles(rotary),
+        rules.scaling, rules.softcap or 0.0,
     )  # fmt: skip
     run(compiled.attend, call, threads)
     return output

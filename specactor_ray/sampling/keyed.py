@@ -73,7 +73,7 @@ class Found:
         }
 
 
-def sample(
+def sample_rows(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],
     positions: Sequence[int],
@@ -148,7 +148,7 @@ def warm_up(device: torch.device, dtype: torch.dtype, ranks: int = 1) -> None:
     import torch
 
     rules = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
-    sample(torch.zeros(2, 8, dtype=dtype, device=device), rules, [0, 1], ranks)
+    sample_rows(torch.zeros(2, 8, dtype=dtype, device=device), rules, [0, 1], ranks)
 
 
 def _longest(

@@ -44,16 +44,18 @@ ROWS = [(1, 0), (1, 511), (1, 512), (5, 1020), (64, 0), (300, 700), (1, 2500)]
 """New tokens, and those before."""
 
 
-def attend_paged(parts: list[Any], page_size: int, seed: int, **options: Any) -> list[torch.Tensor]:
+def attend_paged(
+    parts: list[Any], page_size: int, seed: int, programs: int | None = None, **options: Any
+) -> list[torch.Tensor]:
     """`tests.page_attention.attend` on the GPU."""
     from specactor_ray.models._paged_attention_triton import paged_attention
 
-    def run(query: torch.Tensor, *arrays: Any, **options: Any) -> torch.Tensor:
-        keys, values, pages, starts, lengths = arrays
+    def run(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        keys, values, pages, starts, lengths, rules = arguments
         tensors = (one.cuda() for one in (query, keys, values))
         on_device = (torch.from_numpy(one).int().cuda() for one in (starts, lengths, pages))
         most = int(np.diff(starts).max()), int(lengths.max())
-        return paged_attention(*tensors, *on_device, *most, scaling=query.shape[2] ** -0.5, **options).cpu()
+        return paged_attention(*tensors, *on_device, *most, rules, programs).cpu()
 
     if "sinks" in options:
         options["sinks"] = options["sinks"].cuda()

@@ -21,6 +21,7 @@ from triton.runtime import interpreter
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.models import _paged_attention_triton as kernels
 from specactor_ray.models import paged_cache, ragged_model
+from specactor_ray.models.cpu_attention import AttentionRules
 from specactor_ray.models.ragged_attention import attend_on_cpu, attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.attention import attending
@@ -65,19 +66,22 @@ def on_gpu(
     pages: np.ndarray,
     starts: np.ndarray,
     lengths: np.ndarray,
-    *,
+    rules: AttentionRules,
     longer: int = 0,
-    **options: Any,
+    programs: int | None = None,
 ) -> torch.Tensor:
     """`longer`: how much longer than the longest row the call takes it to be, as a captured one does."""
     table = np.pad(pages, ((0, 0), (0, -(-longer // keys.shape[1]))), constant_values=1 << 30)
     arrays = (torch.from_numpy(array).int() for array in (starts, lengths, table))
     most = int(np.diff(starts).max()), int(lengths.max()) + longer
-    options.setdefault("scaling", query.shape[2] ** -0.5)
-    return kernels.paged_attention(query, keys, values, *arrays, *most, **options)
+    return kernels.paged_attention(query, keys, values, *arrays, *most, rules, programs)
 
 
-attend_paged = functools.partial(attend, run=on_gpu)
+def attend_paged(
+    parts: list[Any], page_size: int, seed: int = 0, longer: int = 0, programs: int | None = None, **options: Any
+) -> list[torch.Tensor]:
+    run = functools.partial(on_gpu, longer=longer, programs=programs)
+    return attend(parts, page_size, seed=seed, run=run, **options)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "trl": ("integrations/trl.py",),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
-    "triton": ("sampling/triton.py", "models/_paged_attention_triton.py"),
+    "triton": ("sampling/triton", "models/_paged_attention_triton.py"),
     "deepspeed": ("learner/deepspeed_engine.py",),
     "transformers": ("models/", "draft/eagle/head.py", "trainer/", "distill/", "bench/gpu_check/", "runs/"),
     "torch": (
@@ -83,7 +83,7 @@ MAY_IMPORT = {
 ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton", "verl")
 LEAVES = (
     "target/vllm_worker.py",
-    "sampling/triton.py",
+    "sampling/triton",
     "sampling/fused.py",
     "integrations/verl.py",
     "models/_paged_attention_triton.py",

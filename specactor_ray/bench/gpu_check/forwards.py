@@ -22,6 +22,7 @@ from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.sampling.keyed import sample_rows
 
 _WINDOW = 200
 """Draft tokens of a window: more than the timed calls draft."""
@@ -187,7 +188,7 @@ def measure_flips(stage: Stage) -> None:
         at = [*range(position, position + length)] * len(seeds)
         for temperature, out in found.items():
             params = [SamplingParams(temperature, seed=row) for row in seeds for _ in range(length)]
-            out[some, span] = np.reshape(sample(logits[: len(at)], params, at).tokens, (-1, length))
+            out[some, span] = np.reshape(sample_rows(logits[: len(at)], params, at).tokens, (-1, length))
 
     def sample_all(batch: int, length: int) -> dict[float, np.ndarray]:
         """Temperature → tokens `(flip_rows, flip_tokens)`."""

@@ -19,7 +19,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
 from specactor_ray.sampling.candidates import MOST
-from specactor_ray.sampling.keyed import sample, warm_up
+from specactor_ray.sampling.keyed import sample_rows, warm_up
 from specactor_ray.sampling.rules import Rules
 
 _PROFILED = 10
@@ -83,7 +83,7 @@ def _sampler_call(logits: Tensor, form: str) -> Callable[[], object]:
     n = len(logits)
     if form in ("product", "host"):
         params = [SamplingParams(seed=row) for row in range(n)]
-        return lambda: sample(logits, params, range(n), backend="numba" if form == "host" else "auto")
+        return lambda: sample_rows(logits, params, range(n), backend="numba" if form == "host" else "auto")
     from specactor_ray.sampling.fused import verify
 
     rules, index = Rules(n, logits.device), torch.arange(n, device=logits.device)

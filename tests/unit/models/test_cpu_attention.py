@@ -10,9 +10,19 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import begins
 from specactor_ray.models import cpu_attention
 from specactor_ray.models import threads as pool
-from specactor_ray.models.cpu_attention import PageRows, attend_pages
+from specactor_ray.models.cpu_attention import AttentionRules, PageRows, attend_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from tests.page_attention import TOLERANCE, Sequence, attend, options_of, reference, same_bits, sequence, with_sinks
+from tests.page_attention import (
+    TOLERANCE,
+    Sequence,
+    attend,
+    options_of,
+    reference,
+    rules_of,
+    same_bits,
+    sequence,
+    with_sinks,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -91,8 +101,9 @@ def test_reading_common_pages_once_changes_no_bit(seed, heads, dim, dtype, page_
         numbers.copy_(torch.randn(numbers.shape, generator=generator))
     query = torch.randn(int(counts.sum()), count, dim[0], generator=generator).to(dtype)
     table, groups = cache.page_table(packed, lengths), cache.groups(packed)
+    rules = rules_of(options, dim[0])
     outputs = [
-        attend_pages(query, cache.keys[0], cache.values[0], PageRows(table, begins(counts), lengths, some), **options)
+        attend_pages(query, cache.keys[0], cache.values[0], PageRows(table, begins(counts), lengths, some), rules)
         for some in (groups, None)
     ]
     assert same_bits(*outputs)
@@ -139,8 +150,8 @@ def test_views_are_read_in_place() -> None:
     one = sequence(5, 32, 4, 2, 32, 32, torch.bfloat16)
     query = one.query.transpose(0, 1).contiguous().transpose(0, 1)
     cache = torch.stack([one.key, one.value], dim=1).unflatten(0, (2, 16))
-    pages, starts, lengths = np.array([[0, 1]], np.int32), np.array([0, 32]), np.array([32])
-    output = attend_pages(query, cache[:, :, 0], cache[:, :, 1], PageRows(pages, starts, lengths))
+    rows = PageRows(np.array([[0, 1]], np.int32), np.array([0, 32]), np.array([32]))
+    output = attend_pages(query, cache[:, :, 0], cache[:, :, 1], rows, AttentionRules(32**-0.5))
     assert same_bits(output, attend([(one, 0, 32)])[0])
 
 
