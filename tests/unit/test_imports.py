@@ -83,7 +83,8 @@ MAY_IMPORT = {
 ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton", "verl")
 LEAVES = (
     "target/vllm_worker.py",
-    "sampling/triton",
+    "sampling/triton.py",
+    "sampling/triton_noise.py",
     "sampling/fused.py",
     "integrations/verl.py",
     "models/_paged_attention_triton.py",
