@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numba import njit
 
@@ -84,6 +86,29 @@ def verify_tails(
         Verified(tokens[:count], logprobs[:count], count - 1, margins[:count] if record_margins else None)
         for count, (tokens, logprobs, margins) in zip(found.counts.tolist(), columns, strict=True)
     ]
+
+
+BAD_LOGITS = [
+    ({300: math.nan}, "NaN"),
+    ({0: -math.nan}, "NaN"),
+    ({600: math.nan, 4: math.inf}, "NaN"),
+    ({699: math.inf}, r"\+inf"),
+    ({7: 2e30}, "above 1e"),
+    (dict.fromkeys(range(700), -math.inf), "all logits are -inf"),
+]
+"""Values of a row of 700 zeros, and what is wrong with it."""
+
+
+def check_bad_logits(values: dict[int, float], problem: str, rule: SamplingParams, **options: Any) -> None:
+    """Rows that are reached are named; those past a wrong draft are not looked at."""
+    logits = torch.zeros(5, 700)
+    for v, value in values.items():
+        logits[1, v] = logits[3, v] = logits[4, v] = value
+    good = sample_rows(logits[2:3], [rule], [5]).token_ids
+    with pytest.raises(BadLogitsError, match=f"^row 1: .*{problem}.*row 0 of 1.*row 2: .*row 1 of 3"):
+        verify_tails(logits, [0, 1, 2], [(), (), (*good, 1)], [rule] * 3, [0, 0, 5], **options)
+    wrong = (good[0] + 1) % 700
+    assert verify_tails(logits, [2], [(wrong, 1)], [rule], [5], **options)[0].token_ids == good
 
 
 @njit
