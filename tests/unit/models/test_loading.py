@@ -72,7 +72,7 @@ class TestLocalDirectory:
 
     def test_home_is_expanded(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", str(model_dir.parent))
-        assert loading.resolve_model("~/model") == model_dir
+        assert loading.locate_model("~/model") == (model_dir, None)
 
     @pytest.mark.parametrize("load", [loading.load_model, loading.load_model_config, loading.load_empty_model])
     @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ class TestLocalDirectory:
 
     def test_paths_that_are_no_model(self, tmp_path: Path) -> None:
         (tmp_path / "weights.gguf").write_bytes(b"GGUF")
-        assert "is a file" in error_of(lambda: loading.resolve_model(str(tmp_path / "weights.gguf")))
-        assert "There is no directory" in error_of(lambda: loading.resolve_model(str(tmp_path / "nothing")))
-        assert "There is no directory" in error_of(lambda: loading.resolve_model("./nothing/here"))
+        assert "is a file" in error_of(lambda: loading.locate_model(str(tmp_path / "weights.gguf")))
+        assert "There is no directory" in error_of(lambda: loading.locate_model(str(tmp_path / "nothing")))
+        assert "There is no directory" in error_of(lambda: loading.locate_model("./nothing/here"))
 
 
 class TestHub:
     def test_an_id_stays_an_id(self) -> None:
-        assert loading.resolve_model("someone/some-model-1.5B") == "someone/some-model-1.5B"
+        assert loading.locate_model("someone/some-model-1.5B") == ("someone/some-model-1.5B", None)
 
     def test_a_revision_is_loaded_and_no_other(self, tiny_model_dir: Path, tmp_path: Path) -> None:
         snapshots = tmp_path / "hub" / "models--someone--pinned" / "snapshots"
@@ -204,12 +204,12 @@ class TestBuiltinWithoutPackage:
         monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
         made = tmp_path / "models" / f"smollm2-135m-v{builtin._RECIPE_VERSION}"
         made.mkdir(parents=True)
-        assert loading.resolve_model("smollm2-135m") == made
+        assert loading.locate_model("smollm2-135m") == (made, None)
 
     def test_a_cache_that_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").touch()
         monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path / "file"))
-        assert "SPECACTOR_CACHE" in error_of(lambda: loading.resolve_model("smollm2-135m"))
+        assert "SPECACTOR_CACHE" in error_of(lambda: loading.locate_model("smollm2-135m"))
 
 
 class TestCachedDir:
