@@ -217,13 +217,8 @@ def _open(name: str, trust_remote_code: bool) -> Iterator[tuple[Path | str, dict
     """The source and the access options for `name`; errors in the body become a ModelLoadError."""
     from safetensors import SafetensorError
 
-    known: tuple[type[Exception], ...] = (
-        OSError,
-        ImportError,
-        *wrong_value_errors(),
-        SafetensorError,
-        pickle.UnpicklingError,
-    )
+    damaged = (SafetensorError, pickle.UnpicklingError)
+    known: tuple[type[Exception], ...] = (OSError, ImportError, *wrong_value_errors(), *damaged)
     _import_compiled_modules()
     source, revision = locate_model(name)
     offline = isinstance(source, str) and not hub_reachable()
