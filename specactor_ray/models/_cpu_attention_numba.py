@@ -34,7 +34,7 @@ _FIELDS = (
 CALL = np.dtype([*((name, np.int64) for name in _FIELDS), ("scaling", np.float32), ("softcap", np.float32)])
 """Arguments of a call: addresses, strides in bytes and sizes; `sinks` and `softcap` are 0 where there are none.
 
-`order`, `group_starts` and `common_pages` are the arrays of `paged_cache.Groups`; at 0 each row is a group.
+`order`, `group_starts` and `common_pages` are the arrays of `paged_cache.Groups`.
 
 Threads take the next task and a part of the scratch from the call itself. `output` is contiguous. `width` and
 `value_width`: numbers of a key and of a value that are read. `cos` and `sin`: `angles` numbers per token that rotate
@@ -190,11 +190,6 @@ def _read(call: Any, scratch: Any, head: Any, at: Any, count: Any, first: Any, e
 
 
 @_jit
-def _row(call: Any, member: Any) -> Any:
-    return lanes.int64_at(call.order, member) if call.order != 0 else member
-
-
-@_jit
 def _queries_of(call: Any, row: Any) -> Any:
     return lanes.int64_at(call.starts, row + 1) - lanes.int64_at(call.starts, row)
 
@@ -209,7 +204,7 @@ def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first:
     query, _, _, sums, tops, totals, cos, sin, tokens, positions, owners = _parts(call, scratch)
     group, width, value_width, taken = call.heads // call.kv_heads, call.width, call.value_width, np.int64(0)
     while taken < count:
-        row = _row(call, member)
+        row = lanes.int64_at(call.order, member)
         size = _queries_of(call, row)
         begin = lanes.int64_at(call.starts, row)
         for j in range(first, min(size, first + count - taken)):
@@ -258,13 +253,11 @@ def attend(address: Any) -> None:
     tile = max(TILE * call.kv_heads // call.heads, 1)
     index, wanted = np.int64(0), lanes.take_ticket(tickets)
     for group in range(call.groups - 1, -1, -1):
-        member, end, common = group, group + 1, np.int64(0)
-        if call.order != 0:
-            member, end = lanes.int64_at(call.group_starts, group), lanes.int64_at(call.group_starts, group + 1)
-            common = lanes.int64_at(call.common_pages, group) * call.page_size // BLOCK * BLOCK
+        member, end = lanes.int64_at(call.group_starts, group), lanes.int64_at(call.group_starts, group + 1)
+        common = lanes.int64_at(call.common_pages, group) * call.page_size // BLOCK * BLOCK
         queries = np.int64(0)
         for place in range(member, end):
-            queries += _queries_of(call, _row(call, place))
+            queries += _queries_of(call, lanes.int64_at(call.order, place))
         for first in range((queries - 1) // tile * tile, -1, -tile):
             for head in range(call.kv_heads):
                 if index == wanted:

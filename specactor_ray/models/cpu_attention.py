@@ -55,13 +55,13 @@ class PageRows:
     def __init__(
         self, pages: np.ndarray, starts: np.ndarray, lengths: np.ndarray, groups: Groups | None = None
     ) -> None:
-        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths, *(groups or ()))]
-        addresses = [array.ctypes.data for array in self._arrays]
-        self.queries, self.longest = int(starts[-1]), int(lengths.max(initial=0))
-        self.page_columns = pages.shape[1]
-        self.pages, self.starts, self.lengths = addresses[:3]
-        self.groups = (len(lengths), 0, 0, 0) if groups is None else (len(groups.pages), *addresses[3:])
+        rows = np.arange(len(lengths) + 1)
+        groups = groups or Groups(rows[:-1], rows, np.zeros(len(lengths), np.int64))
+        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths, *groups)]
+        self.pages, self.starts, self.lengths, *others = (array.ctypes.data for array in self._arrays)
+        self.groups = (len(groups.pages), *others)
         """Number of groups, addresses of their arrays."""
+        self.queries, self.longest, self.page_columns = int(starts[-1]), int(lengths.max(initial=0)), pages.shape[1]
 
 
 def attend_pages(

@@ -89,23 +89,19 @@ def load_model(
     dtype: str = "float32",
     device: str = "cpu",
     trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """A decoder-only model, ready for inference: evaluation mode, no gradients.
 
     Args:
         dtype: `float32`, `bfloat16`, `float16` or `auto`.
         trust_remote_code: Run model code of the checkpoint.
-        attn_implementation: A name in transformers' attention registry; None takes transformers' choice.
     """
-    options: dict[str, Any] = {"dtype": parse_dtype(dtype, device != "cpu"), "output_loading_info": True}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
     with _open(name, trust_remote_code) as (source, access):
         from transformers import AutoModelForCausalLM
 
         auto: Any = AutoModelForCausalLM  # its stated return type ignores output_loading_info
-        model, info = auto.from_pretrained(source, **access, **options)
+        kind = parse_dtype(dtype, device != "cpu")
+        model, info = auto.from_pretrained(source, **access, dtype=kind, output_loading_info=True)
     _reject_incomplete_weights(name, info)
     model.to(device).eval().requires_grad_(False)
     return model
