@@ -142,9 +142,9 @@ def verify_arrays(
     return Found(packed)
 
 
-def warm_up(device: torch.device, dtype: torch.dtype, ranks: int = 1) -> None:
-    """Compile or load the kernels for such logits now, not in the first step; some seconds on the first run of a
-    machine."""
+def warm_up(device: torch.device | str = "cpu", dtype: torch.dtype | None = None, ranks: int = 1) -> None:
+    """Compile or load the kernels for such logits now (some seconds on the first run of a machine), not in the first
+    step."""
     import torch
 
     rules = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2

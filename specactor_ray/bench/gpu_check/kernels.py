@@ -55,7 +55,7 @@ def measure_triton(stage: Stage) -> None:
 
     settings, different = stage.settings, dict[str, str]()
     stage.entry["figures"]["different"] = different
-    warm_up(torch.device("cpu"), torch.float32)
+    warm_up()
 
     def compare(vocab: int, dtype: str, results: str) -> str:
         asked, found = (torch.device(settings.device), getattr(torch, dtype), _RANKS[results], vocab), list[str]()
