@@ -75,17 +75,13 @@ def attend_pages(
     """Causal attention of packed rows over a paged cache; query j of n sees its row's keys [0, length - n + j].
 
     Args:
-        query: `(N, heads, dim)` float32 or bfloat16; positions behind the last row's are padding.
+        query: `(N, heads, dim)` float32 or bfloat16; positions after the last row are padding.
         keys: `(num_pages, page_size, kv_heads, dim)`, one of these dtypes, as in a `PagedCache`: a head's numbers begin
             at a multiple of `ROW_BYTES`, memory up to the next one can be read, and a page has a multiple of 16 tokens.
         values: `(num_pages, page_size, kv_heads, value_dim)`, of the dtype of `keys`, likewise.
         rotary: Rotates the queries.
 
-    Returns:
-        `(N, heads, value_dim)` in the dtype of `query`; zeros at padding.
-
-    Raises:
-        InputError: A dtype is not supported.
+    Returns `(N, heads, value_dim)` in the dtype of `query`, zeros at padding. InputError: a dtype is not supported.
     """
     compiled = _attention()
     tokens, heads, dim = query.shape
@@ -127,12 +123,8 @@ def store_pages(
     slots: torch.Tensor,
     rotary: Rotary | None = None,
 ) -> None:
-    """Write the first keys `(N, kv_heads, dim)` and values `(N, kv_heads, value_dim)` of new tokens into pages.
-
-    Args:
-        slots: int64 `(tokens,)`: page times page size plus place in the page.
-        rotary: Rotates the keys.
-    """
+    """Write the first keys `(N, kv_heads, dim)`, rotated, and values `(N, kv_heads, value_dim)` of new tokens into
+    pages; `slots`, int64 `(tokens,)`: page times page size plus place in the page."""
     compiled = compiled_layers()
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
     heads, dim = key.shape[1:]

@@ -34,11 +34,8 @@ _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 
 
 def require_model(name: str) -> Path | None:
-    """Refuse a missing model. Takes less than a second for a path: nothing is loaded, converted or downloaded.
-
-    Returns:
-        The folder with its `config.json`; None if it must be converted or downloaded first.
-    """
+    """Refuse a missing model; nothing is loaded, converted or downloaded. Returns the folder with its `config.json`;
+    None if it must be converted or downloaded first."""
     if _is_builtin(name):
         return require_builtin(name)
     source = _find_model(name)
@@ -148,9 +145,7 @@ def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTraine
 
 
 def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Hugging Face names and shapes of all weights, and names that share their values (each → its source). Reads no
-    weights.
-    """
+    """Hugging Face names and shapes of all weights, and the `tied` ones. Reads no weights."""
     model = load_empty_model(name, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}, tied(model)

@@ -20,10 +20,7 @@ _ROWS_HINT = 16
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` without gradients whose weight is in oneDNN's blocked layout.
-
-    Maps `(..., in_features)` to `(..., out_features)`, both in the dtype of the weight.
-    """
+    """`nn.Linear` without gradients, in the dtype of its weight, which is in oneDNN's blocked layout."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -32,7 +29,6 @@ class PackedLinear(nn.Module):
         self.set_weight(weight, bias)
 
     def set_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Set new values; `weight` `(out_features, in_features)`, `bias` `(out_features,)` or None."""
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self.dtype).contiguous(), _ROWS_HINT)
         self._bias = None if bias is None else bias.detach().to(self.dtype).clone()
 
@@ -119,10 +115,8 @@ def cheapest_row_counts(layers: Sequence[PackedLinear], up_to: int = 12, repeats
 
 
 def _invariant_counts(layer: PackedLinear, up_to: int, company: int = 32) -> set[int]:
-    """Row counts up to `up_to` at which rows have the same bits as among `company` rows.
-
-    The test uses weights of 1 and rows that sum to 0: the result is the rounding of the order of additions.
-    """
+    """Row counts up to `up_to` at which rows have the same bits as among `company` rows. With weights of 1 and rows
+    that sum to 0 a result is the rounding of the order of additions."""
     made = torch.Generator().manual_seed(0)
     half = torch.randn(company, layer.in_features // 2, generator=made)
     half *= 2.0 ** torch.randint(-12, 13, half.shape, generator=made)

@@ -147,11 +147,7 @@ class PagedCache:
         self._free_rows += rows.tolist()
 
     def truncate(self, rows: np.ndarray, lengths: np.ndarray | int) -> None:
-        """Roll rows back to their first `lengths` tokens.
-
-        Raises:
-            ValueError: A row has fewer; nothing was changed.
-        """
+        """Roll rows back to their first `lengths` tokens. ValueError: a row has fewer, and nothing was changed."""
         if (self.lengths[rows] < lengths).any():
             raise ValueError(f"cannot roll forward from {self.lengths[rows]} to {lengths} tokens")
         self.lengths[rows] = lengths
@@ -166,11 +162,8 @@ class PagedCache:
         return bool(self.reserve_rows(np.array([row]), np.array([tokens]))[0])
 
     def reserve_rows(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Make room in rows for `tokens` tokens in all, int64 `(n,)` each, one after the other.
-
-        Returns:
-            bool `(n,)`: False where there are too few free pages; such a row keeps its tokens.
-        """
+        """Make room in rows for `tokens` tokens in all, int64 `(n,)` each, one after the other. Returns bool `(n,)`:
+        False where there are too few free pages; such a row keeps its tokens."""
         pages = min(self._pages_of(int(tokens.max(initial=0))), self.pages)
         if pages > self._table.shape[1]:
             self._table = enlarged(self._table, 1, max(pages, 2 * self._table.shape[1]))

@@ -121,11 +121,8 @@ class RaggedModel:
         return bool(self._hidden_layers)
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights. Rows keep stale keys, so the caller must truncate them to 0.
-
-        Raises:
-            InputError: A name or shape does not fit; nothing was changed.
-        """
+        """Replace the weights; the caller must truncate all rows to 0. InputError: a name or shape does not fit, and
+        nothing was changed."""
         assign_weights(self.model, state_dict, self._tied)
 
     def sleep(self) -> None:

@@ -123,7 +123,7 @@ def test_compiled_attention_rounds_every_operation_and_reads_16_bytes(
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("ranks", [1, 2, MOST])
+@pytest.mark.parametrize("ranks", [1, MOST])
 @pytest.mark.parametrize("name", ["scan", "filter_rows", "commit"])
 def test_compiled_code_spills_nothing_and_rounds_every_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, capability: int
