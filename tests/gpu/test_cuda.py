@@ -96,29 +96,20 @@ def test_attention_over_pages_is_right_and_its_bits_depend_on_the_row_alone(
             assert same_bits(output, torch.cat([part for (part,) in cuts])), "its queries in two parts"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-def test_cuda_samples_what_the_cpu_samples(temperature: float) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(64, 5000) * 3
-    params = [
-        SamplingParams(temperature, seed=i, top_k=(0, 40)[i % 2], top_p=(1.0, 0.9)[i % 3 == 0]) for i in range(64)
-    ]
-    positions = list(range(64))
-    on_cpu = sample_rows(logits, params, positions)
-    for backend in ("numba", "triton"):
-        on_gpu = sample_rows(logits.cuda(), params, positions, backend=backend)
-        assert on_gpu.token_ids == on_cpu.token_ids
-        assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)
-
-
 @pytest.mark.parametrize("backend", ["numba", "triton", "auto"])
-def test_cuda_has_the_candidates_of_the_cpu(backend: Backend) -> None:
+def test_cuda_samples_what_the_cpu_samples(backend: Backend) -> None:
     logits, rows = 3 * torch.randn(60, 5000, generator=torch.Generator().manual_seed(0)), np.arange(60)
-    params = [SamplingParams((0.0, 0.6, 1.0)[i % 3], seed=i, top_k=(0, 2, 40)[i % 4 % 3]) for i in range(60)]
-    on_cpu, on_gpu = Rules(60), Rules(60, torch.device("cuda", 0))
-    for rules in (on_cpu, on_gpu):
+    filters = ((0, 1.0), (2, 1.0), (40, 0.9), (0, 0.9))
+    params = [SamplingParams((0.0, 0.6, 1.0)[i % 3], *filters[i % 4], seed=i) for i in range(60)]
+    on_cpu = sample_rows(logits, params, range(60))
+    on_gpu = sample_rows(logits.cuda(), params, range(60), backend=backend)
+    assert on_gpu.token_ids == on_cpu.token_ids
+    assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)
+    cpu_rules, gpu_rules = Rules(60), Rules(60, torch.device("cuda", 0))
+    for rules in (cpu_rules, gpu_rules):
         rules.write(range(60), params, [0] * 60)
-    want, got = candidates(logits, rows, rows, on_cpu), candidates(logits.cuda(), rows, rows, on_gpu, backend=backend)
+    want = candidates(logits, rows, rows, cpu_rules)
+    got = candidates(logits.cuda(), rows, rows, gpu_rules, backend=backend)
     assert got.tokens.tolist() == want.tokens.tolist() and got.gaps.tolist() == want.gaps.tolist()
 
 

@@ -74,6 +74,7 @@ assert read_busy_s(()) == 0.0
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="Linux")
-@pytest.mark.parametrize("nice", [0, 15], ids=["", "niced, as workers of Ray are"])
+@pytest.mark.parametrize("nice", [0, 15])
 def test_the_kernel_counts_what_others_do_on_these_cores(nice: int) -> None:
+    """15: as workers of Ray are."""
     subprocess.run(["nice", "-n", str(nice), sys.executable, "-c", MEASURE], check=True, timeout=200)
