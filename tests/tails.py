@@ -22,21 +22,11 @@ from specactor_ray.sampling.rules import Rules
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """One token per row; margins only if they were asked for."""
+class Drawn:
+    """Tokens, one per row or those that one request may commit; margins only if they were asked for."""
 
     token_ids: list[int]
     logprobs: list[float]
-    margins: list[float] | None = None
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What one request may commit: the accepted draft tokens and one recovered or bonus token."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    num_accepted: int
     margins: list[float] | None = None
 
 
@@ -56,11 +46,11 @@ def sample_rows(
     *,
     record_margins: bool = False,
     **options: Any,
-) -> Sampled:
+) -> Drawn:
     found = keyed.sample_rows(logits, params, positions, 1 + record_margins, **options)
     refuse_bad(found, np.zeros(len(params), np.int64))
     tokens, logprobs, margins = (one[:, 0].tolist() for one in (found.tokens, found.logprobs, found.margins))
-    return Sampled(tokens, logprobs, margins if record_margins else None)
+    return Drawn(tokens, logprobs, margins if record_margins else None)
 
 
 def verify_tails(
@@ -72,7 +62,7 @@ def verify_tails(
     *,
     record_margins: bool = False,
     **options: Any,
-) -> list[Verified]:
+) -> list[Drawn]:
     lengths = np.array(list(map(len, tails)), np.int64)
     offsets, slots = begins(lengths), np.arange(len(params))
     rules = Rules(len(params), logits.device)
@@ -83,7 +73,7 @@ def verify_tails(
     refuse_bad(found, lengths)
     columns = zip(found.tokens.tolist(), found.logprobs.tolist(), found.margins.tolist(), strict=True)
     return [
-        Verified(tokens[:count], logprobs[:count], count - 1, margins[:count] if record_margins else None)
+        Drawn(tokens[:count], logprobs[:count], margins[:count] if record_margins else None)
         for count, (tokens, logprobs, margins) in zip(found.counts.tolist(), columns, strict=True)
     ]
 

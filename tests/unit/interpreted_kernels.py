@@ -162,15 +162,6 @@ def test_tokens_far_below_are_candidates_still(small_blocks: None) -> None:
     check(logits, [SamplingParams(t, seed=1, top_k=k) for t, k in ((0.0, 0), (0.6, 0), (0.6, 5), (30.0, 0))], 4)
 
 
-def test_candidates_of_bad_logits_are_none(small_blocks: None) -> None:
-    logits = torch.zeros(8, 700)
-    for row, value in enumerate((math.nan, -math.nan, math.inf, 2e30)):
-        logits[row, 600] = value
-    logits[4:7], logits[5, 650], logits[6, 3] = -math.inf, 0.0, 1.0
-    for rule in (SamplingParams(0.0), SamplingParams(), SamplingParams(top_p=0.5)):
-        assert not ranked_otherwise(logits, [rule], [5])
-
-
 def test_a_prefix_that_holds_top_p_exactly_is_kept_alone(small_blocks: None) -> None:
     params = [SamplingParams(seed=seed, top_p=0.5) for seed in range(24)]
     for backend in ("numba", "triton"):

@@ -150,13 +150,3 @@ def test_row_counts_whose_bits_differ_are_padded(dtype: torch.dtype) -> None:
     for rows, count in enumerate(cheapest_row_counts([layer])):
         padded = torch.cat([x[:rows], torch.zeros(count - rows, 1536, dtype=dtype)])
         assert torch.equal(layer(padded)[:rows], together[:rows])
-
-
-def test_packed_linear_equals_linear() -> None:
-    torch.manual_seed(0)
-    for bias in (True, False):
-        linear = torch.nn.Linear(48, 96, bias=bias)
-        packed = PackedLinear(linear.weight, linear.bias)
-        for rows in (1, 2, 5, 33):
-            x = torch.randn(rows, 48)
-            assert torch.allclose(packed(x), linear(x), atol=1e-5)

@@ -16,15 +16,12 @@ from specactor_ray.models.threads import ThreadCount, threads_that_pay
 @pytest.mark.parametrize(
     ("cores", "foreign", "threads"),
     [
-        (1, 0.0, 1),
         (1, 1.0, 1),
         (2, 0.0, 2),
         (2, 0.3, 2),
         (2, 0.6, 1),  # half a core on two threads is what one thread has alone
         (2, 1.0, 1),
-        (2, 2.0, 1),
         (2, -0.2, 2),  # clocks that disagree
-        (4, 1.0, 3),
         (8, 0.05, 8),
         (8, 0.5, 7),
         (8, 3.1, 5),
