@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.models.paged_cache import ROW_BYTES, Groups
+from specactor_ray.models.cache_size import ROW_BYTES
+from specactor_ray.models.paged_cache import Groups
 from specactor_ray.models.threads import KINDS, padded, run, workspace
 
 _WORK_PER_THREAD = 200_000

@@ -17,12 +17,11 @@ import torch
 
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.models import _paged_cache_numba as kernels
+from specactor_ray.models.cache_size import ROW_BYTES
 from specactor_ray.models.threads import padded
 
 _CPU_PAGE, _GPU_PAGE = 16, 256
 """Tokens per page."""
-ROW_BYTES = 64
-"""On CPUs a head's numbers begin at a multiple of so many bytes."""
 _FIRST_ROWS, _FIRST_PAGES = 32, 8
 
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.models.paged_cache import ROW_BYTES, LayerShape, PagedCache
+from specactor_ray.models.cache_size import ROW_BYTES
+from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
 
 CPU = torch.device("cpu")
