@@ -228,7 +228,7 @@ class InstantModel:
     ids, feature_size = None, 0
 
     def __init__(self, rows: int) -> None:
-        self.cache = PagedCache([LayerShape(1, 1, 1)], 8 * rows * LENGTH, self.dtype, self.device)
+        self.cache = PagedCache([LayerShape(1, 1, 1)], 128 * rows * LENGTH, self.dtype, self.device)
         self._logits = torch.nn.functional.one_hot(torch.ones(rows, dtype=torch.long), self.vocab_size).float()
         self.spent_s = 0.0
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray.models import ragged_attention, ragged_model
+from specactor_ray.models import paged_cache, ragged_attention, ragged_model
 from specactor_ray.models.ragged_attention import Attention
 
 
@@ -26,5 +26,7 @@ def attending(attention: Attention) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged_model, "fuse", lambda *_: None)
         patch.setattr(ragged_attention, "attention_for", lambda *_: counted)
+        if attention is not ragged_attention.attend_on_cpu:
+            patch.setattr(paged_cache, "ROW_BYTES", 1)  # pages as on a GPU
         yield
     assert layers, "no model ran"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from specactor_ray.models.cpu_attention import PageRows, attend_pages
+from specactor_ray.models.cpu_attention import AttentionRules, PageRows, attend_pages
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 options_of = st.fixed_dictionaries(
@@ -26,6 +26,10 @@ options_of = st.fixed_dictionaries(
 
 def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
     return {**options, "sinks": torch.linspace(-3, 3, heads)} if "sinks" in options else options
+
+
+def rules_of(options: dict[str, Any], dim: int) -> AttentionRules:
+    return AttentionRules(**{"scaling": dim**-0.5, **options})
 
 
 @dataclass
@@ -52,9 +56,13 @@ def on_cpu(
     pages: np.ndarray,
     starts: np.ndarray,
     lengths: np.ndarray,
-    **options: Any,
+    rules: AttentionRules,
 ) -> torch.Tensor:
-    output = attend_pages(query, keys, values, PageRows(pages, starts, lengths), **options)
+    keys, values = (
+        torch.nn.functional.pad(one, (0, -one.shape[3] % 32), value=torch.nan)[..., : one.shape[3]]
+        for one in (keys, values)
+    )
+    output = attend_pages(query, keys, values, PageRows(pages, starts, lengths), rules)
     assert not output[starts[-1] :].any()
     return output
 
@@ -87,7 +95,7 @@ def attend(
     counts = [end - begin for _, begin, end in parts]
     starts = np.cumsum([0, *counts]).astype(np.int64)
     lengths = np.array([end for _, _, end in parts], np.int64)
-    output = run(queries, keys, values, pages, starts, lengths, **options)
+    output = run(queries, keys, values, pages, starts, lengths, rules_of(options, first.query.shape[2]))
     assert output.shape == (len(queries), first.query.shape[1], first.value.shape[2])
     assert output.dtype == first.query.dtype
     return list(output[: starts[-1]].split(counts))

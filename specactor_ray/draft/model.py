@@ -23,7 +23,8 @@ from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.sampling.candidates import MOST, candidates, warm_up
+from specactor_ray.sampling.candidates import MOST, candidates
+from specactor_ray.sampling.keyed import warm_up
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.sampling.seeds import own_noise
 

@@ -14,16 +14,13 @@ import numpy as np
 from specactor_ray.core.jit import c_function, kernel
 from specactor_ray.models import _cpu_layers_numba, lanes
 from specactor_ray.models._cpu_layers_numba import exp, narrow, rotate, tanh, widen
-from specactor_ray.models.lanes import BFLOAT16, FLOAT32, LANES, SIZE, add_product, load, splat, store
+from specactor_ray.models.lanes import BFLOAT16, LANES, SIZE, add_product, load, splat, store
 from specactor_ray.models.threads import padded
 
 BLOCK = 64
 """Keys between two rescalings of a query's sums."""
 TILE = 32
 """Rows (queries times heads with the same keys) that share the loaded data of a block."""
-_FEW = 8
-"""Number of rows up to which each strip of rows reads values from their pages, instead of once into float32."""
-
 _jit: Any = kernel(sources=[lanes, _cpu_layers_numba])
 
 
@@ -37,22 +34,20 @@ _FIELDS = (
 CALL = np.dtype([*((name, np.int64) for name in _FIELDS), ("scaling", np.float32), ("softcap", np.float32)])
 """Arguments of a call: addresses, strides in bytes and sizes; `sinks` and `softcap` are 0 where there are none.
 
-`order`, `group_starts` and `common_pages` are the arrays of `paged_cache.Groups`; at 0 each row is a group.
+`order`, `group_starts` and `common_pages` are the arrays of `paged_cache.Groups`.
 
 Threads take the next task and a part of the scratch from the call itself. `output` is contiguous. `width` and
-`value_width`: `padded` dims. `cos` and `sin`: `angles` numbers per token that rotate its queries; 0: no rotation.
+`value_width`: numbers of a key and of a value that are read. `cos` and `sin`: `angles` numbers per token that rotate
+its queries; 0: no rotation.
 """
 PACKED = struct.Struct(f"={len(_FIELDS)}q2f")
 """`CALL` as bytes."""
 
 
-def scratch_bytes(dim: int, value_dim: int, group: int) -> int:
-    """Bytes of a thread's scratch."""
+def scratch_bytes(width: int, value_width: int, group: int) -> int:
+    """Bytes of a thread's scratch (`_parts`)."""
     rows = max(TILE, group)
-    floats = rows * padded(dim) + padded(dim) * (LANES + BLOCK)
-    floats += BLOCK * padded(value_dim) + rows * BLOCK + rows * padded(value_dim) + 2 * rows + 2 * padded(dim)
-    floats += 6 * rows
-    return 4 * padded(floats)
+    return 4 * padded(rows * (width + BLOCK + value_width + 8) + width * (BLOCK + 2))
 
 
 @_jit
@@ -90,59 +85,35 @@ def _place(call: Any, row: Any, position: Any) -> Any:
 
 
 @_jit
-def _load_rows(call: Any, row: Any, begin: Any, count: Any, source: Any, page_stride: Any, stride: Any, dim: Any,
-               target: Any, width: Any) -> None:  # fmt: skip
-    """Keys or values [begin, begin + count) of a row become rows of float32."""
-    i = 0
-    while i < count:
-        page, slot = _place(call, row, begin + i)
-        n = min(call.page_size - slot, count - i)
-        first = source + page * page_stride + slot * stride
-        widen(first, stride, call.kind, n, dim, target + 4 * i * width, width)
-        i += n
-
-
-@_jit
-def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: Any, columns: Any) -> None:
-    """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`."""
-    width, source = call.width, call.keys + head * call.key_head
-    in_place = call.page_size % LANES == 0 and call.dim % (LANES if call.kind == FLOAT32 else 2 * LANES) == 0
+def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, columns: Any) -> None:
+    """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`, and those up to the next 16."""
     for i in range(0, count, LANES):
-        n, target = min(count - i, LANES), columns + 4 * i
-        if in_place and n == LANES:
-            page, slot = _place(call, row, begin + i)
-            key = source + page * call.key_page + slot * call.key_slot
-            if call.kind == BFLOAT16:
-                for d in range(0, width, 2 * LANES):
-                    lanes.transpose_bfloat16(key + 2 * d, call.key_slot, target + 4 * BLOCK * d, 4 * BLOCK)
-            else:
-                for d in range(0, width, LANES):
-                    lanes.transpose(key + 4 * d, call.key_slot, target + 4 * BLOCK * d, 4 * BLOCK)
+        page, slot = _place(call, row, begin + i)
+        key = call.keys + head * call.key_head + page * call.key_page + slot * call.key_slot
+        if call.kind == BFLOAT16:
+            for d in range(0, call.width, 2 * LANES):
+                lanes.transpose_bfloat16(key + 2 * d, call.key_slot, columns + 4 * (BLOCK * d + i), 4 * BLOCK)
         else:
-            _load_rows(call, row, begin + i, n, source, call.key_page, call.key_slot, call.dim, rows, width)
-            _clear(rows + 4 * n * width, (LANES - n) * width)
-            for d in range(0, width, LANES):
-                lanes.transpose(rows + 4 * d, 4 * width, target + 4 * BLOCK * d, 4 * BLOCK)
+            for d in range(0, call.width, LANES):
+                lanes.transpose(key + 4 * d, call.key_slot, columns + 4 * (BLOCK * d + i), 4 * BLOCK)
 
 
 @_jit
-def _add_values(call: Any, row: Any, head: Any, begin: Any, values: Any, scores: Any, sums: Any, rows: Any, first: Any,
+def _add_values(call: Any, row: Any, head: Any, begin: Any, scores: Any, sums: Any, rows: Any, first: Any,
                 end: Any) -> None:  # fmt: skip
-    """Add the weighted values of a block's keys [first, end); those in `values`, or those in their pages if it is 0."""
+    """Add the weighted values of a block's keys [first, end)."""
     width, t = 4 * call.value_width, first
-    while t < end and values == 0:
+    while t < end:
         page, slot = _place(call, row, begin + t)
         n = min(call.page_size - slot, end - t)
         source = call.values + head * call.value_head + page * call.value_page + (slot - t) * call.value_slot
         add_product(scores, 4 * BLOCK, source, call.value_slot, call.kind == BFLOAT16, sums, width, rows,
                     call.value_width, t, t + n)  # fmt: skip
         t += n
-    if t < end:
-        add_product(scores, 4 * BLOCK, values, width, False, sums, width, rows, call.value_width, t, end)
 
 
 @_jit
-def _add_all_values(call: Any, row: Any, head: Any, begin: Any, values: Any, scores: Any, sums: Any, count: Any,
+def _add_all_values(call: Any, row: Any, head: Any, begin: Any, scores: Any, sums: Any, count: Any,
                     positions: Any, first: Any, end: Any) -> None:  # fmt: skip
     """Add a block's weighted values: keys [first, end) to all queries at once, each query's others in its order."""
     group = call.heads // call.kv_heads
@@ -151,11 +122,11 @@ def _add_all_values(call: Any, row: Any, head: Any, begin: Any, values: Any, sco
         first, end = np.int64(BLOCK), np.int64(BLOCK)
     for i in range(count):
         low, high = _seen(call, begin, positions, i)
-        _add_values(call, row, head, begin, values, scores + i * stride, sums + i * width, group, low, min(high, first))
-    _add_values(call, row, head, begin, values, scores, sums, count * group, first, end)
+        _add_values(call, row, head, begin, scores + i * stride, sums + i * width, group, low, min(high, first))
+    _add_values(call, row, head, begin, scores, sums, count * group, first, end)
     for i in range(count):
         low, high = _seen(call, begin, positions, i)
-        _add_values(call, row, head, begin, values, scores + i * stride, sums + i * width, group, max(low, end), high)
+        _add_values(call, row, head, begin, scores + i * stride, sums + i * width, group, max(low, end), high)
 
 
 @_jit
@@ -167,13 +138,11 @@ def _seen(call: Any, begin: Any, positions: Any, i: Any) -> Any:
 
 @_jit
 def _parts(call: Any, scratch: Any) -> Any:
-    """Addresses in a thread's scratch: queries, rows of keys, columns of keys, values, scores, sums, tops and totals of
-    scores, cosines, sines; int64 token, position and row of each query."""
+    """Addresses in a thread's scratch: queries, columns of keys, scores, sums, tops and totals of scores, cosines,
+    sines; int64 token, position and row of each query."""
     most = max(TILE, call.heads // call.kv_heads)
-    key_rows = scratch + 4 * most * call.width
-    keys = key_rows + 4 * LANES * call.width
-    values = keys + 4 * call.width * BLOCK
-    scores = values + 4 * BLOCK * call.value_width
+    keys = scratch + 4 * most * call.width
+    scores = keys + 4 * call.width * BLOCK
     sums = scores + 4 * most * BLOCK
     tops = sums + 4 * most * call.value_width
     totals = tops + 4 * most
@@ -182,28 +151,23 @@ def _parts(call: Any, scratch: Any) -> Any:
     tokens = sin + 4 * call.width
     positions = tokens + 8 * most
     owners = positions + 8 * most
-    return scratch, key_rows, keys, values, scores, sums, tops, totals, cos, sin, tokens, positions, owners
+    return scratch, keys, scores, sums, tops, totals, cos, sin, tokens, positions, owners
 
 
 @_jit
 def _read(call: Any, scratch: Any, head: Any, at: Any, count: Any, first: Any, end: Any) -> None:
     """Add the common keys [first, end) of the queries [at, at + count) to their sums. A block begins at `first`."""
-    query, key_rows, keys, values, scores, sums, tops, totals, _, _, _, positions, owners = _parts(call, scratch)
+    query, keys, scores, sums, tops, totals, _, _, _, positions, owners = _parts(call, scratch)
     group, width, value_width = call.heads // call.kv_heads, call.width, call.value_width
     row, positions, rows = lanes.int64_at(owners, at), positions + 8 * at, count * group
     at *= 4 * group
     query, sums, tops, totals = query + at * width, sums + at * value_width, tops + at, totals + at
-    if rows <= _FEW and call.value_dim == value_width:
-        values = np.int64(0)
     oldest = lanes.int64_at(positions, 0)
     for i in range(1, count):
         oldest = min(oldest, lanes.int64_at(positions, i))
     for begin in range(max(first, (oldest - call.window + 1) // BLOCK * BLOCK), end, BLOCK):
         filled = min(BLOCK, end - begin)
-        _load_columns(call, row, head, begin, filled, key_rows, keys)
-        if values != 0:
-            _load_rows(call, row, begin, filled, call.values + head * call.value_head, call.value_page,
-                       call.value_slot, call.value_dim, values, value_width)  # fmt: skip
+        _load_columns(call, row, head, begin, filled, keys)
         _clear(scores, rows * BLOCK)
         add_product(query, 4 * width, keys, 4 * BLOCK, False, scores, 4 * BLOCK, rows,
                     (filled + LANES - 1) // LANES * LANES, 0, call.dim)  # fmt: skip
@@ -222,12 +186,7 @@ def _read(call: Any, scratch: Any, head: Any, at: Any, count: Any, first: Any, e
                 if fade != np.float32(1):
                     for place in range(sums + 4 * m * value_width, sums + 4 * (m + 1) * value_width, 4 * LANES):
                         store(load(place) * fade, place)
-        _add_all_values(call, row, head, begin, values, scores, sums, count, positions, shared_first, shared_end)
-
-
-@_jit
-def _row(call: Any, member: Any) -> Any:
-    return lanes.int64_at(call.order, member) if call.order != 0 else member
+        _add_all_values(call, row, head, begin, scores, sums, count, positions, shared_first, shared_end)
 
 
 @_jit
@@ -242,10 +201,10 @@ def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first:
     `member`: place of the group's first row in `order`. `common`: number of keys of whole blocks that its rows have in
     common; these are read once, then the keys of each row alone.
     """
-    query, _, _, _, _, sums, tops, totals, cos, sin, tokens, positions, owners = _parts(call, scratch)
+    query, _, _, sums, tops, totals, cos, sin, tokens, positions, owners = _parts(call, scratch)
     group, width, value_width, taken = call.heads // call.kv_heads, call.width, call.value_width, np.int64(0)
     while taken < count:
-        row = _row(call, member)
+        row = lanes.int64_at(call.order, member)
         size = _queries_of(call, row)
         begin = lanes.int64_at(call.starts, row)
         for j in range(first, min(size, first + count - taken)):
@@ -257,12 +216,12 @@ def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first:
     for i in range(count * group):
         token, which = lanes.int64_at(tokens, i // group), head * group + i % group
         source = call.query + token * call.query_token + which * call.query_head
-        widen(source, 0, call.query_kind, 1, call.dim, query + 4 * i * width, width)
+        widen(source, call.query_kind, call.dim, query + 4 * i * width)
         if call.angles > 0:
             if i % group == 0:
                 angles = token * call.angle_token
-                widen(call.cos + angles, 0, call.angle_kind, 1, call.angles, cos, width)
-                widen(call.sin + angles, 0, call.angle_kind, 1, call.angles, sin, width)
+                widen(call.cos + angles, call.angle_kind, call.angles, cos)
+                widen(call.sin + angles, call.angle_kind, call.angles, sin)
             rotate(query + 4 * i * width, cos, sin, call.angles)
         top, weight = np.float32(-np.inf), np.float32(0)
         if call.sinks != 0:
@@ -294,13 +253,11 @@ def attend(address: Any) -> None:
     tile = max(TILE * call.kv_heads // call.heads, 1)
     index, wanted = np.int64(0), lanes.take_ticket(tickets)
     for group in range(call.groups - 1, -1, -1):
-        member, end, common = group, group + 1, np.int64(0)
-        if call.order != 0:
-            member, end = lanes.int64_at(call.group_starts, group), lanes.int64_at(call.group_starts, group + 1)
-            common = lanes.int64_at(call.common_pages, group) * call.page_size // BLOCK * BLOCK
+        member, end = lanes.int64_at(call.group_starts, group), lanes.int64_at(call.group_starts, group + 1)
+        common = lanes.int64_at(call.common_pages, group) * call.page_size // BLOCK * BLOCK
         queries = np.int64(0)
         for place in range(member, end):
-            queries += _queries_of(call, _row(call, place))
+            queries += _queries_of(call, lanes.int64_at(call.order, place))
         for first in range((queries - 1) // tile * tile, -1, -tile):
             for head in range(call.kv_heads):
                 if index == wanted:

@@ -58,17 +58,15 @@ def store_kind(value: Any, address: Any, kind: Any) -> None:
 
 
 @_jit
-def widen(source: Any, stride: Any, kind: Any, rows: Any, count: Any, target: Any, width: Any) -> None:
-    """Rows of `count` numbers of a kind become rows of `width` float32; zeros fill up the last 16 of a row."""
+def widen(source: Any, kind: Any, count: Any, target: Any) -> None:
+    """`count` numbers of a kind become float32 numbers; zeros fill up the last 16."""
     size, whole, room = SIZE[kind], count // LANES * LANES, spare()
-    for r in range(rows):
-        begin, to = source + r * stride, target + 4 * r * width
-        for i in range(0, whole, LANES):
-            store(load_kind(begin + size * i, kind), to + 4 * i)
-        if whole < count:
-            store(splat(0.0), room)
-            copy(begin + size * whole, room, size * (count - whole))
-            store(load_kind(room, kind), to + 4 * whole)
+    for i in range(0, whole, LANES):
+        store(load_kind(source + size * i, kind), target + 4 * i)
+    if whole < count:
+        store(splat(0.0), room)
+        copy(source + size * whole, room, size * (count - whole))
+        store(load_kind(room, kind), target + 4 * whole)
 
 
 @_jit
@@ -184,12 +182,12 @@ def store_pages(address: Any) -> None:
         page = slot // page_size
         slot -= page * page_size
         if angles > 0:
-            widen(cos + token * angle_token, 0, angle_kind, 1, angles, cosines, width)
-            widen(sin + token * angle_token, 0, angle_kind, 1, angles, sines, width)
+            widen(cos + token * angle_token, angle_kind, angles, cosines)
+            widen(sin + token * angle_token, angle_kind, angles, sines)
         for head in range(heads):
-            widen(key + token * key_token + head * key_head, 0, source_kind, 1, dim, row, width)
+            widen(key + token * key_token + head * key_head, source_kind, dim, row)
             if angles > 0:
                 rotate(row, cosines, sines, angles)
             narrow(row, one, kind, dim, keys + page * key_page + slot * key_slot + head * key_to)
-            widen(value + token * value_token + head * value_head, 0, source_kind, 1, value_dim, row, width)
+            widen(value + token * value_token + head * value_head, source_kind, value_dim, row)
             narrow(row, one, kind, value_dim, values + page * value_page + slot * value_slot + head * value_to)

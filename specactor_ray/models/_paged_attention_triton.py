@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.models.cpu_attention import AttentionRules
 
 SPLIT = 512
 """Keys of a split."""
@@ -76,11 +77,7 @@ def paged_attention(
     pages: torch.Tensor,
     most_queries: int,
     most_keys: int,
-    *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    rules: AttentionRules,
     programs: int | None = None,
 ) -> torch.Tensor:
     """`cpu_attention.attend_pages` on GPUs. Nothing waits for the device; a CUDA graph can hold the call.
@@ -104,42 +101,44 @@ def paged_attention(
     rows, group = len(lengths), heads // kv_heads
     most_programs, shared_memory = _limits(query.device)
     shape = shape_of(keys.itemsize, key_dim, value_dim, group, page_size, shared_memory)
+    tile_of: dict[str, Any] = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "VALUE_DIM": value_dim, "SPLIT": SPLIT, "ROWS": shape.rows,
+        "BLOCK": shape.block, "VALUE_PAD": _padded(value_dim), "WINDOW": rules.window or 0, "enable_fp_fusion": False,
+    }  # fmt: skip
+    layer: dict[str, Any] = {
+        "KEY_DIM": key_dim, "KEY_PAD": _padded(key_dim), "PAGE": page_size, "SOFTCAP": rules.softcap or 0.0,
+        "num_warps": shape.num_warps, "num_stages": shape.num_stages,
+    }  # fmt: skip
     tile = shape.rows // group
     searched = rows if most_queries > tile else 0
-    tiles = kv_heads * (tokens // tile + rows if searched else rows)
-    splits = triton.cdiv(most_keys, SPLIT)
+    tiles, splits = kv_heads * (tokens // tile + rows if searched else rows), triton.cdiv(most_keys, SPLIT)
     if programs is None:
         few = 4 * splits * tokens * heads * value_dim <= _MOST_PARTIAL_BYTES
         programs = max(most_programs // tiles, 1) if few else 1
     output = query.new_empty(tokens, heads, value_dim)
-    tile_of: dict[str, Any] = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "VALUE_DIM": value_dim, "SPLIT": SPLIT, "ROWS": shape.rows,
-        "BLOCK": shape.block, "VALUE_PAD": _padded(value_dim), "WINDOW": window or 0, "enable_fp_fusion": False,
-    }  # fmt: skip
-    layer: dict[str, Any] = {
-        "KEY_DIM": key_dim, "KEY_PAD": _padded(key_dim), "PAGE": page_size, "SOFTCAP": softcap or 0.0,
-        "num_warps": shape.num_warps, "num_stages": shape.num_stages,
-    }  # fmt: skip
-    packed = query.contiguous()
-
-    def run(programs: int) -> None:
-        whole = programs == 1
-        sums = None if whole else output.new_empty(2, splits, tokens, heads, dtype=torch.float32)
-        partial = output if whole else output.new_empty(splits, tokens, heads, value_dim, dtype=torch.float32)
-        attend[tiles, programs](
-            packed, keys, values, starts, lengths, pages, sinks, partial, sums, searched, tokens, splits,
-            pages.shape[1], scaling, WHOLE=whole, **layer, **tile_of,
-        )  # fmt: skip
-        if not whole:
-            merge[tiles,](partial, sums, starts, lengths, sinks, output, searched, tokens, splits, **tile_of)
-
-    kernels = (query.device, query.dtype, None if sinks is None else sinks.dtype, *layer.values(), *tile_of.values())
+    inputs = (query.contiguous(), keys, values, starts, lengths, pages, rules.sinks)
+    numbers = (searched, tokens, splits, pages.shape[1], rules.scaling)
+    kernels = (query.device, query.dtype, rules.sinks is None or rules.sinks.dtype, *layer.values(), *tile_of.values())
     if kernels not in _warm:  # compiles both variants now, not in a later step
-        run(1)
-        run(2)
+        for either in (1, 2):
+            _launch(tiles, either, inputs, output, numbers, layer, tile_of)
         _warm.add(kernels)
-    run(min(programs, splits))
+    _launch(tiles, min(programs, splits), inputs, output, numbers, layer, tile_of)
     return output
+
+
+def _launch(
+    tiles: int, programs: int, inputs: Any, output: torch.Tensor, numbers: Any, layer: dict[str, Any],
+    tile_of: dict[str, Any],
+) -> None:  # fmt: skip
+    if programs == 1:
+        attend[tiles, 1](*inputs, output, None, *numbers, WHOLE=True, **layer, **tile_of)
+        return
+    (_, _, _, starts, lengths, _, sinks), (searched, tokens, splits, _, _) = inputs, numbers
+    sums = output.new_empty(2, splits, *output.shape[:2], dtype=torch.float32)
+    partial = output.new_empty(splits, *output.shape, dtype=torch.float32)
+    attend[tiles, programs](*inputs, partial, sums, *numbers, WHOLE=False, **layer, **tile_of)
+    merge[tiles,](partial, sums, starts, lengths, sinks, output, searched, tokens, splits, **tile_of)
 
 
 @functools.cache

@@ -12,14 +12,18 @@ _jit: Any = kernel()
 
 
 class Pages(NamedTuple):
-    """Arrays of `PagedCache`, which documents them."""
+    """Arrays of a `PagedCache`."""
 
     lengths: np.ndarray
     held: np.ndarray
+    """`(rows,)`: number of pages of each row; `shared`: of its first pages that other rows may hold, too."""
     shared: np.ndarray
     table: np.ndarray
+    """`(rows, most pages)`: pages of each row."""
     holders: np.ndarray
+    """`(pages,)`: number of rows that hold each page."""
     free: np.ndarray
+    """`(pages,)`: the first `num_free[0]` are the free pages."""
     num_free: np.ndarray
 
 

@@ -15,6 +15,8 @@ from specactor_ray.models.loading import load_empty_model, load_model_config, pa
 GIB = 2**30
 BLOCK_TOKENS = {"hf": {"cpu": 16, "gpu": 256}, "vllm": {"cpu": 128, "gpu": 16}}
 """Engine → device → tokens of a block of its cache; attention kernels of vLLM may choose other sizes."""
+ROW_BYTES = 64
+"""On CPUs a head's numbers begin at a multiple of so many bytes in the cache of `hf`."""
 _BLOCK = 256
 """Tokens of the largest block of any engine's cache."""
 _SHARE_OF_GPU = 0.92
@@ -48,12 +50,17 @@ def itemsize_of(target: TargetConfig) -> int:
     return parse_dtype(target.dtype, target.gpus > 0).itemsize
 
 
-def token_bytes(text: Any, itemsize: int, ranks: int = 1) -> int:
-    """Bytes of keys and values of one token in all layers, on one rank; `itemsize`: bytes of a number. An upper bound
-    where layers keep less."""
+def token_bytes(text: Any, itemsize: int, ranks: int = 1, row: int = 1) -> int:
+    """Bytes of keys and values of one token in all layers, on one rank; `itemsize`: bytes of a number; `row`: see
+    `row_bytes`. An upper bound where layers keep less."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = -(-key_value_heads(text) // ranks)
-    return 2 * int(text.num_hidden_layers) * heads * int(head_dim) * itemsize
+    return 2 * int(text.num_hidden_layers) * heads * -(-int(head_dim) * itemsize // row) * row
+
+
+def row_bytes(target: TargetConfig) -> int:
+    """Bytes at whose multiples a head's numbers begin in the cache of a target."""
+    return ROW_BYTES if target.backend == "hf" and not target.gpus else 1
 
 
 def cache_bytes(target: TargetConfig, room: float) -> float:
@@ -63,7 +70,7 @@ def cache_bytes(target: TargetConfig, room: float) -> float:
         return target.kv_cache_gb * GIB
     text = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
     length = target.max_model_len or context_of(text) or _UNKNOWN_CONTEXT
-    per_token = token_bytes(text, itemsize_of(target), target.tensor_parallel)
+    per_token = token_bytes(text, itemsize_of(target), target.tensor_parallel, row_bytes(target))
     one, all_of_them = (_in_blocks(length, rows) * per_token for rows in (1, target.max_batch))
     most = room if target.gpus else max(_MOST_ON_CPU, one)
     return float(min(all_of_them, most, room))
@@ -103,7 +110,7 @@ def drafter_cache_bytes(drafter: DrafterConfig, text: Any, itemsize: int, total:
         return int(drafter.kv_cache_gb * GIB)
     tokens = _in_blocks(context_of(text) or _UNKNOWN_CONTEXT, drafter.max_batch)
     most = _MOST_OF_A_DRAFTER if total is None else _DRAFTERS_SHARE_OF_GPU * total
-    return int(min(tokens * token_bytes(text, itemsize), most))
+    return int(min(tokens * token_bytes(text, itemsize, row=ROW_BYTES if total is None else 1), most))
 
 
 def device_bytes(device: str = "cuda") -> float:

@@ -13,12 +13,6 @@ _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _COPY_AGAIN = "Fix: name the directory that `save_pretrained` wrote, or copy the missing files into it."
 
 
-def check_model_dir(path: Path) -> list[Path]:
-    """All weight files of a directory with a configuration."""
-    read_config(path)
-    return weight_files(path)
-
-
 def weight_files(path: Path) -> list[Path]:
     """The weight files of a directory, all files of its index."""
     shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from specactor_ray.core.errors import InputError
+from specactor_ray.models.cache_size import ROW_BYTES
 from specactor_ray.models.paged_cache import Groups
 from specactor_ray.models.threads import KINDS, padded, run, workspace
 
@@ -25,6 +27,20 @@ _STORE = struct.Struct("=28q")
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines `(N, angles)` of one layout; they rotate the pairs (i, i + angles / 2) of a head's numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRules:
+    """Rules of a layer's attention, beside causality."""
+
+    scaling: float
+    """Factor of the products of queries and keys."""
+    window: int | None = None
+    """Number of newest positions that are seen, the query's own included; None: all."""
+    softcap: float | None = None
+    """Bound of the scores, by a hyperbolic tangent (Gemma 2)."""
+    sinks: torch.Tensor | None = None
+    """`(heads,)`: scores of one more key, which has no value (GPT-OSS)."""
 
 
 class PageRows:
@@ -40,13 +56,13 @@ class PageRows:
     def __init__(
         self, pages: np.ndarray, starts: np.ndarray, lengths: np.ndarray, groups: Groups | None = None
     ) -> None:
-        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths, *(groups or ()))]
-        addresses = [array.ctypes.data for array in self._arrays]
-        self.queries, self.longest = int(starts[-1]), int(lengths.max(initial=0))
-        self.page_columns = pages.shape[1]
-        self.pages, self.starts, self.lengths = addresses[:3]
-        self.groups = (len(lengths), 0, 0, 0) if groups is None else (len(groups.pages), *addresses[3:])
+        rows = np.arange(len(lengths) + 1)
+        groups = groups or Groups(rows[:-1], rows, np.zeros(len(lengths), np.int64))
+        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths, *groups)]
+        self.pages, self.starts, self.lengths, *others = (array.ctypes.data for array in self._arrays)
+        self.groups = (len(groups.pages), *others)
         """Number of groups, addresses of their arrays."""
+        self.queries, self.longest, self.page_columns = int(starts[-1]), int(lengths.max(initial=0)), pages.shape[1]
 
 
 def attend_pages(
@@ -54,31 +70,19 @@ def attend_pages(
     keys: torch.Tensor,
     values: torch.Tensor,
     rows: PageRows,
-    *,
-    scaling: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    rules: AttentionRules,
     rotary: Rotary | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed rows over a paged cache; query j of n sees its row's keys [0, length - n + j].
 
     Args:
-        query: `(N, heads, dim)` float32 or bfloat16; positions behind the last row's are padding.
-        keys: `(num_pages, page_size, kv_heads, dim)`, one of these dtypes, the last dimension contiguous.
-        values: `(num_pages, page_size, kv_heads, value_dim)`, of the dtype of `keys`.
-        rows: Rows and pages.
-        scaling: Factor of the scores; None takes `dim ** -0.5`.
-        window: Keys that a query sees, itself included; None takes all.
-        softcap: Bound c of scores, c tanh(score / c).
-        sinks: `(heads,)`: an extra score per head that has no value.
+        query: `(N, heads, dim)` float32 or bfloat16; positions after the last row are padding.
+        keys: `(num_pages, page_size, kv_heads, dim)`, one of these dtypes, as in a `PagedCache`: a head's numbers begin
+            at a multiple of `ROW_BYTES`, memory up to the next one can be read, and a page has a multiple of 16 tokens.
+        values: `(num_pages, page_size, kv_heads, value_dim)`, of the dtype of `keys`, likewise.
         rotary: Rotates the queries.
 
-    Returns:
-        `(N, heads, value_dim)` in the dtype of `query`; zeros at padding.
-
-    Raises:
-        InputError: A dtype is not supported.
+    Returns `(N, heads, value_dim)` in the dtype of `query`, zeros at padding. InputError: a dtype is not supported.
     """
     compiled = _attention()
     tokens, heads, dim = query.shape
@@ -87,15 +91,16 @@ def attend_pages(
         raise InputError(f"attention on CPUs takes float32 and bfloat16, not {query.dtype} and {keys.dtype}")
     if query.stride(2) != 1:
         query = query.contiguous()
-    if sinks is not None:
-        sinks = sinks.detach().to(torch.float32).contiguous()
+    sinks = None if rules.sinks is None else rules.sinks.detach().to(torch.float32).contiguous()
+    window = rules.window or _UNBOUNDED
     output = query.new_empty(tokens, heads, value_dim)
     if rows.queries < tokens:
         output[rows.queries :] = 0
-    work = rows.queries * min(rows.longest, window or _UNBOUNDED) * heads * dim
+    work = rows.queries * min(rows.longest, window) * heads * dim
     threads = min(torch.get_num_threads(), 1 + work // _WORK_PER_THREAD)
-    scratch_bytes = compiled.scratch_bytes(dim, value_dim, heads // kv_heads)
     size, kind = query.element_size(), keys.element_size()
+    width, value_width = padded(dim, ROW_BYTES // kind), padded(value_dim)
+    scratch_bytes = compiled.scratch_bytes(width, value_width, heads // kv_heads)
     call = compiled.PACKED.pack(
         0, 0, workspace(threads * scratch_bytes), scratch_bytes,
         query.data_ptr(), *(size * stride for stride in query.stride()[:2]),
@@ -103,9 +108,9 @@ def attend_pages(
         values.data_ptr(), *(kind * stride for stride in values.stride()[:3]),
         output.data_ptr(), KINDS[query.dtype], KINDS[keys.dtype],
         rows.pages, rows.page_columns, page_size, rows.starts, rows.lengths, *rows.groups,
-        heads, kv_heads, dim, value_dim, padded(dim), padded(value_dim),
-        window or _UNBOUNDED, 0 if sinks is None else sinks.data_ptr(), *_angles(rotary),
-        dim**-0.5 if scaling is None else scaling, softcap or 0.0,
+        heads, kv_heads, dim, value_dim, width, value_width,
+        window, 0 if sinks is None else sinks.data_ptr(), *_angles(rotary),
+        rules.scaling, rules.softcap or 0.0,
     )  # fmt: skip
     run(compiled.attend, call, threads)
     return output
@@ -119,12 +124,8 @@ def store_pages(
     slots: torch.Tensor,
     rotary: Rotary | None = None,
 ) -> None:
-    """Write the first keys `(N, kv_heads, dim)` and values `(N, kv_heads, value_dim)` of new tokens into pages.
-
-    Args:
-        slots: int64 `(tokens,)`: page times page size plus place in the page.
-        rotary: Rotates the keys.
-    """
+    """Write the first keys `(N, kv_heads, dim)`, rotated, and values `(N, kv_heads, value_dim)` of new tokens into
+    pages; `slots`, int64 `(tokens,)`: page times page size plus place in the page."""
     compiled = compiled_layers()
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
     heads, dim = key.shape[1:]

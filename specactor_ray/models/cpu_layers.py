@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.models.cpu_attention import compiled_layers
+from specactor_ray.models.cpu_attention import AttentionRules, compiled_layers
 from specactor_ray.models.packed_linear import PackedLinear
-from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch
+from specactor_ray.models.ragged_attention import RaggedBatch
 from specactor_ray.models.threads import KINDS, run
 
 _NUMBERS_PER_THREAD = 100_000
@@ -126,7 +126,7 @@ class _Attention:
         self._projections = [getattr(module, f"{name}_proj").forward for name in "qkv"]
         self._out = module.o_proj.forward
         self._norms = [getattr(module, f"{name}_norm", None) for name in "qk"]
-        self.rules = AttentionRules(1.0, None, None, None)
+        self.rules = AttentionRules(1.0)
 
     def __call__(
         self,

@@ -21,7 +21,7 @@ from specactor_ray.core.environment import fitting_dtype
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.signals import signals_deferred
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
-from specactor_ray.models.checkpoint_files import check_model_dir, require_tokenizer
+from specactor_ray.models.checkpoint_files import read_config, require_tokenizer, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -33,19 +33,9 @@ _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 """Hugging Face id, with a commit, tag or branch after the `@`."""
 
 
-def resolve_model(name: str) -> Path | str:
-    """Location of a model: a directory (converted first, for a built-in name), or the unchanged Hugging Face id, with
-    its `@revision` if it has one.
-    """
-    return builtin_dir(name) if _is_builtin(name) else _find_model(name)
-
-
 def require_model(name: str) -> Path | None:
-    """Refuse a missing model. Takes less than a second for a path: nothing is loaded, converted or downloaded.
-
-    Returns:
-        The folder with its `config.json`; None if it must be converted or downloaded first.
-    """
+    """Refuse a missing model; nothing is loaded, converted or downloaded. Returns the folder with its `config.json`;
+    None if it must be converted or downloaded first."""
     if _is_builtin(name):
         return require_builtin(name)
     source = _find_model(name)
@@ -67,10 +57,11 @@ def _is_builtin(name: str) -> bool:
 
 
 def _find_model(name: str) -> Path | str:
-    """`resolve_model` for names that are not built in."""
+    """`locate_model` for names that are not built in, with their revision."""
     path = Path(name).expanduser()
     if path.is_dir():
-        check_model_dir(path)
+        read_config(path)
+        weight_files(path)
         return path
     if path.exists():
         raise ModelLoadError(f"{name!r} is a file. Fix: name the directory that holds config.json and the weights.")
@@ -80,8 +71,9 @@ def _find_model(name: str) -> Path | str:
 
 
 def locate_model(name: str) -> tuple[Path | str, str | None]:
-    """As `resolve_model`, with a separate revision: `("org/model", "9f2c1a7")` for `org/model@9f2c1a7`, else None."""
-    source = resolve_model(name)
+    """A directory (a built-in model is converted first) or a Hugging Face id, and the revision of the id: of
+    `org/model@9f2c1a7` `("org/model", "9f2c1a7")`, else None."""
+    source = builtin_dir(name) if _is_builtin(name) else _find_model(name)
     if isinstance(source, Path):
         return source, None
     plain, _, revision = source.partition("@")
@@ -94,24 +86,19 @@ def load_model(
     dtype: str = "float32",
     device: str = "cpu",
     trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """A decoder-only model, ready for inference: evaluation mode, no gradients.
 
     Args:
         dtype: `float32`, `bfloat16`, `float16` or `auto`.
         trust_remote_code: Run model code of the checkpoint.
-        attn_implementation: A name in transformers' attention registry; None takes transformers' choice.
     """
-    _import_compiled_modules()
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM  # its stated return type ignores output_loading_info
-    options: dict[str, Any] = {"dtype": parse_dtype(dtype, device != "cpu"), "output_loading_info": True}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
     with _open(name, trust_remote_code) as (source, access):
-        model, info = auto.from_pretrained(source, **access, **options)
+        from transformers import AutoModelForCausalLM
+
+        auto: Any = AutoModelForCausalLM  # its stated return type ignores output_loading_info
+        kind = parse_dtype(dtype, device != "cpu")
+        model, info = auto.from_pretrained(source, **access, dtype=kind, output_loading_info=True)
     _reject_incomplete_weights(name, info)
     model.to(device).eval().requires_grad_(False)
     return model
@@ -120,19 +107,17 @@ def load_model(
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model."""
     require_tokenizer(name)
-    _import_compiled_modules()
-    from transformers import AutoTokenizer
-
     with _open(name, trust_remote_code) as (source, access):
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(source, **access)
 
 
 def load_model_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The model's configuration alone (vocabulary size, context, layers); reads no weights."""
-    _import_compiled_modules()
-    from transformers import AutoConfig
-
     with _open(name, trust_remote_code) as (source, access):
+        from transformers import AutoConfig
+
         return AutoConfig.from_pretrained(source, **access)
 
 
@@ -149,30 +134,28 @@ def _import_compiled_modules() -> None:
 
 def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on the `meta` device, without weights."""
-    _import_compiled_modules()
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     with _open(name, trust_remote_code) as (source, access), torch.device("meta"):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         config = AutoConfig.from_pretrained(source, **access)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
 
 
 def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Hugging Face names and shapes of all weights, and names that share their values (each → its source). Reads no
-    weights.
-    """
+    """Hugging Face names and shapes of all weights, and the `tied` ones. Reads no weights."""
     model = load_empty_model(name, trust_remote_code=trust_remote_code)
     model.tie_weights()
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    own = {id(parameter): name for name, parameter in model.named_parameters()}
-    sources = {
-        name: own[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if own[id(parameter)] != name
-    }
-    return shapes, sources
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}, tied(model)
+
+
+def tied(model: torch.nn.Module) -> dict[str, str]:
+    """Name of a weight that shares its values with an earlier one → name of the earlier one."""
+    first: dict[int, str] = {}
+    weights = model.named_parameters(remove_duplicate=False)
+    return {name: own for name, weight in weights if (own := first.setdefault(id(weight), name)) != name}
 
 
 def load_eos_token_ids(name: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:
@@ -225,12 +208,9 @@ def _open(name: str, trust_remote_code: bool) -> Iterator[tuple[Path | str, dict
     """The source and the access options for `name`; errors in the body become a ModelLoadError."""
     from safetensors import SafetensorError
 
-    known: tuple[type[Exception], ...] = (
-        *_LOOKUP_ERRORS,
-        *wrong_value_errors(),
-        SafetensorError,
-        pickle.UnpicklingError,
-    )
+    damaged = (SafetensorError, pickle.UnpicklingError)
+    known: tuple[type[Exception], ...] = (OSError, ImportError, *wrong_value_errors(), *damaged)
+    _import_compiled_modules()
     source, revision = locate_model(name)
     offline = isinstance(source, str) and not hub_reachable()
     access: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -242,9 +222,6 @@ def _open(name: str, trust_remote_code: bool) -> Iterator[tuple[Path | str, dict
         raise
     except known as error:
         raise ModelLoadError(_explain(name, source, offline, error)) from error
-
-
-_LOOKUP_ERRORS = (OSError, ImportError)
 
 
 def wrong_value_errors() -> tuple[type[Exception], ...]:
@@ -281,15 +258,13 @@ def _unreachable(name: str) -> str:
 
 def hub_reachable(timeout_s: float = HUB_TIMEOUT_S) -> bool:
     """Whether the Hugging Face Hub answers within the time. Its own client would retry for minutes."""
-    if any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in _OFFLINE_SWITCHES):
+    offline = (os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    if not {"1", "TRUE", "YES", "ON"}.isdisjoint(offline):
         return False
     answered = threading.Event()
     # A thread, because the look-up of a host name has no time limit.
     threading.Thread(target=_ask_hub, args=(answered, timeout_s), daemon=True, name="ask-hub").start()
     return answered.wait(timeout_s)
-
-
-_OFFLINE_SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def _ask_hub(answered: threading.Event, timeout_s: float) -> None:

@@ -20,10 +20,7 @@ _ROWS_HINT = 16
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` without gradients whose weight is in oneDNN's blocked layout.
-
-    Maps `(..., in_features)` to `(..., out_features)`, both in the dtype of the weight.
-    """
+    """`nn.Linear` without gradients, in the dtype of its weight, which is in oneDNN's blocked layout."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -32,15 +29,11 @@ class PackedLinear(nn.Module):
         self.set_weight(weight, bias)
 
     def set_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Set new values; `weight` `(out_features, in_features)`, `bias` `(out_features,)` or None."""
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self.dtype).contiguous(), _ROWS_HINT)
         self._bias = None if bias is None else bias.detach().to(self.dtype).clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features} -> {self.out_features}, packed"
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -64,7 +57,7 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
     Args:
         model: The model; unpacked parameters are overwritten in place.
         state_dict: Hugging Face names → tensors. Every weight of the model is required; extra names are refused.
-        tied: Name → name with which it shares its values; a tied name may be absent from `state_dict`.
+        tied: Name → name with which it shares its values (`loading.tied`); one of the two is enough.
 
     Raises:
         InputError: A name is missing or unknown, or a shape differs; nothing was changed.
@@ -76,7 +69,11 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
         shapes[f"{name}.weight"] = (module.out_features, module.in_features)
         if module._bias is not None:
             shapes[f"{name}.bias"] = (module.out_features,)
-    new = {**{name: state_dict[source] for name, source in tied.items() if source in state_dict}, **state_dict}
+    new = dict(state_dict)
+    for pair in tied.items():
+        for name, other in (pair, pair[::-1]):
+            if name not in new and other in new:
+                new[name] = new[other]
     check_names_and_shapes(new, shapes)
     with torch.no_grad():
         for name, module in packed.items():
@@ -118,19 +115,15 @@ def cheapest_row_counts(layers: Sequence[PackedLinear], up_to: int = 12, repeats
 
 
 def _invariant_counts(layer: PackedLinear, up_to: int, company: int = 32) -> set[int]:
-    """Row counts up to `up_to` at which rows have the same bits as among `company` rows.
-
-    The test uses weights of 1 and rows that sum to 0: the result is the rounding of the order of additions.
-    """
+    """Row counts up to `up_to` at which rows have the same bits as among `company` rows. With weights of 1 and rows
+    that sum to 0 a result is the rounding of the order of additions."""
     made = torch.Generator().manual_seed(0)
     half = torch.randn(company, layer.in_features // 2, generator=made)
     half *= 2.0 ** torch.randint(-12, 13, half.shape, generator=made)
     x = torch.zeros(company, layer.in_features)
     x[:, : 2 * half.shape[1]] = torch.cat([half, -half.flip(1)], dim=1)
-    x, ones = (
-        x.to(layer.dtype),
-        PackedLinear(torch.ones(layer.out_features, layer.in_features, dtype=layer.dtype), None),
-    )
+    x = x.to(layer.dtype)
+    ones = PackedLinear(torch.ones(layer.out_features, layer.in_features, dtype=layer.dtype), None)
     together = ones(x)
     return {n for n in range(1, up_to + 1) if torch.equal(ones(x[:n]), together[:n])}
 

@@ -17,6 +17,8 @@ import torch
 
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.models import _paged_cache_numba as kernels
+from specactor_ray.models.cache_size import ROW_BYTES
+from specactor_ray.models.threads import padded
 
 _CPU_PAGE, _GPU_PAGE = 16, 256
 """Tokens per page."""
@@ -31,9 +33,9 @@ class LayerShape:
     key_dim: int
     value_dim: int
 
-    def bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one token."""
-        return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+    def bytes(self, dtype: torch.dtype, row: int = 1) -> int:
+        """Bytes of one token, where a head's numbers begin at a multiple of `row` bytes."""
+        return self.heads * sum(padded(dim * dtype.itemsize, row) for dim in (self.key_dim, self.value_dim))
 
 
 class Groups(NamedTuple):
@@ -69,20 +71,14 @@ class PagedCache:
     ) -> None:
         self._shapes, self._dtype, self.device = shapes, dtype, device
         self.page_size = page_size or (_CPU_PAGE if device.type == "cpu" else _GPU_PAGE)
-        self.bytes_per_token = sum(shape.bytes(dtype) for shape in shapes)
+        self._row_bytes = ROW_BYTES if device.type == "cpu" else 1
+        self.bytes_per_token = sum(shape.bytes(dtype, self._row_bytes) for shape in shapes)
         self.pages = budget_bytes // (self.bytes_per_token * self.page_size)
-        self.lengths = np.zeros(_FIRST_ROWS, np.int64)
-        """int64 `(rows,)`: tokens of each row. Forwards increase it; `truncate` decreases it."""
-        self._held, self._shared = np.zeros((2, _FIRST_ROWS), np.int64)
-        """`(rows,)`: number of pages of each row, and of its first pages that other rows may hold, too."""
-        self._table = np.zeros((_FIRST_ROWS, _FIRST_PAGES), np.int32)
-        """`(rows, most pages)`: pages of each row."""
-        self._holders = np.zeros(self.pages, np.int32)
-        """`(pages,)`: number of rows that hold each page."""
-        self._free, self._num_free = np.arange(self.pages, dtype=np.int32)[::-1].copy(), np.array([self.pages])
-        """`(pages,)`: the first `_num_free[0]` are the free pages."""
+        lengths, held, shared = np.zeros((3, _FIRST_ROWS), np.int64)
+        table, holders = np.zeros((_FIRST_ROWS, _FIRST_PAGES), np.int32), np.zeros(self.pages, np.int32)
+        free = np.arange(self.pages, dtype=np.int32)[::-1].copy()
+        self._state = kernels.Pages(lengths, held, shared, table, holders, free, np.array([self.pages]))
         self._free_rows = list(range(_FIRST_ROWS))[::-1]
-        self._state = self._arrays()
         self.allocate()
         none = np.zeros(0, np.int64)  # compiles the kernels now, not in a step
         self.free_rows(self.fork(none[self.reserve_rows(none, none)], none))
@@ -92,17 +88,22 @@ class PagedCache:
         """Make the pools, after `release`. Layer l: `keys[l]` and `values[l]` `(pages, page_size, heads, dim)`."""
         shapes = [(s.heads, s.key_dim) for s in self._shapes] + [(s.heads, s.value_dim) for s in self._shapes]
         size = (self.pages, self.page_size)
-        pools = {
-            shape: torch.empty(count, *size, *shape, dtype=self._dtype, device=self.device)
-            for shape, count in Counter(shapes).items()
-        }
-        tensors = {shape: iter(pool) for shape, pool in pools.items()}
+        pools: dict[tuple[int, int], torch.Tensor] = {}
+        for (heads, dim), count in Counter(shapes).items():
+            width = padded(dim, max(self._row_bytes // self._dtype.itemsize, 1))
+            pools[heads, dim] = torch.empty(count, *size, heads, width, dtype=self._dtype, device=self.device)
+        tensors = {shape: iter(pool[..., : shape[1]]) for shape, pool in pools.items()}
         made = [next(tensors[shape]) for shape in shapes]
         self.keys, self.values, self._pools = made[: len(self._shapes)], made[len(self._shapes) :], list(pools.values())
 
     def release(self) -> None:
         """Free the pools' memory; every row must be free."""
         self.keys, self.values, self._pools = [], [], []
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 `(rows,)`: tokens of each row. Forwards increase it; `truncate` decreases it."""
+        return self._state.lengths
 
     @property
     def slots(self) -> int:
@@ -112,7 +113,7 @@ class PagedCache:
     @property
     def free_slots(self) -> int:
         """Number of tokens of the free pages."""
-        return int(self._num_free[0]) * self.page_size
+        return int(self._state.num_free[0]) * self.page_size
 
     def open(self, tokens: int) -> int | None:
         """An empty row with room for `tokens` tokens; None if there are too few free pages."""
@@ -143,34 +144,26 @@ class PagedCache:
         self._free_rows += rows.tolist()
 
     def truncate(self, rows: np.ndarray, lengths: np.ndarray | int) -> None:
-        """Roll rows back to their first `lengths` tokens.
-
-        Raises:
-            ValueError: A row has fewer; nothing was changed.
-        """
+        """Roll rows back to their first `lengths` tokens. ValueError: a row has fewer, and nothing was changed."""
         if (self.lengths[rows] < lengths).any():
             raise ValueError(f"cannot roll forward from {self.lengths[rows]} to {lengths} tokens")
         self.lengths[rows] = lengths
 
     def room(self, rows: np.ndarray) -> np.ndarray:
         """int64 `(n,)`: number of tokens up to which rows may grow before the next `reserve`."""
-        shared = self._shared[rows] * self.page_size > self.lengths[rows]
-        return np.where(shared, 0, self._held[rows] * self.page_size)
+        shared = self._state.shared[rows] * self.page_size > self.lengths[rows]
+        return np.where(shared, 0, self._state.held[rows] * self.page_size)
 
     def reserve(self, row: int, tokens: int) -> bool:
         """`reserve_rows` of one row."""
         return bool(self.reserve_rows(np.array([row]), np.array([tokens]))[0])
 
     def reserve_rows(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Make room in rows for `tokens` tokens in all, int64 `(n,)` each, one after the other.
-
-        Returns:
-            bool `(n,)`: False where there are too few free pages; such a row keeps its tokens.
-        """
-        pages = min(self._pages_of(int(tokens.max(initial=0))), self.pages)
-        if pages > self._table.shape[1]:
-            self._table = enlarged(self._table, 1, max(pages, 2 * self._table.shape[1]))
-            self._state = self._arrays()
+        """Make room in rows for `tokens` tokens in all, int64 `(n,)` each, one after the other. Returns bool `(n,)`:
+        False where there are too few free pages; such a row keeps its tokens."""
+        pages, table = min(self._pages_of(int(tokens.max(initial=0))), self.pages), self._state.table
+        if pages > table.shape[1]:
+            self._state = self._state._replace(table=enlarged(table, 1, max(pages, 2 * table.shape[1])))
         fits: np.ndarray
         fits, copies = kernels.reserve(self._state, self.page_size, rows, tokens)
         if copies.size:
@@ -182,26 +175,21 @@ class PagedCache:
     def page_table(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """int32 `(n, most pages)`: pages of rows that have room for these lengths. Entries after a row's last page are
         arbitrary pages."""
-        return np.ascontiguousarray(self._table[rows, : self._pages_of(int(lengths.max(initial=0)))])
+        return np.ascontiguousarray(self._state.table[rows, : self._pages_of(int(lengths.max(initial=0)))])
 
     def groups(self, rows: np.ndarray) -> Groups | None:
         """Group rows, int64 `(n,)`, that are forks of each other; None where no row shares pages."""
-        return Groups(*kernels.groups(self._state, self.page_size, rows)) if self._shared[rows].any() else None
+        return Groups(*kernels.groups(self._state, self.page_size, rows)) if self._state.shared[rows].any() else None
 
     def _new_rows(self, count: int) -> np.ndarray:
         while len(self._free_rows) < count:
             rows = len(self.lengths)
-            for name in ("lengths", "_held", "_shared", "_table"):
-                setattr(self, name, enlarged(getattr(self, name), 0, 2 * rows))
-            self._state = self._arrays()
+            larger = (enlarged(array, 0, 2 * rows) for array in self._state[:4])
+            self._state = kernels.Pages._make((*larger, *self._state[4:]))
             self._free_rows += list(range(rows, 2 * rows))[::-1]
         taken = self._free_rows[len(self._free_rows) - count :]
         del self._free_rows[len(self._free_rows) - count :]
         return np.array(taken[::-1], np.int64)
-
-    def _arrays(self) -> kernels.Pages:
-        arrays = (self.lengths, self._held, self._shared, self._table)
-        return kernels.Pages(*arrays, self._holders, self._free, self._num_free)
 
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,24 +20,10 @@ from torch import nn
 
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import begins, places
-from specactor_ray.models.cpu_attention import PageRows, Rotary, attend_pages, store_pages
+from specactor_ray.models.cpu_attention import AttentionRules, PageRows, Rotary, attend_pages, store_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 
 ATTENTION_NAME = "specactor_ragged"
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionRules:
-    """Rules of a layer's attention, beside causality."""
-
-    scaling: float
-    """Factor of the products of queries and keys."""
-    window: int | None
-    """Number of newest positions that are seen, the query's own included; None: all."""
-    softcap: float | None
-    """Bound of the scores, by a hyperbolic tangent (Gemma 2)."""
-    sinks: torch.Tensor | None
-    """`(heads,)`: scores of one more key, which has no value (GPT-OSS)."""
 
 
 class RaggedBatch:
@@ -182,11 +167,7 @@ def attend_on_cpu(
     batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules, rotary: Rotary | None = None
 ) -> torch.Tensor:
     """`Attention` of all models on CPUs."""
-    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
-    return attend_pages(
-        query, keys, values, batch.page_rows,
-        scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks, rotary=rotary,
-    )  # fmt: skip
+    return attend_pages(query, batch.cache.keys[layer], batch.cache.values[layer], batch.page_rows, rules, rotary)
 
 
 def attend_on_gpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
@@ -196,8 +177,7 @@ def attend_on_gpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: At
     with torch.cuda.device_of(query):
         return paged_attention(
             query, batch.cache.keys[layer], batch.cache.values[layer],
-            batch.device_starts, batch.device_lengths, batch.device_pages, batch.most_queries, batch.most_keys,
-            scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks,
+            batch.device_starts, batch.device_lengths, batch.device_pages, batch.most_queries, batch.most_keys, rules,
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Used by the target engine (`target/hf.py`) and by the small-model drafter (`draf
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.ragged import places
 from specactor_ray.models.cpu_layers import fuse
+from specactor_ray.models.loading import tied
 from specactor_ray.models.packed_linear import PackedLinear, assign_weights, can_pack, cheapest_row_counts, pack_linears
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ShapeProbe, register, to_device
@@ -61,7 +63,7 @@ class RaggedModel:
         self._threads = thread_count() if self.device.type == "cpu" else None
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
-        self._tied = self._tied_names()
+        self._tied = tied(model)
         self._pad_to = [0]
         _replace_attention(model)
         if can_pack(self.device, self.dtype):
@@ -119,11 +121,8 @@ class RaggedModel:
         return bool(self._hidden_layers)
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights. Rows keep stale keys, so the caller must truncate them to 0.
-
-        Raises:
-            InputError: A name or shape does not fit; nothing was changed.
-        """
+        """Replace the weights; the caller must truncate all rows to 0. InputError: a name or shape does not fit, and
+        nothing was changed."""
         assign_weights(self.model, state_dict, self._tied)
 
     def sleep(self) -> None:
@@ -154,39 +153,20 @@ class RaggedModel:
     def _padding(self, count: int) -> int:
         return self._pad_to[count] - count if count < len(self._pad_to) else 0
 
-    def _tied_names(self) -> dict[str, str]:
-        """Name of a parameter that shares its storage with an earlier one → name of the earlier one."""
-        first: dict[int, str] = {}
-        tied: dict[str, str] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            source = first.setdefault(id(parameter), name)
-            if source != name:
-                tied[name] = source
-                tied[source] = name
-        return tied
-
     def _hook_hidden_layers(self) -> None:
         if not self._hidden_layers:
             return
-        layers = self.model.get_decoder().layers
+        decoder = self.model.get_decoder()
         for index in self._hidden_layers:
-            if index == HEAD_INPUT:
-                self.model.get_decoder().register_forward_hook(self._keep_decoder_output)
-                continue
-            if not 0 <= index < len(layers):
+            if index != HEAD_INPUT and not 0 <= index < len(decoder.layers):
                 raise ModelLoadError(
-                    f"hidden layer {index} does not exist: the model has layers 0 to {len(layers) - 1}"
+                    f"hidden layer {index} does not exist: the model has layers 0 to {len(decoder.layers) - 1}"
                 )
-            layers[index].register_forward_hook(self._keep_output(index))
+            module = decoder if index == HEAD_INPUT else decoder.layers[index]
+            module.register_forward_hook(functools.partial(self._keep_output, index))
 
-    def _keep_output(self, index: int) -> Any:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            self._exported[index] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    def _keep_decoder_output(self, module: Any, args: Any, output: Any) -> None:
-        self._exported[HEAD_INPUT] = output[0]
+    def _keep_output(self, index: int, module: Any, args: Any, output: Any) -> None:
+        self._exported[index] = output if isinstance(output, torch.Tensor) else output[0]
 
     def _take_exported(self, count: int) -> torch.Tensor | None:
         if not self._hidden_layers:

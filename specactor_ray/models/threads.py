@@ -30,11 +30,8 @@ _FADE = 0.8
 
 
 def threads_that_pay(cores: int, foreign: float) -> int:
-    """Number of threads of the fastest forward when other processes occupy `foreign` cores' worth of `cores` cores.
-
-    The model: other processes fill whole cores, and their rest is on one core, which is used if its gain exceeds the
-    delay of the other threads.
-    """
+    """Number of threads of the fastest forward when other processes occupy `foreign` of `cores` cores: they fill whole
+    cores, and their rest is on one core, which is used if its gain exceeds the delay of the others."""
     free = min(max(cores - foreign, 0.0), float(cores))
     whole = math.floor(free)
     shared = free - whole
@@ -42,14 +39,8 @@ def threads_that_pay(cores: int, foreign: float) -> int:
 
 
 class ThreadCount:
-    """Sets the number of torch threads of the calling thread before each forward.
-
-    Args:
-        cores: Core ids that this process may use, one thread each.
-        busy_s: Seconds that all processes together have spent on these cores so far.
-        own_s: Seconds that this process has spent so far.
-        now: Seconds of a monotonic clock.
-    """
+    """Sets the number of torch threads of the calling thread before each forward: at most one for each of `cores`, on
+    which all processes together have spent `busy_s()` seconds so far, and this one `own_s()`."""
 
     def __init__(
         self,
@@ -107,9 +98,9 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _local = threading.local()
 
 
-def padded(count: int) -> int:
-    """The next multiple of 16."""
-    return -(-count // 16) * 16
+def padded(count: int, size: int = 16) -> int:
+    """The next multiple of `size`."""
+    return -(-count // size) * size
 
 
 def run(function: CFunction, call: bytes, threads: int = 1) -> None:

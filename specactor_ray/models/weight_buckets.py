@@ -1,10 +1,11 @@
-"""Weights on their way from a trainer to actors: checked against the target, in a few large byte arrays.
+"""Weights on their way from a trainer to actors: checked against the target, in a few large arrays.
 
-An object store passes byte arrays without a copy, in any dtype. numpy has no bfloat16, so its bits are sent as int16.
+An object store passes arrays without a copy. numpy has no bfloat16, so its bits are sent as int16.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,6 @@ from specactor_ray.models.checkpoint_files import weight_files
 from specactor_ray.models.loading import load_model, parse_dtype
 
 T = TypeVar("T", bound=torch.Tensor)
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,8 @@ class WeightBucket:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-    """Data type of all tensors, such as `float32`."""
-    offsets: tuple[int, ...]
-    """Offset of each tensor in bytes."""
     data: np.ndarray
-    """uint8 `(bytes,)`: the tensors."""
+    """`(numbers,)`: the tensors one after the other, by `to_wire`."""
 
 
 def grouped(
@@ -56,41 +52,29 @@ def grouped(
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> WeightBucket:
     """Copy named tensors into one bucket, converted to `dtype`."""
-    named = list(tensors)
-    offsets, end = [], 0
-    for _, tensor in named:
-        offsets.append(end)
-        size = tensor.numel() * dtype.itemsize
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    data = torch.empty(end, dtype=torch.uint8)
-    for offset, (_, tensor) in zip(offsets, named, strict=True):
-        flat = data[offset : offset + tensor.numel() * dtype.itemsize].view(dtype)
-        flat.copy_(tensor.detach().reshape(-1))
-    names = tuple(name for name, _ in named)
-    shapes = tuple(tuple(tensor.shape) for _, tensor in named)
-    return WeightBucket(names, shapes, str(dtype).removeprefix("torch."), tuple(offsets), data.numpy())
+    names, parts = zip(*tensors, strict=True)
+    flat = torch.cat([part.detach().reshape(-1).to("cpu", dtype) for part in parts])
+    return WeightBucket(names, tuple(tuple(part.shape) for part in parts), to_wire(flat))
 
 
 def unpack(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """The named tensors as read-only views of the bucket's array."""
-    dtype = getattr(torch, bucket.dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning that the array is read-only, which is intended
-        data = torch.from_numpy(bucket.data)
-    for name, shape, offset in zip(bucket.names, bucket.shapes, bucket.offsets, strict=True):
-        count = int(np.prod(shape, dtype=np.int64))
-        yield name, data[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
+    """The named tensors as views of the bucket's array."""
+    parts = from_wire(bucket.data).split([math.prod(shape) for shape in bucket.shapes])
+    for name, shape, part in zip(bucket.names, bucket.shapes, parts, strict=True):
+        yield name, part.view(shape)
 
 
 def to_wire(tensor: torch.Tensor) -> np.ndarray:
-    """`(n, width)` float32, float16 or bfloat16, on any device → a new array."""
+    """float32, float16 or bfloat16 numbers on any device → an array."""
     tensor = tensor.detach().to("cpu").contiguous()
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def from_wire(array: np.ndarray) -> torch.Tensor:
-    """The tensor of an array, read-only if the array is."""
-    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    """A view of an array of `to_wire`, to be read only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # arrays of an object store are not writable
+        tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 

@@ -19,7 +19,15 @@ from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_sp
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.core.environment import count_gpus
 from specactor_ray.core.errors import ConfigError, ModelLoadError
-from specactor_ray.models.cache_size import BLOCK_TOKENS, GIB, context_of, itemsize_of, key_value_heads, token_bytes
+from specactor_ray.models.cache_size import (
+    BLOCK_TOKENS,
+    GIB,
+    context_of,
+    itemsize_of,
+    key_value_heads,
+    row_bytes,
+    token_bytes,
+)
 from specactor_ray.models.checkpoint_files import describes_head, read_config, require_head
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_model
 from specactor_ray.plan.profile import load_profile
@@ -253,7 +261,7 @@ def _reject_cache_below_one_request(config: Config, text: Any) -> None:
         or set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     ):
         return  # other layers keep less, by an amount that only the engine has
-    per_token = token_bytes(text, itemsize_of(target), target.tensor_parallel)
+    per_token = token_bytes(text, itemsize_of(target), target.tensor_parallel, row_bytes(target))
     block = BLOCK_TOKENS[target.backend]["gpu" if target.gpus else "cpu"]
     blocks = int(target.kv_cache_gb * GIB / per_token) // block - on_vllm  # vLLM keeps one empty
     if blocks * block < length:

@@ -72,7 +72,7 @@ def candidates_on_device(
         rows, tails, at = order.numpy(), none.numpy(), positions.numpy()
         found = verify_arrays(logits, rows, tails, tails[:0], at, rows, rules, most, ids=ids, logprobs=False)
         return torch.from_numpy(found.packed)
-    if fitting(logits, most) != "triton":
+    if fitting(logits.device, logits.dtype, most) != "triton":
         raise RuntimeError("sampling runs on the host")
     from specactor_ray.sampling import fused
 
@@ -86,11 +86,3 @@ def unpacked(packed: np.ndarray, most: int) -> Candidates:
     gaps = np.where(drawn & (most > 1), packed.view(np.float64)[:, 4], np.inf)
     with np.errstate(over="ignore"):  # a gap to a token that is masked by the lowest float
         return Candidates(np.ascontiguousarray(tokens, np.int32), gaps.astype(np.float32))
-
-
-def warm_up(device: torch.device, dtype: torch.dtype, most: int = MOST) -> None:
-    """Compile or load the kernels for this device, dtype and number of candidates."""
-    import torch
-
-    zero = np.zeros(1, np.int64)
-    candidates(torch.zeros(1, 8, dtype=dtype, device=device), zero, zero, Rules(1, device), most)

@@ -18,16 +18,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from specactor_ray.core.environment import fall_back
-from specactor_ray.core.errors import SpecActorError
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import numba as kernels
-from specactor_ray.sampling.noise import fill_gumbel
 from specactor_ray.sampling.rules import Rules
 
 if TYPE_CHECKING:  # lookups draw noise without torch
@@ -44,35 +41,6 @@ _PROBLEMS = {
     kernels.ERR_TOO_LARGE: f"a logit is above {kernels.MAX_LOGIT:g}",
 }
 _DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
-
-
-class SamplingError(SpecActorError):
-    """Some rows have logits from which no token can be drawn. No results are returned; the other rows are sound.
-
-    Sampling has no state: drop these rows and call again.
-
-    Attributes:
-        problems: Row → problem of its logits.
-    """
-
-    def __init__(self, problems: dict[int, str]) -> None:
-        self.problems = dict(problems)
-        super().__init__("cannot sample: " + "; ".join(f"row {i}: {text}" for i, text in self.problems.items()))
-
-    def __reduce__(self) -> tuple[type[SamplingError], tuple[dict[int, str]]]:
-        return type(self), (self.problems,)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One token per row."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    """Log-probabilities under softmax(logits / T), before top-k/top-p and noise."""
-    margins: list[float] | None = None
-    """Best minus second-best perturbed score among the allowed tokens (inf if there is only one); at temperature 0 the
-    gap of the two largest logits. None unless `record_margins`."""
 
 
 class Found:
@@ -105,39 +73,19 @@ class Found:
         }
 
 
-def gumbel_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
-    """The noise g(seed, position, v) of all v: (vocab_size,) float32. `sample_rows` does not need it."""
-    out = np.empty(vocab_size, np.float32)
-    fill_gumbel((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32), np.uint32(position)), out)
-    return out
-
-
 def sample_rows(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],
     positions: Sequence[int],
+    ranks: int = 1,
     *,
-    record_margins: bool = False,
     backend: Backend = "auto",
-) -> Sampled:
-    """Sample one token per row of `(n, V)` logits, at the output positions of the `n` requests.
-
-    Raises:
-        SamplingError: Logits of a row hold NaN or +inf, or are all -inf.
-        ValueError: Shapes, dtype or positions do not fit.
-    """
-    n = len(params)
-    if logits.ndim == 2 and len(logits) != n:
-        raise ValueError(f"{len(logits)} rows of logits for {n} params")
-    rules = Rules(n, logits.device)
-    rules.write(range(n), params, [0] * n)
-    rows, none = np.arange(n), np.zeros(n + 1, np.int64)
-    drafts, at = np.zeros(0, np.int32), np.asarray(positions, np.int64)
-    found = verify_arrays(logits, rows, none, drafts, at, rows, rules, 1 + record_margins, backend=backend)
-    if problems := found.problems(none):
-        raise SamplingError(problems)
-    tokens, logprobs, margins = (one[:, 0].tolist() for one in (found.tokens, found.logprobs, found.margins))
-    return Sampled(tokens, logprobs, margins if record_margins else None)
+) -> Found:
+    """`verify_arrays` without drafts: one token per row of `(n, V)` logits, at the output positions of `n` requests."""
+    rules, rows = Rules(len(params), logits.device), np.arange(len(params))
+    rules.write(rows.tolist(), params, [0] * len(params))
+    none, at = np.zeros(len(params) + 1, np.int64), np.asarray(positions, np.int64)
+    return verify_arrays(logits, rows, none, np.zeros(0, np.int32), at, rows, rules, ranks, backend=backend)
 
 
 def verify_arrays(
@@ -178,7 +126,7 @@ def verify_arrays(
     """
     arrays = (offsets, tail_offsets, positions, slots)
     width, logits = 1 + _longest(logits, *arrays, rules), logits.detach()
-    name = fitting(logits, ranks) if backend == "auto" else backend
+    name = fitting(logits.device, logits.dtype, ranks) if backend == "auto" else backend
     if ids is not None and (name != "numba" or len(ids) != logits.shape[1]):
         raise ValueError(f"{len(ids)} ids for {logits.shape[1]} logits and backend {name}")
     if name == "triton" and len(slots):
@@ -194,17 +142,13 @@ def verify_arrays(
     return Found(packed)
 
 
-def warm_up(
-    device: torch.device | None = None, dtype: torch.dtype | None = None, *, record_margins: bool = False
-) -> None:
-    """Compile or load the kernels now (some seconds on the first run of a machine), not in the first step. `device` and
-    `dtype` are those of the logits; default: the CPU."""
+def warm_up(device: torch.device | str = "cpu", dtype: torch.dtype | None = None, ranks: int = 1) -> None:
+    """Compile or load the kernels for such logits now (some seconds on the first run of a machine), not in the first
+    step."""
     import torch
 
-    params = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
-    sample_rows(torch.zeros(2, 8), params, [0, 1], backend="numba")
-    if device is not None:
-        fitting(torch.empty(0, dtype=dtype, device=device), 1 + record_margins)
+    rules = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
+    sample_rows(torch.zeros(2, 8, dtype=dtype, device=device), rules, [0, 1], ranks)
 
 
 def _longest(
@@ -238,16 +182,11 @@ def _all_tokens(vocab: int) -> np.ndarray:
     return np.arange(vocab, dtype=np.uint32)
 
 
-def fitting(logits: torch.Tensor, ranks: int) -> str:
-    """The backend of "auto"; `ranks` as in `verify_arrays`."""
-    return "triton" if _fused_is_exact(logits.device, logits.dtype, ranks) else "numba"
-
-
 @functools.cache
-def _fused_is_exact(device: torch.device, dtype: torch.dtype, ranks: int) -> bool:
-    """Whether the Triton kernels run on the device and give the tokens of the numba form."""
+def fitting(device: torch.device, dtype: torch.dtype, ranks: int) -> Backend:
+    """The backend of "auto": "triton" if its kernels run on the device and give the tokens of the numba form."""
     if device.type != "cuda":
-        return False
+        return "numba"
     try:
         from specactor_ray.sampling.fused import difference
 
@@ -256,4 +195,4 @@ def _fused_is_exact(device: torch.device, dtype: torch.dtype, ranks: int) -> boo
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem:
         fall_back(logger, f"Sampling copies all logits from {device} to the host, far slower: {problem}")
-    return not problem
+    return "numba" if problem else "triton"

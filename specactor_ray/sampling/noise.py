@@ -102,13 +102,6 @@ def keyed_gumbel(key: Any, v: Any) -> Any:
 
 
 @_jit
-def fill_gumbel(key: Any, out: Any) -> None:
-    """Write g(s, t, v) of every v into `out`, float32."""
-    for v in range(out.shape[0]):
-        out[v] = keyed_gumbel(key, v)
-
-
-@_jit
 def perturbed(logit: Any, v: Any, key: Any, temperature: Any) -> Any:
     """logit / T + g(s, t, v), float64."""
     return np.float64(logit) / temperature + np.float64(keyed_gumbel(key, v))

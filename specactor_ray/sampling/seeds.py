@@ -15,13 +15,7 @@ def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
 
     The hashed message is the three numbers as little-endian unsigned 64-bit words, under the personalisation
     `specactor-seed`. Stable across processes, machines and versions. A prompt in a later epoch needs another
-    `run_seed` or `prompt_index`, or it gets the same answer again.
-
-    Returns:
-        An unsigned 64-bit number.
-
-    Raises:
-        InputError: A number is not in [0, 2**64).
+    `run_seed` or `prompt_index`, or it gets the same answer again. InputError: a number is not in [0, 2**64).
     """
     numbers = {"run_seed": run_seed, "prompt_index": prompt_index, "sample_index": sample_index}
     for name, value in numbers.items():

@@ -19,8 +19,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from specactor_ray.sampling import noise
 from specactor_ray.sampling import numba as kernels
+from specactor_ray.sampling.triton_noise import exp_f64, log_f64, perturbed, threefry2x32
 
 RULE_FIELDS = 5
 """int64 words of a rule: seed, temperature (float64 bits), top_k, top_p (float64 bits), base of the output position."""
@@ -36,94 +36,12 @@ _MAX_LOGIT = tl.constexpr(kernels.MAX_LOGIT)
 _OK, _NAN, _POS_INF = tl.constexpr(kernels.OK), tl.constexpr(kernels.ERR_NAN), tl.constexpr(kernels.ERR_POS_INF)
 _ALL_NEG_INF, _TOO_LARGE = tl.constexpr(kernels.ERR_ALL_NEG_INF), tl.constexpr(kernels.ERR_TOO_LARGE)
 _MASS_UNIT = tl.constexpr(kernels.MASS_UNIT)
-_LN2, _SQRT2, _LOG2E = tl.constexpr(noise.LN2), tl.constexpr(noise.SQRT2), tl.constexpr(1.4426950408889634)
+_LOG2E = tl.constexpr(1.4426950408889634)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 _LOWEST = tl.constexpr(-3e38)  # of y, where float32 overflows: finite logits stay candidates
 _SLACK_BITS = tl.constexpr(1e-3)  # of the bound, absolute: its roundings near the winner add up to less than 4e-5
 _SLACK_OF_DISTANCE = tl.constexpr(2.0**-20)  # and relative to the distance from the pivot: float32 has 24 bits
 _SLACK_OF_LEVEL = tl.constexpr(2.0**-50)  # and relative to pivot / T: the roundings of the float64 scores
-
-
-# --- noise: the formulas of `sampling.numba` ------------------------------------------------------------------
-
-
-@triton.jit
-def _four_rounds(x0, x1, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr):
-    x0 = x0 + x1
-    x1 = ((x1 << R0) | (x1 >> (32 - R0))) ^ x0
-    x0 = x0 + x1
-    x1 = ((x1 << R1) | (x1 >> (32 - R1))) ^ x0
-    x0 = x0 + x1
-    x1 = ((x1 << R2) | (x1 >> (32 - R2))) ^ x0
-    x0 = x0 + x1
-    x1 = ((x1 << R3) | (x1 >> (32 - R3))) ^ x0
-    return x0, x1
-
-
-@triton.jit
-def _threefry2x32(k0, k1, c0, c1):
-    k2 = k0 ^ k1 ^ 0x1BD11BDA
-    x0, x1 = _four_rounds(c0 + k0, c1 + k1, 13, 15, 26, 6)
-    x0, x1 = _four_rounds(x0 + k1, x1 + k2 + 1, 17, 29, 16, 24)
-    x0, x1 = _four_rounds(x0 + k2, x1 + k0 + 2, 13, 15, 26, 6)
-    x0, x1 = _four_rounds(x0 + k0, x1 + k1 + 3, 17, 29, 16, 24)
-    x0, x1 = _four_rounds(x0 + k1, x1 + k2 + 4, 13, 15, 26, 6)
-    return x0 + k2, x1 + k0 + 5
-
-
-@triton.jit
-def _log_f64(x):
-    bits = x.to(tl.int64, bitcast=True)
-    k = ((bits >> 52) - 1023).to(tl.float64)
-    m = ((bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
-    high = m > _SQRT2
-    m = tl.where(high, m * 0.5, m)
-    k = tl.where(high, k + 1.0, k)
-    f = m - 1.0
-    s = f / (f + 2.0)
-    z = s * s
-    p = z * (1.0 / 21.0) + 1.0 / 19.0
-    p = p * z + 1.0 / 17.0
-    p = p * z + 1.0 / 15.0
-    p = p * z + 1.0 / 13.0
-    p = p * z + 1.0 / 11.0
-    p = p * z + 1.0 / 9.0
-    p = p * z + 1.0 / 7.0
-    p = p * z + 1.0 / 5.0
-    p = p * z + 1.0 / 3.0
-    p = p * z + 1.0
-    return k * _LN2 + 2.0 * s * p
-
-
-@triton.jit
-def _exp_f64(y):
-    y = tl.where(y > -700.0, y, -700.0)
-    k = tl.floor(y * 1.4426950408889634 + 0.5)
-    r = (y - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
-    p = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0
-    p = p * r + 1.0 / 39916800.0
-    p = p * r + 1.0 / 3628800.0
-    p = p * r + 1.0 / 362880.0
-    p = p * r + 1.0 / 40320.0
-    p = p * r + 1.0 / 5040.0
-    p = p * r + 1.0 / 720.0
-    p = p * r + 1.0 / 120.0
-    p = p * r + 1.0 / 24.0
-    p = p * r + 1.0 / 6.0
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
-    return p * ((k.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _score(logit, v, k0, k1, position, temperature):
-    """logit / T + g(s, t, v) in float64, g rounded to float32."""
-    x0, x1 = _threefry2x32(k0, k1, v.to(tl.uint32), position)
-    h = (x0.to(tl.int64) << 20) | (x1 >> 12).to(tl.int64)
-    u = (h.to(tl.float64) + 0.5) * 2.220446049250313e-16
-    g = (-_log_f64(-_log_f64(u))).to(tl.float32)
-    return logit.to(tl.float64) / temperature + g.to(tl.float64)
 
 
 # --- the draw among the tokens of a block --------------------------------------------------------------------
@@ -142,7 +60,7 @@ def _bound(y, v, k0, k1, position):
     With w = 1 - u, g <= -log(w), and ~x0 <= 2^32 w. The bits of a float, read as a fixed-point number, are a lower
     bound of its logarithm to base 2, at most 0.0861 below it.
     """
-    x0, _ = _threefry2x32(k0, k1, v.to(tl.uint32), position)
+    x0, _ = threefry2x32(k0, k1, v.to(tl.uint32), position)
     bits = (~x0).to(tl.float32).to(tl.int32, bitcast=True)
     return tl.maximum(y, _LOWEST) + (159.0 - bits.to(tl.float32) * 1.1920928955078125e-07)
 
@@ -184,7 +102,7 @@ def _draw(row, v, bound, k0, k1, position, temperature, level, scores, tokens, R
     peak = tl.max(bound)
     while (peak >= bar) & (peak > -float("inf")):
         at = tl.min(tl.where(bound == peak, v, _NO_TOKEN))
-        score = _score(tl.load(row + at).to(tl.float32), at, k0, k1, position, temperature)
+        score = perturbed(tl.load(row + at).to(tl.float32), at, k0, k1, position, temperature)
         scores, tokens = _insert(score, at, scores, tokens, RANKS)
         bar = _bar(scores[RANKS - 1], level)
         bound = tl.where(v == at, -float("inf"), bound)
@@ -313,7 +231,7 @@ def _key(x):
 @triton.jit
 def _mass(x, top, temperature):
     """exp((x - top) / T) in units of 1 / `MASS_UNIT`: sums of whole numbers do not depend on their order."""
-    e = _exp_f64((x.to(tl.float64) - top.to(tl.float64)) / temperature)
+    e = exp_f64((x.to(tl.float64) - top.to(tl.float64)) / temperature)
     return (e * _MASS_UNIT + 0.5).to(tl.int64)
 
 
@@ -460,7 +378,7 @@ def commit(
             best, tokens = _merged(scores, ids, row, chunks, CHUNKS, RANKS)
             token = tokens[0]
             x = tl.load(logits + (offset + count) * stride + token).to(tl.float32)
-            logprob = (x.to(tl.float64) - top.to(tl.float64)) / temperature - _log_f64(total)
+            logprob = (x.to(tl.float64) - top.to(tl.float64)) / temperature - log_f64(total)
             tl.store(line + 2 + count, token.to(tl.int64))
             tl.store(line + 2 + width + count, logprob.to(tl.int64, bitcast=True))
             if RANKS > 1:

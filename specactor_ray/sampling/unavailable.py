@@ -49,15 +49,8 @@ UNAVAILABLE: Mapping[str, Option] = {
 
 
 def refuse(options: Mapping[str, Any], where: str = "") -> None:
-    """Refuse the first unavailable option with a value other than a neutral one; names that are not listed pass.
-
-    Args:
-        options: Name → value.
-        where: Begin of the message, such as `TRL: `.
-
-    Raises:
-        UnavailableError: An option is refused; the message names the option, the value and the reason.
-    """
+    """Raise UnavailableError for the first unavailable option of `options` with a value other than a neutral one; names
+    that are not listed pass. `where`: begin of the message, such as `TRL: `."""
     for name, value in options.items():
         option = UNAVAILABLE.get(name)
         if option is not None and value not in option.neutral:
@@ -71,17 +64,9 @@ def translated(
     ignored: Sequence[str] = (),
     neutral: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The options that `SamplingParams` has as well, without null; `top_k` -1 means all tokens, as in vLLM.
-
-    Args:
-        options, where: As in `refuse`.
-        known: Names that `SamplingParams` has.
-        ignored: Names that change no token.
-        neutral: Name → value without effect, besides null and empty lists.
-
-    Raises:
-        InputError: Another option is set.
-    """
+    """The options that `SamplingParams` has as well, the `known` ones, without null; `top_k` -1 means all tokens, as in
+    vLLM. InputError: another option is set, but for `ignored` ones, which change no token, and those with their
+    `neutral` value, null or an empty list."""
     refuse(options, where)
     for name, value in options.items():
         is_neutral = value in (None, [], ()) or (name in neutral and value == neutral[name])

@@ -79,7 +79,7 @@ class HfEngine:
         self._admission = Admission(self._rows, model.cache, max_batch, shares=not model.exports_states)
         self._scores: dict[int, np.ndarray] = {}
         """Row → requested log-probabilities of its prompt's tokens from the second on."""
-        warm_up(model.device, model.dtype, record_margins=record_margins)
+        warm_up(model.device, model.dtype, 1 + record_margins)
 
     @classmethod
     def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:

@@ -65,7 +65,7 @@ class KeyedWorker(_Worker):
         times = super().compile_or_warm_up_model(*args, **kwargs)
         self._keyed.install()
         margins = self.vllm_config.additional_config[KEY]["record_margins"]
-        warm_up(self.model_runner.device, self.model_runner.dtype, record_margins=margins)
+        warm_up(self.model_runner.device, self.model_runner.dtype, 1 + margins)
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:

@@ -12,13 +12,13 @@ from specactor_ray.bench.gpu_check.kernels import measure_triton
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.sampling import keyed as sampling
 from specactor_ray.sampling.candidates import candidates
-from specactor_ray.sampling.keyed import Backend, sample_rows
+from specactor_ray.sampling.keyed import Backend, fitting, warm_up
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.hf import HfEngine
 from tests.page_attention import attend, reference, same_bits, sequence
+from tests.tails import sample_rows
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import ModelConformance
 
@@ -44,16 +44,18 @@ ROWS = [(1, 0), (1, 511), (1, 512), (5, 1020), (64, 0), (300, 700), (1, 2500)]
 """New tokens, and those before."""
 
 
-def attend_paged(parts: list[Any], page_size: int, seed: int, **options: Any) -> list[torch.Tensor]:
+def attend_paged(
+    parts: list[Any], page_size: int, seed: int, programs: int | None = None, **options: Any
+) -> list[torch.Tensor]:
     """`tests.page_attention.attend` on the GPU."""
     from specactor_ray.models._paged_attention_triton import paged_attention
 
-    def run(query: torch.Tensor, *arrays: Any, **options: Any) -> torch.Tensor:
-        keys, values, pages, starts, lengths = arrays
+    def run(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        keys, values, pages, starts, lengths, rules = arguments
         tensors = (one.cuda() for one in (query, keys, values))
         on_device = (torch.from_numpy(one).int().cuda() for one in (starts, lengths, pages))
         most = int(np.diff(starts).max()), int(lengths.max())
-        return paged_attention(*tensors, *on_device, *most, scaling=query.shape[2] ** -0.5, **options).cpu()
+        return paged_attention(*tensors, *on_device, *most, rules, programs).cpu()
 
     if "sinks" in options:
         options["sinks"] = options["sinks"].cuda()
@@ -94,29 +96,20 @@ def test_attention_over_pages_is_right_and_its_bits_depend_on_the_row_alone(
             assert same_bits(output, torch.cat([part for (part,) in cuts])), "its queries in two parts"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-def test_cuda_samples_what_the_cpu_samples(temperature: float) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(64, 5000) * 3
-    params = [
-        SamplingParams(temperature, seed=i, top_k=(0, 40)[i % 2], top_p=(1.0, 0.9)[i % 3 == 0]) for i in range(64)
-    ]
-    positions = list(range(64))
-    on_cpu = sample_rows(logits, params, positions)
-    for backend in ("numba", "triton"):
-        on_gpu = sample_rows(logits.cuda(), params, positions, backend=backend)
-        assert on_gpu.token_ids == on_cpu.token_ids
-        assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)
-
-
 @pytest.mark.parametrize("backend", ["numba", "triton", "auto"])
-def test_cuda_has_the_candidates_of_the_cpu(backend: Backend) -> None:
+def test_cuda_samples_what_the_cpu_samples(backend: Backend) -> None:
     logits, rows = 3 * torch.randn(60, 5000, generator=torch.Generator().manual_seed(0)), np.arange(60)
-    params = [SamplingParams((0.0, 0.6, 1.0)[i % 3], seed=i, top_k=(0, 2, 40)[i % 4 % 3]) for i in range(60)]
-    on_cpu, on_gpu = Rules(60), Rules(60, torch.device("cuda", 0))
-    for rules in (on_cpu, on_gpu):
+    filters = ((0, 1.0), (2, 1.0), (40, 0.9), (0, 0.9))
+    params = [SamplingParams((0.0, 0.6, 1.0)[i % 3], *filters[i % 4], seed=i) for i in range(60)]
+    on_cpu = sample_rows(logits, params, range(60))
+    on_gpu = sample_rows(logits.cuda(), params, range(60), backend=backend)
+    assert on_gpu.token_ids == on_cpu.token_ids
+    assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)
+    cpu_rules, gpu_rules = Rules(60), Rules(60, torch.device("cuda", 0))
+    for rules in (cpu_rules, gpu_rules):
         rules.write(range(60), params, [0] * 60)
-    want, got = candidates(logits, rows, rows, on_cpu), candidates(logits.cuda(), rows, rows, on_gpu, backend=backend)
+    want = candidates(logits, rows, rows, cpu_rules)
+    got = candidates(logits.cuda(), rows, rows, gpu_rules, backend=backend)
     assert got.tokens.tolist() == want.tokens.tolist() and got.gaps.tolist() == want.gaps.tolist()
 
 
@@ -133,5 +126,5 @@ def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
 
 
 def test_the_sampler_takes_its_kernels_on_this_gpu() -> None:
-    sampling.warm_up(torch.device("cuda", 0), torch.bfloat16)
-    assert sampling._fused_is_exact(torch.device("cuda", 0), torch.bfloat16, 1), "auto takes them"
+    warm_up(torch.device("cuda", 0), torch.bfloat16)
+    assert fitting(torch.device("cuda", 0), torch.bfloat16, 1) == "triton"

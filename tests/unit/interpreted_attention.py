@@ -21,6 +21,7 @@ from triton.runtime import interpreter
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.models import _paged_attention_triton as kernels
 from specactor_ray.models import paged_cache, ragged_model
+from specactor_ray.models.cpu_attention import AttentionRules
 from specactor_ray.models.ragged_attention import attend_on_cpu, attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.attention import attending
@@ -34,7 +35,7 @@ from tests.unit.target import test_hf_engine
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPLIT = 128
 
-heads_of = st.sampled_from([(1, 1), (6, 2), (9, 3), (28, 4), (20, 1)])
+heads_of = st.sampled_from([(1, 1), (6, 2), (9, 3), (20, 1)])
 dims = st.sampled_from([(64, 64), (8, 8), (80, 80), (24, 40), (96, 16), (128, 128)])
 pages_of = st.sampled_from([16, 48, 64, 256])
 
@@ -65,22 +66,25 @@ def on_gpu(
     pages: np.ndarray,
     starts: np.ndarray,
     lengths: np.ndarray,
-    *,
+    rules: AttentionRules,
     longer: int = 0,
-    **options: Any,
+    programs: int | None = None,
 ) -> torch.Tensor:
     """`longer`: how much longer than the longest row the call takes it to be, as a captured one does."""
     table = np.pad(pages, ((0, 0), (0, -(-longer // keys.shape[1]))), constant_values=1 << 30)
     arrays = (torch.from_numpy(array).int() for array in (starts, lengths, table))
     most = int(np.diff(starts).max()), int(lengths.max()) + longer
-    options.setdefault("scaling", query.shape[2] ** -0.5)
-    return kernels.paged_attention(query, keys, values, *arrays, *most, **options)
+    return kernels.paged_attention(query, keys, values, *arrays, *most, rules, programs)
 
 
-attend_paged = functools.partial(attend, run=on_gpu)
+def attend_paged(
+    parts: list[Any], page_size: int, seed: int = 0, longer: int = 0, programs: int | None = None, **options: Any
+) -> list[torch.Tensor]:
+    run = functools.partial(on_gpu, longer=longer, programs=programs)
+    return attend(parts, page_size, seed=seed, run=run, **options)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     st.lists(
         st.tuples(
@@ -104,7 +108,7 @@ def test_against_float64(rows, heads, dim, dtype, page_size, options, programs, 
         )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     st.integers(1, 300), st.randoms(use_true_random=False), heads_of, dims, st.sampled_from(DTYPES), pages_of,
     options_of,
@@ -177,10 +181,10 @@ def test_other_architectures_match_their_own_forward(config_class: str, override
 @MAKERS
 def test_captured_steps_draft_what_is_drafted_on_the_cpu(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows cross from their first page into their second."""
-    monkeypatch.setattr(paged_cache, "_CPU_PAGE", 256)
-    wanted = history(make(cache_bytes=8 << 20), 0, 0, 1, prompt=250, turns=4)
+    monkeypatch.setattr(paged_cache, "_CPU_PAGE", 32)
+    wanted = history(make(cache_bytes=8 << 20), 0, 0, 1, prompt=27, turns=4)
     monkeypatch.setattr(ragged_model, "cheapest_row_counts", lambda packed: [0])  # devices are not padded
     with attending(attend_on_gpu):
         device = FakeCapturer()
-        assert history(make(cache_bytes=8 << 20, capturer=device), 0, 0, 4, prompt=250, turns=4) == wanted
+        assert history(make(cache_bytes=8 << 20, capturer=device), 0, 0, 4, prompt=27, turns=4) == wanted
     assert device.captures and device.launches > device.fetches

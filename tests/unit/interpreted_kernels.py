@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +15,12 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from specactor_ray.bench.gpu_check.kernels import measure_triton
-from specactor_ray.bench.gpu_check.stage import Stage
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import fused
 from specactor_ray.sampling import triton as triton_kernels
 from specactor_ray.sampling.candidates import MOST, candidates
-from specactor_ray.sampling.keyed import SamplingError, sample_rows
 from specactor_ray.sampling.rules import Rules
-from tests.fakes.tiny_check import TINY_CHECK
-from tests.tails import verify_tails
+from tests.tails import BAD_LOGITS, check_bad_logits, sample_rows, verify_tails
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TEMPERATURES = (0.0, 1e-6, 1e-5, 1e-4, 0.3, 0.6, 1.0, 1.0, 2.0, 100.0)
@@ -129,11 +126,11 @@ def random_batches(rng: np.random.Generator, count: int, vocabs: list[int], filt
         yield x, offsets, tails, params, positions, bool(rng.random() < 0.4)
 
 
-VOCABS = {False: [1, 2, 7, 40, 300, 511, 512, 513, 1030], True: [40, 200, 3, 300, 1, 600]}
+VOCABS = {False: [1, 2, 7, 40, 300, 511, 512, 513, 1030], True: [40, 3, 300, 1, 600, 200]}
 """Sizes of vocabularies for requests without filters, and with them."""
 
 
-@pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 64, 1000), (True, 10, 140)])
+@pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 24, 350), (True, 6, 80)])
 def test_rows_are_those_of_the_numba_form(small_blocks: None, filtered: bool, batches: int, least: int) -> None:
     rng, rows, wrong = np.random.default_rng(1 + filtered), 0, []
     for batch in random_batches(rng, batches, VOCABS[filtered], filtered):
@@ -143,7 +140,7 @@ def test_rows_are_those_of_the_numba_form(small_blocks: None, filtered: bool, ba
     assert rows >= least
 
 
-@pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 10, 200), (True, 3, 60)])
+@pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 5, 100), (True, 2, 40)])
 def test_candidates_are_those_of_the_numba_form(small_blocks: None, filtered: bool, batches: int, least: int) -> None:
     rng, rows, wrong = np.random.default_rng(3), 0, []
     for logits, _, _, params, positions, _ in random_batches(rng, batches, VOCABS[filtered], filtered):
@@ -152,22 +149,17 @@ def test_candidates_are_those_of_the_numba_form(small_blocks: None, filtered: bo
     assert rows >= least
 
 
+def check(logits: torch.Tensor, params: list[SamplingParams], position: int) -> None:
+    n = len(logits)
+    assert differences(logits, list(range(n)), [()] * n, params, [position] * n, True) == (n, [])
+    assert not ranked_otherwise(logits, params, [position])
+
+
 def test_tokens_far_below_are_candidates_still(small_blocks: None) -> None:
     """Masks that are finite: float32 overflows at temperatures below 1."""
     logits = torch.full((4, 30), torch.finfo(torch.float32).min)
     logits[:, 25], logits[::2, 17] = 1.0, 0.5
-    params = [SamplingParams(t, seed=1, top_k=k) for t, k in ((0.0, 0), (0.6, 0), (0.6, 5), (30.0, 0))]
-    assert not ranked_otherwise(logits, params, [4])
-    assert differences(logits, list(range(4)), [()] * 4, params, [4] * 4, True) == (4, [])
-
-
-def test_candidates_of_bad_logits_are_none(small_blocks: None) -> None:
-    logits = torch.zeros(8, 700)
-    for row, value in enumerate((math.nan, -math.nan, math.inf, 2e30)):
-        logits[row, 600] = value
-    logits[4:7], logits[5, 650], logits[6, 3] = -math.inf, 0.0, 1.0
-    for rule in (SamplingParams(0.0), SamplingParams(), SamplingParams(top_p=0.5)):
-        assert not ranked_otherwise(logits, [rule], [5])
+    check(logits, [SamplingParams(t, seed=1, top_k=k) for t, k in ((0.0, 0), (0.6, 0), (0.6, 5), (30.0, 0))], 4)
 
 
 def test_a_prefix_that_holds_top_p_exactly_is_kept_alone(small_blocks: None) -> None:
@@ -181,81 +173,56 @@ def test_a_prefix_that_holds_top_p_exactly_is_kept_alone(small_blocks: None) -> 
 def test_rows_where_float64_rounds_the_noise_away(small_blocks: None, level: float, temperature: float) -> None:
     logits = torch.full((2, 30), level)
     logits[1, 3::2] *= 1 - 1e-6
-    params = [SamplingParams(temperature, seed=seed) for seed in range(2)]
-    assert differences(logits, [0, 1], [(), ()], params, [5, 6], True) == (2, [])
+    check(logits, [SamplingParams(temperature, seed=seed) for seed in range(2)], 5)
 
 
-def far_rivals() -> tuple:
+def far_rivals() -> tuple[torch.Tensor, list[SamplingParams], int]:
     """Rows where tokens far below the winner compete for the second place. The bound is of float32: there its steps are
     16, and these values come out 32 too low."""
     logits = torch.full((6, 60), -16383.0)
     logits[:, 17] = 0.0
-    params = [SamplingParams(8.6121e-5, seed=seed) for seed in range(6)]
-    return logits, list(range(6)), [()] * 6, params, [3] * 6, True
+    return logits, [SamplingParams(8.6121e-5, seed=seed) for seed in range(6)], 3
 
 
-def test_margins_to_rivals_far_away(small_blocks: None) -> None:
-    assert differences(*far_rivals()) == (6, [])
-    assert not ranked_otherwise(far_rivals()[0], *far_rivals()[3:5])
-
-
-def coarse_scores() -> tuple:
+def coarse_scores() -> tuple[torch.Tensor, list[SamplingParams], int]:
     """Rows of equal logits so large that scores come in steps of 1/2. With these seeds a token ties with the one of the
     largest noise, and has the lower id."""
-    params = [SamplingParams(seed=seed) for seed in (95, 96, 212, 236, 256, 279)]
-    return torch.full((6, 200), 4e15), list(range(6)), [()] * 6, params, [0] * 6, False
+    return torch.full((3, 200), 4e15), [SamplingParams(seed=seed) for seed in (95, 96, 212)], 0
 
 
-def test_ties_of_rounded_scores(small_blocks: None) -> None:
-    assert differences(*coarse_scores()) == (6, [])
-    assert not ranked_otherwise(coarse_scores()[0], *coarse_scores()[3:5])
+@pytest.mark.parametrize(("rows", "slack"), [(far_rivals, "_SLACK_OF_DISTANCE"), (coarse_scores, "_SLACK_OF_LEVEL")])
+def test_rivals_far_away_and_ties_of_rounded_scores(
+    rows: Any, slack: str, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(*rows())
+    monkeypatch.setattr(triton_kernels, slack, tl.constexpr(0.0))
+    with pytest.raises(AssertionError):
+        check(*rows())
 
 
-def test_a_bound_that_is_too_tight_is_seen(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(triton_kernels, "_SLACK_BITS", tl.constexpr(-6.0))
-        for ranks in (1, 2, MOST):
-            assert "requests get other tokens" in fused.difference(torch.device("cpu"), torch.float32, ranks, 600)
-    with monkeypatch.context() as patched:
-        patched.setattr(triton_kernels, "_SLACK_OF_DISTANCE", tl.constexpr(0.0))
-        assert differences(*far_rivals())[1]
-        assert ranked_otherwise(far_rivals()[0], *far_rivals()[3:5])
-    with monkeypatch.context() as patched:
-        patched.setattr(triton_kernels, "_SLACK_OF_LEVEL", tl.constexpr(0.0))
-        assert differences(*coarse_scores())[1]
-        assert ranked_otherwise(coarse_scores()[0], *coarse_scores()[3:5])
-
-
-def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
-    """With it the check that a device passes before it takes the kernels, in all dtypes."""
-    stage = Stage("triton", TINY_CHECK._replace(sampler_rows=(2,), sampler_vocabs=(200,)))
-    measure_triton(stage)
-    different = stage.entry["figures"]["different"]
-    assert len(different) == 9 and not any(different.values()) and not stage.entry["not_measured"]
-    [point] = stage.entry["points"]
-    assert point.keys() == {
-        "rows", "T=1 ms", "T=0 ms", "top-p 0.95 ms", "candidates ms", "product ms", "host ms", "gb_per_s"
-    }  # fmt: skip
-    assert all(value > 0 for value in point.values())
+@pytest.mark.parametrize("ranks", [1, MOST])
+def test_a_bound_that_is_too_tight_is_seen(ranks: int, small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the check that a device passes before it takes the kernels."""
+    assert not fused.difference(torch.device("cpu"), torch.bfloat16, ranks, 200)
+    monkeypatch.setattr(triton_kernels, "_SLACK_BITS", tl.constexpr(-6.0))
+    assert "requests get other tokens" in fused.difference(torch.device("cpu"), torch.bfloat16, ranks, 200)
 
 
 def test_the_largest_vocabulary() -> None:
     """With the blocks that are shipped."""
-    rng = np.random.default_rng(4)
-    logits = torch.from_numpy(rng.normal(size=(6, 151_936)) * 3).bfloat16()
-    params = [SamplingParams(t, seed=2**63 + i) for i, t in enumerate((0.0, 0.6, 1.0, 2.0))]
-    tails = [(), (), tuple(sample_rows(logits[2:3], params[2:3], [9]).token_ids), ()]
-    assert differences(logits, [0, 1, 2, 4], tails, params, [9] * 4, True) == (5, [])
-    assert not ranked_otherwise(logits[:4], params, [9])
+    logits = torch.from_numpy(np.random.default_rng(4).normal(size=(4, 151_936)) * 3).bfloat16()
+    params = [SamplingParams(t, seed=2**63 + i) for i, t in enumerate((0.0, 1.0))]
+    tail = tuple(sample_rows(logits[1:2], params[1:], [9]).token_ids)
+    assert differences(logits, [0, 1], [(), tail], params, [9] * 2, True) == (3, [])
     nucleus = [SamplingParams(1.0, top_p=0.9, seed=1)]
-    assert differences(logits[5:], [0], [()], nucleus, [0], False) == (1, [])
+    assert differences(logits[3:], [0], [()], nucleus, [0], False) == (1, [])
 
 
 def test_greedy_rows_draw_nothing(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("drawn")
 
-    monkeypatch.setattr(triton_kernels, "_threefry2x32", refuse)
+    monkeypatch.setattr(triton_kernels, "threefry2x32", refuse)
     logits, greedy = torch.linspace(-3.0, 3.0, 700).sin().unsqueeze(0), SamplingParams(0.0, top_k=5, top_p=0.5)
     assert sample_rows(logits, [greedy], [0], backend="triton").token_ids == [int(logits.argmax())]
     assert not ranked_otherwise(logits, [greedy], [0])
@@ -263,25 +230,10 @@ def test_greedy_rows_draw_nothing(small_blocks: None, monkeypatch: pytest.Monkey
         sample_rows(logits, [SamplingParams(1.0)], [0], backend="triton")
 
 
-@pytest.mark.parametrize(("values", "problem"), [
-    ({300: math.nan}, "NaN"),
-    ({0: -math.nan}, "NaN"),
-    ({600: math.nan, 4: math.inf}, "NaN"),
-    ({699: math.inf}, r"\+inf"),
-    ({7: 2e30}, "above 1e"),
-    (dict.fromkeys(range(700), -math.inf), "all logits are -inf"),
-])  # fmt: skip
-@pytest.mark.parametrize("rule", [{"temperature": 0.0}, {}, {"top_p": 0.5}])
-def test_bad_logits_are_named(small_blocks: None, values: dict, problem: str, rule: dict) -> None:
-    logits = torch.zeros(5, 700)
-    for v, value in values.items():
-        logits[1, v] = logits[3, v] = logits[4, v] = value
-    params = [SamplingParams(**rule)] * 3
-    good = sample_rows(logits[2:3], params[:1], [5]).token_ids
-    with pytest.raises(SamplingError, match=f"row 1: .*{problem}.*row 0 of 1.*row 2: .*row 1 of 3"):
-        verify_tails(logits, [0, 1, 2], [(), (), (*good, 1)], params, [0, 0, 5], backend="triton")
-    wrong = (good[0] + 1) % 700  # the bad rows behind it are not looked at
-    assert verify_tails(logits, [2], [(wrong, 1)], params[:1], [5], backend="triton")[0].token_ids == good
+@pytest.mark.parametrize(("values", "problem"), BAD_LOGITS)
+@pytest.mark.parametrize("rule", [SamplingParams(0.0), SamplingParams(), SamplingParams(top_p=0.5)])
+def test_bad_logits_are_named(small_blocks: None, values: dict, problem: str, rule: SamplingParams) -> None:
+    check_bad_logits(values, problem, rule, backend="triton")
 
 
 def test_rules_are_written_once_and_found_by_slot(small_blocks: None) -> None:

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "trl": ("integrations/trl.py",),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("serve/",)),
     "verl": ("integrations/verl.py", "integrations/verl_server.py"),
-    "triton": ("sampling/triton.py", "models/_paged_attention_triton.py"),
+    "triton": ("sampling/triton", "models/_paged_attention_triton.py"),
     "deepspeed": ("learner/deepspeed_engine.py",),
     "transformers": ("models/", "draft/eagle/head.py", "trainer/", "distill/", "bench/gpu_check/", "runs/"),
     "torch": (
@@ -84,6 +84,7 @@ ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton", "
 LEAVES = (
     "target/vllm_worker.py",
     "sampling/triton.py",
+    "sampling/triton_noise.py",
     "sampling/fused.py",
     "integrations/verl.py",
     "models/_paged_attention_triton.py",

@@ -188,7 +188,7 @@ def measure_flips(stage: Stage) -> None:
         at = [*range(position, position + length)] * len(seeds)
         for temperature, out in found.items():
             params = [SamplingParams(temperature, seed=row) for row in seeds for _ in range(length)]
-            out[some, span] = np.reshape(sample_rows(logits[: len(at)], params, at).token_ids, (-1, length))
+            out[some, span] = np.reshape(sample_rows(logits[: len(at)], params, at).tokens, (-1, length))
 
     def sample_all(batch: int, length: int) -> dict[float, np.ndarray]:
         """Temperature → tokens `(flip_rows, flip_tokens)`."""

@@ -21,7 +21,7 @@ from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.files import parse_json, read_foreign
 from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers
 from specactor_ray.models.checkpoint_files import require_head
-from specactor_ray.models.loading import load_model, load_model_config, parse_dtype, resolve_model, wrong_value_errors
+from specactor_ray.models.loading import load_model, load_model_config, locate_model, parse_dtype, wrong_value_errors
 
 _OWN_KEY = "specactor_ray"
 """Key of the section of `config.json` for values outside of the format."""
@@ -132,7 +132,7 @@ def target_embedding(target: str, *, trust_remote_code: bool = False) -> torch.T
     """`(vocab, hidden)`: the target's input embedding, read alone from safetensors files."""
     from safetensors import safe_open
 
-    source = resolve_model(target)
+    source, _ = locate_model(target)
     for path in sorted(source.glob("*.safetensors")) if isinstance(source, Path) else ():
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a mapping

@@ -11,7 +11,7 @@ import torch
 
 from specactor_ray.core.errors import InputError, RangeError, clipped
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.sampling.keyed import sample_rows
+from tests.tails import sample_rows
 
 NUMBER, WHOLE = "a number from 0 to 1e30", "a whole number from"
 

@@ -14,10 +14,10 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.sampling.candidates import MOST
-from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.seeds import own_noise
 from tests.by_name import ByName, branches_of, extend_fully
 from tests.fakes.capturer import FakeCapturer
+from tests.tails import sample_rows
 from tests.tiny import tiny_draft, tiny_prompt_ids
 
 

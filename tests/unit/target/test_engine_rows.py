@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from specactor_ray.core.ragged import begins
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.sampling.keyed import sample_rows, verify_arrays
+from specactor_ray.sampling.keyed import verify_arrays
 from specactor_ray.target.base import Drafts, Finish, TargetRequest
 from specactor_ray.target.rows import EngineRows
+from tests.tails import sample_rows
 
 VOCAB, PROMPT = 5, 3
 
