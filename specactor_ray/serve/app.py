@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 _OPEN = ("/health", "/health_generate")
 """Paths without a token: probes of load balancers."""
-_LIMITED = (
-    *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/inference/v1/generate", "/generate"),
+_LIMITED = frozenset(
+    ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/inference/v1/generate", "/generate")
 )
 """Paths that are refused while too many requests are open. The others are answered: some of them end waiting ones."""
 
@@ -67,7 +67,7 @@ def _answer(error: HTTPException) -> JSONResponse:
 
 
 class Guard:
-    """ASGI middleware: checks token, number of requests, sizes of head and body, and type; counts requests.
+    """ASGI middleware: checks token, number of requests, size and type of the body; counts requests.
 
     Args:
         app: The guarded application.
@@ -102,10 +102,6 @@ class Guard:
             self._metrics.answered(route.path if route else "", status, time.monotonic() - begin)
 
     def _check(self, scope: Scope) -> None:
-        if _head_bytes(scope) > self._limits.max_header_bytes:
-            raise Refusal(
-                f"the head of the request is too large; at most {self._limits.max_header_bytes} bytes are taken", 431
-            )
         headers = dict(scope["headers"])
         if scope["path"] not in _OPEN:
             self._check_access(headers)
@@ -164,9 +160,3 @@ def _names_this_machine(url: str) -> bool:
         return is_loopback(urlsplit(url).hostname or "")
     except ValueError:
         return False
-
-
-def _head_bytes(scope: Scope) -> int:
-    """Bytes of target and headers of a request, each header with its colon, space and end of line."""
-    target = len(scope.get("raw_path") or scope["path"].encode()) + len(scope["query_string"])
-    return target + sum(len(name) + len(value) + 4 for name, value in scope["headers"])

@@ -110,18 +110,12 @@ def make_service(engine: ScriptedEngine, limits: Limits | None = None) -> Servic
     return Service(rollout, "tiny", CONTEXT, VOCAB_SIZE, limits)
 
 
-def client_of(service: Service, token: str | None = None, **options: Any) -> httpx.AsyncClient:
-    """A client of the whole application, without a network."""
-    return httpx.AsyncClient(
-        transport=httpx.ASGITransport(make_app(service, token)), base_url="http://localhost", **options
-    )
-
-
-def on(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
-    """Result of `work`, which gets a client of the service."""
+def on(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[Any]], token: str | None = None) -> Any:
+    """Result of `work`, which gets a client of the whole application, without a network."""
 
     async def body() -> Any:
-        async with client_of(service) as client:
+        transport = httpx.ASGITransport(make_app(service, token), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await work(client)
 
     return asyncio.run(body())
