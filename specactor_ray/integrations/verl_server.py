@@ -154,9 +154,7 @@ class VerlServer:
     """Serves one replica of verl with its own rollout in verl's Ray cluster; an asynchronous actor. With `sleeps` it
     frees caches, and on GPUs the weights, while verl trains."""
 
-    def __init__(
-        self, rollout: Any, model_path: str, trust_remote_code: bool, replica_rank: int, sleeps: bool
-    ) -> None:
+    def __init__(self, rollout: Any, model_path: str, trust_remote_code: bool, replica_rank: int, sleeps: bool) -> None:
         self._settings, self._model = rollout, (model_path, trust_remote_code)
         self._seeds, self._sleeps = Seeds(rollout.seed, replica_rank), sleeps
         self._running: dict[Handle, str] = {}

@@ -55,10 +55,10 @@ class Server(uvicorn.Server):
         """Number of requests that were open at the time limit."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        (listener,) = sockets or ()
-        host, port, *_ = listener.getsockname()
+        assert sockets, "those of `listening_socket`"
+        host, port, *_ = sockets[0].getsockname()
         try:
-            listener.listen(self.config.backlog)  # uvloop only logs an error of its own call
+            sockets[0].listen(self.config.backlog)  # uvloop only logs an error of its own call
         except OSError as error:
             raise InputError(f"--port {port}: {error.strerror}; choose another") from None
         await super().startup(sockets)

@@ -15,7 +15,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import InputError
 from specactor_ray.integrations.trl import attach
 from specactor_ray.models.loading import load_model, load_tokenizer
-from tests.ray.test_serve import serving
+from tests.ray.test_serve import served
 from tests.tiny import tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -111,7 +111,7 @@ def test_a_server_in_place_of_the_rollout_changes_nothing(drafting: Rollout, tmp
     """Tokens, weights and log-probabilities over HTTP; the server drafts."""
     names = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio")
     over_http = trainer(tmp_path / "server")
-    with serving(drafting) as server:
+    with served(drafting) as server:
         version = drafting.weight_version
         attach(over_http, f"{server.url}/v1", str(tmp_path))
         over_http.train()
@@ -129,7 +129,7 @@ def test_a_server_that_cannot_be_used_is_refused(drafting: Rollout, tmp_path: Pa
         attach(trainer(tmp_path), "http://127.0.0.1:9")
     with pytest.raises(InputError, match="is no folder"):
         attach(trainer(tmp_path), "http://127.0.0.1:9", str(tmp_path / "none"))
-    with serving(drafting) as server:
+    with served(drafting) as server:
         other = trainer(tmp_path)
         other._tokenizer.add_tokens(["rivers"])
         for place in (drafting, server.url):
