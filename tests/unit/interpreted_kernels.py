@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from specactor_ray.bench.gpu_check.kernels import measure_triton
+from specactor_ray.bench.gpu_check.measurements import measure_triton
 from specactor_ray.bench.gpu_check.stage import Stage
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import fused

@@ -55,7 +55,7 @@ class Settings(NamedTuple):
     sampler_vocabs: tuple[int, ...] = (6016, 50_257, SMALL.vocab_size)
     """Vocabulary sizes: tokens are compared in all of them; the last one is timed."""
     shapes: tuple[ModelShape, ...] = (LARGE, SMALL)
-    """Model shapes of `forwards`; the first is also that of `attention`, the last that of `drafting` and `flips`."""
+    """Model shapes of `forwards`; the first is also that of `attention`, the last that of `drafting`."""
     attention_cells: tuple[tuple[int, int, int], ...] = (
         (1, 1, 1000),
         (1, 4, 1000),
@@ -70,13 +70,6 @@ class Settings(NamedTuple):
     forward_contexts: tuple[int, ...] = (2048, 512, 8192)
     drafting_rows: tuple[int, ...] = (1, 8, 64, 256)
     drafting_prompt: int = 128
-    flip_rows: int = 12
-    """Number of compared rows; larger batches have other rows beside them."""
-    flip_context: int = 512
-    flip_tokens: int = 36
-    """Compared positions of a row, a multiple of all `flip_lengths`."""
-    flip_batches: tuple[int, ...] = (1, 16, 128)
-    flip_lengths: tuple[int, ...] = (1, 4, 9)
 
 
 class OutOfTime(Exception):
