@@ -42,8 +42,6 @@ class Limits:
     """Limits of clients' requests."""
 
     max_body_bytes: int = 16 << 20
-    max_requests: int = 2048
-    """Most HTTP requests at a time; more are answered with 429."""
     max_connections: int = 4096
     drain_s: float = 10.0
     """Seconds that running requests may continue when the server ends."""

@@ -1,8 +1,7 @@
-"""What stands before the endpoints: tokens, hosts, sizes, numbers."""
+"""What stands before the endpoints: tokens, hosts, sizes, types."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -101,24 +100,3 @@ def test_a_large_body_is_refused_with_and_without_its_length() -> None:
 
     for answer in on(make_service(ScriptedEngine(), Limits(max_body_bytes=1000)), work):
         assert answer.status_code == 413 and "at most 1000 bytes" in answer.json()["error"]["message"]
-
-
-def test_too_many_requests_are_refused_but_those_that_end_them_are_answered() -> None:
-    engine = ScriptedEngine()
-    engine.held = True
-
-    async def work(client: httpx.AsyncClient) -> list[httpx.Response]:
-        async def send() -> httpx.Response:
-            return await client.post("/v1/completions", json={"prompt": "a"})
-
-        waiting = [asyncio.ensure_future(send()) for _ in range(2)]
-        while len(engine.running) < 2:
-            await asyncio.sleep(0)
-        refused = await send()
-        assert (await client.post("/resume")).is_success
-        assert (await client.post("/abort_request", json={"abort_all": True})).is_success
-        return [refused, *[await one for one in waiting]]
-
-    refused, *others = on(make_service(engine, Limits(max_requests=2)), work)
-    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-    assert [answer.json()["choices"][0]["finish_reason"] for answer in others] == ["abort"] * 2
