@@ -141,12 +141,12 @@ def _checked_variants(
     require_named(config)
     require_devices(config)  # every variant has the same
     variants = plan_variants(config, modes, batches)
-    check_target(config)  # imports transformers, which takes seconds
     if peers:
         require_vllm()
         if config.target.tensor_parallel > 1:
             problem = f"{config.target.tensor_parallel} ranks, and --peers measures vLLM with one."
             raise ConfigError("target.tensor_parallel", problem, "use 1, or leave --peers out.")
+    check_target(config)  # imports transformers, which takes seconds
     return variants
 
 

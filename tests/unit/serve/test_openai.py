@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import warnings
 from typing import Any
@@ -146,16 +145,6 @@ class TestAnswers:
         for choice in (whole, choices[-1]):
             assert (choice["finish_reason"], choice["stop_reason"]) == ended
 
-    def test_parts_of_several_choices_are_told_apart(self) -> None:
-        body = {"prompt": ["a", "b"], "n": 2, "stream": True, "seed": 4, "max_tokens": 10}
-        whole = post(COMPLETIONS, {**body, "stream": False}).json()
-        texts = ["", "", "", ""]
-        for event in events(post(COMPLETIONS, {**body, "stream_options": {"include_usage": True}})):
-            for choice in event["choices"]:
-                texts[choice["index"]] += choice["text"]
-        assert texts == [choice["text"] for choice in whole["choices"]] and event["usage"] == whole["usage"]
-        assert event["system_fingerprint"] == whole["system_fingerprint"] == "weights-0"
-
     def test_each_operation_of_the_schema_has_its_own_name(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -210,18 +199,3 @@ class TestToolCalls:
             {"role": "tool", "content": "3", "tool_call_id": "1"},
         ]
         assert post(CHAT, {"messages": messages, "tools": TOOLS}).status_code == 200
-
-
-def test_an_aborted_request_gives_what_there_is() -> None:
-    engine = ScriptedEngine()
-    engine.held = True
-    service = make_service(engine)
-
-    async def work(client: httpx.AsyncClient) -> httpx.Response:
-        waiting = asyncio.ensure_future(client.post(COMPLETIONS, json={"prompt": "a", "request_id": "mine"}))
-        while not engine.running:
-            await asyncio.sleep(0)
-        assert await service.control.abort("other") == 0 and await service.control.abort("mine") == 1
-        return await waiting
-
-    assert on(service, work).json()["choices"][0]["finish_reason"] == "abort"
