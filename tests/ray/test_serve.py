@@ -31,6 +31,7 @@ from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_prompts, tiny_target
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+HTTP = httpx.Client(timeout=250.0)
 SETTINGS = {
     "mode": "coupled",
     "target": {"model": str(tiny_target()), "dtype": "float32", "max_batch": 8, "kv_cache_gb": 0.05},
@@ -142,21 +143,21 @@ class TestOpenAI:
         (scored,) = rollout.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=True), n=1)
         assert scored.prompt_logprobs is not None and list(scored.prompt_logprobs[begin - 1 :]) == expected
         body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
-        answer = httpx.post(f"{server.url}/inference/v1/generate", json=body).json()
+        answer = HTTP.post(f"{server.url}/inference/v1/generate", json=body).json()
         first, *others = answer["prompt_logprobs"]
         assert first is None and [int(token) for one in others for token in one] == prompt[1:]
         assert [value["logprob"] for one in others[begin - 1 :] for value in one.values()] == expected
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat | {"return_token_ids": True}).json()
+        answer = HTTP.post(f"{server.url}/v1/chat/completions", json=chat | {"return_token_ids": True}).json()
         assert [int(token) for one in answer["prompt_logprobs"][1:] for token in one] == answer["prompt_token_ids"][1:]
 
     def test_models_and_tokens(self, server: Served, client: openai.OpenAI) -> None:
         assert [one.id for one in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
-        tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "red fox"}).json()["tokens"]
-        assert httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json() == {"prompt": "red fox"}
+        tokens = HTTP.post(f"{server.url}/tokenize", json={"prompt": "red fox"}).json()["tokens"]
+        assert HTTP.post(f"{server.url}/detokenize", json={"tokens": tokens}).json() == {"prompt": "red fox"}
 
     def test_metrics_count_tokens_and_drafts(self, server: Served) -> None:
-        text = httpx.get(f"{server.url}/metrics").text
+        text = HTTP.get(f"{server.url}/metrics").text
         figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         assert float(figures['specactor_committed_tokens_total{actor="verifier-0"}']) > 0
         assert float(figures["specactor_time_to_first_token_seconds_count"]) > 0
@@ -184,14 +185,14 @@ def test_trls_own_client(rollout: Rollout, server: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_requests_of_a_client_that_leaves_end(rollout: Rollout, server: Served, stream: bool) -> None:
     """While a pause holds them, so that they do not end by themselves."""
-    httpx.post(f"{server.url}/pause?mode=keep").raise_for_status()
+    HTTP.post(f"{server.url}/pause?mode=keep").raise_for_status()
     body = json.dumps({"prompt": [1, 2, 3], "n": 4, "stream": stream, "max_tokens": 400, "ignore_eos": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
         wait_until(lambda: len(server.service.running()) == 4, "four requests")
     wait_until(lambda: not server.service.running() and not rollout.engine.is_busy, "their end")
-    httpx.post(f"{server.url}/resume").raise_for_status()
+    HTTP.post(f"{server.url}/resume").raise_for_status()
 
 
 class TestLoad:
@@ -243,7 +244,7 @@ def test_no_request_of_the_schema_is_a_defect(server: Served, monkeypatch: pytes
 
         send()
         for path in ("/wake_up", "/resume"):
-            httpx.post(f"{server.url}{path}", timeout=250.0).raise_for_status()
+            HTTP.post(f"{server.url}{path}").raise_for_status()
     assert statuses[200] > 50 and statuses[400] > 20
 
 
@@ -260,11 +261,11 @@ class TestCommand:
         try:
             assert process.stderr is not None
             url = next(line for line in process.stderr if line.startswith("serving")).split()[3].rstrip(";")
-            assert httpx.get(f"{url}/v1/models").status_code == 401
+            assert HTTP.get(f"{url}/v1/models").status_code == 401
             headers = {"Authorization": f"Bearer {key}"}
-            assert httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"] == "tiny"
+            assert HTTP.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"] == "tiny"
             body = {"prompt": [1, 2, 3], "max_tokens": 8}
-            assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=250.0).status_code == 200
+            assert HTTP.post(f"{url}/v1/completions", json=body, headers=headers).status_code == 200
             process.send_signal(signal.SIGTERM)
             said = process.stderr.read()
             assert process.wait(120) == 0, said
