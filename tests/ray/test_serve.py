@@ -157,6 +157,8 @@ class TestOpenAI:
         assert HTTP.post(f"{server.url}/detokenize", json={"tokens": tokens}).json() == {"prompt": "red fox"}
 
     def test_metrics_count_tokens_and_drafts(self, server: Served) -> None:
+        body = {"prompt": [1, 2, 3], "max_tokens": 8, "stream": True}
+        assert "[DONE]" in HTTP.post(f"{server.url}/v1/completions", json=body).text
         text = HTTP.get(f"{server.url}/metrics").text
         figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         assert float(figures['specactor_committed_tokens_total{actor="verifier-0"}']) > 0

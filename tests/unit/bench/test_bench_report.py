@@ -62,27 +62,16 @@ def config(replicas: int = 1, cores: int = 1, drafters: int = 1, **target: Any) 
     )
 
 
-def layouts(variants: list[Variant], mode: ModeName) -> list[tuple[int, int, int]]:
-    """(verifiers, cores of each, rows of each)."""
-    targets = [variant.config.target for variant in variants if variant.config.mode is mode]
-    return [(target.replicas, target.cores, target.max_batch) for target in targets]
-
-
 class TestVariants:
-    def test_two_cores(self) -> None:
-        variants = plan_variants(config(), ALL, [4])
+    def test_two_cores_batch_by_batch(self) -> None:
+        """A batch of one is not shared out among verifiers."""
         labels = ["plain 1x2", "plain 2x1", "plain 1x1", "coupled 1x2", "decoupled 1x1 + 1"]
-        assert [variant.label for variant in variants] == labels
-        assert layouts(variants, ModeName.plain) == [(1, 2, 4), (2, 1, 2), (1, 1, 4)]
-        assert layouts(variants, ModeName.coupled) == [(1, 2, 4)]
-        assert layouts(variants, ModeName.decoupled) == [(1, 1, 4)]
-
-    def test_batch_by_batch_plain_first_and_a_batch_of_one_is_not_shared_out(self) -> None:
-        variants = plan_variants(config(), [BenchMode.decoupled, BenchMode.plain], [1, 8])
-        plain, decoupled = ModeName.plain, ModeName.decoupled
-        expected = [(1, plain)] * 2 + [(1, decoupled)] + [(8, plain)] * 3 + [(8, decoupled)]
-        assert [(variant.batch, variant.config.mode) for variant in variants] == expected
-        assert layouts(variants[:2], ModeName.plain) == [(1, 2, 1), (1, 1, 1)]
+        one, four = (plan_variants(config(), [*reversed(ALL)], [batch]) for batch in (1, 4))
+        assert [variant.label for variant in four] == labels and [variant.label for variant in one] == [
+            label for label in labels if label != "plain 2x1"
+        ]
+        rows = [variant.config.target.max_batch for variant in plan_variants(config(), ALL, [1, 4])]
+        assert rows == [1, 1, 1, 1, 4, 2, 4, 4, 4]
 
     @settings(max_examples=25)
     @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(1, 16))
@@ -109,8 +98,8 @@ class TestVariants:
         base = config(2, 1, drafters=4)
         base.drafters[0].cores = 0.3  # three to a core, and a second core for the fourth
         variants = plan_variants(base, ALL, [4])
-        assert variants[-1].label == "decoupled 2x1 + 2" and variants[-1].total_cores == 4
-        assert layouts(variants, ModeName.plain)[0] == (2, 2, 4)
+        assert [variants[0].label, variants[-1].label] == ["plain 2x2", "decoupled 2x1 + 2"]
+        assert variants[-1].total_cores == 4
 
     def test_each_method_alone_and_all_of_them_together(self) -> None:
         base = config()
