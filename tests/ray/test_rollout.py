@@ -91,7 +91,7 @@ def running(settings: Config) -> Iterator[Rollout]:
         yield rollout
         pids = [row["pid"] for row in rollout.status() if row.get("pid")]
     assert pids
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
@@ -116,7 +116,7 @@ def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> No
         assert drafters == (["draft_model"] if mode == "decoupled" else [])
         with pytest.raises(ConfigError, match="mode" if mode == "coupled" else "drafters.0.hosted: verifiers draft by"):
             rollout.scale({"ngram": 3})
-        end = time.monotonic() + 60.0
+        end = time.monotonic() + 200.0
         tokens = sum(len(t.token_ids) for t in (*done[0], *done[1]))
         while len(history := histories(rollout)) < 2 or min(history) < tokens:
             assert time.monotonic() < end, f"{history}: not each verifier hosts it and has learned what others finished"
@@ -200,12 +200,11 @@ def test_drafters_are_asked_for_their_health() -> None:
     """The controller asks for it once, before the rollout begins, and then not for ten minutes."""
     rare = {"address": "local", "pin_cores": False, "health_interval_s": 600.0, "health_timeout_s": 1200.0}
     with running(config("decoupled", [small()], 1, cluster=rare)) as rollout:
-        for _ in range(20):  # a draft actor without a share of a core may have no right guess in time
+        end = time.monotonic() + 200.0
+        while not (health := rollout.drafters()[0])["right"]:  # a draft actor may join late
+            assert time.monotonic() < end, health
             rollout.generate(tiny_prompts(4), SAMPLING)
-            (health,) = rollout.drafters()
-            if health["right"]:
-                break
-        assert health["tried"] >= health["right"] > 0
+        assert health["tried"] >= health["right"]
     with running(config("coupled", [{"method": "tests.fakes.own_proposers:Raises"}], 1, cluster=rare)) as rollout:
         rollout.generate(tiny_prompts(4), SAMPLING)
         (line,) = alarm_lines(rollout.drafters())
@@ -225,7 +224,7 @@ def test_weights_that_a_head_was_taught_reach_whoever_drafts_with_it(mode: str, 
         return rollout.metrics().drafted_tokens
 
     with running(config(mode, [head], verifiers=1)) as rollout:
-        end = time.monotonic() + 60.0
+        end = time.monotonic() + 200.0
         while not drafted(rollout):  # a draft actor may join after the first outputs
             assert time.monotonic() < end
         rollout.update_drafter("eagle", put_weights(1, [pack(broken.items(), torch.float32)], Calls()))
@@ -288,7 +287,7 @@ class TestOneRollout:
         def scale() -> None:
             for count in (3, 0, 1):
                 rollout.scale({"ngram": count})
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + 120
                 while time.monotonic() < deadline:
                     ready = [r for r in rollout.status() if r["kind"] == "drafter" and r["phase"] == "ready"]
                     if len(ready) == count:
