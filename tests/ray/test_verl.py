@@ -137,8 +137,7 @@ def test_agent_loops_generate_what_plain_decoding_generates(manager: Any, server
 
 
 def test_verls_client_continues_what_was_aborted(manager: Any, server: Any, plain: Rollout) -> None:
-    """With the undisturbed tokens. Several samples of a prompt keep their seeds apart, each under a new name after every
-    abort."""
+    """With the undisturbed tokens: samples of one prompt keep their seeds apart, under new names after every abort."""
     ray.get(server.set_global_steps.remote(200))
     prompt, most, count = ids(1), 380, 3
     client = manager.get_client(FullyAsyncLLMServerClient)

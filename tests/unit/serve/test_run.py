@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from specactor_ray.core.errors import InputError
+from specactor_ray.serve import run
 from specactor_ray.serve.run import listening_socket, server_of, url_of
 from specactor_ray.serve.service import Limits
 from tests.fakes.scripted_engine import ScriptedEngine, make_service
@@ -49,7 +50,10 @@ def test_the_address_of_a_server_can_be_reached() -> None:
     assert url_of("0.0.0.0", 80) == url_of("::", 80) == f"http://{socket.gethostname()}:80"
 
 
-def test_requests_that_are_cut_off_are_answered_in_their_form(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_are_cut_off_are_answered_in_their_form(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_CUT_OFF_S", 60)
     engine = ScriptedEngine()
     engine.held = True
     service = make_service(engine, Limits(drain_s=0.0))
