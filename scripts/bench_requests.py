@@ -35,7 +35,7 @@ def main(
     rounds: int = 3,
     json_file: JsonFile = None,
 ) -> None:
-    with Rollout.from_config(config, overrides or ()) as rollout, serving(Service.of(rollout, "policy")) as url:
+    with Rollout.from_config(config, overrides or ()) as rollout, serving(Service(rollout, "policy")) as url:
         points = [
             {"round": number, **point}
             for number in range(1, rounds + 1)

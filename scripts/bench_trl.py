@@ -129,7 +129,7 @@ def measure(variant: str, options: Options) -> tuple[Point, list[tuple[float, ..
         trainer = make_trainer(options, stack.enter_context(tempfile.TemporaryDirectory()))
         if variant != "trl":
             rollout = stack.enter_context(make_rollout(variant, options))
-            attach(trainer, stack.enter_context(serving(Service.of(rollout, "policy"))) if options.server else rollout)
+            attach(trainer, stack.enter_context(serving(Service(rollout, "policy"))) if options.server else rollout)
         times = StepTimes(trainer)
         trainer.add_callback(times)
         trainer.remove_callback(PrinterCallback)

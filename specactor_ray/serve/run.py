@@ -156,7 +156,7 @@ def serving(service: Service, token: str | None = None, host: str = "127.0.0.1",
 
 def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
-    server = server_of(Service.of(rollout, model), token, functools.partial(say, console))
+    server = server_of(Service(rollout, model), token, functools.partial(say, console))
     try:
         server.run(sockets=[listener])
     except KeyboardInterrupt as interrupt:  # raised after an orderly end

@@ -98,14 +98,10 @@ class Service:
     Args:
         rollout: Generates the outputs.
         model: Name under which the model is served.
-        context: Most tokens of prompt plus output.
-        vocabulary: Number of the model's token ids.
         limits: Limits of requests.
     """
 
-    def __init__(
-        self, rollout: Rollout, model: str, context: int, vocabulary: int, limits: Limits | None = None
-    ) -> None:
+    def __init__(self, rollout: Rollout, model: str, limits: Limits | None = None) -> None:
         self.rollout, self.engine, self.model = rollout, rollout.engine, model
         self.tokenizer = copy.deepcopy(rollout.engine.tokenizer)
         """Tokenizer of this event loop: a long text encoded in another thread does not delay the engine."""
@@ -113,7 +109,9 @@ class Service:
         """Text of a token id."""
         self._encoding = asyncio.Lock()
         self.limits = limits or Limits()
-        self.context, self.vocabulary = context, vocabulary
+        text = load_target_config(rollout.config).get_text_config()
+        self.context, self.vocabulary = context_tokens(rollout.config, text), text.vocab_size
+        """Most tokens of prompt and output together, and number of token ids."""
         self.created = int(time.time())
         """Start time of the server, in Unix seconds."""
         self.metrics = ServerMetrics(self)
@@ -122,12 +120,6 @@ class Service:
         self._open: dict[Handle, str] = {}
         """Running choices → the name of their request."""
         self._is_cut_off = False
-
-    @classmethod
-    def of(cls, rollout: Rollout, model: str, limits: Limits | None = None) -> Service:
-        """The service of this rollout, with context and vocabulary of its target."""
-        vocabulary = load_target_config(rollout.config).get_text_config().vocab_size
-        return cls(rollout, model, context_tokens(rollout.config), vocabulary, limits)
 
     # ---- fields of requests ----
 

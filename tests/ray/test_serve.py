@@ -27,7 +27,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.serve import control
 from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Service
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_prompts, tiny_target
+from tests.tiny import tiny_prompts, tiny_target
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -58,7 +58,7 @@ class Served(NamedTuple):
 
 @contextlib.contextmanager
 def served(rollout: Rollout) -> Iterator[Served]:
-    service = Service(rollout, "tiny", CONTEXT, VOCAB_SIZE)
+    service = Service(rollout, "tiny")
     with serving(service) as url:
         yield Served(service, url)
 
