@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import profile
 
-from specactor_ray.bench.gpu_check.stage import ModelShape, Settings, Stage, synchronize
+from specactor_ray.bench.gpu_check.stage import ModelShape, Settings, Stage
 from specactor_ray.core.environment import fallbacks, hardware, versions
 from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
@@ -115,7 +115,7 @@ def measure_attention(stage: Stage) -> None:
         copy_s[:] = copy_s or [stage.median_s(lambda: target.copy_(source))]
         attend = functools.partial(layer.attend, layer.batch(rows, keys, queries), queries)
         layer_s = stage.median_s(attend)
-        kernels_s = kernel_seconds(attend, settings.device)
+        kernels_s = kernel_seconds(attend) if settings.device == "cuda" else {}
         kernel_s = sum(seconds for name, seconds in kernels_s.items() if name in _ATTENTION_KERNELS)
         rate = 1e-9 * rows * keys * layer.cache.bytes_per_token / (kernel_s or layer_s)
         point = {
@@ -173,12 +173,12 @@ class AttentionLayer:
         return float((torch.cat(alone) - together).abs().max() / together.abs().max())
 
 
-def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
+def kernel_seconds(call: Callable[[], object]) -> dict[str, float]:
     """GPU kernel → seconds of a call in it."""
     with profile() as seen:
         for _ in range(_PROFILED):
             call()
-        synchronize(device)
+        torch.cuda.synchronize()
     times = {event.key[:60]: 1e-6 * event.self_device_time_total / _PROFILED for event in seen.key_averages()}
     return {name: seconds for name, seconds in times.items() if seconds}
 

@@ -134,7 +134,8 @@ class Stage:
         if begin > self.deadline:
             raise OutOfTime
         call()
-        synchronize(self.settings.device)
+        if self.settings.device == "cuda":
+            torch.cuda.synchronize()
         return self.now() - begin
 
     def median_s(self, call: Callable[[], object]) -> float:
@@ -144,9 +145,3 @@ class Stage:
         while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < _ENOUGH_S):
             times.append(self.seconds(call))
         return statistics.median(times)
-
-
-def synchronize(device: str) -> None:
-    """Wait until the device has done all its work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
