@@ -219,7 +219,6 @@ class VerlServer:
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """Abort all requests with their committed tokens; new ones wait for `resume_generation`, or are refused."""
-        del reset_prefix_cache  # no cache outlives an update of the weights
         self._open.clear()
         self._rejects = reject_request
         running = dict(self._running)
@@ -229,7 +228,6 @@ class VerlServer:
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """Abort one request with its committed tokens."""
-        del reset_prefix_cache
         aborted = [handle for handle, name in self._running.items() if name == request_id]
         self._drop(aborted)
         return {"aborted": bool(aborted), "request_id": request_id}
@@ -247,7 +245,6 @@ class VerlServer:
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate all of the memory again, regardless of the tags."""
-        del tags
         if self._sleeps:
             await asyncio.to_thread(self._rollout.wake_if_asleep)
 

@@ -142,9 +142,8 @@ def _named(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 @router.post("/pause")
-async def pause(service: Serving, mode: Mode = "abort", clear_cache: bool = True) -> dict[str, str]:
+async def pause(service: Serving, mode: Mode = "abort") -> dict[str, str]:
     """Hold new requests until `/resume`. Cached prefixes belong to a weight version and need no clearing."""
-    del clear_cache
     await service.control.pause(WeightPolicy(mode))
     return {"status": "paused"}
 
@@ -172,9 +171,8 @@ async def finish_session(session_id: str = "") -> dict[str, str]:
 
 
 @router.get("/get_world_size")
-async def world_size(service: Serving, include_dp: bool = True) -> dict[str, int]:
+async def world_size(service: Serving) -> dict[str, int]:
     """Number of ranks of all verifiers (TRL, SkyRL)."""
-    del include_dp
     target = service.rollout.config.target
     return {"world_size": target.replicas * max(1, target.gpus)}
 
