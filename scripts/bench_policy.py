@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specactor_ray.bench.micro import JsonFile, refuse_existing, run_script, show_points
+from specactor_ray.bench.micro import JsonFile, run_script, show_points
 from specactor_ray.core.console import make_console
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.progress import PhaseProgress
@@ -94,7 +94,6 @@ def main(
     names: Annotated[list[str] | None, typer.Argument(metavar="[SITUATION]...", help=", ".join(SITUATIONS))] = None,
     json_file: JsonFile = None,
 ) -> None:
-    refuse_existing(json_file, "--json")
     if unknown := [name for name in names or () if name not in SITUATIONS]:
         raise InputError(f"{unknown[0]}: no such situation; there are {', '.join(SITUATIONS)}")
     jobs = {(name, what): job for name in names or SITUATIONS for what, job in jobs_of(name).items()}

@@ -1,26 +1,23 @@
 #!/usr/bin/env python3
-"""What our own Python costs, without Ray and without models: loops of verifiers and drafters, and the simulator. The
-driver's is in `bench_driver.py`.
+"""What our own Python costs, without Ray and without models: loops of verifiers and drafters.
 
 The engine takes no time (what it takes here is subtracted), and drafters have the outputs. Each figure is the median
 over steps after a warm-up, in one process on one thread.
 
-    python scripts/bench_protocol.py                      # all
-    python scripts/bench_protocol.py verifier             # some groups
     python scripts/bench_protocol.py --json FILE
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 
-from specactor_ray.bench.micro import run_figures
+from specactor_ray.bench.micro import JsonFile, run_script, show_points
 from specactor_ray.config.methods import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.core.types import SamplingParams
@@ -41,7 +38,6 @@ from specactor_ray.transport.messages import (
 from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.loop import VerifyLoop
 
-ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS = 24, 120
 WINDOW, ACCURACY = 8, 0.75
 LENGTH = 1 << 14
@@ -262,46 +258,28 @@ def model_proposer_us(rows: int, branches: int = 0) -> float:
     return 1e6 * median(spent[WARM_UP:])
 
 
-# ---- the simulator ----
-
-
-def simulator_row_steps_per_s() -> float:
-    """Row-steps per second of CPU time, of a decoupled verifier of 64 rows and its drafter on virtual time."""
-    from specactor_ray.simulation.cluster import silence
-    from specactor_ray.simulation.rollouts import SimulatedRollouts
-    from specactor_ray.simulation.scenario import load_scenario
-
-    silence()
-    rates = []
-    for requests in (8, 192, 192, 192):  # the first run imports and compiles
-        overrides = [f"workload.requests={requests}", "workload.median_tokens=300", "workload.max_tokens=1000"]
-        scenario = load_scenario(ROOT / "conf" / "simulation" / "qwen32b_5xh100.yaml", overrides)
-        run = SimulatedRollouts("decoupled", scenario)
-        begin = time.process_time()
-        result = run.run()
-        rates.append(result.metrics.row_steps / (time.process_time() - begin))
-    return median(rates[1:])
-
-
 # ---- all of it ----
 
-GROUPS: Mapping[str, Mapping[str, Callable[[], float]]] = {
-    "verifier": {
-        "verifier_ms_16_rows_1_drafter": lambda: verifier_ms(16, 1),
-        "verifier_ms_128_rows_1_drafter": lambda: verifier_ms(128, 1),
-        "verifier_ms_256_rows_3_drafters": lambda: verifier_ms(256, 3),
-        "verifier_x_128_rows_1_drafter_4_branches": lambda: verifier_x(128, 1, 4),
-        "verifier_x_256_rows_3_drafters_4_branches": lambda: verifier_x(256, 3, 4),
-    },
-    "drafter": {
-        "draft_loop_ms_128_rows_ngram": lambda: draft_loop_ms(128),
-        "model_proposer_us_128_rows": lambda: model_proposer_us(128),
-        "model_proposer_us_128_rows_4_branches": lambda: model_proposer_us(128, 4),
-    },
-    "simulator": {"simulator_row_steps_per_s": simulator_row_steps_per_s},
+FIGURES: Mapping[str, Callable[[], float]] = {
+    "verifier_ms_16_rows_1_drafter": lambda: verifier_ms(16, 1),
+    "verifier_ms_128_rows_1_drafter": lambda: verifier_ms(128, 1),
+    "verifier_ms_256_rows_3_drafters": lambda: verifier_ms(256, 3),
+    "verifier_x_128_rows_1_drafter_4_branches": lambda: verifier_x(128, 1, 4),
+    "verifier_x_256_rows_3_drafters_4_branches": lambda: verifier_x(256, 3, 4),
+    "draft_loop_ms_128_rows_ngram": lambda: draft_loop_ms(128),
+    "model_proposer_us_128_rows": lambda: model_proposer_us(128),
+    "model_proposer_us_128_rows_4_branches": lambda: model_proposer_us(128, 4),
 }
 
 
-if __name__ == "__main__":
+def main(json_file: JsonFile = None) -> None:
     torch.set_num_threads(1)
-    run_figures(GROUPS)
+    points = []
+    for name, measure in FIGURES.items():
+        gc.collect()
+        points.append({"figure": name, "value": measure()})
+    show_points("figures", points, json_file)
+
+
+if __name__ == "__main__":
+    run_script(main)

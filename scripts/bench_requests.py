@@ -10,19 +10,17 @@ process of their own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import aiohttp
 import typer
 
 from specactor_ray import Rollout, SamplingParams
-from specactor_ray.bench.micro import JsonFile, Point, refuse_existing, run_script, show_points
-from specactor_ray.serve.run import listening_socket, server_of
+from specactor_ray.bench.micro import JsonFile, Point, run_script, show_points
+from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Service
 
 PROMPT = list(range(5, 21))
@@ -37,8 +35,7 @@ def main(
     rounds: int = 3,
     json_file: JsonFile = None,
 ) -> None:
-    refuse_existing(json_file, "--json")
-    with Rollout.from_config(config, overrides or ()) as rollout, serving(rollout) as url:
+    with Rollout.from_config(config, overrides or ()) as rollout, serving(Service(rollout, "policy")) as url:
         points = [
             {"round": number, **point}
             for number in range(1, rounds + 1)
@@ -113,21 +110,6 @@ def _send(url: str, requests: int, body: dict[str, Any] | None) -> None:
             await asyncio.gather(*(send() for _ in range(requests)))
 
     asyncio.run(send_all())
-
-
-@contextlib.contextmanager
-def serving(rollout: Rollout) -> Iterator[str]:
-    """A server in a thread of this process; its URL."""
-    listener, server = listening_socket("127.0.0.1", 0), server_of(Service.of(rollout, "policy"))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 if __name__ == "__main__":

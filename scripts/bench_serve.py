@@ -31,7 +31,7 @@ from typing import Annotated, Any
 import aiohttp
 import typer
 
-from specactor_ray.bench.micro import JsonFile, Point, refuse_existing, run_script, show_points
+from specactor_ray.bench.micro import JsonFile, Point, run_script, show_points
 from specactor_ray.cli.options import parse_numbers
 from specactor_ray.core.errors import EXIT_FAILED, InputError, SpecActorError
 from specactor_ray.models.builtin import builtin_dir
@@ -162,7 +162,6 @@ def main(
     rounds: int = 2,
     json_file: JsonFile = None,
 ) -> None:
-    refuse_existing(json_file, "--json")
     names, sizes = servers.split(","), parse_numbers("--concurrency", concurrency)
     if unknown := [name for name in names if name not in SERVERS]:
         raise InputError(f"--servers: {unknown[0]!r} is not one of {', '.join(SERVERS)}")

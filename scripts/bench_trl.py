@@ -30,15 +30,15 @@ from transformers import PrinterCallback, TrainerCallback
 with warnings.catch_warnings(action="ignore"):  # about the version of vLLM, which is not used
     import trl
 
-from bench_requests import serving
-
 from specactor_ray import Rollout
-from specactor_ray.bench.micro import JsonFile, Point, refuse_existing, run_script, show_points
+from specactor_ray.bench.micro import JsonFile, Point, run_script, show_points
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import EXIT_FAILED
 from specactor_ray.integrations.trl import attach
 from specactor_ray.models.loading import load_model, load_tokenizer
 from specactor_ray.rollout.prompts import read_prompts
+from specactor_ray.serve.run import serving
+from specactor_ray.serve.service import Service
 
 MODEL, PROMPTS = "smollm2-135m", "conf/prompts/editing.jsonl"
 PROMPTS_PER_STEP, SAMPLES, SEED = 2, 4, 7
@@ -129,7 +129,7 @@ def measure(variant: str, options: Options) -> tuple[Point, list[tuple[float, ..
         trainer = make_trainer(options, stack.enter_context(tempfile.TemporaryDirectory()))
         if variant != "trl":
             rollout = stack.enter_context(make_rollout(variant, options))
-            attach(trainer, stack.enter_context(serving(rollout)) if options.server else rollout)
+            attach(trainer, stack.enter_context(serving(Service(rollout, "policy"))) if options.server else rollout)
         times = StepTimes(trainer)
         trainer.add_callback(times)
         trainer.remove_callback(PrinterCallback)
@@ -157,7 +157,6 @@ def main(
     own: Annotated[bool, typer.Option(help="TRL's own generation, too.")] = True,
     json_file: JsonFile = None,
 ) -> None:
-    refuse_existing(json_file, "--json")
     options = Options(steps, max_tokens, correction, server)
     points, ours = [], []
     for variant in VARIANTS[0 if own else 1 :]:

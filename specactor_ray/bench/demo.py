@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from rich.console import Console
 
-from specactor_ray.bench.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload, ratio_with_error
+from specactor_ray.bench.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload
 from specactor_ray.bench.variants import Variant
 from specactor_ray.config import load_config
 from specactor_ray.config.schema import ModeName
@@ -225,6 +226,17 @@ def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
         "identical": requests - sum(len(one["differences"]) for one in (*plain, *auto)),
         "requests": requests,
     }
+
+
+def ratio_with_error(plain: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Ratio of the other's speed to that of `plain` over pairs of turns with the same work, by their seconds, and its
+    standard error, infinite for a single pair."""
+    mean_s = fmean(other)
+    ratio = fmean(plain) / mean_s
+    if len(other) < 2:
+        return ratio, math.inf
+    spread = stdev(ours * ratio - theirs for ours, theirs in zip(other, plain, strict=True))
+    return ratio, spread / mean_s / math.sqrt(len(other))
 
 
 def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,16 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from specactor_ray.core.console import make_console, make_table, say, show_error
+from specactor_ray.core.console import make_console, make_table, show_error
 from specactor_ray.core.errors import EXIT_FAILED, EXIT_USER_ERROR, InputError, SpecActorError, UserError
 from specactor_ray.core.files import write_json
 from specactor_ray.core.signals import sigterm_interrupts
-
-Point = Mapping[str, Any]
-"""Figures of one measurement: column → value."""
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the figures; never overwritten.", show_default=False)
-]
 
 
 def run_script(command: Callable[..., Any]) -> None:
@@ -34,31 +26,23 @@ def run_script(command: Callable[..., Any]) -> None:
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
 
 
-def run_figures(groups: Mapping[str, Mapping[str, Callable[[], float]]]) -> None:
-    """Run a script that measures figures, each by a function, in groups that its arguments choose."""
-
-    def main(
-        chosen: Annotated[list[str] | None, typer.Argument(metavar="[GROUP]...", help="Default: all.")] = None,
-        json_file: JsonFile = None,
-    ) -> None:
-        if unknown := [group for group in chosen or () if group not in groups]:
-            raise InputError(f"{unknown[0]}: no such group; there are {', '.join(groups)}")
-        refuse_existing(json_file, "--json")
-        logging.getLogger("specactor_ray").setLevel(logging.ERROR)
-        points = []
-        for name, function in (pair for group in chosen or groups for pair in groups[group].items()):
-            gc.collect()
-            points.append({"figure": name, "value": function()})
-            say(make_console(sys.stderr), f"{name}: {points[-1]['value']:,.2f}")
-        show_points("figures", points, json_file)
-
-    run_script(main)
-
-
 def refuse_existing(path: Path | None, option: str) -> None:
     """Raises InputError if the file of a report exists."""
     if path is not None and path.exists():
         raise InputError(f"{option}: {path} exists and is never overwritten; name another file")
+
+
+def _json_file(path: Path | None) -> Path | None:
+    refuse_existing(path, "--json")
+    return path
+
+
+Point = Mapping[str, Any]
+"""Figures of one measurement: column → value."""
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the figures; never overwritten.", show_default=False, callback=_json_file),
+]
 
 
 def show_points(title: str, points: Sequence[Point], json_file: Path | None = None) -> None:

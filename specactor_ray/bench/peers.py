@@ -8,7 +8,6 @@ prompts, lengths and sampling parameters are those of the workloads; the sampled
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -80,7 +79,7 @@ def _peers(config: Config, batches: Sequence[int], workloads: Sequence[EncodedWo
 
 
 def _own_methods(config: Config) -> Iterator[dict[str, Any]]:
-    """vLLM's counterparts of the configured methods; its `suffix` needs a package that vLLM does not install."""
+    """vLLM's counterparts of the configured methods, without `suffix`, whose package vLLM does not install."""
     for drafter in config.drafters:
         window = drafter.window or config.speculation.window or WINDOW
         counterparts: dict[str, dict[str, Any]] = {
@@ -88,8 +87,6 @@ def _own_methods(config: Config) -> Iterator[dict[str, Any]]:
             "draft_model": {"model": drafter.model},
             "eagle": {"method": "eagle3", "model": drafter.model, "num_speculative_tokens": min(window, 3)},
         }
-        if importlib.util.find_spec("arctic_inference") is not None:
-            counterparts["suffix"] = {}
         if drafter.method in counterparts:
             common = {"method": drafter.method, "num_speculative_tokens": window}
             yield {**common, **counterparts[drafter.method]}

@@ -6,13 +6,11 @@ not counted, and leaves nothing that a drafter could look up.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -144,12 +142,12 @@ def _checked_variants(
     require_named(config)
     require_devices(config)  # every variant has the same
     variants = plan_variants(config, modes, batches)
-    check_target(config)  # imports transformers, which takes seconds
     if peers:
         require_vllm()
         if config.target.tensor_parallel > 1:
             problem = f"{config.target.tensor_parallel} ranks, and --peers measures vLLM with one."
             raise ConfigError("target.tensor_parallel", problem, "use 1, or leave --peers out.")
+    check_target(config)  # imports transformers, which takes seconds
     return variants
 
 
@@ -211,10 +209,6 @@ class Bench:
             prompts *= config.data.n
             encoded.append((workload.name, tuple(prompts), (workload.sampling,) * len(prompts)))
         self.measured += measure_peers(config, batches, encoded, self._console)
-
-    def reference(self, workload: str, batch: int) -> Outputs:
-        """Outputs of the first variant of this batch."""
-        return self._references[workload, batch]
 
     def results(self) -> list[dict[str, Any]]:
         """All figures so far, by batch and workload, with the ratio to the fastest plain variant of both."""
@@ -298,17 +292,6 @@ def with_ratios(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
             results.append({**result, **added})
     return results
-
-
-def ratio_with_error(plain: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Ratio of the other's speed to that of `plain` over pairs of turns with the same work, by their seconds, and its
-    standard error, infinite for a single pair."""
-    mean_s = fmean(other)
-    ratio = fmean(plain) / mean_s
-    if len(other) < 2:
-        return ratio, math.inf
-    spread = stdev(ours * ratio - theirs for ours, theirs in zip(other, plain, strict=True))
-    return ratio, spread / mean_s / math.sqrt(len(other))
 
 
 def all_identical(report: Mapping[str, Any]) -> bool:

@@ -56,7 +56,7 @@ def bench_rollout(
         Path | None, typer.Option(help="Report. Default: bench.json in a new run folder.", show_default=False)
     ] = None,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Measure vLLM as it is, too: plain, and its own ngram, suffix, eagle3, ...")
+        bool, typer.Option("--peers", help="Measure vLLM as it is, too: plain, and its own ngram, draft model, eagle3")
     ] = False,
 ) -> None:
     """Compare the modes on the same prompts, seeds and cores; exit code 1 if any token differs from plain decoding."""

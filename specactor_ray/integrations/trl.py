@@ -96,8 +96,8 @@ class _Client(abc.ABC):
         """`n` outputs of each prompt, those of a prompt together."""
 
     @abc.abstractmethod
-    def push_weights(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Use these weights for all further outputs."""
+    def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Use these weights for all further outputs; every tensor is checked on arrival."""
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, **arguments: Any) -> dict[str, Any]:
         """Outputs in the order of the prompts, the `n` of a prompt together."""
@@ -109,11 +109,6 @@ class _Client(abc.ABC):
             "logprobs": [[[value] for value in logprobs] for _, logprobs in done],
             "logprob_token_ids": [[[token] for token in token_ids] for token_ids, _ in done],
         }
-
-    def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Push the policy's weights."""
-        del metadata  # every tensor is checked on arrival
-        self.push_weights(named_params)
 
     def reset_prefix_cache(self) -> None:  # noqa: B027
         """No operation: no cache outlives an update of the weights."""
@@ -173,7 +168,7 @@ class RolloutClient(_Client):
             raise InputError(f"prompt {failed[0].prompt_index} of {len(prompts)} cannot run: {failed[0].error}")
         return [(trajectory.token_ids, trajectory.logprobs) for trajectory in done]
 
-    def push_weights(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._rollout.update_weights(named_params)
 
 
@@ -204,7 +199,7 @@ class ServerClient(_Client):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
-    def push_weights(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
         from safetensors.torch import save_file
 
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named_params}

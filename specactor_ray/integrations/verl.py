@@ -64,7 +64,6 @@ class Replica(RolloutReplica):  # type: ignore[misc]
             .remote(
                 config,
                 model.path,
-                bool(model.get("use_shm", False)),
                 bool(model.get("trust_remote_code", False)),
                 self.replica_rank,
                 sleeps,

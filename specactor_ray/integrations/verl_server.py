@@ -34,9 +34,6 @@ _SETTINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "rollout.quantization": ((None,), "leave it out"),
     "rollout.qat.enable": ((None, False), "set it to false"),
     "rollout.enable_rollout_routing_replay": ((None, False), "set it to false; routed experts are not recorded"),
-    "rollout.mtp.enable_rollout": ((None, False), "set it to false and name drafters in engine_kwargs.specactor"),
-    "rollout.limit_images": ((None,), "leave it out; rollouts are of text only"),
-    "rollout.prometheus.enable": ((None, False), "set it to false"),
     "rollout.disaggregation.enabled": ((None, False), "set it to false"),
     "rollout.checkpoint_engine.backend": (("naive", NAME), f"use naive (hybrid) or {NAME} (apart)"),
 }
@@ -136,16 +133,13 @@ class Seeds:
         if step + 1 != self._step:
             self._step, self._counts = step + 1, {}
 
-    def take(self, prompt: Sequence[int], name: str | None = None) -> int:
-        """Seed of a request. With a name that is the same in every run it depends on that, and neither on the
-        repetitions of the prompt nor on the replica."""
+    def take(self, prompt: Sequence[int]) -> int:
+        """Seed of a request."""
         key = _digest(prompt)
         if kept := self._aborted.get(key):
             if not kept[1:]:
                 del self._aborted[key]
             return kept.pop()
-        if name is not None:
-            return derive_seed(derive_seed(self._run_seed, self._step, 0), key, _digest(name.encode()))
         count = self._counts[key] = self._counts.get(key, -1) + 1
         return derive_seed(derive_seed(self._run_seed, self._step, 1 + self._replica), key, count)
 
@@ -160,10 +154,8 @@ class VerlServer:
     """Serves one replica of verl with its own rollout in verl's Ray cluster; an asynchronous actor. With `sleeps` it
     frees caches, and on GPUs the weights, while verl trains."""
 
-    def __init__(
-        self, rollout: Any, model_path: str, use_shm: bool, trust_remote_code: bool, replica_rank: int, sleeps: bool
-    ) -> None:
-        self._settings, self._model = rollout, (model_path, use_shm, trust_remote_code)
+    def __init__(self, rollout: Any, model_path: str, trust_remote_code: bool, replica_rank: int, sleeps: bool) -> None:
+        self._settings, self._model = rollout, (model_path, trust_remote_code)
         self._seeds, self._sleeps = Seeds(rollout.seed, replica_rank), sleeps
         self._running: dict[Handle, str] = {}
         """Requests that have not ended → verl's names."""
@@ -205,7 +197,7 @@ class VerlServer:
             await self._open.wait()
         prompt = [int(token) for token in prompt_ids]
         own_seed = sampling_params.get("seed") is None
-        seed = self._seeds.take(prompt, request_id if self._settings.full_determinism else None) if own_seed else 0
+        seed = self._seeds.take(prompt) if own_seed else 0
         length = self._rollout.config.target.max_model_len or 0
         sampling = sampling_of(self._settings, sampling_params, len(prompt), seed, length)
         handle = self._rollout.engine.submit(prompt, sampling, priority=int(priority))
@@ -227,7 +219,6 @@ class VerlServer:
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
         """Abort all requests with their committed tokens; new ones wait for `resume_generation`, or are refused."""
-        del reset_prefix_cache  # no cache outlives an update of the weights
         self._open.clear()
         self._rejects = reject_request
         running = dict(self._running)
@@ -237,7 +228,6 @@ class VerlServer:
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """Abort one request with its committed tokens."""
-        del reset_prefix_cache
         aborted = [handle for handle, name in self._running.items() if name == request_id]
         self._drop(aborted)
         return {"aborted": bool(aborted), "request_id": request_id}
@@ -255,7 +245,6 @@ class VerlServer:
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate all of the memory again, regardless of the tags."""
-        del tags
         if self._sleeps:
             await asyncio.to_thread(self._rollout.wake_if_asleep)
 
@@ -297,9 +286,9 @@ class VerlServer:
         import ray
         from verl.utils.fs import copy_to_local
 
-        path, use_shm, trusted = self._model
+        path, trusted = self._model
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        return Rollout(configuration(self._settings, copy_to_local(path, use_shm=use_shm), trusted, has_gpus))
+        return Rollout(configuration(self._settings, copy_to_local(path), trusted, has_gpus))
 
     def _drop(self, handles: Iterable[Handle]) -> None:
         for handle in handles:
@@ -333,6 +322,6 @@ def _value(section: Any, path: str) -> Any:
     return section
 
 
-def _digest(tokens: Sequence[int] | bytes) -> int:
-    data = tokens if isinstance(tokens, bytes) else np.asarray(tokens, dtype="<u4").tobytes()
+def _digest(tokens: Sequence[int]) -> int:
+    data = np.asarray(tokens, dtype="<u4").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -28,10 +28,6 @@ logger = logging.getLogger(__name__)
 
 _OPEN = ("/health", "/health_generate")
 """Paths without a token: probes of load balancers."""
-_LIMITED = (
-    *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/inference/v1/generate", "/generate"),
-)
-"""Paths that are refused while too many requests are open. The others are answered: some of them end waiting ones."""
 
 
 def make_app(service: Service, token: str | None = None) -> FastAPI:
@@ -67,11 +63,11 @@ def _answer(error: HTTPException) -> JSONResponse:
 
 
 class Guard:
-    """ASGI middleware: checks token, number of requests, sizes of head and body, and type; counts requests.
+    """ASGI middleware: checks token, size and type of the body, and counts requests.
 
     Args:
         app: The guarded application.
-        service: Its limits, and the counters of its metrics.
+        service: Its limits and its metrics.
         token: Required bearer token; without one, the Host header, and the Origin of web pages, must be loopback names,
             so that no foreign web page can use the server.
     """
@@ -79,11 +75,9 @@ class Guard:
     def __init__(self, app: ASGIApp, service: Service, token: str | None) -> None:
         self._app, self._limits, self._metrics = app, service.limits, service.metrics
         self._token = token.encode() if token else None
-        self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begin, status = time.monotonic(), 500
-        self._open += 1
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -97,20 +91,13 @@ class Guard:
         except Refusal as refusal:
             await _answer(refusal)(scope, receive, noted)
         finally:
-            self._open -= 1
             route = scope.get("route")
             self._metrics.answered(route.path if route else "", status, time.monotonic() - begin)
 
     def _check(self, scope: Scope) -> None:
-        if _head_bytes(scope) > self._limits.max_header_bytes:
-            raise Refusal(
-                f"the head of the request is too large; at most {self._limits.max_header_bytes} bytes are taken", 431
-            )
         headers = dict(scope["headers"])
         if scope["path"] not in _OPEN:
             self._check_access(headers)
-        if self._open > self._limits.max_requests and scope["path"] in _LIMITED:
-            raise Refusal(f"{self._limits.max_requests} requests are open already; try again later", 429)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.max_body_bytes:
             raise self._too_large()
@@ -164,9 +151,3 @@ def _names_this_machine(url: str) -> bool:
         return is_loopback(urlsplit(url).hostname or "")
     except ValueError:
         return False
-
-
-def _head_bytes(scope: Scope) -> int:
-    """Bytes of target and headers of a request, each header with its colon, space and end of line."""
-    target = len(scope.get("raw_path") or scope["path"].encode()) + len(scope["query_string"])
-    return target + sum(len(name) + len(value) + 4 for name, value in scope["headers"])

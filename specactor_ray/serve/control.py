@@ -87,7 +87,6 @@ class Control:
         """Update the weights of all verifiers to those of a checkpoint; other requests are served meanwhile. The policy
         applies to running requests, unless they are paused."""
         async with self._changing:
-            self._require_no_step_back(label)
             before = self._rollout.weight_version
             try:
                 await asyncio.to_thread(self._rollout.update_weights, directory, policy)
@@ -98,19 +97,10 @@ class Control:
                     self.relabel(label)
 
     def relabel(self, label: str) -> None:
-        """Set the name of the present weights; an older name is allowed, for a trainer that starts again."""
+        """Set the name of the present weights."""
         self._labels[self._rollout.weight_version] = label
         if len(self._labels) > _LABELS:
             del self._labels[min(self._labels)]
-
-    def _require_no_step_back(self, label: str | None) -> None:
-        old = self._labels.get(self._rollout.weight_version, "")  # weights without a label have no order
-        if label is not None and label.isdecimal() and old.isdecimal() and int(label) < int(old):
-            raise Refusal(
-                f"weight_version {label} comes after {old}, and versions do not go back. Fix: count on, or set the "
-                "present one first: POST /update_weight_version",
-                param="weight_version",
-            )
 
     # ---- sleep ----
 

@@ -221,7 +221,8 @@ class OpenAIForm(Form):
         super().__init__(service, prompts, wanted)
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
         self.with_ids = bool(body.return_token_ids)
-        self._as_ids, self._with_usage = bool(body.return_tokens_as_token_ids), body.with_usage
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._created = int(time.time())
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
@@ -270,34 +271,22 @@ class CompletionForm(OpenAIForm):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self, service: Service, body: CompletionBody, prompts: Sequence[Sequence[int]], wanted: Wanted
-    ) -> None:
-        super().__init__(service, body, prompts, wanted)
-        self._offsets: dict[int, int] = {}
-        """Choice → number of characters of its tokens so far."""
-
     def choice(self, part: Part, is_event: bool = False) -> dict[str, Any]:
         choice = {**self.frame(part), "text": part.text}
         if self.wanted.logprobs is not None:
-            choice["logprobs"] = self._report(part.index, part.tokens)
+            choice["logprobs"] = self._report(part.tokens)
         if self.with_ids and part.output is not None:
             choice["prompt_token_ids"] = self.prompts[part.index // self.wanted.n]
         return choice
 
-    def _report(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
-        names, offsets, at = [], [], self._offsets.get(index, 0)
-        for token in tokens:
-            names.append(self.name(token.token_id))
-            offsets.append(at)
-            at += len(names[-1])
-        self._offsets[index] = at
+    def _report(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        names = [self.name(token.token_id) for token in tokens]
         values = [finite(token.logprob) for token in tokens]
         tops = [
             {name: value} | {self.name(other): finite(theirs) for other, theirs in token.top}
             for name, value, token in zip(names, values, tokens, strict=True)
         ]
-        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
 
 
 class ChatForm(OpenAIForm):

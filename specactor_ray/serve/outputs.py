@@ -207,12 +207,10 @@ class Form(abc.ABC):
 
     def first_events(self, choices: int) -> Iterable[Any]:
         """Events before the first part."""
-        del choices
         return ()
 
     def last_events(self, outputs: Sequence[Trajectory]) -> Iterable[Any]:
         """Events after the last part."""
-        del outputs
         return ()
 
     def usage(self, outputs: Iterable[Trajectory | None]) -> dict[str, int]:

@@ -127,7 +127,6 @@ class StreamOptions(JsonObject):
     """Options of a stream."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 class RequestBody(JsonObject):
@@ -139,11 +138,6 @@ class RequestBody(JsonObject):
     return_token_ids: bool | None = None
     request_id: Text = None
     priority: Annotated[Integer | None, Field(ge=-(2**31), lt=2**31)] = None
-
-    @property
-    def with_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class SamplingBody(RequestBody):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
 import socket
-from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import TYPE_CHECKING
 
 import uvicorn
 from rich.console import Console
@@ -27,6 +30,7 @@ from specactor_ray.serve.service import Service
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
+_MOST_HEAD_BYTES = 32 << 10
 _KEEP_ALIVE_S = 75
 """Seconds that a connection may be idle: longer than clients allow, or they would send into a closing connection."""
 _CUT_OFF_S = 5
@@ -41,7 +45,7 @@ class Server(uvicorn.Server):
     Args:
         config: Configuration of uvicorn.
         service: Serves the requests.
-        report: Called with the number of open requests, in words, when the end begins.
+        report: Called with the address, and with the number of open requests when the end begins.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, report: Callable[[str], None]) -> None:
@@ -51,9 +55,15 @@ class Server(uvicorn.Server):
         """Number of requests that were open at the time limit."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        for one in sockets or ():
-            listen(one, self._service.limits.max_connections)
+        assert sockets, "those of `listening_socket`"
+        host, port, *_ = sockets[0].getsockname()
+        try:
+            sockets[0].listen(self.config.backlog)  # uvloop only logs an error of its own call
+        except OSError as error:
+            raise InputError(f"--port {port}: {error.strerror}; choose another") from None
         await super().startup(sockets)
+        url = url_of(host, port)
+        self._report(f"serving {self._service.model} at {url}; OpenAI clients: base_url={url}/v1")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         drain_s = self._service.limits.drain_s
@@ -111,27 +121,40 @@ def server_of(service: Service, token: str | None = None, report: Callable[[str]
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     options = uvicorn.Config(
         make_app(service, token),
-        http=_http_protocol(limits.max_header_bytes),
+        http="h11",  # which limits the head of a request
+        h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=limits.max_connections,
         limit_concurrency=limits.max_connections,
-        h11_max_incomplete_event_size=limits.max_header_bytes,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(limits.drain_s) + _CUT_OFF_S,
     )
     return Server(options, service, report)
 
 
+@contextlib.contextmanager
+def serving(service: Service, token: str | None = None, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """Serve in another thread of this process; gives the URL. The arguments are as in `server_of` and `serve`."""
+    with listening_socket(host, port) as listener:
+        server = server_of(service, token)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        try:
+            yield url_of(*listener.getsockname()[:2])
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
 def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
-    service = Service.of(rollout, model)
-    listen(listener, service.limits.max_connections)  # clients may connect as soon as they read the address
-    url = url_of(*listener.getsockname()[:2])
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
-    say(console, f"serving {model} at {url}; OpenAI clients: base_url={url}/v1")
-    server = server_of(service, token, functools.partial(say, console))
+    server = server_of(Service(rollout, model), token, functools.partial(say, console))
     try:
         server.run(sockets=[listener])
     except KeyboardInterrupt as interrupt:  # raised after an orderly end
@@ -142,7 +165,8 @@ def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: 
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Bind a socket, so that a taken port is found before anything starts; clients are refused until `listen`.
+    """Bind a socket, so that the port of another server is found before anything starts. Clients are refused until a
+    server runs on it.
 
     Raises:
         InputError: The address does not exist on this machine, or the port is taken.
@@ -153,28 +177,13 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise InputError(f"--host {host}: {error.strerror or error}") from None
     try:
+        # Connections inherit this option: those that outlive a server do not block the port for the next one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Another socket with this option could bind the port.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
         raise InputError(f"--host {host} --port {port}: {error.strerror}; choose another") from None
     return listener
-
-
-def listen(listener: socket.socket, backlog: int) -> None:
-    """Accept clients on a socket of `listening_socket`.
-
-    Raises:
-        InputError: The port is taken.
-    """
-    try:
-        # Connections inherit this option: those that outlive a server do not block the port for the next one.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.listen(backlog)
-    except OSError as error:
-        raise InputError(f"--port {listener.getsockname()[1]}: {error.strerror}; choose another") from None
 
 
 def url_of(host: str, port: int) -> str:
@@ -211,36 +220,3 @@ def read_key(host: str, environment: MutableMapping[str, str] = os.environ) -> s
     if len(key) < _SHORTEST_KEY or not key.isascii() or any(one.isspace() or not one.isprintable() for one in key):
         raise InputError(f"the token of {_KEY} or {_KEY_PATH} must be {_SHORTEST_KEY} or more visible ASCII characters")
     return key
-
-
-def _http_protocol(most_bytes: int) -> Any:
-    """Value of uvicorn's `http` option: httptools, if installed, with at most this many bytes of a head (plus one read
-    of the socket); else h11, which has its own limit."""
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        return "h11"
-
-    class LimitedProtocol(HttpToolsProtocol):
-        """Closes a connection whose head is too large."""
-
-        head_bytes: int | None = None
-        """Bytes received of the present head; None outside a head."""
-
-        def data_received(self, data: bytes) -> None:
-            if self.head_bytes is not None:
-                self.head_bytes += len(data)
-                if self.head_bytes > most_bytes:
-                    self.send_400_response("The head of the request is too large.")
-                    return
-            super().data_received(data)
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.head_bytes = 0
-
-        def on_headers_complete(self) -> None:
-            self.head_bytes = None
-            super().on_headers_complete()
-
-    return LimitedProtocol

@@ -1,4 +1,4 @@
-"""Shared parts of all dialects: rollout, tokenizer, seeds, limits, and the abort of requests whose client leaves."""
+"""Shared parts of all dialects: rollout, tokenizer, seeds, limits, metrics, aborts of requests whose client leaves."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import copy
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.metrics import Kind
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.preflight import context_tokens, load_target_config
 from specactor_ray.rollout.prompts import encode_prompt, is_token_ids
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed, sample_of
 from specactor_ray.serve.control import Control
-from specactor_ray.serve.metrics import ServerMetrics
 from specactor_ray.serve.requests import MOST_CHOICES, Refusal, Wanted, wanted_of
 
 if TYPE_CHECKING:
@@ -29,10 +31,10 @@ if TYPE_CHECKING:
 
 _SEEDS = 2**63
 """Prompt index in the seed derivation for requests without a seed; no stream has as many prompts."""
-_LONG_TEXT = 4096
-"""Characters from which on a prompt is encoded in another thread."""
 _CACHED = 1 << 17
 """Number of tokens whose text is cached."""
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Buckets of the times in the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,54 @@ class Limits:
     """Limits of clients' requests."""
 
     max_body_bytes: int = 16 << 20
-    max_requests: int = 2048
-    """Most HTTP requests at a time; more are answered with 429."""
     max_connections: int = 4096
-    max_header_bytes: int = 32 << 10
     drain_s: float = 10.0
     """Seconds that running requests may continue when the server ends."""
+
+
+class ServerMetrics:
+    """Prometheus metrics of the server, in a separate registry: Ray has one in the same process. Those of the run are
+    read when `text` is called."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._registry = service, CollectorRegistry()
+        histogram = partial(Histogram, registry=self._registry, buckets=_SECONDS)
+        self._requests = Counter("specactor_requests", "HTTP requests.", ["path", "status"], registry=self._registry)
+        self._first = histogram("specactor_time_to_first_token_seconds", "Of streams.")
+        self._between = histogram(
+            "specactor_time_between_tokens_seconds", "Of streams; tokens that come together share their time."
+        )
+        self._duration = histogram("specactor_request_seconds", "From request to answer.", ["path"])
+        paused = Gauge("specactor_paused", "Whether the server is paused.", registry=self._registry)
+        paused.set_function(lambda: service.control.is_paused)
+        self._registry.register(self)  # type: ignore[arg-type]
+
+    def arrived(self, seconds: float, tokens: int, first: bool) -> None:
+        """Record tokens of a stream that arrived together, `seconds` after the request or the previous tokens."""
+        if first:
+            self._first.observe(seconds)
+        else:
+            for _ in range(tokens):
+                self._between.observe(seconds / tokens)
+
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """Record an answered HTTP request; `path` is a route, so that the number of labels is bounded."""
+        self._requests.labels(path, str(status)).inc()
+        self._duration.labels(path).observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """Metrics of the run (`core.metrics`); called by Prometheus."""
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for row in self._service.rollout.metric_rows():
+            if row.name not in families:
+                family = CounterMetricFamily if row.kind is Kind.COUNTER else GaugeMetricFamily
+                families[row.name] = family(row.name, row.help, labels=list(row.labels))
+            families[row.name].add_metric(list(row.labels.values()), row.value)
+        yield from families.values()
+
+    async def text(self) -> bytes:
+        """All metrics in Prometheus's text form."""
+        return await asyncio.to_thread(generate_latest, self._registry)
 
 
 class Service:
@@ -54,14 +98,10 @@ class Service:
     Args:
         rollout: Generates the outputs.
         model: Name under which the model is served.
-        context: Most tokens of prompt plus output.
-        vocabulary: Number of the model's token ids.
         limits: Limits of requests.
     """
 
-    def __init__(
-        self, rollout: Rollout, model: str, context: int, vocabulary: int, limits: Limits | None = None
-    ) -> None:
+    def __init__(self, rollout: Rollout, model: str, limits: Limits | None = None) -> None:
         self.rollout, self.engine, self.model = rollout, rollout.engine, model
         self.tokenizer = copy.deepcopy(rollout.engine.tokenizer)
         """Tokenizer of this event loop: a long text encoded in another thread does not delay the engine."""
@@ -69,7 +109,9 @@ class Service:
         """Text of a token id."""
         self._encoding = asyncio.Lock()
         self.limits = limits or Limits()
-        self.context, self.vocabulary = context, vocabulary
+        text = load_target_config(rollout.config).get_text_config()
+        self.context, self.vocabulary = context_tokens(rollout.config, text), text.vocab_size
+        """Most tokens of prompt and output together, and number of token ids."""
         self.created = int(time.time())
         """Start time of the server, in Unix seconds."""
         self.metrics = ServerMetrics(self)
@@ -78,12 +120,6 @@ class Service:
         self._open: dict[Handle, str] = {}
         """Running choices → the name of their request."""
         self._is_cut_off = False
-
-    @classmethod
-    def of(cls, rollout: Rollout, model: str, limits: Limits | None = None) -> Service:
-        """The service of this rollout, with context and vocabulary of its target."""
-        vocabulary = load_target_config(rollout.config).get_text_config().vocab_size
-        return cls(rollout, model, context_tokens(rollout.config), vocabulary, limits)
 
     # ---- fields of requests ----
 
@@ -116,13 +152,13 @@ class Service:
 
     async def encode(self, text: str, field: str = "prompt") -> tuple[int, ...]:
         """Token ids of text. Raises as `encoded`."""
-        return await self.encoded(partial(encode_prompt, self.tokenizer, text, False), field, len(text) > _LONG_TEXT)
+        return await self.encoded(partial(encode_prompt, self.tokenizer, text, False), field)
 
-    async def encoded(self, encode: Callable[[], tuple[int, ...]], field: str, is_long: bool = True) -> tuple[int, ...]:
-        """Result of a tokenizer call, one call at a time; in another thread if it may take long."""
+    async def encoded(self, encode: Callable[[], tuple[int, ...]], field: str) -> tuple[int, ...]:
+        """Result of a tokenizer call, one call at a time, in another thread."""
         try:
             async with self._encoding:
-                return await asyncio.to_thread(encode) if is_long else encode()
+                return await asyncio.to_thread(encode)
         except SpecActorError as error:
             raise Refusal(str(error), param=field) from None
 

@@ -138,9 +138,8 @@ def _finish_reason(output: Trajectory) -> dict[str, Any]:
 
 
 @router.get("/server_info")
-async def server_info(service: Serving, config_format: str = "text") -> dict[str, Any]:
+async def server_info(service: Serving) -> dict[str, Any]:
     """Fields of SGLang's ServerArgs that trainers compare with their own, and those of vLLM that TRL reads."""
-    del config_format
     target = service.rollout.config.target
     ranks = max(1, target.gpus)
     model = {"model": service.model, "max_model_len": service.context, "logprobs_mode": "processed_logprobs"}

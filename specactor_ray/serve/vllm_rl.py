@@ -142,9 +142,8 @@ def _named(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 @router.post("/pause")
-async def pause(service: Serving, mode: Mode = "abort", clear_cache: bool = True) -> dict[str, str]:
+async def pause(service: Serving, mode: Mode = "abort") -> dict[str, str]:
     """Hold new requests until `/resume`. Cached prefixes belong to a weight version and need no clearing."""
-    del clear_cache
     await service.control.pause(WeightPolicy(mode))
     return {"status": "paused"}
 
@@ -172,9 +171,8 @@ async def finish_session(session_id: str = "") -> dict[str, str]:
 
 
 @router.get("/get_world_size")
-async def world_size(service: Serving, include_dp: bool = True) -> dict[str, int]:
+async def world_size(service: Serving) -> dict[str, int]:
     """Number of ranks of all verifiers (TRL, SkyRL)."""
-    del include_dp
     target = service.rollout.config.target
     return {"world_size": target.replicas * max(1, target.gpus)}
 
@@ -203,12 +201,10 @@ async def start_update() -> dict[str, str]:
 @router.post("/update_weights")
 async def update_weights(service: Serving, body: UpdateBody) -> dict[str, str]:
     """Update the weights of the target; running or paused requests continue with them."""
-    is_prime_rls = "weight_dir" in body.model_fields_set
-    info = body if is_prime_rls else body.update_info or UpdateInfo()
+    info = body.update_info or body
     if info.weight_dir is None or info.model_extra:
-        strange = next(iter(info.model_extra or ()), "weight_dir" if is_prime_rls else "update_info")[:64]
-        problem = "weight_dir is null: no weights are received over NCCL" if is_prime_rls else f"{strange}: no tensors"
-        raise Refusal(f"{problem}; {_BY_DIRECTORY}", param=strange)
+        problem = "weight_dir must be given, and alone: no tensors are received, over NCCL or otherwise"
+        raise Refusal(f"{problem}; {_BY_DIRECTORY}", param="weight_dir")
     await service.control.update(info.weight_dir, WeightPolicy.KEEP)
     return {"status": "ok"}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from specactor_ray.config.schema import Config
+from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.core.clock import SYSTEM
 from specactor_ray.core.errors import OverloadedError, SpecActorError
 from specactor_ray.core.metrics import row
@@ -22,7 +22,7 @@ from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.service import Limits, Service
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_target
+from tests.tiny import tiny_target
 
 Script = Callable[[tuple[int, ...], SamplingParams], Sequence[int]]
 
@@ -101,27 +101,21 @@ class ScriptedEngine(Generates):
 def make_service(engine: ScriptedEngine, limits: Limits | None = None) -> Service:
     rollout: Any = SimpleNamespace(
         engine=engine,
-        config=Config(),
+        config=Config(target=TargetConfig(model=str(tiny_target()))),
         weight_version=0,
         committed_tokens=0,
         dispatcher=SimpleNamespace(waiting=0),
         metric_rows=lambda: [row("specactor_weight_version", 0, actor="driver")],
     )
-    return Service(rollout, "tiny", CONTEXT, VOCAB_SIZE, limits)
+    return Service(rollout, "tiny", limits)
 
 
-def client_of(service: Service, token: str | None = None, **options: Any) -> httpx.AsyncClient:
-    """A client of the whole application, without a network."""
-    return httpx.AsyncClient(
-        transport=httpx.ASGITransport(make_app(service, token)), base_url="http://localhost", **options
-    )
-
-
-def on(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
-    """Result of `work`, which gets a client of the service."""
+def on(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[Any]], token: str | None = None) -> Any:
+    """Result of `work`, which gets a client of the whole application, without a network."""
 
     async def body() -> Any:
-        async with client_of(service) as client:
+        transport = httpx.ASGITransport(make_app(service, token), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await work(client)
 
     return asyncio.run(body())

@@ -19,9 +19,4 @@ TINY_CHECK = Settings(
     forward_contexts=(16, 8),
     drafting_rows=(1, 4),
     drafting_prompt=8,
-    flip_rows=4,
-    flip_context=16,
-    flip_tokens=4,
-    flip_batches=(1, 2, 8),
-    flip_lengths=(1, 2, 4),
 )

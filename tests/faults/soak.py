@@ -158,7 +158,7 @@ def main() -> int:
     memory, console = list[float](), make_console()
     with Rollout(from_mapping(SETTINGS)) as rollout:
         listener = listening_socket("127.0.0.1", 0)
-        server = server_of(Service.of(rollout, "tiny"))
+        server = server_of(Service(rollout, "tiny"))
         load = Load(f"http://127.0.0.1:{listener.getsockname()[1]}", options.seed)
         serving = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
         clients = threading.Thread(target=lambda: asyncio.run(load.run()), daemon=True)

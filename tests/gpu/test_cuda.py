@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.bench.gpu_check.kernels import measure_triton
+from specactor_ray.bench.gpu_check.measurements import measure_triton
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel

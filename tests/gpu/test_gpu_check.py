@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specactor_ray.bench.gpu_check.command import STAGES, run_check
-from specactor_ray.bench.gpu_check.forwards import StaticForward, random_model
+from specactor_ray.bench.gpu_check.measurements import StaticForward, random_model
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.fakes.tiny_check import TINY, TINY_CHECK
 

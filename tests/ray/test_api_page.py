@@ -31,6 +31,7 @@ def test_the_blocks_run(tmp_path: Path) -> None:
     settings = yaml.safe_load((REPOSITORY / "conf" / "local_cpu.yaml").read_text(encoding="utf-8"))
     settings["target"] |= {"model": str(tiny_target()), "kv_cache_gb": 0.05, "max_model_len": 256}
     settings["cluster"] = {"pin_cores": False}
+    settings["speculation"]["verify"] = "all"  # drafts are verified at any cost
     (tmp_path / "local_cpu").write_text(yaml.safe_dump(settings))  # what is there comes before what is shipped
     (tmp_path / "page.py").write_text("\n".join([BEFORE, *scripts]))
     done = subprocess.run(

@@ -10,12 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import hypothesis
@@ -26,11 +24,14 @@ import schemathesis
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
-from specactor_ray.serve.run import listening_socket, server_of
-from specactor_ray.serve.service import Limits, Service
-from tests.tiny import CONTEXT, VOCAB_SIZE, tiny_prompts, tiny_target
+from specactor_ray.serve import control
+from specactor_ray.serve.run import serving
+from specactor_ray.serve.service import Service
+from tests.tiny import tiny_prompts, tiny_target
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+HTTP = httpx.Client(timeout=250.0)
 SETTINGS = {
     "mode": "coupled",
     "target": {"model": str(tiny_target()), "dtype": "float32", "max_batch": 8, "kv_cache_gb": 0.05},
@@ -38,7 +39,6 @@ SETTINGS = {
     "sampling": {"max_tokens": 48, "seed": 3},
     "cluster": {"pin_cores": False},
 }
-LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -49,39 +49,24 @@ def rollout() -> Iterator[Rollout]:
     ray.shutdown()
 
 
-class Served:
+class Served(NamedTuple):
     """A server in a thread of this process."""
 
-    def __init__(self, rollout: Rollout, token: str | None = None, limits: Limits | None = None) -> None:
-        self.service = Service(rollout, "tiny", CONTEXT, VOCAB_SIZE, limits)
-        listener = listening_socket("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = server_of(self.service, token)
-        self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
-        self._thread.start()
-        while not self._server.started:  # until then clients are refused
-            assert self._thread.is_alive()
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(20.0)
-        assert not self._thread.is_alive()
+    service: Service
+    url: str
 
 
 @contextlib.contextmanager
-def serving(rollout: Rollout, **options: Any) -> Iterator[Served]:
-    served = Served(rollout, **options)
-    try:
-        yield served
-    finally:
-        served.close()
+def served(rollout: Rollout) -> Iterator[Served]:
+    service = Service(rollout, "tiny")
+    with serving(service) as url:
+        yield Served(service, url)
 
 
 @pytest.fixture(scope="module")
 def server(rollout: Rollout) -> Iterator[Served]:
-    with serving(rollout) as served:
-        yield served
+    with served(rollout) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -158,67 +143,58 @@ class TestOpenAI:
         (scored,) = rollout.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=True), n=1)
         assert scored.prompt_logprobs is not None and list(scored.prompt_logprobs[begin - 1 :]) == expected
         body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
-        answer = httpx.post(f"{server.url}/inference/v1/generate", json=body).json()
+        answer = HTTP.post(f"{server.url}/inference/v1/generate", json=body).json()
         first, *others = answer["prompt_logprobs"]
         assert first is None and [int(token) for one in others for token in one] == prompt[1:]
         assert [value["logprob"] for one in others[begin - 1 :] for value in one.values()] == expected
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "prompt_logprobs": 0}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat | {"return_token_ids": True}).json()
+        answer = HTTP.post(f"{server.url}/v1/chat/completions", json=chat | {"return_token_ids": True}).json()
         assert [int(token) for one in answer["prompt_logprobs"][1:] for token in one] == answer["prompt_token_ids"][1:]
 
     def test_models_and_tokens(self, server: Served, client: openai.OpenAI) -> None:
         assert [one.id for one in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
-        tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "red fox"}).json()["tokens"]
-        assert httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json() == {"prompt": "red fox"}
+        tokens = HTTP.post(f"{server.url}/tokenize", json={"prompt": "red fox"}).json()["tokens"]
+        assert HTTP.post(f"{server.url}/detokenize", json={"tokens": tokens}).json() == {"prompt": "red fox"}
 
     def test_metrics_count_tokens_and_drafts(self, server: Served) -> None:
-        text = httpx.get(f"{server.url}/metrics").text
+        body = {"prompt": [1, 2, 3], "max_tokens": 8, "stream": True}
+        assert "[DONE]" in HTTP.post(f"{server.url}/v1/completions", json=body).text
+        text = HTTP.get(f"{server.url}/metrics").text
         figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         assert float(figures['specactor_committed_tokens_total{actor="verifier-0"}']) > 0
         assert float(figures["specactor_time_to_first_token_seconds_count"]) > 0
         assert float(figures['specactor_drafter_tried_tokens_total{actor="verifier-0",method="suffix"}']) >= 0
 
 
-@pytest.fixture(scope="module")
-def vllm_client(server: Served) -> Any:
+def test_trls_own_client(rollout: Rollout, server: Served) -> None:
     pytest.importorskip("vllm")
     from trl.generation.vllm_client import VLLMClient
 
-    return VLLMClient(base_url=server.url)
+    client, texts, options = VLLMClient(base_url=server.url), tiny_prompts(2), {"generation_kwargs": {"seed": 5}}
+    expected = rollout.generate(texts, SamplingParams(max_tokens=32, seed=5), n=2)
+    prompts = [list(expected[2 * at].prompt_token_ids) for at in range(2)]
+    done = client.generate(prompts, n=2, max_tokens=32, **options)
+    assert done["prompt_ids"] == prompts
+    assert done["completion_ids"] == [list(one.token_ids) for one in expected]
+    assert [[value for (value,) in one] for one in done["logprobs"]] == [
+        pytest.approx(one.logprobs, abs=1e-4) for one in expected
+    ]
+    assert [[token for (token,) in one] for one in done["logprob_token_ids"]] == done["completion_ids"]
+    chat = client.chat([[{"role": "user", "content": texts[0]}]], n=2, max_tokens=32, **options)
+    assert chat["completion_ids"] == done["completion_ids"][:2] and chat["prompt_ids"] == prompts[:1]
 
 
-class TestTRL:
-    def test_generate(self, rollout: Rollout, vllm_client: Any) -> None:
-        sampling = SamplingParams(max_tokens=32, seed=5)
-        expected = rollout.generate(tiny_prompts(2), sampling, n=2)
-        prompts = [list(expected[2 * at].prompt_token_ids) for at in range(2)]
-        done = vllm_client.generate(prompts, n=2, max_tokens=32, generation_kwargs={"seed": 5})
-        assert done["prompt_ids"] == prompts
-        assert done["completion_ids"] == [list(one.token_ids) for one in expected]
-        assert [[value for (value,) in one] for one in done["logprobs"]] == [
-            pytest.approx(one.logprobs, abs=1e-4) for one in expected
-        ]
-        assert [[token for (token,) in one] for one in done["logprob_token_ids"]] == done["completion_ids"]
-
-    def test_chat(self, rollout: Rollout, vllm_client: Any) -> None:
-        text = tiny_prompts(1)[0]
-        expected = rollout.generate([text], SamplingParams(max_tokens=32, seed=5), n=2)
-        done = vllm_client.chat(
-            [[{"role": "user", "content": text}]], n=2, max_tokens=32, generation_kwargs={"seed": 5}
-        )
-        assert done["completion_ids"] == [list(one.token_ids) for one in expected]
-        assert done["prompt_ids"] == [list(expected[0].prompt_token_ids)]
-
-
-class TestLeaving:
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_the_requests_of_a_client_that_leaves_end(self, rollout: Rollout, server: Served, stream: bool) -> None:
-        body = json.dumps({"prompt": [1, 2, 3], "n": 4, "stream": stream, **LONG}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
-            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-            wait_until(lambda: len(server.service.running()) == 4)
-        wait_until(lambda: not server.service.running() and not rollout.engine.is_busy)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_requests_of_a_client_that_leaves_end(rollout: Rollout, server: Served, stream: bool) -> None:
+    """While a pause holds them, so that they do not end by themselves."""
+    HTTP.post(f"{server.url}/pause?mode=keep").raise_for_status()
+    body = json.dumps({"prompt": [1, 2, 3], "n": 4, "stream": stream, "max_tokens": 400, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        wait_until(lambda: len(server.service.running()) == 4, "four requests")
+    wait_until(lambda: not server.service.running() and not rollout.engine.is_busy, "their end")
+    HTTP.post(f"{server.url}/resume").raise_for_status()
 
 
 class TestLoad:
@@ -252,8 +228,9 @@ class TestLoad:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_request_of_the_schema_is_a_defect(server: Served) -> None:
+def test_no_request_of_the_schema_is_a_defect(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bodies that fit the OpenAPI schema, and some that do not."""
+    monkeypatch.setattr(control, "_LIVE_S", 200.0)
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     statuses = Counter[int]()
     for operation in (one.ok() for one in schema.get_all_operations()):
@@ -263,13 +240,13 @@ def test_no_request_of_the_schema_is_a_defect(server: Served) -> None:
         def send(case: Any) -> None:
             if isinstance(case.body, dict):
                 case.body = {**case.body, "model": "tiny", "max_tokens": 4}
-            answer = case.call(base_url=server.url, timeout=60.0)
+            answer = case.call(base_url=server.url, timeout=250.0)
             statuses[answer.status_code] += 1
             assert answer.status_code < 500, answer.text
 
         send()
         for path in ("/wake_up", "/resume"):
-            httpx.post(f"{server.url}{path}", timeout=60.0).raise_for_status()
+            HTTP.post(f"{server.url}{path}").raise_for_status()
     assert statuses[200] > 50 and statuses[400] > 20
 
 
@@ -286,22 +263,14 @@ class TestCommand:
         try:
             assert process.stderr is not None
             url = next(line for line in process.stderr if line.startswith("serving")).split()[3].rstrip(";")
-            assert httpx.get(f"{url}/v1/models").status_code == 401
+            assert HTTP.get(f"{url}/v1/models").status_code == 401
             headers = {"Authorization": f"Bearer {key}"}
-            assert httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"] == "tiny"
+            assert HTTP.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"] == "tiny"
             body = {"prompt": [1, 2, 3], "max_tokens": 8}
-            assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60.0).status_code == 200
+            assert HTTP.post(f"{url}/v1/completions", json=body, headers=headers).status_code == 200
             process.send_signal(signal.SIGTERM)
             said = process.stderr.read()
-            assert process.wait(60) == 0, said
+            assert process.wait(120) == 0, said
         finally:
             process.kill()
             process.communicate()
-
-
-def wait_until(holds: Any) -> None:
-    for _ in range(1200):
-        if holds():
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError("it did not come to be")

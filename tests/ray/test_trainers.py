@@ -25,21 +25,13 @@ from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
 from specactor_ray.models.loading import load_model
 from specactor_ray.target.base import TargetRequest
-from tests.ray.test_serve import Served, serving
+from tests.ray.test_serve import SETTINGS, Served, served
 from tests.tiny import tiny_prompt_ids, tiny_target
 from tests.unit.engine_conformance import run
 from tests.unit.target.test_hf_engine import load, make
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
-SETTINGS = {
-    "mode": "coupled",
-    "target": {"model": str(tiny_target()), "dtype": "float32", "max_batch": 8, "kv_cache_gb": 0.05},
-    "drafters": [{"method": "suffix"}],
-    "sampling": {"max_tokens": 24, "seed": 3},
-    "trainer": {"weight_bucket_mb": 1},
-    "cluster": {"pin_cores": False},
-}
 PROMPTS = [list(one) for one in tiny_prompt_ids(3)]
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=11)
 LONG = {"max_tokens": 440, "ignore_eos": True, "temperature": 1.0}
@@ -48,20 +40,20 @@ LONG = {"max_tokens": 440, "ignore_eos": True, "temperature": 1.0}
 @pytest.fixture(scope="module")
 def rollout() -> Iterator[Rollout]:
     ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    with Rollout(from_mapping(SETTINGS)) as rollout:
+    with Rollout(from_mapping({**SETTINGS, "trainer": {"weight_bucket_mb": 1}})) as rollout:
         yield rollout
     ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def server(rollout: Rollout) -> Iterator[Served]:
-    with serving(rollout) as served:
-        yield served
+    with served(rollout) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=200) as client:
         yield client
 
 
@@ -125,19 +117,6 @@ def got(client: httpx.Client, path: str) -> Any:
     return answer.json()
 
 
-Push = Callable[[httpx.Client, Path, int], None]
-
-
-def push_by_vllm(client: httpx.Client, weights: Path, version: int) -> None:
-    """`vllm.distributed.weight_transfer.clients.HTTPVLLMWeightSyncClient`, between a pause and its end."""
-    sent(client, "/pause", mode="keep")
-    sent(client, "/start_weight_update")
-    sent(client, "/update_weights", {"update_info": {"weight_dir": str(weights)}})
-    sent(client, "/finish_weight_update", {"weight_version": str(version)})
-    sent(client, "/resume")
-    assert got(client, "/get_weight_version") == {"weight_version": str(version)}
-
-
 def push_by_prime_rl(client: httpx.Client, weights: Path, version: int) -> None:
     """`prime_rl.utils.client.update_weights`."""
     del version
@@ -157,23 +136,22 @@ def push_by_slime(client: httpx.Client, weights: Path, version: int) -> None:
     assert str(got(client, "/get_weight_version")["weight_version"]) == str(version)
 
 
-PUSHES = [push_by_vllm, push_by_prime_rl, push_by_slime]
 versions = iter(range(100, 10_000))
 
 
-@pytest.mark.parametrize("push", PUSHES)
+@pytest.mark.parametrize("push", [push_by_prime_rl, push_by_slime])
 def test_new_weights_change_the_tokens_and_the_old_ones_bring_them_back(
-    client: httpx.Client, truth: dict[str, list[list[int]]], old: Path, new: Path, push: Push
+    client: httpx.Client, truth: dict[str, list[list[int]]], old: Path, new: Path, push: Any
 ) -> None:
     assert generated(client) == truth["old"]
-    for weights, name in ((new, "new"), (old, "old"), (new, "new"), (old, "old")):
+    for weights, name in ((new, "new"), (old, "old")):
         push(client, weights, next(versions))
         assert generated(client) == truth[name]
 
 
 def background(server: Served, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
     async def body() -> Any:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=200) as client:
             return await work(client)
 
     return asyncio.run(body())
@@ -237,7 +215,7 @@ class TestPauses:
             rest = replace(sampling, first_position=start, max_tokens=sampling.max_tokens - start)
             model = new if version == "in flight" else tiny_target()
             assert tokens[start:end] == plain(model, rest, [PROMPTS[0] + tokens[:start]])[0][: end - start]
-        with httpx.Client(base_url=server.url, timeout=60) as client:
+        with httpx.Client(base_url=server.url, timeout=200) as client:
             push_by_prime_rl(client, old, 0)
             sent(client, "/update_weight_version", {"new_version": "0"})
 
@@ -252,7 +230,7 @@ class TestPauses:
             assert (await other.post("/resume")).is_success
             return await outputs
 
-        with httpx.Client(base_url=server.url, timeout=60) as another:
+        with httpx.Client(base_url=server.url, timeout=200) as another:
             for mode in ("keep", "wait", "keep", "abort"):
                 sent(another, "/pause", mode=mode)
             assert background(server, work) == truth["old"]
@@ -273,8 +251,7 @@ class TestPauses:
         choice = background(server, work)
         assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == LONG["max_tokens"]
 
-    @pytest.mark.parametrize("path", ["/pause?mode=abort", "/pause_generation"])
-    def test_a_pause_that_aborts_gives_out_what_there_is(self, server: Served, path: str) -> None:
+    def test_a_pause_that_aborts_gives_out_what_there_is(self, server: Served) -> None:
         def body(seed: int) -> dict[str, Any]:
             return {"token_ids": PROMPTS[0], "sampling_params": {**LONG, "seed": seed}}
 
@@ -284,19 +261,17 @@ class TestPauses:
 
             begins = start(range(12))
             await begun(client, begins)
-            assert (await client.post(path)).is_success
+            assert (await client.post("/pause_generation")).is_success
             ran = [(await one).json()["choices"][0] for one in begins]
             waits = start(range(3))
             await until(client, waiting(3))
-            assert (await client.post(path)).is_success
+            assert (await client.post("/pause?mode=abort")).is_success
             waited = [(await one).json()["choices"][0] for one in waits]
             assert (await client.post("/resume")).is_success
             return [ran, waited]
 
         ran, waited = background(server, work)
-        assert [(one["finish_reason"], one["token_ids"], one["weight_versions"]) for one in waited] == [
-            ("abort", [], [])
-        ] * 3
+        assert [(one["finish_reason"], one["token_ids"]) for one in waited] == [("abort", [])] * 3
         assert {one["finish_reason"] for one in ran} <= {"abort", "length"}
         for seed, choice in enumerate(ran[:3]):
             expected = plain(tiny_target(), SamplingParams(seed=seed, **LONG), PROMPTS[:1])[0]
@@ -304,7 +279,7 @@ class TestPauses:
 
 
 @pytest.fixture(scope="module")
-def bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+def bad(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
     """Directory and what an error says of it."""
     root, tensors = tmp_path_factory.mktemp("bad"), load_file(tiny_target() / "model.safetensors")
     first = next(iter(tensors))
@@ -313,50 +288,25 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]
     for name, content in (("shape", shaped), ("missing", whole)):
         (root / name).mkdir()
         save_file(content, root / name / "model.safetensors")
-    (root / "cut").mkdir()
-    data = (tiny_target() / "model.safetensors").read_bytes()
-    (root / "cut" / "model.safetensors").write_bytes(data[: len(data) // 2])
-    return {
-        "nowhere": (root / "nowhere", "no directory"),
-        "long": (root / ("x" * 300), "name too long"),
-        "cut": (root / "cut", "cannot be read"),
-        "shape": (root / "shape", first),
-        "missing": (root / "missing", first),
-    }
+    return [(root / "nowhere", "no directory"), (root / "shape", first), (root / "missing", first)]
 
 
-class TestRefusedWeights:
-    @pytest.mark.parametrize("dialect", ["vllm", "prime_rl", "slime"])
-    def test_are_named_and_change_nothing(
-        self, client: httpx.Client, bad: dict[str, tuple[Path, str]], truth: dict[str, list[list[int]]], dialect: str
-    ) -> None:
-        version = got(client, "/get_weight_version")
-        for folder, named in bad.values():
-            if dialect == "vllm":
-                sent(client, "/start_weight_update")
-                answer = client.post("/update_weights", json={"update_info": {"weight_dir": str(folder)}})
-            elif dialect == "prime_rl":
-                answer = client.post("/update_weights", json={"weight_dir": str(folder)})
-            else:
-                answer = client.post("/update_weights_from_disk", json={"model_path": str(folder)})
-                assert answer.json()["success"] is False
-            assert answer.status_code == 400
-            assert named.lower() in answer.json()["error"]["message"].lower()
-        assert generated(client) == truth["old"]
-        assert got(client, "/get_weight_version") == version
-
-    def test_versions_do_not_go_back(self, client: httpx.Client, old: Path, new: Path) -> None:
-        version = next(versions)
-        push_by_slime(client, old, version)
-        push_by_slime(client, old, version)  # a call that is repeated
-        back = {"model_path": str(new), "weight_version": str(version - 1)}
-        answer = client.post("/update_weights_from_disk", json=back)
-        assert answer.status_code == 400 and f"{version - 1} comes after {version}" in answer.json()["message"]
-        assert got(client, "/get_weight_version") == {"weight_version": str(version)}
-        assert generated(client) == plain(tiny_target(), SAMPLING)
-        sent(client, "/update_weight_version", {"new_version": "1"})
-        push_by_slime(client, old, 2)
-        sent(client, "/update_weight_version", {"new_version": str(next(versions))})
+@pytest.mark.parametrize("dialect", ["vllm", "prime_rl", "slime"])
+def test_refused_weights_are_named_and_change_nothing(
+    client: httpx.Client, bad: list[tuple[Path, str]], truth: dict[str, list[list[int]]], dialect: str
+) -> None:
+    version = got(client, "/get_weight_version")
+    for folder, named in bad:
+        path, body = {
+            "vllm": ("/update_weights", {"update_info": {"weight_dir": str(folder)}}),
+            "prime_rl": ("/update_weights", {"weight_dir": str(folder)}),
+            "slime": ("/update_weights_from_disk", {"model_path": str(folder)}),
+        }[dialect]
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400 and answer.json()["success"] is False
+        assert named.lower() in answer.json()["error"]["message"].lower()
+    assert generated(client) == truth["old"]
+    assert got(client, "/get_weight_version") == version
 
 
 def test_sleep(server: Served, client: httpx.Client, truth: dict[str, list[list[int]]]) -> None:
@@ -419,62 +369,54 @@ def test_prime_rls_client(client: httpx.Client) -> None:
     card = next(model for model in got(client, "/v1/models")["data"] if model["id"] == "tiny")
     assert card["max_model_len"] > 0
     params = {"temperature": 1.0, "max_tokens": 24, "seed": 11, "stop_token_ids": [2], "skip_special_tokens": False}
+    more = {"flat_logprobs": True, "extra_args": {"prl_compact_logprobs": True}, "detokenize": False}
     body = {"model": "tiny", "token_ids": PROMPTS[0], "cache_salt": "4", "priority": -1}
-    for head in (None, 3):
-        logprobs = {"logprobs": 1 if head is None else head + 2}
-        if head is not None:
-            logprobs |= {"flat_logprobs": True, "extra_args": {"prl_compact_logprobs": True}, "detokenize": False}
-        (choice,) = sent(client, "/inference/v1/generate", {**body, "sampling_params": {**params, **logprobs}})[
-            "choices"
-        ]
+    for logprobs in ({"logprobs": 1}, {"logprobs": 5, **more}):
+        answer = sent(client, "/inference/v1/generate", {**body, "sampling_params": {**params, **logprobs}})
+        (choice,) = answer["choices"]
         content = choice["logprobs"]["content"]
         assert [one["token"] for one in content] == [f"token_id:{token}" for token in choice["token_ids"]]
-        if head is not None:
-            for one in content:
-                ranked = {other["token"]: other["logprob"] for other in one["top_logprobs"]}
-                assert len(ranked) == len(one["top_logprobs"]) >= head + 2
-                assert ranked[one["token"]] == one["logprob"]
-                assert all(logprob <= 1e-6 for logprob in ranked.values())
-    with httpx.Client(base_url=str(client.base_url), timeout=60) as admin:
-        refused = admin.post("/update_weights", json={"weight_dir": None})
-        assert refused.status_code == 400 and "filesystem" in refused.json()["error"]["message"]
+        for one in content if logprobs["logprobs"] == 5 else ():
+            ranked = {other["token"]: other["logprob"] for other in one["top_logprobs"]}
+            assert len(ranked) == len(one["top_logprobs"]) >= 5 and ranked[one["token"]] == one["logprob"]
+            assert all(logprob <= 1e-6 for logprob in ranked.values())
 
 
-class TestSlime:
-    def test_an_external_engine(self, client: httpx.Client) -> None:
-        """`slime.backends.sglang_utils.external` and `SGLangEngine._init_external`, miles's beside it."""
-        url = str(client.base_url).rstrip("/")
-        assert client.get("/health_generate").status_code == 200 and client.get("/flush_cache").status_code == 200
-        info = got(client, "/server_info")
-        assert int(info["tp_size"]) * int(info["pp_size"]) == 1 and int(info["num_gpus"]) == 1
-        assert info.get("disaggregation_mode") not in ("prefill", "decode") and not info.get("encoder_only")
-        assert info["enable_memory_saver"] is False
-        assert client.post("/workers", json={"url": url, "worker_type": "regular"}).is_success
-        assert [worker["url"] for worker in got(client, "/workers")["workers"]] == [url]
+def test_slimes_external_engine(client: httpx.Client) -> None:
+    """`slime.backends.sglang_utils.external` and `SGLangEngine._init_external`, miles's beside it."""
+    url = str(client.base_url).rstrip("/")
+    assert client.get("/health_generate").status_code == 200 and client.get("/flush_cache").status_code == 200
+    info = got(client, "/server_info")
+    assert int(info["tp_size"]) * int(info["pp_size"]) == 1 and int(info["num_gpus"]) == 1
+    assert info.get("disaggregation_mode") not in ("prefill", "decode") and not info.get("encoder_only")
+    assert info["enable_memory_saver"] is False
+    assert client.post("/workers", json={"url": url, "worker_type": "regular"}).is_success
+    assert [worker["url"] for worker in got(client, "/workers")["workers"]] == [url]
 
-    def test_aborts_until_idle(self, server: Served) -> None:
-        """`abort_server_until_idle`, while streams of `generate_streaming` run."""
 
-        async def stream(client: httpx.AsyncClient, seed: int) -> dict[str, Any]:
-            params = {"max_new_tokens": 440, "ignore_eos": True, "sampling_seed": seed}
-            body = {"input_ids": PROMPTS[0], "sampling_params": params, "return_logprob": True, "stream": True}
-            meta: dict[str, Any] = {}
-            async with client.stream("POST", "/generate", json=body) as answer:
-                async for line in answer.aiter_lines():
-                    if line.startswith("data:") and (data := line[len("data:") :].strip()) != "[DONE]":
-                        meta = json.loads(data)["meta_info"]
-            return meta
+def test_slime_aborts_until_idle(server: Served) -> None:
+    """`abort_server_until_idle`, while streams of `generate_streaming` run."""
 
-        async def work(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-            streams = [asyncio.ensure_future(stream(client, seed)) for seed in range(6)]
-            await begun(client, streams)
-            assert (await client.post("/abort_request", json={"abort_all": True})).is_success
-            await until(client, lambda load: load["num_total_reqs"] == 0)
-            return [await one for one in streams]
+    async def stream(client: httpx.AsyncClient, seed: int) -> dict[str, Any]:
+        params = {"max_new_tokens": 440, "ignore_eos": True, "sampling_seed": seed}
+        body = {"input_ids": PROMPTS[0], "sampling_params": params, "return_logprob": True, "stream": True}
+        meta: dict[str, Any] = {}
+        async with client.stream("POST", "/generate", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data:") and (data := line[len("data:") :].strip()) != "[DONE]":
+                    meta = json.loads(data)["meta_info"]
+        return meta
 
-        metas = background(server, work)
-        assert all(meta["finish_reason"]["type"] in ("abort", "length") for meta in metas)
-        assert all(len(meta["output_token_logprobs"]) == meta["completion_tokens"] for meta in metas)
+    async def work(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+        streams = [asyncio.ensure_future(stream(client, seed)) for seed in range(6)]
+        await begun(client, streams)
+        assert (await client.post("/abort_request", json={"abort_all": True})).is_success
+        await until(client, lambda load: load["num_total_reqs"] == 0)
+        return [await one for one in streams]
+
+    metas = background(server, work)
+    assert all(meta["finish_reason"]["type"] in ("abort", "length") for meta in metas)
+    assert all(len(meta["output_token_logprobs"]) == meta["completion_tokens"] for meta in metas)
 
 
 @needs_vllm
@@ -500,4 +442,4 @@ def test_vllms_own_client(client: httpx.Client, truth: dict[str, list[list[int]]
             assert "done\n" in iter(theirs.stdout.readline, "")
             assert generated(client) == truth[name]
         theirs.stdin.close()
-        assert theirs.wait(30.0) == 0
+        assert theirs.wait(120.0) == 0

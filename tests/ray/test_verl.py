@@ -89,7 +89,7 @@ def server(manager: Any) -> Any:
 def local() -> Iterator[VerlServer]:
     """A server in this process whose rollout decodes plainly and gives up its memory."""
     config = omega_conf_to_dataclass(configured(["mode=plain"]).actor_rollout_ref.rollout)
-    server = VerlServer(config, str(tiny_target()), False, False, replica_rank=1, sleeps=True)
+    server = VerlServer(config, str(tiny_target()), False, replica_rank=1, sleeps=True)
     asyncio.run(server.start())
     yield server
     asyncio.run(server.close())
@@ -136,44 +136,21 @@ def test_agent_loops_generate_what_plain_decoding_generates(manager: Any, server
     assert sum(done.non_tensor_batch["spec_num_accepted_tokens"]) > 0
 
 
-def test_what_was_aborted_goes_on_with_the_undisturbed_tokens(server: Any, plain: Rollout) -> None:
-    """Whether the seed is the client's, or the server's own."""
-    prompt, most = ids(0), 380
-    for given in ({"seed": 77}, {}):
-        ray.get(server.set_global_steps.remote(100 + len(given)))
-        seeds = Seeds(SEED, 0)
-        seeds.begin_step(100)
-        expected = truth(plain, prompt, given.get("seed", seeds.take(prompt)), max_tokens=most, ignore_eos=True)
-        output: list[int] = []
-        middle, delay_s = 0, 0.01
-        while len(output) < most:
-            asked = {**SAMPLED, **given, "ignore_eos": True, "max_tokens": most - len(output)}
-            part = ask(server, prompt + output, asked)
-            ray.wait([part], timeout=delay_s)
-            ray.get(server.abort_all_requests.remote())
-            ray.get(server.resume_generation.remote())
-            one = ray.get(part)
-            assert one.stop_reason == ("completed" if len(output) + len(one.token_ids) == most else "aborted")
-            output += one.token_ids
-            middle += 0 < len(output) < most
-            delay_s *= 2
-        assert output == expected and middle
-
-
-def test_verls_client_continues_by_itself(manager: Any, server: Any, plain: Rollout) -> None:
-    """Several samples of a prompt keep their seeds apart, each under a new name after the abort."""
+def test_verls_client_continues_what_was_aborted(manager: Any, server: Any, plain: Rollout) -> None:
+    """With the undisturbed tokens: samples of one prompt keep their seeds apart, under new names after every abort."""
     ray.get(server.set_global_steps.remote(200))
-    prompt, most, count = ids(1), 96, 3
+    prompt, most, count = ids(1), 380, 3
     client = manager.get_client(FullyAsyncLLMServerClient)
     asked = {**SAMPLED, "ignore_eos": True, "max_tokens": most}
 
     async def run() -> list[Any]:
         tasks = [client.generate(str(one), prompt_ids=prompt, sampling_params=dict(asked)) for one in range(count)]
-        outputs = asyncio.gather(*tasks)
-        aborted = 0
-        while not aborted and not outputs.done():
-            aborted = (await server.abort_all_requests.remote())["aborted_count"]
+        outputs, delay_s = asyncio.gather(*tasks), 0.01
+        while not outputs.done():
+            await asyncio.sleep(delay_s)
+            await server.abort_all_requests.remote()
             await server.resume_generation.remote()
+            delay_s *= 2
         return await outputs
 
     outputs = asyncio.run(run())

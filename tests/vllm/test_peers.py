@@ -47,7 +47,7 @@ def test_vllm_runs_plain_and_with_its_own_drafters(tmp_path: Path) -> None:
             "speculation": {"window": 4},
         }
     )
-    workloads = [("tiny", tuple(tiny_prompt_ids(16)), (SamplingParams(temperature=1.0, max_tokens=24),) * 16)]
+    workloads = [("tiny", tuple(tiny_prompt_ids(16)), (SamplingParams(temperature=0.0, max_tokens=24),) * 16)]
     shown = io.StringIO()
     rows = measure_peers(config, [16], workloads, Console(file=shown, width=200))
     labels = [row["variant"].rpartition(" ")[0] for row in rows]

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from specactor_ray.bench.gpu_check import forwards, kernels
+from specactor_ray.bench.gpu_check import measurements
 from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.bench.micro import cell, points_table, refuse_existing, run_script
 from specactor_ray.core.console import make_console, say
@@ -24,12 +24,11 @@ from specactor_ray.core.errors import EXIT_FAILED, InputError
 from specactor_ray.core.files import make_folder, write_json
 
 STAGES: Mapping[str, Callable[[Stage], None]] = {
-    "hardware": kernels.measure_hardware,
-    "triton": kernels.measure_triton,
-    "attention": kernels.measure_attention,
-    "forwards": forwards.measure_forwards,
-    "drafting": forwards.measure_drafting,
-    "flips": forwards.measure_flips,
+    "hardware": measurements.measure_hardware,
+    "triton": measurements.measure_triton,
+    "attention": measurements.measure_attention,
+    "forwards": measurements.measure_forwards,
+    "drafting": measurements.measure_drafting,
 }
 
 
@@ -69,7 +68,7 @@ def run_check(settings: Settings, stages: Sequence[str], path: Path, deadline: f
     entries = dict[str, Any]()
     report = {
         "kind": "specactor gpu check",
-        "version": 4,
+        "version": 5,
         "device": torch.cuda.get_device_name() if settings.device == "cuda" else "CPU",
         "torch": torch.__version__,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -55,7 +55,7 @@ class Settings(NamedTuple):
     sampler_vocabs: tuple[int, ...] = (6016, 50_257, SMALL.vocab_size)
     """Vocabulary sizes: tokens are compared in all of them; the last one is timed."""
     shapes: tuple[ModelShape, ...] = (LARGE, SMALL)
-    """Model shapes of `forwards`; the first is also that of `attention`, the last that of `drafting` and `flips`."""
+    """Model shapes of `forwards`; the first is also that of `attention`, the last that of `drafting`."""
     attention_cells: tuple[tuple[int, int, int], ...] = (
         (1, 1, 1000),
         (1, 4, 1000),
@@ -70,13 +70,6 @@ class Settings(NamedTuple):
     forward_contexts: tuple[int, ...] = (2048, 512, 8192)
     drafting_rows: tuple[int, ...] = (1, 8, 64, 256)
     drafting_prompt: int = 128
-    flip_rows: int = 12
-    """Number of compared rows; larger batches have other rows beside them."""
-    flip_context: int = 512
-    flip_tokens: int = 36
-    """Compared positions of a row, a multiple of all `flip_lengths`."""
-    flip_batches: tuple[int, ...] = (1, 16, 128)
-    flip_lengths: tuple[int, ...] = (1, 4, 9)
 
 
 class OutOfTime(Exception):
@@ -141,7 +134,8 @@ class Stage:
         if begin > self.deadline:
             raise OutOfTime
         call()
-        synchronize(self.settings.device)
+        if self.settings.device == "cuda":
+            torch.cuda.synchronize()
         return self.now() - begin
 
     def median_s(self, call: Callable[[], object]) -> float:
@@ -151,9 +145,3 @@ class Stage:
         while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < _ENOUGH_S):
             times.append(self.seconds(call))
         return statistics.median(times)
-
-
-def synchronize(device: str) -> None:
-    """Wait until the device has done all its work."""
-    if device == "cuda":
-        torch.cuda.synchronize()

@@ -13,8 +13,14 @@ import pytest
 from rich.console import Console
 
 from specactor_ray.bench import demo
-from specactor_ray.bench.demo import Round, rename_tasks, similarity, speed_figures, training_figures
-from specactor_ray.bench.rollout_modes import ratio_with_error
+from specactor_ray.bench.demo import (
+    Round,
+    ratio_with_error,
+    rename_tasks,
+    similarity,
+    speed_figures,
+    training_figures,
+)
 from specactor_ray.cli.demo import demo_table, verdict
 from specactor_ray.core.errors import SpecActorError
 from specactor_ray.trainer.rewards import RewardSample

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import warnings
 from typing import Any
@@ -11,7 +10,6 @@ import httpx
 import pytest
 
 from specactor_ray.core.errors import ActorLostError
-from specactor_ray.serve.app import make_app
 from tests.fakes.scripted_engine import ScriptedEngine, events, make_service, on, post
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -33,7 +31,6 @@ class TestErrors:
         [
             (b"", None),
             (b"{", None),
-            (b"[]", None),
             (b"[" * 100_000, None),
             (b'{"prompt": "\xff"}', None),
             (b"{}", "prompt"),
@@ -41,17 +38,13 @@ class TestErrors:
             (b'{"prompt": [[]]}', "prompt"),
             (b'{"prompt": [1, "a"]}', "prompt"),
             (b'{"prompt": [true]}', "prompt"),
-            (b'{"prompt": [-1]}', "prompt"),
             (b'{"prompt": [99999999999999999999999]}', "prompt"),
             (b'{"prompt": "\\ud800"}', "prompt"),
-            (b'{"prompt": "a", "max_tokens": true}', "max_tokens"),
             (b'{"prompt": "a", "temperature": true}', "temperature"),
             (b'{"prompt": "a", "stop_token_ids": [true]}', "stop_token_ids.0"),
             (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
             (b'{"prompt": "a", "priority": 1e30}', "priority"),
             (b'{"prompt": "a", "\\ud800": 1}', None),
-            (b'{"prompt": "a", "request_id": "\\ud800"}', "request_id"),
-            (b'{"prompt": "a", "echo": true}', "echo"),
             (b'{"prompt": "a", "n": 1024, "top_k": 99999999999}', "top_k"),
         ],
     )
@@ -64,14 +57,7 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         "messages",
-        [
-            [],
-            [1],
-            [{}],
-            [{"role": "user"}],
-            [{"role": 1, "content": "a"}],
-            [{"role": "user", "content": [{"type": "x"}]}],
-        ],
+        [[], [1], [{"role": "user"}], [{"role": 1, "content": "a"}], [{"role": "user", "content": [{"type": "x"}]}]],
     )
     def test_bad_messages_are_refused(self, messages: Any) -> None:
         answer = post(CHAT, {"messages": messages})
@@ -87,8 +73,6 @@ class TestErrors:
             assert (await client.get("/nowhere")).json()["error"]["code"] == 404
             answer = await client.get(COMPLETIONS)
             assert answer.status_code == 405 and answer.headers["allow"] == "POST" and "error" in answer.json()
-            answer = await client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
-            assert answer.status_code == 400, "no web page sends JSON to another origin unasked"
 
         on(make_service(ScriptedEngine()), work)
 
@@ -100,29 +84,17 @@ class TestErrors:
         (event,) = events(post(COMPLETIONS, {"prompt": "a", "stream": True}, engine))[-1:]
         assert event["error"]["code"] == 503
 
-    def test_a_request_that_fails_is_refused(self) -> None:
-        engine = ScriptedEngine()
-        engine.error = "the prompt cannot run"
-        answer = post(COMPLETIONS, {"prompt": "a", "n": 3}, engine)
-        assert answer.status_code == 400 and "cannot run" in answer.json()["error"]["message"]
-        assert not engine.running
-
-    def test_overload_is_refused_as_a_whole(self) -> None:
-        engine = ScriptedEngine(max_waiting=2)
-        engine.held = True
-        answer = post(COMPLETIONS, {"prompt": "a", "n": 3}, engine)
-        assert answer.status_code == 429 and not engine.running
+    def test_requests_that_fail_and_overload_are_refused_as_a_whole(self) -> None:
+        for engine, status in ((ScriptedEngine(), 400), (ScriptedEngine(max_waiting=2), 429)):
+            engine.error, engine.held = "the prompt cannot run", status == 429
+            answer = post(COMPLETIONS, {"prompt": "a", "n": 3}, engine)
+            assert answer.status_code == status and not engine.running
+            assert ("cannot run" in answer.json()["error"]["message"]) == (status == 400)
 
     def test_a_defect_is_an_error_without_its_text(self) -> None:
         service = make_service(ScriptedEngine())
         service.require_model = lambda name: 1 // 0  # type: ignore[method-assign]
-
-        async def work() -> httpx.Response:
-            transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                return await client.post(COMPLETIONS, json={"prompt": "a"})
-
-        answer = asyncio.run(work())
+        answer = on(service, lambda client: client.post(COMPLETIONS, json={"prompt": "a"}))
         assert answer.status_code == 500 and "division" not in answer.text and answer.json()["error"]["code"] == 500
 
 
@@ -140,21 +112,14 @@ class TestAnswers:
 
     def test_sampling_session_and_priority_reach_the_engine(self) -> None:
         engine = ScriptedEngine()
-        body = {"prompt": [5], "temperature": 0.5, "top_k": 7, "max_tokens": 3, "session": "s", "priority": -2}
-        post(COMPLETIONS, body, engine)
-        _, sampling, options = engine.submitted[0]
-        assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.5, 7, 3)
-        assert options["session"] == "s" and options["priority"] == -2
-
-    def test_a_chat_without_max_tokens_has_the_context(self) -> None:
-        engine = ScriptedEngine()
-        post(CHAT, {"messages": MESSAGES}, engine)
-        prompt, sampling, _ = engine.submitted[0]
-        assert sampling.max_tokens == 512 - len(prompt)
+        post(COMPLETIONS, {"prompt": [5], "temperature": 0.5, "top_k": 7, "session": "s", "priority": -2}, engine)
         post(CHAT, {"messages": MESSAGES, "max_completion_tokens": 4}, engine)
-        assert engine.submitted[1][1].max_tokens == 4
+        post(CHAT, {"messages": MESSAGES}, engine)
+        (_, first, options), (_, second, _), (prompt, third, _) = engine.submitted
+        assert (first.temperature, first.top_k) == (0.5, 7) and options == {"session": "s", "priority": -2}
+        assert second.max_tokens == 4 and third.max_tokens == 512 - len(prompt), "the rest of the context"
 
-    @pytest.mark.parametrize("part", [1, 2, 3, 50])
+    @pytest.mark.parametrize("part", [1, 3, 50])
     def test_a_stream_of_characters_of_several_bytes(self, part: int) -> None:
         text = "näïve 🦊 狐狸."
         body = {"messages": MESSAGES, "stream": True, "logprobs": True, "return_token_ids": True, "max_tokens": 100}
@@ -179,16 +144,6 @@ class TestAnswers:
         ended = ("stop", ", two") if ", two" in text else ("length", None)
         for choice in (whole, choices[-1]):
             assert (choice["finish_reason"], choice["stop_reason"]) == ended
-
-    def test_parts_of_several_choices_are_told_apart(self) -> None:
-        body = {"prompt": ["a", "b"], "n": 2, "stream": True, "seed": 4, "max_tokens": 10}
-        whole = post(COMPLETIONS, {**body, "stream": False}).json()
-        texts = ["", "", "", ""]
-        for event in events(post(COMPLETIONS, {**body, "stream_options": {"include_usage": True}})):
-            for choice in event["choices"]:
-                texts[choice["index"]] += choice["text"]
-        assert texts == [choice["text"] for choice in whole["choices"]] and event["usage"] == whole["usage"]
-        assert event["system_fingerprint"] == whole["system_fingerprint"] == "weights-0"
 
     def test_each_operation_of_the_schema_has_its_own_name(self) -> None:
         with warnings.catch_warnings():
@@ -244,18 +199,3 @@ class TestToolCalls:
             {"role": "tool", "content": "3", "tool_call_id": "1"},
         ]
         assert post(CHAT, {"messages": messages, "tools": TOOLS}).status_code == 200
-
-
-def test_an_aborted_request_gives_what_there_is() -> None:
-    engine = ScriptedEngine()
-    engine.held = True
-    service = make_service(engine)
-
-    async def work(client: httpx.AsyncClient) -> httpx.Response:
-        waiting = asyncio.ensure_future(client.post(COMPLETIONS, json={"prompt": "a", "request_id": "mine"}))
-        while not engine.running:
-            await asyncio.sleep(0)
-        assert await service.control.abort("other") == 0 and await service.control.abort("mine") == 1
-        return await waiting
-
-    assert on(service, work).json()["choices"][0]["finish_reason"] == "abort"

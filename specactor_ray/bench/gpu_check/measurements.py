@@ -1,27 +1,36 @@
-"""Stages of single kernels: `hardware`, `triton` (the keyed sampler) and `attention`."""
+"""Stages of the check: single kernels (`hardware`, `triton`, `attention`), and whole models with random weights
+(`forwards`, `drafting`)."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import profile
 
-from specactor_ray.bench.gpu_check.stage import Settings, Stage, synchronize
-from specactor_ray.core.environment import hardware, versions
+from specactor_ray.bench.gpu_check.stage import ModelShape, Settings, Stage
+from specactor_ray.core.environment import fallbacks, hardware, versions
+from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.draft.burst import LONGEST, CudaCapturer
+from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
+from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows, warm_up
 from specactor_ray.sampling.rules import Rules
 
+_WINDOW = 200
+"""Draft tokens of a window: more than the timed calls draft."""
 _PROFILED = 10
 """Number of calls under the profiler."""
 _ATTENTION_KERNELS = ("attend", "merge")
@@ -106,7 +115,7 @@ def measure_attention(stage: Stage) -> None:
         copy_s[:] = copy_s or [stage.median_s(lambda: target.copy_(source))]
         attend = functools.partial(layer.attend, layer.batch(rows, keys, queries), queries)
         layer_s = stage.median_s(attend)
-        kernels_s = kernel_seconds(attend, settings.device)
+        kernels_s = kernel_seconds(attend) if settings.device == "cuda" else {}
         kernel_s = sum(seconds for name, seconds in kernels_s.items() if name in _ATTENTION_KERNELS)
         rate = 1e-9 * rows * keys * layer.cache.bytes_per_token / (kernel_s or layer_s)
         point = {
@@ -164,11 +173,137 @@ class AttentionLayer:
         return float((torch.cat(alone) - together).abs().max() / together.abs().max())
 
 
-def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
+def kernel_seconds(call: Callable[[], object]) -> dict[str, float]:
     """GPU kernel → seconds of a call in it."""
     with profile() as seen:
         for _ in range(_PROFILED):
             call()
-        synchronize(device)
+        torch.cuda.synchronize()
     times = {event.key[:60]: 1e-6 * event.self_device_time_total / _PROFILED for event in seen.key_averages()}
     return {name: seconds for name, seconds in times.items() if seconds}
+
+
+# ---- whole models ----
+
+
+def random_model(shape: ModelShape, dtype: str, device: str) -> Any:
+    """A `Qwen2ForCausalLM` with transformers' initial weights."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    sizes = {name: value for name, value in shape._asdict().items() if name != "name"}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    config = Qwen2Config(**sizes, rope_parameters=rope, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return model.eval().requires_grad_(False)
+
+
+def ragged_model(shape: ModelShape, dtype: str, device: str, tokens: int) -> RaggedModel:
+    """A random model as the `hf` engine runs it, with a cache of `tokens` tokens."""
+    cache_bytes = shape.cache_bytes(tokens, getattr(torch, dtype).itemsize)
+    return RaggedModel(random_model(shape, dtype, device), cache_bytes)
+
+
+def measure_forwards(stage: Stage) -> None:
+    """V of the cost model; with one position a row also D, the cost of a drafter's token. A forward is that of the `hf`
+    engine without the arrays that the host makes for it, and ends with the logits of all its positions. Fill a point
+    per shape, context (tokens of each row in the cache before) and rows, in ms by new positions of a row; and per shape
+    `[rows, positions, context, seconds]` of `eager` and, on a GPU, `graph`."""
+    settings, models = stage.settings, dict[ModelShape, RaggedModel]()
+
+    def measure(context: int, shape: ModelShape, rows: int) -> str:
+        if shape not in models:
+            models[shape] = ragged_model(shape, settings.dtype, settings.device, 256)
+        figures = stage.entry["figures"].setdefault(shape.name, {"graph": [], "eager": []})
+        for made in models.values():  # frees its memory before the next cache is allocated
+            made.cache.release()
+        static = StaticForward(models[shape], rows, context + max(settings.forward_positions))
+        for positions in settings.forward_positions:
+            eager = static.forward(torch.randint(shape.vocab_size, (rows, positions)), context)
+            calls: dict[str, Callable[[], object]] = {"eager": eager}
+            if settings.device == "cuda":
+                calls["graph"] = CudaCapturer().capture(eager)
+            for kind, call in calls.items():
+                seconds = stage.median_s(call)
+                figures[kind].append([rows, positions, context, seconds])
+            key = {"shape": shape.name, "context": context, "rows": rows}
+            stage.point(key, **{f"{positions} new": 1e3 * seconds})
+        return f"{positions} new {1e3 * seconds:.2f} ms"
+
+    stage.each(itertools.product(settings.forward_contexts, settings.shapes, settings.forward_rows), measure)
+
+
+class StaticForward:
+    """Forwards of the `hf` engine's model for `rows` rows with room for `capacity` tokens each, whose arrays are on the
+    device before: a CUDA graph can hold one. The cache begins with random keys and values. On a GPU the norms of the
+    model, of eight kernels each, become torch's.
+
+    Args:
+        model: Its cache is replaced.
+    """
+
+    def __init__(self, model: RaggedModel, rows: int, capacity: int) -> None:
+        self._model, config = model, model.model.config
+        dim = model.model.model.layers[0].self_attn.head_dim
+        layers = [LayerShape(config.num_key_value_heads, dim, dim)] * config.num_hidden_layers
+        if model.device.type == "cuda":
+            for module in model.model.modules():
+                if type(module).__name__ == "Qwen2RMSNorm":
+                    size, eps = module.weight.shape, module.variance_epsilon
+                    module.forward = functools.partial(F.rms_norm, normalized_shape=size, weight=module.weight, eps=eps)
+        budget = rows * (capacity + 256) * sum(layer.bytes(model.dtype) for layer in layers)
+        self.cache = model.cache = PagedCache(layers, budget, model.dtype, model.device)
+        for pool in (*self.cache.keys, *self.cache.values):
+            pool.normal_()
+        self._rows = np.array([self.cache.open(capacity) for _ in range(rows)])
+
+    def forward(self, tokens: Tensor, context: int) -> Callable[[], Tensor]:
+        """A function that computes the logits (rows, positions, V) of tokens (rows, positions) after `context` others,
+        and stores their keys and values."""
+        (rows, count), cache = tokens.shape, self.cache
+        cache.lengths[self._rows] = context
+        counts = np.full(rows, count, np.int64)
+        arrays = (tokens.numpy().ravel(), places(cache.lengths[self._rows], counts), np.arange(rows * count))
+        batch = RaggedBatch(cache, self._rows, counts, arrays)
+
+        def run() -> Tensor:
+            with torch.inference_mode():
+                return self._model._run(batch, *batch.arrays).unflatten(0, (rows, count))
+
+        return run
+
+
+def measure_drafting(stage: Stage) -> None:
+    """Fill a point per number of rows: ms of a token of all rows, one in an `extend` and `LONGEST`, eager and (on a
+    GPU) as a captured step. `fallbacks`: why there is no graph, as in the log."""
+    settings, shape = stage.settings, stage.settings.shapes[-1]
+    tokens = max(settings.drafting_rows) * (settings.drafting_prompt + 2 * _WINDOW + 512)
+    model = ragged_model(shape, settings.dtype, settings.device, tokens)
+    ways = ("eager", "graph") if settings.device == "cuda" else ("eager",)
+
+    def measure(rows: int, way: str) -> str:
+        drafter = DraftModelProposer(model, max_batch=rows)
+        if way == "eager":
+            drafter._bursts = None
+        columns = {f"{way} x{most} ms": _token_ms(stage, drafter, rows, most) for most in (1, LONGEST)}
+        for slot in range(rows):
+            drafter.close(slot, False)
+        stage.point({"shape": shape.name, "rows": rows}, **columns)
+        stage.entry["figures"]["fallbacks"] = fallbacks()
+        return ", ".join(f"{name} {value:.3g}" for name, value in columns.items())
+
+    stage.each(itertools.product(settings.drafting_rows, ways), measure)
+
+
+def _token_ms(stage: Stage, drafter: DraftModelProposer, rows: int, most: int) -> float:
+    """Median ms of a token of every row, after random prompts."""
+    rng, prompt, vocab_size = random.Random(7), stage.settings.drafting_prompt, stage.settings.shapes[-1].vocab_size
+    for slot in range(rows):
+        ids = [rng.randrange(vocab_size) for _ in range(prompt)]
+        drafter.open(slot, f"r{slot}", ids, (), SamplingParams(1.0, max_tokens=4 * _WINDOW, seed=slot), _WINDOW)
+    drafter.burst = 1
+    while (drafter.mirrors.ends[:rows] == prompt).any():  # compiles, and captures graphs
+        drafter.extend()
+    drafter.burst = most
+    return 1e3 * stage.median_s(drafter.extend) / most
