@@ -134,7 +134,7 @@ def driver_pass_ms(rows: int, passes: int) -> float:
     """Milliseconds between two waits of the driver, with all requests handed out."""
     clock = HandClock()
     cluster = InstantCluster(clock, rows, passes)
-    dispatcher = Dispatcher("controller", Calls(cluster, clock), REQUESTS // VERIFIERS, 1e6, 1e6)  # type: ignore[arg-type]
+    dispatcher = Dispatcher("controller", Calls(cluster, clock), REQUESTS // VERIFIERS, 1e6)  # type: ignore[arg-type]
     entries = [JournalEntry(f"request-{n}", (1, 2, 3), SamplingParams(max_tokens=LENGTH)) for n in range(REQUESTS)]
     dispatcher.admit(entries)
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,7 +1,6 @@
 """Hands requests to verifiers, journals their commits, and takes requests off verifiers that die.
 
-Every admitted request is returned exactly once: finished, aborted, or failed with its reason. Work that grows with the
-number of requests is done at intervals that grow with it.
+Every admitted request is returned exactly once: finished, aborted, or failed with its reason.
 """
 
 from __future__ import annotations
@@ -20,14 +19,10 @@ from specactor_ray.transport.messages import Finished, Progress, Refused, Reques
 
 logger = logging.getLogger(__name__)
 
-_MAX_STALLS = 3
-"""Number of stalls after which a request fails."""
 _REFUSED_S = 1.0
 """Seconds for which a verifier that refused a request is given none."""
 _LOOK_INTERVAL_S = 0.1
-"""Time between two checks of notices, shared outputs and stalls."""
-_PASS_INTERVAL_S_PER_REQUEST = 1e-4
-"""Time between two passes over the requests, for each of them; a pass takes up to 8 microseconds per request."""
+"""Time between two checks of notices and shared outputs."""
 
 
 class WeightPolicy(StrEnum):
@@ -47,8 +42,6 @@ class Dispatcher:
     Args:
         outstanding_per_verifier: Most requests handed to one verifier at a time; the rest wait here, for others.
         no_verifier_timeout_s: Longest time without any verifier, or an answer of the controller, before a failure.
-        request_stall_timeout_s: Time without progress, while its verifier answers, after which a request that has begun
-            is handed out again.
         shares_outputs: Verifiers get the outputs finished by others, for the histories of the lookups they host.
     """
 
@@ -58,14 +51,12 @@ class Dispatcher:
         calls: Calls,
         outstanding_per_verifier: int,
         no_verifier_timeout_s: float,
-        request_stall_timeout_s: float,
         shares_outputs: bool = False,
     ) -> None:
         self.journal = Journal()
         self.reissues = 0
         """Number of requests issued again since the start because their verifier was gone or did not run them."""
         self._clock = calls.clock
-        self._request_stall_timeout_s = request_stall_timeout_s
         self.verifiers = Verifiers(controller, calls, no_verifier_timeout_s)
         self._links = self.verifiers.links
         self._sharing = OutputSharing(calls, self._links, shares_outputs)
@@ -73,7 +64,7 @@ class Dispatcher:
         self._quarantine = self.backlog.quarantine
         self._ended: list[JournalEntry] = []
         """Requests that have ended since the last step."""
-        self._looked = self._passed = 0.0
+        self._looked = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -170,11 +161,7 @@ class Dispatcher:
         return self.backlog.is_frozen or not self.journal.begun
 
     def _submit(self, batches: Batches) -> None:
-        now, entries = self._clock.now(), self.journal.entries
         for verifier_id, batch in batches.items():
-            for entry in [entries[request.request_id] for request in batch]:
-                if entry.stalls:
-                    entry.progress_at = now  # it may be stuck before it has begun
             self.verifiers.submit(self._links[verifier_id], batch)
 
     def _take_back(self, link: VerifierLink, attempts: Sequence[tuple[str, int]]) -> None:
@@ -249,8 +236,7 @@ class Dispatcher:
 
     def _journal_progress(self, link: VerifierLink, event: Progress) -> None:
         """Journal commits, and end requests at a stop text: their verifier drops them."""
-        link.progress_at = self._clock.now()
-        for request_id in self.journal.progress(event, link.progress_at):
+        for request_id in self.journal.progress(event):
             self._miss(link, request_id)
         for request_id in self._quarantine.members_at(link.verifier_id):
             self._quarantine.progress(request_id, self.journal.entries[request_id].num_tokens)
@@ -265,29 +251,11 @@ class Dispatcher:
         self._reissue([request_id], f"verifier {link.verifier_id} reported {request_id} with a gap", link)
 
     def _look_after_requests(self) -> None:
-        """Send lost notices and finished outputs, and hand out stalled requests again."""
-        now, requests = self._clock.now(), len(self.journal.entries)
+        """Send lost notices and finished outputs."""
+        now = self._clock.now()
         if now - self._looked < _LOOK_INTERVAL_S:
             return
         self._looked = now
         self.verifiers.retry_notices()
-        if requests:
+        if self.journal.entries:
             self._sharing.send()
-        if now - self._passed >= requests * _PASS_INTERVAL_S_PER_REQUEST:
-            self._passed = now
-            self._reissue_stalled(now)
-
-    def _reissue_stalled(self, now: float) -> None:
-        """Hand out requests again that have begun and make no progress at a verifier that answers."""
-        limit_s = self._request_stall_timeout_s
-        for entry in [entry for entry in self.journal.entries.values() if now - entry.progress_at > limit_s]:
-            link = self._links.get(entry.owner or "")
-            if link is None or not link.request_stalls(entry.has_begun, now, limit_s):
-                continue
-            name, entry.stalls = entry.request_id, entry.stalls + 1
-            link.free_at = now + _REFUSED_S  # another verifier is tried first
-            if entry.stalls < _MAX_STALLS:
-                self._reissue([name], f"request {name} made no progress for {limit_s:g} s at {entry.owner}", link)
-            else:
-                self.verifiers.cancel(link, [(name, entry.attempt)])
-                self._finish(name, "error", f"it stopped making progress {_MAX_STALLS} times, for {limit_s:g} s each")

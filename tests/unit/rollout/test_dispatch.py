@@ -12,9 +12,6 @@ from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.transport.messages import WeightSet
 from tests.fakes.cluster import FakeCluster, entries
 
-STALL_S = 40.0
-"""Longest time without progress: twice `cluster.stall_timeout_s`."""
-
 
 def reasons(ended: list[JournalEntry]) -> dict[str, str]:
     """Failed request → why."""
@@ -198,43 +195,6 @@ class TestDeaths:
             return ended
 
         assert len(cluster.run(body)) == 40
-
-
-class TestStalls:
-    def test_a_request_that_stalls_at_one_verifier_is_handed_to_another(self) -> None:
-        cluster = FakeCluster(max_batch=1)
-        cluster.stalls = {("r0", "v0")}
-        ended = cluster.run(lambda: cluster.finish(entries(2, tokens=2000)))
-        stalls = {entry.request_id: entry.stalls for entry in ended}
-        assert reasons(ended) == {} and stalls["r0"] <= 2 and stalls["r1"] == 0
-        assert ("r0", 1) in cluster.verifier("v0").cancelled and cluster.client.dispatcher.reissues == stalls["r0"] >= 1
-
-    def test_one_that_stalls_everywhere_fails_with_its_reason(self) -> None:
-        cluster = FakeCluster()
-        cluster.stalls = {("r3", "v0"), ("r3", "v1")}
-
-        def body() -> list[JournalEntry]:
-            ended = cluster.finish(entries(8))
-            cluster.client.engine.settle()
-            return ended
-
-        ended = cluster.run(body)
-        assert reasons(ended) == {"r3": f"it stopped making progress 3 times, for {STALL_S:g} s each"}
-        assert attempts(cluster)["r3"] == 3
-        assert not cluster.verifier("v0").running and not cluster.verifier("v1").running
-
-    def test_a_verifier_that_does_not_answer_is_left_to_the_controller(self) -> None:
-        cluster = FakeCluster()
-
-        def body() -> list[JournalEntry]:
-            kernel, actor = cluster.bench.kernel, cluster.handles["v0"]
-            kernel.at(kernel.now + 1.0, lambda: kernel.freeze(actor.process))
-            kernel.at(kernel.now + 2.5 * STALL_S, lambda: kernel.thaw(actor.process))
-            return cluster.finish(entries(8, tokens=200))
-
-        ended = cluster.run(body)
-        assert reasons(ended) == {} and cluster.client.dispatcher.reissues == 0
-        assert "v0" in cluster.suspected
 
 
 class TestStreamsAndWeights:

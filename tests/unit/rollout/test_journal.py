@@ -87,21 +87,6 @@ class TestProgress:
         assert sys.getsizeof(kept.records) <= 12 * kept.num_tokens
 
 
-def test_an_attempt_has_begun_with_its_own_first_progress() -> None:
-    journal = owned()
-    kept = journal.entries["r"]
-    assert not kept.has_begun
-    journal.progress(progress(0, 10), now=5.0)
-    assert kept.has_begun and kept.progress_at == 5.0
-    journal.release("r")
-    assert not kept.has_begun and kept.progress_at == float("inf")
-    journal.hand_to("r", "v-2#c")
-    journal.progress(progress(10, 1), now=8.0)  # of the old attempt
-    assert not kept.has_begun
-    journal.progress(progress(10, 1, attempt=2), now=9.0)
-    assert kept.has_begun and kept.progress_at == 9.0
-
-
 @dataclass
 class _Model:
     """What the journal should know of one request."""
