@@ -1,4 +1,4 @@
-"""Hands requests to verifiers, journals their commits, and takes requests off verifiers that die.
+"""Hands requests to verifiers, journals their commits, and takes requests off verifiers that die or are full.
 
 Every admitted request is returned exactly once: finished, aborted, or failed with its reason.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from specactor_ray.actors.specs import Departure
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 _REFUSED_S = 1.0
 """Seconds for which a verifier that refused a request is given none."""
 _LOOK_INTERVAL_S = 0.1
-"""Time between two checks of notices and shared outputs."""
+"""Time between two checks of notices, shared outputs and loads."""
 
 
 class WeightPolicy(StrEnum):
@@ -145,10 +146,7 @@ class Dispatcher:
         elif policy is WeightPolicy.KEEP:
             self.backlog.is_frozen = True
             self._cancel_all()
-            owned = [entry.request_id for entry in running if entry.owner is not None]
-            for request_id in owned:
-                self.journal.release(request_id)
-            self.backlog.put_back(owned)
+            self._put_back([entry.request_id for entry in running if entry.owner is not None])
 
     def _cancel_all(self) -> None:
         for verifier_id, link in self._links.items():
@@ -197,6 +195,9 @@ class Dispatcher:
         self.reissues += len(request_ids)
         when = "" if self._links else " when a verifier is ready"
         logger.warning("%s; %d requests are issued again%s", why, len(request_ids), when)
+        self._put_back(request_ids)
+
+    def _put_back(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self.journal.release(request_id)
         self.backlog.put_back(request_ids)
@@ -251,7 +252,7 @@ class Dispatcher:
         self._reissue([request_id], f"verifier {link.verifier_id} reported {request_id} with a gap", link)
 
     def _look_after_requests(self) -> None:
-        """Send lost notices and finished outputs."""
+        """Send lost notices and finished outputs, and balance the loads."""
         now = self._clock.now()
         if now - self._looked < _LOOK_INTERVAL_S:
             return
@@ -259,3 +260,31 @@ class Dispatcher:
         self.verifiers.retry_notices()
         if self.journal.entries:
             self._sharing.send()
+            self._balance(now)
+
+    def _balance(self, now: float) -> None:
+        """Move a request from the fullest to the emptiest verifier, if none waits and that pays."""
+        names = [name for name, link in self._links.items() if link.is_open(now)]
+        loads = {name: self.journal.load(name) for name in names if not self._quarantine.occupies(name)}
+        if self.backlog or len(loads) < 2:
+            return
+        fullest, emptiest = max(loads, key=loads.__getitem__), min(loads.values())
+        gain = partial(gain_of_move, gap=loads[fullest] - 1 - emptiest, load=emptiest)
+        movable = [entry for entry in self.journal.owned_by(fullest) if entry.session is None]
+        best = max(movable, key=gain, default=None)
+        if best is not None and gain(best) > 0:
+            logger.info("request %s moves from %s, which has %d", best.request_id, fullest, loads[fullest])
+            self.verifiers.cancel(self._links[fullest], [(best.request_id, best.attempt)])
+            self._put_back([best.request_id])
+
+
+def gain_of_move(entry: JournalEntry, gap: int, load: int) -> int:
+    """Saving of a move minus its cost, in positions of a forward pass; a move pays above 0.
+
+    A verify step of b requests takes about `b * v + c` seconds (SpecActor, arXiv 2511.16193, section 4), and a position
+    of a prefill about `v`. The move saves `gap * v` per remaining token of the request, and as much for all others. It
+    costs `v` for each token to read, for the request and the `load` others of its new verifier. Output lengths are
+    heavy-tailed: as many tokens are expected as there are, up to `max_tokens`.
+    """
+    remaining = min(entry.sampling.max_tokens - entry.num_tokens, entry.num_tokens)
+    return 2 * remaining * gap - (len(entry.prompt_token_ids) + entry.num_tokens) * (1 + load)
