@@ -113,15 +113,12 @@ def require_named_model(key: str, name: str, is_head: bool = False) -> Path | No
 def require_devices(config: Config, trains: bool = False) -> None:
     """Refuse a layout that needs more GPUs or CPU cores than the cluster to be started here has; `trains` includes the
     trainer. `mode: auto` must be resolved before. The ConfigError has the needed and the existing ones."""
-    require_gpus(config, trains)
     if config.cluster.address == "local" and not is_connected():
+        _require_gpus(config, trains)
         _require_cores(config, trains)
 
 
-def require_gpus(config: Config, trains: bool = False) -> None:
-    """`require_devices` for GPUs alone."""
-    if config.cluster.address != "local" or is_connected():
-        return
+def _require_gpus(config: Config, trains: bool) -> None:
     target, trainer = config.target, config.trainer
     wanted = {"target.gpus": target.replicas * target.gpus}
     acting = acting_drafters(config)
@@ -289,38 +286,12 @@ def export_what_drafters_read(config: Config) -> Config:
         layers = list(read_head_config(head, config.target.model, trust_remote_code=trust).exported_layers)
     except ModelLoadError as error:
         raise ModelLoadError(f"drafters.{index}.model: {error}") from error
-    _check_card(head, f"drafters.{index}.model", config)
     if config.target.hidden_layers not in ([], layers):
         problem = f"{config.target.hidden_layers} is set, but the EAGLE head {head} reads {layers}."
         raise ConfigError("target.hidden_layers", problem, "leave it out.")
     resolved = copy.deepcopy(config)
     resolved.target.hidden_layers = layers
     return resolved
-
-
-def _check_card(head: str, key: str, config: Config) -> None:
-    """Compare the target with the one in the `drafter.json` of a trained head."""
-    from specactor_ray.distill.card import identify, read_card
-
-    card = read_card(Path(head).expanduser())
-    if card is None:
-        return
-    made_for, target = card["target"], identify(config.target.model, config.target.trust_remote_code)
-    for name in ("num_layers", "hidden_size", "vocab_size"):
-        if made_for[name] != getattr(target, name):
-            problem = (
-                f"the head was trained for {made_for['name']} with {name}={made_for[name]}; the target "
-                f"{target.name} has {name}={getattr(target, name)}."
-            )
-            raise ConfigError(key, problem, "train one for this target: specactor drafter train")
-    if made_for["config_hash"] != target.config_hash:
-        logger.warning(
-            "%s: the head was trained for %s, whose configuration is not that of the target %s. If the weights differ, "
-            "too, it will seldom be right.",
-            key,
-            made_for["name"],
-            target.name,
-        )
 
 
 def warn_without_drafters(config: Config) -> None:

@@ -63,12 +63,7 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
         (Devices(64, 8), ["target.gpus=1"], "coupled", "verifiers host all drafters"),
         (Devices(8, 2), ["target.gpus=1", ON_A_CORE, "drafters.0.hosted=true"], "coupled", "verifiers host all"),
         (Devices(2, 2), ["target.gpus=1", f"drafters=[{{method: ngram}}, {MODEL}]"], "decoupled", "there is room"),
-        (
-            Devices(2, 2),
-            ["target.gpus=1", "trainer.gpus=1", f"drafters=[{MODEL}]"],
-            "coupled",
-            "3 GPU(s) and 3 core(s)",
-        ),
+        (Devices(2, 2), ["target.gpus=1", "trainer.gpus=1", f"drafters=[{MODEL}]"], "coupled", "3 GPU(s)"),
         (Devices(3, 3), ["target.gpus=1", "trainer.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "there is room"),
         (
             Devices(3, 2),
@@ -111,7 +106,7 @@ def test_verifiers_on_cpus_get_the_cores_of_the_draft_actors(
     assert (f", target.cores={each}" in line) is (each != before)
 
 
-@settings(max_examples=100)
+@settings(max_examples=25)
 @given(
     cores=st.integers(1, 64),
     replicas=st.integers(1, 4),

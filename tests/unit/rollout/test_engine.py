@@ -38,21 +38,6 @@ def begun(cluster: FakeCluster, name: str) -> list[str]:
 
 
 class TestOutputs:
-    def test_staggered_requests_give_the_tokens_of_a_burst(self) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            handles = []
-            for seed in range(12):
-                handles.append(engine.submit(PROMPT, sampling(seed)))
-                cluster.bench.clock.sleep(0.13 * (seed % 4))
-            for seed, handle in enumerate(handles):
-                output = handle.result()
-                assert output.token_ids == true_output(sampling(seed), 0) and output.finish_reason == "length"
-                assert len(output.logprobs) == 20 and output.request_id == handle.request_id
-
-        on(cluster, body)
-
     def test_tokens_come_once_as_they_are_committed_with_the_most_probable_ones(self) -> None:
         cluster = FakeCluster()
 
@@ -93,19 +78,6 @@ class TestOutputs:
                 # a step of the verifier, one of its poll, and the calls' latencies: no wait of the engine's own
                 assert cluster.bench.kernel.now - begin < 2.0 * STEP_S + 0.02
                 cluster.bench.clock.sleep(7.0)
-
-        on(cluster, body)
-
-    def test_an_idle_engine_does_nothing(self) -> None:
-        cluster = FakeCluster(verifiers=1)
-
-        def body(engine: Engine) -> None:
-            engine.submit(PROMPT, sampling()).result()
-            cluster.bench.clock.sleep(2.0)
-            labels: list[str] = []
-            cluster.bench.kernel._trace = lambda _time, what: labels.append(what)
-            cluster.bench.clock.sleep(60.0)
-            assert "dispatch" not in labels
 
         on(cluster, body)
 
@@ -216,56 +188,28 @@ class TestStopTexts:
 
         on(cluster, body)
 
-    def test_without_a_tokenizer_they_are_refused(self) -> None:
-        cluster = FakeCluster()
 
-        def body(engine: Engine) -> None:
-            with pytest.raises(InputError, match="the model has no tokenizer"):
-                engine.submit(PROMPT, replace(sampling(), stop=("x",)))
-            unchecked = sampling()
-            object.__setattr__(unchecked, "stop", ("",))
-            with pytest.raises(InputError, match=r"sampling\.stop is \('',\); it must"):
-                engine.submit(PROMPT, unchecked)
-            assert engine.submit(PROMPT, sampling()).result().finish_reason == "length"
+def test_the_samples_of_a_prompt_have_the_seeds_of_a_stream_and_all_begin_or_none() -> None:
+    cluster = FakeCluster(verifiers=1, max_batch=1)
 
-        on(cluster, body)
+    def body(engine: Engine) -> None:
+        handles = engine.submit_samples(PROMPT, 3, sampling(5), request_id="g", prompt_index=2, session="s")
+        assert [handle.request_id for handle in handles] == ["g-0", "g-1", "g-2"]
+        others = {(i, j) for i in (0, 1) for j in range(3)}
+        for handle, (entry, _) in zip(handles, samples_of([((1,), "")] * 3, [sampling(5)] * 3, 3, others), strict=True):
+            output = handle.result()
+            assert ((output.prompt_index, output.sample_index), output.sampling) == (entry.place, entry.sampling)
+            assert output.token_ids == true_output(entry.sampling, 0)
+        engine.max_waiting = 3
+        with pytest.raises(OverloadedError):
+            engine.submit_samples(PROMPT, 4, sampling(tokens=50), request_id="g")
+        engine.settle()
+        assert not engine.is_busy
+        for n in (0, 1.5, None):
+            with pytest.raises(InputError, match=r"n is .*; it must be a whole number of 1 or more"):
+                engine.submit_samples(PROMPT, n)  # type: ignore[arg-type]
 
-
-class TestSamples:
-    def test_the_samples_of_a_prompt_have_the_seeds_of_a_stream(self) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            handles = engine.submit_samples(PROMPT, 3, sampling(5), request_id="g", prompt_index=2, session="s")
-            assert [handle.request_id for handle in handles] == ["g-0", "g-1", "g-2"]
-            for number, (handle, (entry, _)) in enumerate(
-                zip(
-                    handles,
-                    samples_of([((1,), "")] * 3, [sampling(5)] * 3, 3, {(i, j) for i in (0, 1) for j in range(3)}),
-                    strict=True,
-                )
-            ):
-                output = handle.result()
-                assert (output.prompt_index, output.sample_index) == entry.place == (2, number)
-                assert output.sampling == entry.sampling
-                assert output.token_ids == true_output(entry.sampling, 0)
-
-        on(cluster, body)
-
-    def test_all_of_them_begin_or_none(self) -> None:
-        cluster = FakeCluster(verifiers=1, max_batch=1)
-
-        def body(engine: Engine) -> None:
-            engine.max_waiting = 3
-            with pytest.raises(OverloadedError):
-                engine.submit_samples(PROMPT, 4, sampling(tokens=50), request_id="g")
-            engine.settle()
-            assert not engine.is_busy
-            for n in (0, 1.5, None):
-                with pytest.raises(InputError, match=r"n is .*; it must be a whole number of 1 or more"):
-                    engine.submit_samples(PROMPT, n)  # type: ignore[arg-type]
-
-        on(cluster, body)
+    on(cluster, body)
 
 
 class TestTurns:
@@ -332,6 +276,8 @@ class TestFailures:
 
         def body(engine: Engine) -> None:
             engine.submit(PROMPT, sampling(tokens=500), request_id="r")
+            unchecked = sampling()  # as one from another process
+            object.__setattr__(unchecked, "stop", ("",))
             for wrong, message in (
                 ({"prompt": []}, "the prompt has no tokens"),
                 ({"prompt": "text"}, "the model has no tokenizer"),
@@ -341,6 +287,8 @@ class TestFailures:
                 ({"session": ["s"]}, "session must be a text"),
                 ({"request_id": 5}, "request_id must be a text"),
                 ({"sampling": {"seed": 1}}, "sampling must be SamplingParams"),
+                ({"sampling": replace(sampling(), stop=("x",))}, "the model has no tokenizer"),
+                ({"sampling": unchecked}, r"sampling\.stop is \('',\); it must"),
             ):
                 arguments: dict[str, Any] = {"prompt": PROMPT, "sampling": sampling(), **wrong}
                 with pytest.raises(InputError, match=message):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from transformers import BartConfig, LlamaConfig
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, ModelLoadError
-from specactor_ray.distill.card import identify, write_card
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.rollout import memory, preflight
 from specactor_ray.rollout.preflight import export_what_drafters_read, require_named, warn_without_drafters
@@ -173,21 +170,6 @@ def config(head: Path) -> Config:
 def head(tmp_path: Path) -> Path:
     save_head(load_head(str(tiny_eagle()), str(tiny_target())), tmp_path)
     return tmp_path
-
-
-def test_the_card_of_a_head_names_its_target(head: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One of another shape is refused, one of the same shape warned of."""
-    target = identify(str(tiny_target()))
-    write_card(head, "eagle", replace(target, name="llama-x", num_layers=16), {}, [])
-    with pytest.raises(ConfigError, match=r"drafters\.1\.model.*llama-x with num_layers=16.*num_layers=4"):
-        export_what_drafters_read(config(head))
-    write_card(head, "eagle", target, {}, [])
-    with caplog.at_level(logging.WARNING):
-        assert export_what_drafters_read(config(head)).target.hidden_layers
-        assert not caplog.records
-        write_card(head, "eagle", replace(target, name="llama-x", config_hash="0" * 16), {}, [])
-        export_what_drafters_read(config(head))
-    assert "drafters.1.model" in caplog.text and "llama-x" in caplog.text
 
 
 def test_a_head_and_a_model_are_not_taken_for_each_other(head: Path) -> None:

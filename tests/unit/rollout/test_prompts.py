@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
@@ -47,14 +45,11 @@ class TestReading:
         assert [str(prompt).strip() for prompt in read_prompts(path)] == ["Name a river.", "Name a hill.", "{not json}"]
         assert not any(str(prompt).endswith("\r") for prompt in read_prompts(path))
 
-    @example(["a\u2028b", "c\x0bd\x85e"])
-    @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=5))
-    def test_any_text_comes_back_as_it_was(self, tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
-        path = tmp_path_factory.mktemp("any") / "prompts.jsonl"
-        for ascii_only in (True, False):
-            rows = (json.dumps({"prompt": text}, ensure_ascii=ascii_only) for text in texts)
-            path.write_text("\n".join(rows), encoding="utf-8", newline="")
-            assert read_prompts(path) == texts
+    @pytest.mark.parametrize("ascii_only", [True, False])
+    def test_any_text_comes_back_as_it_was(self, tmp_path: Path, ascii_only: bool) -> None:
+        texts = ["a\u2028b", "c\x0bd\x85e", "\U0001f600\r\n", '"\\', "\x1c\x00"]
+        content = "\n".join(json.dumps({"prompt": text}, ensure_ascii=ascii_only) for text in texts)
+        assert read_prompts(write(tmp_path, content)) == texts
 
     @pytest.mark.parametrize("path", PROMPT_FILES, ids=lambda path: path.stem)
     def test_the_prompt_sets_of_the_repository(self, path: Path) -> None:
@@ -83,9 +78,6 @@ class TestErrors:
             ('{"prompt": 3}', "non-empty string"),
             ('{"messages": []}', "non-empty list"),
             ('{"messages": "hi"}', "non-empty list"),
-            ('{"messages": [{"role": "user"}]}', "the content of message 1 is None"),
-            ('{"messages": [{"role": "user", "content": 4}]}', "the content of message 1 is 4"),
-            ('{"messages": [{"role": "user", "content": "a"}, {"content": "a"}]}', "message 2 has no role"),
             ('{"messages": [3]}', "message 1 is 3"),
         ],
     )
@@ -108,8 +100,6 @@ class TestErrors:
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model_dir: Path) -> Any:
-    from specactor_ray.models.loading import load_tokenizer
-
     return load_tokenizer(str(tiny_model_dir))
 
 
@@ -121,8 +111,6 @@ class TestEncoding:
         assert len(wrapped) > len(encode_prompt(tokenizer, text, chat=False))
 
     def test_token_ids_stay_as_they_are(self, tokenizer: Any) -> None:
-        with pytest.raises(InputError, match="a prompt is text, a list of chat messages or a list of token ids, not 5"):
-            encode_prompt(tokenizer, 5, chat=True)  # type: ignore[arg-type]
         assert encode_prompt(tokenizer, [5, 6, 7], chat=True) == (5, 6, 7)
         assert encode_prompt(None, [5, 6, 7], chat=True) == (5, 6, 7)
 
@@ -138,20 +126,18 @@ class TestEncoding:
     @pytest.mark.parametrize(
         ("prompt", "problem"),
         [
+            (5, "a prompt is text, a list of chat messages or a list of token ids, not 5"),
             ([], "no tokens"),
             ("ok \ud800", "half a surrogate pair at character 3"),
             ([{"role": "user", "content": "ok \ud800"}], "half a surrogate pair at character 3"),
+            ([{"role": "user", "content": "hi"}], "no chat template"),
         ],
     )
-    def test_prompts_that_cannot_be_encoded(self, tokenizer: Any, prompt: Any, problem: str) -> None:
+    def test_prompts_that_cannot_be_encoded(self, prompt: Any, problem: str) -> None:
         with pytest.raises(InputError, match=problem):
-            encode_prompt(tokenizer, prompt, chat=False)
-
-    def test_text_needs_a_tokenizer_and_messages_a_template(self) -> None:
+            encode_prompt(tokenizer_with(None), prompt, chat=False)
         with pytest.raises(InputError, match="no tokenizer"):
             encode_prompt(None, "hello", chat=True)
-        with pytest.raises(InputError, match="no chat template"):
-            encode_prompt(tokenizer_with(None), [{"role": "user", "content": "hi"}], chat=True)
 
     def test_text_parts_are_joined(self, tokenizer: Any) -> None:
         parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": "and 3."}]
@@ -161,13 +147,9 @@ class TestEncoding:
     @pytest.mark.parametrize(
         ("second", "problem"),
         [
-            ({"role": "user"}, "the content of message 2 is None"),
             ({"role": "user", "content": None}, "the content of message 2 is None"),
             ({"role": "user", "content": []}, r"the content of message 2 is \[\]"),
-            (
-                {"role": "user", "content": [{"type": "image_url", "url": "x"}]},
-                "message 2 has a part of type 'image_url'",
-            ),
+            ({"role": "user", "content": [{"type": "image_url"}]}, "message 2 has a part of type 'image_url'"),
             ({"role": "user", "content": ["hello"]}, "message 2 has a part of type 'hello'"),
             ({"role": "user", "content": [{"type": "text"}]}, "message 2 has a part of type 'text'"),
             ({"content": "hello"}, "message 2 has no role"),
