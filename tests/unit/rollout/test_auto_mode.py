@@ -139,17 +139,13 @@ def test_an_explicit_mode_stays_what_it_is(mode: str) -> None:
         assert resolve(config) == (config, []) and as_decoupled(config) is config
 
 
-def test_a_draft_model_in_half_precision_goes_where_a_gpu_is() -> None:
+def test_a_draft_model_in_half_precision_goes_where_a_gpu_is_and_is_refused_elsewhere() -> None:
     half = "drafters=[{method: draft_model, model: m, dtype: float16}]"
     assert resolved(Devices(1, 1), "target.gpus=1", half)[0].mode is ModeName.coupled
     config, _ = resolved(Devices(8, 8), "target.gpus=1", half)
     assert config.mode is ModeName.decoupled and config.drafters[0].gpus == 1
-
-
-def test_what_does_not_fit_the_chosen_mode_is_refused_with_key_and_fix() -> None:
-    half = "drafters=[{method: draft_model, model: m, dtype: float16, replicas: 0}]"
     with pytest.raises(ConfigError) as caught:
-        resolved(Devices(8, 8), "target.gpus=1", half)
+        resolved(Devices(8, 8), "target.gpus=1", half, "drafters.0.replicas=0")
     assert caught.value.key == "drafters.0.dtype" and "drafters.0.gpus=1" in caught.value.fix
 
 

@@ -48,15 +48,6 @@ def test_each_goes_to_the_least_loaded_as_long_as_there_is_room(number: int, loa
     assert bool(backlog) == (handed < number)
 
 
-def test_those_put_back_go_first_and_in_their_order() -> None:
-    journal, backlog = waiting(8)
-    backlog.hand_out(["a"])
-    for name in ("r1", "r3"):
-        journal.release(name)
-    backlog.put_back(["r1", "r3"])
-    assert [request.request_id for request in backlog.hand_out(["b"])["b"]] == ["r1", "r3", "r5", "r6", "r7"]
-
-
 def test_suspects_get_a_verifier_of_their_own_and_the_emptiest_is_kept_for_them() -> None:
     journal, backlog = waiting(4, {"a": 1, "b": 2})
     suspects = ["r0", "r1"]
@@ -74,38 +65,30 @@ def test_suspects_get_a_verifier_of_their_own_and_the_emptiest_is_kept_for_them(
     assert [request.request_id for request in first["b"]] == ["r2", "r3"] and backlog
 
 
-def queued(requests: Sequence[tuple[str | None, int, int]]) -> tuple[Journal, Backlog]:
-    journal = Journal()
-    backlog = Backlog(journal, 10**6)
-    fill(journal, backlog, requests)
-    return journal, backlog
-
-
 flows = st.tuples(st.sampled_from([None, "s", "t"]), st.integers(-1, 1), st.integers(0, 2))
 
 
-@given(st.lists(flows, max_size=30))
-def test_priorities_go_first_and_the_flows_of_one_take_turns(requests: list[tuple[str | None, int, int]]) -> None:
-    journal, backlog = queued(requests)
-    single = sum(not stream for _, _, stream in requests)
-    assert backlog.single == single
+@given(st.lists(flows, max_size=30), st.randoms(use_true_random=False))
+def test_priorities_go_first_and_the_flows_of_one_take_turns(
+    requests: list[tuple[str | None, int, int]], rng: Random
+) -> None:
+    journal = Journal()
+    backlog = Backlog(journal, 10**6)
+    fill(journal, backlog, requests)
+    gone = set(rng.sample(range(len(requests)), rng.randrange(len(requests) + 1)))
+    for number in gone:
+        backlog.discard(journal.entries.pop(f"r{number}"))
+    assert backlog.single == sum(not flow[2] for number, flow in enumerate(requests) if number not in gone)
     order = [int(one.request_id[1:]) for one in backlog.hand_out(["a"]).get("a", [])]
-    turns: dict[int, tuple[int, int, int]] = {}
-    for number, flow in enumerate(requests):  # priority, how many of its flow come before it, when its flow began
-        turns[number] = (flow[1], requests[:number].count(flow), requests.index(flow))
-    assert order == sorted(turns, key=turns.__getitem__)
-    assert backlog.single == 0 and not backlog and journal.begun == len(requests)
-
-
-@given(st.lists(flows, min_size=1, max_size=30), st.randoms(use_true_random=False))
-def test_what_is_discarded_is_never_handed_out(requests: list[tuple[str | None, int, int]], rng: Random) -> None:
-    journal, backlog = queued(requests)
-    gone = set(rng.sample(sorted(journal.entries), rng.randrange(len(requests))))
-    for name in gone:
-        backlog.discard(journal.entries.pop(name))
-    handed = [one.request_id for one in backlog.hand_out(["a"]).get("a", [])]
-    assert len(handed) == len(set(handed)) and set(handed) == journal.entries.keys()
-    assert not backlog
+    assert backlog.single == 0 and not backlog and journal.begun == len(order)
+    kept = [number for number in range(len(requests)) if number not in gone]
+    flow_of = requests.__getitem__
+    # priority, how many of its flow come before it, when its flow began
+    turns = {
+        n: (flow_of(n)[1], [*map(flow_of, kept[:at])].count(flow_of(n)), requests.index(flow_of(n)))
+        for at, n in enumerate(kept)
+    }
+    assert order == sorted(kept, key=turns.__getitem__)
 
 
 def test_a_turn_waits_for_the_verifier_of_its_session_and_others_pass() -> None:
@@ -126,16 +109,17 @@ def test_a_turn_waits_for_the_verifier_of_its_session_and_others_pass() -> None:
 
 
 def test_while_held_only_those_that_have_begun_are_handed_out_and_frozen_none() -> None:
-    journal, backlog = waiting(4)
+    journal, backlog = waiting(8)
     backlog.hand_out(["a"])
-    journal.release("r1")
-    backlog.put_back(["r1"])
+    for name in ("r1", "r3"):
+        journal.release(name)
+    backlog.put_back(["r1", "r3"])
     journal.add(JournalEntry("new", (1,), SamplingParams()))
     backlog.add(["new"])
     backlog.is_frozen = True
     assert not backlog
     backlog.is_frozen, backlog.holds = False, 1
-    assert backlog and [one.request_id for one in backlog.hand_out(["b"])["b"]] == ["r1"]
+    assert backlog and [one.request_id for one in backlog.hand_out(["b"])["b"]] == ["r1", "r3"]
     assert not backlog and not backlog.hand_out(["b"])
     backlog.holds = 0
-    assert [one.request_id for one in backlog.hand_out(["b"])["b"]] == ["new"]
+    assert [one.request_id for one in backlog.hand_out(["b"])["b"]] == ["r5", "r6", "r7"]

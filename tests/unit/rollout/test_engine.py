@@ -121,23 +121,6 @@ class TestAbort:
         on(cluster, body)
         assert "waits" not in begun(cluster, "v0")
 
-    def test_a_closed_stream_aborts_its_own_requests_only(self) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            single = engine.submit(PROMPT, sampling(5, 100))
-            first = cluster.client.run(entries(10, tokens=50, prefix="a"))
-            second = cluster.client.run(entries(10, tokens=50, prefix="b"))
-            next(first)
-            next(second)
-            first.close()
-            assert len(list(second)) == 9
-            assert single.result().token_ids == true_output(sampling(5, 100), 0)
-            engine.settle()
-
-        on(cluster, body)
-        assert not any(cluster.verifier(name).running for name in cluster.handles)
-
 
 class TestStopTexts:
     @pytest.mark.parametrize("one_dies", [False, True])

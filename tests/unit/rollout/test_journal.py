@@ -68,22 +68,16 @@ class TestProgress:
         assert not journal.progress(step(("a", 1, 2, 1), margins=True))
         assert journal.entries["a"].margins == [100.0, 101.0, 102.0]
 
-    def test_the_smallest_and_greatest_values_are_kept_as_they_are(self) -> None:
-        journal, token, logprob = owned(), 2**31 - 1, np.float32(-1e-30)
-        one = np.ones(1, np.int32)
-        journal.progress(Progress((("r", 1),), 0 * one, one, np.array([token], np.int32), np.array([logprob])))
-        kept = journal.entries["r"]
-        assert (kept.token_ids, kept.logprobs) == ([token], [float(logprob)])
-        assert type(kept.token_ids[0]) is int and type(kept.logprobs[0]) is float
-
-    def test_a_token_takes_few_bytes(self) -> None:
-        journal = owned()
+    def test_extreme_values_are_kept_and_a_token_takes_few_bytes(self) -> None:
+        journal, extreme = owned(), 2**31 - 1
         for start in range(0, 4000, 4):
             numbers = np.arange(start, start + 4, dtype=np.int32)
             rows = (("r", 1),), np.array([start], np.int32), np.array([4], np.int32)
-            journal.progress(Progress(*rows, numbers, numbers.astype(np.float32)))
+            journal.progress(Progress(*rows, extreme - numbers, np.float32(-1e-30) * numbers))
         kept = journal.entries["r"]
-        assert kept.token_ids == list(range(4000)) and kept.margin_bytes is None
+        assert kept.token_ids == [extreme - number for number in range(4000)] and kept.margin_bytes is None
+        assert kept.logprobs == [float(np.float32(-1e-30) * np.float32(number)) for number in range(4000)]
+        assert type(kept.token_ids[0]) is int and type(kept.logprobs[0]) is float
         assert sys.getsizeof(kept.records) <= 12 * kept.num_tokens
 
 

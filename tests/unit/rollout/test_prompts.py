@@ -85,12 +85,9 @@ class TestErrors:
         message = error_of(write(tmp_path, f'{{"prompt": "good"}}\n\n{line}\n'))
         assert "prompts.jsonl, line 3:" in message and problem in message
 
-    @pytest.mark.parametrize("content", ["", "\n \n"], ids=["empty", "blank"])
-    @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
-    def test_no_prompts(self, tmp_path: Path, content: str, name: str) -> None:
-        assert "no prompts in it" in error_of(write(tmp_path, content, name))
-
     def test_files_that_hold_none(self, tmp_path: Path) -> None:
+        for name in ("prompts.jsonl", "prompts.txt"):
+            assert "no prompts in it" in error_of(write(tmp_path, "\n \n", name))
         assert f"there is no file {tmp_path / 'none.jsonl'}" in error_of(tmp_path / "none.jsonl")
         assert "is a folder" in error_of(tmp_path)
         assert "x.csv is a table; write its rows as JSONL" in error_of(write(tmp_path, "prompt,answer\na,b\n", "x.csv"))
@@ -104,15 +101,13 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 
 
 class TestEncoding:
-    def test_text_is_wrapped_as_a_user_message(self, tokenizer: Any) -> None:
-        text = "Add 2 and 3."
-        wrapped = encode_prompt(tokenizer, text, chat=True)
-        assert wrapped == encode_prompt(tokenizer, [{"role": "user", "content": text}], chat=False)
-        assert len(wrapped) > len(encode_prompt(tokenizer, text, chat=False))
-
-    def test_token_ids_stay_as_they_are(self, tokenizer: Any) -> None:
-        assert encode_prompt(tokenizer, [5, 6, 7], chat=True) == (5, 6, 7)
-        assert encode_prompt(None, [5, 6, 7], chat=True) == (5, 6, 7)
+    def test_text_is_wrapped_as_a_user_message_and_token_ids_stay(self, tokenizer: Any) -> None:
+        parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": "and 3."}]
+        wrapped = encode_prompt(tokenizer, "Add 2\nand 3.", chat=True)
+        for content in ("Add 2\nand 3.", parts):
+            assert wrapped == encode_prompt(tokenizer, [{"role": "user", "content": content}], chat=False)
+        assert len(wrapped) > len(encode_prompt(tokenizer, "Add 2\nand 3.", chat=False))
+        assert encode_prompt(tokenizer, [5, 6, 7], chat=True) == encode_prompt(None, [5, 6, 7], chat=True) == (5, 6, 7)
 
     @pytest.mark.parametrize("chat", [True, False])
     def test_a_prompt_beyond_the_context_is_no_matter_of_the_tokenizer(
@@ -138,11 +133,6 @@ class TestEncoding:
             encode_prompt(tokenizer_with(None), prompt, chat=False)
         with pytest.raises(InputError, match="no tokenizer"):
             encode_prompt(None, "hello", chat=True)
-
-    def test_text_parts_are_joined(self, tokenizer: Any) -> None:
-        parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": "and 3."}]
-        joined = encode_prompt(tokenizer, "Add 2\nand 3.", chat=True)
-        assert encode_prompt(tokenizer, [{"role": "user", "content": parts}], chat=True) == joined
 
     @pytest.mark.parametrize(
         ("second", "problem"),
@@ -191,6 +181,7 @@ FORGETFUL = (  # writes thoughts in the last turn only
     "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|eos|>{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant: <think></think>{% endif %}"
 )
+PICKY = tiny.CHAT_TEMPLATE + "{% if messages[-1]['content'] == '7' %}{{ raise_exception('no tools') }}{% endif %}"
 PREFILLED = (  # puts the output elsewhere than behind the generation prompt
     "{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|eos|>{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant: <think>{% endif %}"
@@ -235,14 +226,9 @@ def test_an_output_is_not_tokenized_again() -> None:
         (None, "needs a chat template"),
         (PREFILLED, "writes an output elsewhere than behind its generation prompt"),
         (FORGETFUL, "changes earlier messages when it appends user messages"),
+        (PICKY, "refuses these messages: no tools"),
     ],
 )
 def test_templates_that_do_not_append_are_refused(template: str | None, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         ChatTurns(tokenizer_with(template)).between([{"role": "user", "content": "7"}], ())
-
-
-def test_what_the_template_refuses_is_named() -> None:
-    picky = tiny.CHAT_TEMPLATE + "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    with pytest.raises(InputError, match="no tools"):
-        ChatTurns(tokenizer_with(picky)).between([{"role": "tool", "content": "7"}], ())

@@ -62,24 +62,15 @@ def requests(number: int) -> list[str]:
     return [f"r{index}" for index in range(number)]
 
 
-@given(st.integers(1, 80), st.randoms(use_true_random=False))
-def test_one_poison_is_found_in_few_deaths_and_alone(number: int, rng: random.Random) -> None:
-    names = requests(number)
-    guilty = rng.choice(names)
-    ward = Ward(names, [guilty], rng.randrange(10**6))
-    ward.run()
-    assert ward.convicted == [guilty]
-    assert ward.failures - 1 <= ceil(log2(number)) + 3
-
-
-@given(st.integers(2, 40), st.integers(2, 4), st.randoms(use_true_random=False))
-def test_several_poisons_are_all_found_and_nobody_else(number: int, guilty: int, rng: random.Random) -> None:
+@given(st.integers(1, 80), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_all_poisons_are_found_in_few_deaths_and_nobody_else(number: int, guilty: int, rng: random.Random) -> None:
     names = requests(number)
     poison = rng.sample(names, min(guilty, number))
     ward = Ward(names, poison, rng.randrange(10**6))
     ward.run()
     assert sorted(ward.convicted) == sorted(poison)
-    assert ward.failures - 1 <= len(poison) * (ceil(log2(number)) + MOST_DEATHS)
+    each = ceil(log2(number)) + (MOST_DEATHS if len(poison) > 1 else MAX_DEATHS)
+    assert ward.failures - 1 <= len(poison) * each
 
 
 @given(st.integers(1, 12), st.integers(0, 10**6))
@@ -108,15 +99,6 @@ def alone(position: int = 5) -> Quarantine:
     return quarantine
 
 
-def test_a_suspect_that_stands_still_alone_is_convicted_by_the_third_death() -> None:
-    quarantine = alone()
-    for _ in range(MAX_DEATHS - 2):
-        assert quarantine.accuse("v", {"r": 5}) == []
-        assert quarantine.take("v") == ["r"]
-    assert quarantine.accuse("v", {"r": 5}) == ["r"]
-    assert not quarantine.is_suspect("r") and not quarantine.waiting
-
-
 def test_failures_elsewhere_speak_for_a_suspect_up_to_a_limit() -> None:
     quarantine, deaths = alone(), 1
     while not quarantine.is_suspect("gone"):
@@ -133,16 +115,6 @@ def test_progress_past_the_deadly_position_acquits(progress: int, acquitted: boo
     quarantine = alone(position=5)
     quarantine.progress("r", 5 + progress)
     assert quarantine.is_suspect("r") != acquitted and quarantine.occupies("v") != acquitted
-
-
-def test_the_acquitted_are_not_tried_again_for_the_same_death() -> None:
-    quarantine = Quarantine()
-    quarantine.accuse("first", {"a": 0, "b": 0, "c": 0, "d": 0})
-    assert quarantine.take("v") == quarantine.members_at("v") == ["a", "b"] and not quarantine.members_at("first")
-    quarantine.progress("a", ACQUITTED_AFTER)
-    assert quarantine.members_at("v") == ["b"]
-    assert quarantine.accuse("v", {"a": 20, "b": 0}) == []
-    assert not quarantine.is_suspect("a") and quarantine.is_suspect("b")
 
 
 def test_an_excused_verifier_leaves_its_suspects_as_they_were() -> None:

@@ -45,26 +45,30 @@ def test_the_newest_and_the_best_sound_ones_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in store.all()] == ["step-000002", "step-000004", "step-000006"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "remove", "manifest"])
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("weights/model.bin", "weights"), ("weights/model.bin", "weights of 3"), ("weights/model.bin", None)]
+    + [
+        (file, content)
+        for file in ("state.json", "manifest.json")
+        for content in ("", "{", "{}", "[]", "null", "3", '{"a": {"b": [1]}}', '{"a": [1]}', "[" * 100_000)
+    ],
+)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_is_never_in_the_way(
+    file: str, content: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = CheckpointStore(tmp_path, 3, False)
-    sound, broken = save(store, 1), save(store, 2)
-    file = broken / "weights" / "model.bin"
-    if damage == "cut":
-        file.write_text("weights")
-    elif damage == "flip":
-        file.write_text("weights of 3")
-    elif damage == "remove":
-        file.unlink()
-    else:
-        (broken / "manifest.json").write_text("{")
+    store = CheckpointStore(tmp_path, 1, True)
+    sound, broken = save(store, 1, 0.9), save(CheckpointStore(tmp_path, 5, True), 2)
+    (broken / file).unlink() if content is None else (broken / file).write_text(content)
+    assert find_damage(broken) is not None
     found = store.newest_sound()
     assert found is not None and found[0] == sound
     assert "step-000002 is damaged" in caplog.text
     with pytest.raises(InputError, match="step-000002 cannot be used"):
         open_checkpoint(broken)
+    save(store, 3)
+    names = [path.name for path in store.all()]
+    assert {"step-000001", "step-000003"} <= set(names), "the best one is kept"
 
 
 def test_a_failed_save_leaves_the_older_one_and_no_trace(tmp_path: Path) -> None:
@@ -88,23 +92,6 @@ def test_going_on_from_an_earlier_step_removes_the_later_ones(tmp_path: Path) ->
     (tmp_path / ".partial-step-000009").mkdir()
     store.remove_after(1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-
-
-@pytest.mark.parametrize("file", ["state.json", "manifest.json"])
-@pytest.mark.parametrize(
-    "content", ["", "{", "{}", "[]", "null", "3", '{"a": {"b": [1]}}', '{"a": [1]}', "[" * 100_000]
-)
-def test_rotten_files_are_damage_and_never_in_the_way(file: str, content: str, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 1, True)
-    sound, rotten = save(store, 1, 0.9), save(CheckpointStore(tmp_path, 5, True), 2)
-    (rotten / file).write_text(content)
-    assert find_damage(rotten) is not None
-    found = store.newest_sound()
-    assert found is not None and found[0] == sound
-    with pytest.raises(InputError, match="cannot be used"):
-        open_checkpoint(rotten)
-    save(store, 3)
-    assert [path.name for path in store.all()] == ["step-000001", "step-000003"], "the best one is kept"
 
 
 def test_a_checkpoint_without_weights_is_none(tmp_path: Path) -> None:

@@ -94,20 +94,9 @@ class FakeRollout:
 
 def trajectory(index: int, error: str = "") -> Trajectory:
     tokens = () if error else (4, 5, 6)
-    return Trajectory(
-        f"1-{index}-0",
-        index,
-        0,
-        (1, 2),
-        tokens,
-        tuple(-1.0 for _ in tokens),
-        "text",
-        "error" if error else "length",
-        SamplingParams(seed=derive_seed(0, index, 0)),
-        RequestStats(),
-        error,
-        prompt="abc"[index],
-    )
+    sampling, reason = SamplingParams(seed=derive_seed(0, index, 0)), "error" if error else "length"
+    fields = (f"1-{index}-0", index, 0, (1, 2), tokens, tuple(-1.0 for _ in tokens), "text", reason, sampling)
+    return Trajectory(*fields, RequestStats(), error, prompt="abc"[index])
 
 
 class TestRun:
@@ -150,11 +139,11 @@ class TestRun:
         assert {"ray", "torch", "transformers"} <= summary["versions"].keys() and summary["hardware"]["cores"] >= 1
         saved = yaml.safe_load(Path("runs/r/config.yaml").read_text())
         assert saved == summary["config"] and saved["data"]["path"] == "prompts.txt"
-        assert sorted(path.name for path in Path("runs/r").iterdir()) == [
-            "config.yaml",
-            "summary.json",
-            "trajectories.jsonl",
-        ]
+        with pytest.raises(InputError, match=r"runs/r holds an earlier run"):
+            self.run(trajectory(0))
+        files = {path.name for path in Path("runs/r").iterdir()}
+        assert files == {"config.yaml", "summary.json", "trajectories.jsonl"}
+        assert json.loads(Path("runs/r/summary.json").read_text()) == summary
 
     def test_outputs_that_the_context_cuts_are_announced(self) -> None:
         shown = io.StringIO()
@@ -194,24 +183,15 @@ class TestRun:
         outcome = self.run(*(trajectory(index, error="no") for index in range(3)))
         assert outcome.exit_code == 1 and outcome.summary["status"] == "complete"
 
-    def test_a_crash_is_written_down_and_raised(self) -> None:
+    def test_a_crash_is_written_down_and_raised_and_a_start_that_fails_leaves_nothing(self) -> None:
+        with pytest.raises(ClusterError):
+            self.run(ClusterError("no Ray cluster answers"))
+        assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
         with pytest.raises(RuntimeError, match="broken"):
             self.run(trajectory(0), RuntimeError("broken"))
         summary = json.loads(Path("runs/r/summary.json").read_text())
         assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: broken")
         assert len(Path("runs/r/trajectories.jsonl.partial").read_text().splitlines()) == 1
-
-    def test_no_cluster_leaves_nothing(self) -> None:
-        with pytest.raises(ClusterError):
-            self.run(ClusterError("no Ray cluster answers"))
-        assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
-
-    def test_a_run_name_is_used_once(self) -> None:
-        self.run(trajectory(0))
-        before = Path("runs/r/summary.json").read_text()
-        with pytest.raises(InputError, match=r"runs/r holds an earlier run"):
-            self.run(trajectory(0))
-        assert Path("runs/r/summary.json").read_text() == before
 
     def test_an_interrupted_run_is_continued(self) -> None:
         self.run(trajectory(2), trajectory(0, error="no"), KeyboardInterrupt(), name=None)
@@ -266,14 +246,6 @@ class TestRun:
         with pytest.raises(InputError, match=r"partial, line 2: this is no trajectory.* Fix: remove the line"):
             self.run(trajectory(1), resume="auto")
         assert {path: path.read_bytes() for path in Path("runs/r").iterdir()} == before
-
-    @pytest.mark.parametrize("name", ["trajectories.jsonl.partial", "config.yaml"])
-    def test_what_is_no_regular_file_is_not_read(self, name: str) -> None:
-        self.run(trajectory(2), KeyboardInterrupt())
-        (Path("runs/r") / name).unlink()
-        os.mkfifo(Path("runs/r") / name)
-        with pytest.raises(UserError, match=rf"{name}.* cannot be (opened|read).*not a regular file"):
-            self.run(trajectory(1), resume="auto")
 
     def test_a_run_without_a_finished_trajectory_is_continued_too(self) -> None:
         self.run(KeyboardInterrupt())
