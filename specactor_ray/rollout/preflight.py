@@ -55,7 +55,6 @@ def prepare(config: Config) -> tuple[Config, Any]:
     config = with_cache(config)
     check_target(config)  # the default cache, sized by free memory here, may hold no request
     require_memory(config)
-    warn_without_drafters(config)
     return config, tokenizer
 
 
@@ -292,18 +291,6 @@ def export_what_drafters_read(config: Config) -> Config:
     resolved = copy.deepcopy(config)
     resolved.target.hidden_layers = layers
     return resolved
-
-
-def warn_without_drafters(config: Config) -> None:
-    """Warn if a mode with drafts starts with none. No error: `specactor scale` may add draft actors during the run."""
-    if config.mode is ModeName.plain or any(one.replicas or one.max_replicas for one in config.drafters):
-        return
-    acting = acting_drafters(config)
-    logger.warning(
-        "drafters.*.replicas are all 0: the run decodes without drafts%s. Fix: "
-        "drafters.0.replicas=1, or mode=plain if that is what you want.",
-        f" until `specactor scale {acting[0].method}=1`" if acting else "",
-    )
 
 
 def check_drafters_fit_target(config: Config) -> Any:

@@ -13,7 +13,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.core.errors import ConfigError, ModelLoadError
 from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.rollout import memory, preflight
-from specactor_ray.rollout.preflight import export_what_drafters_read, require_named, warn_without_drafters
+from specactor_ray.rollout.preflight import export_what_drafters_read, require_named
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.target import vllm_settings
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
@@ -175,21 +175,3 @@ def test_a_head_and_a_model_are_not_taken_for_each_other(head: Path) -> None:
     settings.target.model = str(head)
     with pytest.raises(ModelLoadError, match=r"target\.model: .* holds an EAGLE head"):
         require_named(settings)
-
-
-@pytest.mark.parametrize(
-    ("mode", "replicas", "warning"),
-    [
-        ("decoupled", 0, "decodes without drafts until `specactor scale draft_model=1`. Fix: drafters.0.replicas=1"),
-        ("coupled", 0, "the run decodes without drafts. Fix: drafters.0.replicas=1"),
-        ("decoupled", 1, ""),
-        ("plain", 0, ""),
-    ],
-)
-def test_a_run_without_drafters_is_warned_of(
-    mode: str, replicas: int, warning: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    drafters: list[dict[str, Any]] = [{"method": "ngram", "replicas": replicas, "cores": 0.5}]
-    drafters.append({"method": "draft_model", "model": "m", "replicas": 0})
-    warn_without_drafters(from_mapping({"mode": mode, "target": {"replicas": 2}, "drafters": drafters}))
-    assert warning in caplog.text and bool(warning) == bool(caplog.records)
