@@ -273,7 +273,7 @@ class Dispatcher:
         movable = [entry for entry in self.journal.owned_by(fullest) if entry.session is None]
         best = max(movable, key=gain, default=None)
         if best is not None and gain(best) > 0:
-            logger.info("request %s moves from %s, which has %d", best.request_id, fullest, loads[fullest])
+            logger.debug("request %s moves from %s, which has %d", best.request_id, fullest, loads[fullest])
             self.verifiers.cancel(self._links[fullest], [(best.request_id, best.attempt)])
             self._put_back([best.request_id])
 

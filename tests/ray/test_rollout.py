@@ -126,8 +126,8 @@ def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> No
     assert {f"{t.prompt_index}/{t.sample_index}": (t.token_ids, t.text) for t in stopped} == expected
     assert {t.stop_reason for t in stopped} >= set(STOPS)
     assert metrics["accepted_tokens"] > 0
-    computed_again = metrics["committed_tokens"] - sum(len(t.token_ids) for t in (*done[0], *done[1]))
-    assert computed_again == 0
+    # What a verifier commits between the last journal entry and a move is computed again.
+    assert metrics["committed_tokens"] >= sum(len(t.token_ids) for t in (*done[0], *done[1]))
     assert all(len(t.logprobs) == len(t.token_ids) and not t.error for t in (*done[0], *done[1]))
 
 
