@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.rollout.trajectory import trajectory_of
 from specactor_ray.simulation.text import true_output, true_token
 from specactor_ray.transport.messages import WeightSet
-from tests.fakes.cluster import STEP_S, FakeCluster, entries
+from tests.fakes.cluster import STEP_S, FakeCluster, driven, entries
 from tests.number_text import NumberText, stopped_output
 
 PROMPT = [1, 2, 3]
@@ -26,23 +24,6 @@ PROMPT = [1, 2, 3]
 
 def sampling(seed: int = 0, tokens: int = 20) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, seed=seed)
-
-
-def driven(**options: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test that runs as the driver of a fake cluster of this kind."""
-
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        def run(*own: object, **given: Any) -> None:
-            cluster = FakeCluster(**options)
-            cluster.run(lambda: test(*own, cluster=cluster, engine=cluster.client.engine, **given))
-
-        parameters = [
-            one for name, one in inspect.signature(test).parameters.items() if name not in ("cluster", "engine")
-        ]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return run
-
-    return decorate
 
 
 def begun(cluster: FakeCluster, name: str) -> list[str]:

@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -95,15 +94,6 @@ class _Expected:
     requests: dict[str, _Model] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
-
-
-def test_names_are_used_once_until_they_are_cleared() -> None:
-    journal = owned("v-1#a")
-    with pytest.raises(ValueError, match="r is in the journal already"):
-        journal.add(entry())
-    journal.clear()
-    assert journal.load("v-1#a") == 0 and not journal.is_current("r", 1)
-    journal.add(entry())
 
 
 class JournalMachine(RuleBasedStateMachine):
