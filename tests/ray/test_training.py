@@ -31,6 +31,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ("trainer.prompts_per_step=4", "data.n=4")
 """Small steps, where nothing needs to be learnt well."""
+SURE = ("drafters=[{method: ngram, hosted: false}, {method: suffix}]", "speculation.verify=all")
+"""Drafts whose number depends on no time: those of the lookup inside the verifier, beside a draft actor's."""
 
 
 @pytest.fixture
@@ -147,9 +149,9 @@ def learn(tasks: Path, folder: Path, algorithm: str, *more: str) -> list[dict[st
 
 @pytest.fixture(scope="module")
 def learnt(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Records of a run with n-gram drafts."""
+    """Records of a run with drafts."""
     folder = tmp_path_factory.mktemp("learnt")
-    return learn(write_tasks(folder), folder, "grpo")
+    return learn(write_tasks(folder), folder, "grpo", *SURE)
 
 
 @pytest.mark.slow
@@ -162,7 +164,7 @@ def test_a_tiny_model_learns(algorithm: str, more: tuple[str, ...], tasks: Path,
 
 @pytest.mark.slow
 def test_drafts_change_nothing_that_is_learnt(learnt: list[dict[str, Any]], tasks: Path, tmp_path: Path) -> None:
-    assert sum(pair[0] for record in learnt for pair in record["speed"]["by_method"].values()) > 0
+    assert sum(record["speed"]["by_method"].get("suffix", (0, 0))[0] for record in learnt) > 0
     outcome = run(settings(tasks, tmp_path, "plain", "mode=plain", "trainer.steps=3"))
     plain = records(outcome.folder)
     assert not any(record["speed"]["by_method"] for record in plain)
@@ -188,7 +190,7 @@ def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt
     def update(rollout: Rollout, method: str, weights: WeightSet) -> None:
         update_drafter(rollout, method, weights)
         versions.append(weights.version)
-        end = time.monotonic() + 60.0
+        end = time.monotonic() + 200.0
         while mode == "decoupled" and weights.version not in versions_in_use(rollout):
             assert time.monotonic() < end, f"version {weights.version} has not arrived"
             time.sleep(0.1)
@@ -197,11 +199,12 @@ def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt
     outcome = run(settings(tasks, tmp_path, "taught", head, "trainer.steps=2", *always))
     done = records(outcome.folder)
     assert len(versions) == 2 and 0 < versions[0] < versions[1]
-    figures = [record["speed"]["by_method"]["eagle"] for record in done]
-    assert all(0 < accepted <= drafted for drafted, accepted in figures)
-    assert dict(numbers(done[-1]))["speed/acceptance_rate/eagle"] == figures[-1][1] / figures[-1][0]
+    figures = [record["speed"]["by_method"].get("eagle", [0, 0]) for record in done]
     table = json.loads((outcome.folder / "summary.json").read_text())["totals"]["drafters"]
-    assert table == {"eagle": [sum(column) for column in zip(*figures, strict=True)]}
+    assert table.get("eagle", [0, 0]) == [sum(column) for column in zip(*figures, strict=True)]
+    if mode == "coupled":  # a draft actor may join after the last step
+        assert all(0 < accepted <= drafted for drafted, accepted in figures)
+        assert dict(numbers(done[-1]))["speed/acceptance_rate/eagle"] == figures[-1][1] / figures[-1][0]
     assert [record["train"] for record in done] == [record["train"] for record in learnt[:2]]
 
 
@@ -257,9 +260,9 @@ def test_conversations_teach_the_same_with_drafts_and_without(
 ) -> None:
     seen, tasks, learnt, taken = Seen(monkeypatch), sums(tmp_path), [], []
     for mode in ("decoupled", "plain"):
-        more = ("trainer.steps=2", f"mode={mode}", *CONVERSATION, *FEW)
+        more = ("trainer.steps=2", f"mode={mode}", *(SURE if mode == "decoupled" else ()), *CONVERSATION, *FEW)
         done = records(run(settings(tasks, tmp_path, mode, *more)).folder)
-        assert bool(done[-1]["speed"]["by_method"]) == (mode == "decoupled")
+        assert any("suffix" in record["speed"]["by_method"] for record in done) == (mode == "decoupled")
         assert all(record["train"]["turns_mean"] > 1.2 and record["gap"]["mean"] < 1e-4 for record in done)
         assert all(not any(record["failures"].values()) for record in done)
         learnt.append([record["train"] for record in done])

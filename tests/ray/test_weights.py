@@ -22,6 +22,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.core.errors import InputError
 from specactor_ray.learner.batching import Sample
 from specactor_ray.models.loading import load_model, load_tokenizer
+from specactor_ray.rollout.trajectory import RolloutMetrics
 from specactor_ray.trainer.trainer_ranks import TrainerGroup
 from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_draft, tiny_target
@@ -165,22 +166,26 @@ def test_drafters_that_follow_the_policy_get_every_version() -> None:
     )
     weights = changed(load_model(str(tiny_target())).state_dict(), 1)
     with Rollout(settings) as rollout:
-        before = tokens(rollout)
-        rollout.update_weights(weights)
-        rollout.reset_metrics()
-        assert tokens(rollout) != before
-        metrics = rollout.metrics()
-        # The drafter has the target's own weights, so it is nearly always right.
-        assert metrics.drafted_tokens > 0 and metrics.acceptance_rate > 0.9
-        for version, alarm in ((2, True), (3, False)):
-            assert rollout.update_weights(weights) == version
-            assert await_alarm(rollout, version, alarm)["alarm"] is alarm
-        rollout.scale({method: 2})
 
         def versions() -> list[Any]:
             ready = [row for row in rollout.status() if row["kind"] == "drafter" and row["phase"] == "ready"]
             return [row["weight_version"] for row in ready] + [one["version"] for one in rollout.drafters()]
 
+        before = tokens(rollout)
+        rollout.update_weights(weights)
+        wait_until(lambda: versions() == [1, 1], "a draft actor with the new weights")
+
+        def drafted() -> RolloutMetrics | None:
+            rollout.reset_metrics()
+            assert tokens(rollout) != before
+            return metrics if (metrics := rollout.metrics()).drafted_tokens else None
+
+        # The drafter has the target's own weights, so it is nearly always right.
+        assert wait_until(drafted, "drafts", 90.0).acceptance_rate > 0.9
+        for version, alarm in ((2, True), (3, False)):
+            assert rollout.update_weights(weights) == version
+            assert await_alarm(rollout, version, alarm)["alarm"] is alarm
+        rollout.scale({method: 2})
         wait_until(lambda: versions() == [3] * 4, "two draft actors with the newest weights")
         assert len({one["checksum"] for one in rollout.drafters()}) == 1
 
