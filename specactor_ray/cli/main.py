@@ -26,8 +26,6 @@ from specactor_ray.cli.plan import plan, profile
 from specactor_ray.cli.report import (
     alarm_lines,
     config_keys_table,
-    cut_line,
-    failed_prompts_line,
     ladder_table,
     reason_lines,
     rollout_table,
@@ -99,9 +97,8 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     if (ladder := ladder_table(outcome.summary["actors"])) is not None:
         console.print(ladder)
     counts = outcome.summary["trajectories"]
-    failed = failed_prompts_line(counts["failed_prompts"])
     alarms = alarm_lines(outcome.summary["drafters"])
-    for line in (*reason_lines(counts["failures"]), *failed, *cut_line(counts), *alarms):
+    for line in (*reason_lines(counts["failures"]), *alarms):
         say(console, line)
     if outcome.trajectories.exists():
         say(console, f"trajectories: {outcome.trajectories.resolve()}")

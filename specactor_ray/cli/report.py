@@ -49,24 +49,6 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
     return lines
 
 
-def failed_prompts_line(failures: Mapping[str, int]) -> list[str]:
-    """The failed prompts, counted from 1 in the order of the file, and their failures; no line if none failed."""
-    if not failures:
-        return []
-    shown = ", ".join(
-        f"{int(index) + 1}" + (f" ({count} times)" if count > 1 else "")
-        for index, count in list(failures.items())[:_MOST_DIFFERENCES]
-    )
-    rest = f" and {len(failures) - _MOST_DIFFERENCES} more" if len(failures) > _MOST_DIFFERENCES else ""
-    return [f"  failed prompts (counted from 1): {shown}{rest}"]
-
-
-def cut_line(counts: Mapping[str, Any]) -> list[str]:
-    """Number of outputs that the context ended; no line if there are none."""
-    cut = counts["cut_by_context"]
-    return [f"  {cut} outputs were ended by the context before sampling.max_tokens"] if cut else []
-
-
 def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Speed, acceptance and supply of each measured variant, and whether its tokens are those of plain decoding."""
     figures = ("tokens/s", "ratio", "acc. rate", "acc. length", "supply", "steps supplied", "identical")

@@ -1,7 +1,6 @@
-"""Hands requests to verifiers, journals their commits, and takes requests off verifiers that die.
+"""Hands requests to verifiers, journals their commits, and takes requests off verifiers that die or are full.
 
-Every admitted request is returned exactly once: finished, aborted, or failed with its reason. Work that grows with the
-number of requests is done at intervals that grow with it.
+Every admitted request is returned exactly once: finished, aborted, or failed with its reason.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from specactor_ray.actors.specs import Departure
@@ -20,14 +20,10 @@ from specactor_ray.transport.messages import Finished, Progress, Refused, Reques
 
 logger = logging.getLogger(__name__)
 
-_MAX_STALLS = 3
-"""Number of stalls after which a request fails."""
 _REFUSED_S = 1.0
 """Seconds for which a verifier that refused a request is given none."""
 _LOOK_INTERVAL_S = 0.1
-"""Time between two checks of notices, shared outputs and stalls."""
-_PASS_INTERVAL_S_PER_REQUEST = 1e-4
-"""Time between two passes over the requests, for each of them; a pass takes up to 8 microseconds per request."""
+"""Time between two checks of notices, shared outputs and loads."""
 
 
 class WeightPolicy(StrEnum):
@@ -47,8 +43,6 @@ class Dispatcher:
     Args:
         outstanding_per_verifier: Most requests handed to one verifier at a time; the rest wait here, for others.
         no_verifier_timeout_s: Longest time without any verifier, or an answer of the controller, before a failure.
-        request_stall_timeout_s: Time without progress, while its verifier answers, after which a request that has begun
-            is handed out again.
         shares_outputs: Verifiers get the outputs finished by others, for the histories of the lookups they host.
     """
 
@@ -58,14 +52,12 @@ class Dispatcher:
         calls: Calls,
         outstanding_per_verifier: int,
         no_verifier_timeout_s: float,
-        request_stall_timeout_s: float,
         shares_outputs: bool = False,
     ) -> None:
         self.journal = Journal()
         self.reissues = 0
         """Number of requests issued again since the start because their verifier was gone or did not run them."""
         self._clock = calls.clock
-        self._request_stall_timeout_s = request_stall_timeout_s
         self.verifiers = Verifiers(controller, calls, no_verifier_timeout_s)
         self._links = self.verifiers.links
         self._sharing = OutputSharing(calls, self._links, shares_outputs)
@@ -73,7 +65,7 @@ class Dispatcher:
         self._quarantine = self.backlog.quarantine
         self._ended: list[JournalEntry] = []
         """Requests that have ended since the last step."""
-        self._looked = self._passed = 0.0
+        self._looked = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -154,10 +146,7 @@ class Dispatcher:
         elif policy is WeightPolicy.KEEP:
             self.backlog.is_frozen = True
             self._cancel_all()
-            owned = [entry.request_id for entry in running if entry.owner is not None]
-            for request_id in owned:
-                self.journal.release(request_id)
-            self.backlog.put_back(owned)
+            self._put_back([entry.request_id for entry in running if entry.owner is not None])
 
     def _cancel_all(self) -> None:
         for verifier_id, link in self._links.items():
@@ -170,11 +159,7 @@ class Dispatcher:
         return self.backlog.is_frozen or not self.journal.begun
 
     def _submit(self, batches: Batches) -> None:
-        now, entries = self._clock.now(), self.journal.entries
         for verifier_id, batch in batches.items():
-            for entry in [entries[request.request_id] for request in batch]:
-                if entry.stalls:
-                    entry.progress_at = now  # it may be stuck before it has begun
             self.verifiers.submit(self._links[verifier_id], batch)
 
     def _take_back(self, link: VerifierLink, attempts: Sequence[tuple[str, int]]) -> None:
@@ -210,6 +195,9 @@ class Dispatcher:
         self.reissues += len(request_ids)
         when = "" if self._links else " when a verifier is ready"
         logger.warning("%s; %d requests are issued again%s", why, len(request_ids), when)
+        self._put_back(request_ids)
+
+    def _put_back(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self.journal.release(request_id)
         self.backlog.put_back(request_ids)
@@ -249,8 +237,7 @@ class Dispatcher:
 
     def _journal_progress(self, link: VerifierLink, event: Progress) -> None:
         """Journal commits, and end requests at a stop text: their verifier drops them."""
-        link.progress_at = self._clock.now()
-        for request_id in self.journal.progress(event, link.progress_at):
+        for request_id in self.journal.progress(event):
             self._miss(link, request_id)
         for request_id in self._quarantine.members_at(link.verifier_id):
             self._quarantine.progress(request_id, self.journal.entries[request_id].num_tokens)
@@ -265,29 +252,39 @@ class Dispatcher:
         self._reissue([request_id], f"verifier {link.verifier_id} reported {request_id} with a gap", link)
 
     def _look_after_requests(self) -> None:
-        """Send lost notices and finished outputs, and hand out stalled requests again."""
-        now, requests = self._clock.now(), len(self.journal.entries)
+        """Send lost notices and finished outputs, and balance the loads."""
+        now = self._clock.now()
         if now - self._looked < _LOOK_INTERVAL_S:
             return
         self._looked = now
         self.verifiers.retry_notices()
-        if requests:
+        if self.journal.entries:
             self._sharing.send()
-        if now - self._passed >= requests * _PASS_INTERVAL_S_PER_REQUEST:
-            self._passed = now
-            self._reissue_stalled(now)
+            self._balance(now)
 
-    def _reissue_stalled(self, now: float) -> None:
-        """Hand out requests again that have begun and make no progress at a verifier that answers."""
-        limit_s = self._request_stall_timeout_s
-        for entry in [entry for entry in self.journal.entries.values() if now - entry.progress_at > limit_s]:
-            link = self._links.get(entry.owner or "")
-            if link is None or not link.request_stalls(entry.has_begun, now, limit_s):
-                continue
-            name, entry.stalls = entry.request_id, entry.stalls + 1
-            link.free_at = now + _REFUSED_S  # another verifier is tried first
-            if entry.stalls < _MAX_STALLS:
-                self._reissue([name], f"request {name} made no progress for {limit_s:g} s at {entry.owner}", link)
-            else:
-                self.verifiers.cancel(link, [(name, entry.attempt)])
-                self._finish(name, "error", f"it stopped making progress {_MAX_STALLS} times, for {limit_s:g} s each")
+    def _balance(self, now: float) -> None:
+        """Move a request from the fullest to the emptiest verifier, if none waits and that pays."""
+        names = [name for name, link in self._links.items() if link.is_open(now)]
+        loads = {name: self.journal.load(name) for name in names if not self._quarantine.occupies(name)}
+        if self.backlog or len(loads) < 2:
+            return
+        fullest, emptiest = max(loads, key=loads.__getitem__), min(loads.values())
+        gain = partial(gain_of_move, gap=loads[fullest] - 1 - emptiest, load=emptiest)
+        movable = [entry for entry in self.journal.owned_by(fullest) if entry.session is None]
+        best = max(movable, key=gain, default=None)
+        if best is not None and gain(best) > 0:
+            logger.debug("request %s moves from %s, which has %d", best.request_id, fullest, loads[fullest])
+            self.verifiers.cancel(self._links[fullest], [(best.request_id, best.attempt)])
+            self._put_back([best.request_id])
+
+
+def gain_of_move(entry: JournalEntry, gap: int, load: int) -> int:
+    """Saving of a move minus its cost, in positions of a forward pass; a move pays above 0.
+
+    A verify step of b requests takes about `b * v + c` seconds (SpecActor, arXiv 2511.16193, section 4), and a position
+    of a prefill about `v`. The move saves `gap * v` per remaining token of the request, and as much for all others. It
+    costs `v` for each token to read, for the request and the `load` others of its new verifier. Output lengths are
+    heavy-tailed: as many tokens are expected as there are, up to `max_tokens`.
+    """
+    remaining = min(entry.sampling.max_tokens - entry.num_tokens, entry.num_tokens)
+    return 2 * remaining * gap - (len(entry.prompt_token_ids) + entry.num_tokens) * (1 + load)

@@ -20,7 +20,6 @@ from specactor_ray.transport.messages import Finished, Progress
 
 RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])
 """Record of one token: 8 bytes."""
-_NEVER = float("inf")
 _MAX_UNCONFIRMED = 3
 """Number of verifier failures before confirmation after which a request is suspected as if they had confirmed it."""
 
@@ -52,15 +51,8 @@ class JournalEntry:
     """Verifier that is authoritative for the request now; None while it waits to be handed out."""
     attempt: int = 0
     """Number of times the request was handed to a verifier."""
-    stalls: int = 0
-    """Number of times it stopped making progress at a verifier that answered."""
     unconfirmed: int = 0
     """Number of verifiers that failed before they had confirmed the request."""
-    progress_at: float = _NEVER
-    """Time of the last progress, or of the hand-over after a stall, in seconds. Infinite if the request has not begun
-    since it was taken off a verifier."""
-    has_begun: bool = False
-    """Whether the present attempt has made progress."""
     finished: Finished | None = None
     records: bytearray = field(default_factory=bytearray, repr=False)
     """Committed tokens, including the prefix, as `RECORD`s. An array that grows by an eighth when it is full. For the
@@ -162,8 +154,6 @@ class Journal:
         """Verifier → its requests by id."""
 
     def add(self, entry: JournalEntry) -> None:
-        if entry.request_id in self.entries:
-            raise ValueError(f"request {entry.request_id} is in the journal already")
         self.entries[entry.request_id] = entry
         self._stopping += entry.stops is not None
 
@@ -187,7 +177,6 @@ class Journal:
         """Take a request off its verifier; it continues elsewhere from the journaled tokens."""
         entry = self.entries[request_id]
         self._set_owner(entry, None)
-        entry.progress_at = _NEVER
         return entry
 
     def owned_by(self, verifier_id: str) -> list[JournalEntry]:
@@ -199,9 +188,9 @@ class Journal:
         entry = self.entries.get(request_id)
         return entry is not None and entry.owner is not None and entry.attempt == attempt
 
-    def progress(self, message: Progress, now: float = 0.0) -> list[str]:
+    def progress(self, message: Progress) -> list[str]:
         """Append committed tokens. Repeated messages and those of other attempts are ignored; returns the requests that
-        miss tokens in between. `now` is a time of the clock of `JournalEntry.progress_at`."""
+        miss tokens in between."""
         entries, size, end, gapped = self.entries, RECORD.itemsize, 0, []
         starts, lengths = message.starts.tolist(), message.lengths.tolist()
         records, margins, tops = _packed(message.tokens, message.logprobs), None, b""
@@ -228,8 +217,6 @@ class Journal:
             if top_end > top_begin:
                 entry.top_bytes = entry.top_bytes or bytearray()
                 entry.top_bytes += tops[top_begin:top_end]
-            entry.has_begun = True
-            entry.progress_at = now
             self.committed_tokens += length
         if self._stopping:
             for (request_id, attempt), start in zip(message.requests, starts, strict=True):
@@ -296,7 +283,7 @@ class Journal:
                 del self._owned[entry.owner]
         if owner is not None:
             self._owned.setdefault(owner, {})[entry.request_id] = entry
-        entry.owner, entry.has_begun = owner, False
+        entry.owner = owner
 
 
 def _packed(tokens: Any, logprobs: Any) -> bytes:

@@ -63,7 +63,6 @@ def prepare(config: Config) -> tuple[Config, Any]:
     config = with_cache(config)
     check_target(config)  # the default cache, sized by free memory here, may hold no request
     require_memory(config)
-    warn_without_drafters(config)
     return config, tokenizer
 
 
@@ -121,15 +120,12 @@ def require_named_model(key: str, name: str, is_head: bool = False) -> Path | No
 def require_devices(config: Config, trains: bool = False) -> None:
     """Refuse a layout that needs more GPUs or CPU cores than the cluster to be started here has; `trains` includes the
     trainer. `mode: auto` must be resolved before. The ConfigError has the needed and the existing ones."""
-    require_gpus(config, trains)
     if config.cluster.address == "local" and not is_connected():
+        _require_gpus(config, trains)
         _require_cores(config, trains)
 
 
-def require_gpus(config: Config, trains: bool = False) -> None:
-    """`require_devices` for GPUs alone."""
-    if config.cluster.address != "local" or is_connected():
-        return
+def _require_gpus(config: Config, trains: bool) -> None:
     target, trainer = config.target, config.trainer
     wanted = {"target.gpus": target.replicas * target.gpus}
     acting = acting_drafters(config)
@@ -303,18 +299,6 @@ def export_what_drafters_read(config: Config) -> Config:
     resolved = copy.deepcopy(config)
     resolved.target.hidden_layers = layers
     return resolved
-
-
-def warn_without_drafters(config: Config) -> None:
-    """Warn if a mode with drafts starts with none. No error: `specactor scale` may add draft actors during the run."""
-    if config.mode is ModeName.plain or any(one.replicas or one.max_replicas for one in config.drafters):
-        return
-    acting = acting_drafters(config)
-    logger.warning(
-        "drafters.*.replicas are all 0: the run decodes without drafts%s. Fix: "
-        "drafters.0.replicas=1, or mode=plain if that is what you want.",
-        f" until `specactor scale {acting[0].method}=1`" if acting else "",
-    )
 
 
 def check_drafters_fit_target(config: Config) -> Any:

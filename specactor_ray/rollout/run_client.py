@@ -53,7 +53,6 @@ class RunClient:
             calls,
             outstanding_per_verifier=2 * config.target.max_batch,
             no_verifier_timeout_s=cluster.start_timeout_s + cluster.placement_timeout_s,
-            request_stall_timeout_s=2.0 * cluster.stall_timeout_s,
             shares_outputs=any(traits(one.method).keeps_history for one in inline_drafters(config)),
         )
         self.engine = Engine(self.dispatcher, calls.clock, self.wake_if_asleep)

@@ -59,8 +59,6 @@ class VerifierLink:
     """Time from which it may be polled again."""
     free_at: float = 0.0
     """Time from which it may be given requests again."""
-    progress_at: float = float("-inf")
-    """Time of the last progress of any of its requests."""
     suspected_at: float = float("-inf")
     submits: dict[Call, list[tuple[str, int]]] = field(default_factory=dict)
     """Calls that hand over requests → (request, attempt)."""
@@ -69,11 +67,6 @@ class VerifierLink:
         """Requests whose arrival is not confirmed."""
         calls = [call for call in self.submits if not call.poll() or call.error is not None]
         return [request_id for call in calls for request_id, _ in self.submits[call]]
-
-    def request_stalls(self, has_begun: bool, now: float, limit_s: float) -> bool:
-        """Whether a request without progress has stalled by itself: if the verifier does not answer, the controller
-        handles that, and a request that has not begun may wait for others that make progress."""
-        return now - self.answered_at <= limit_s and (has_begun or now - self.progress_at > limit_s)
 
     def is_open(self, now: float) -> bool:
         """Whether it may be given requests: it refused none lately, and answered since it was last suspected."""

@@ -39,25 +39,17 @@ class Tally:
 
     total: int
     """Number of trajectories of the run."""
-    max_tokens: int
     finish_reasons: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     """Reason of failure → number of times."""
-    failed_prompts: Counter[int] = field(default_factory=Counter)
-    """Index of a prompt, from 0 → number of its failures."""
     tokens: int = 0
-    cut: int = 0
-    """Number of outputs that the context ended before `max_tokens`."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Count a trajectory in the form of `Trajectory.to_json`."""
-        reason, tokens = row["finish_reason"], len(row["token_ids"])
-        self.finish_reasons[reason] += 1
-        self.tokens += tokens
-        self.cut += reason == "length" and tokens < self.max_tokens
-        if reason == "error":
+        self.finish_reasons[row["finish_reason"]] += 1
+        self.tokens += len(row["token_ids"])
+        if row["finish_reason"] == "error":
             self.failures[row.get("error", "")] += 1
-            self.failed_prompts[row["prompt_index"]] += 1
 
     def figures(self) -> dict[str, Any]:
         """The counts as plain data for the summary."""
@@ -69,8 +61,6 @@ class Tally:
             "tokens": self.tokens,
             "finish_reasons": dict(self.finish_reasons),
             "failures": dict(self.failures),
-            "failed_prompts": {str(index): count for index, count in sorted(self.failed_prompts.items())},
-            "cut_by_context": self.cut,
         }
 
 
@@ -185,7 +175,7 @@ def _run(
 
     begin, started = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
     say(console, f"run {config.run.name}: starting {config.mode.value} actors; results go to {folder}")
-    tally = Tally(len(prompts) * config.data.n, config.sampling.max_tokens)
+    tally = Tally(len(prompts) * config.data.n)
     if there:
         say(console, f"run {config.run.name}: resumed, {len(there)} of {tally.total} trajectories are there")
     for note in start_notes(config):

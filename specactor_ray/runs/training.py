@@ -9,7 +9,6 @@ import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +46,7 @@ _POSITION = (
     "trainer.prompts_per_step",
 )
 """Keys for which another value makes the saved position one in other tasks or in another order."""
-_TRAINER = (
-    "trainer.learning_rate",
-    "trainer.weight_decay",
-    "trainer.warmup_steps",
-    "trainer.schedule",
-    "trainer.max_grad_norm",
-    "trainer.mini_batches",
-    "trainer.epochs",
-    "trainer.dtype",
-    "trainer.max_staleness",
-)
-_DATA = ("data.n", "data.chat", "data.system_prompt", "data.prompt_key", "data.answer_key")
-_SECTIONS = ("algorithm", "sampling", "reward", "environment")
-_NO_EFFECT = ("reward.timeout_s", "reward.workers", "environment.timeout_s", "environment.workers")
+_SECTIONS = ("data", "sampling", "trainer", "algorithm", "reward", "environment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,23 +191,20 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
-    """Settings that determine a run's results, by key; values as in JSON."""
-    settings = {key: attrgetter(key)(config) for key in (*_POSITION, *_TRAINER, *_DATA, "trainer.backend")}
-    for section in _SECTIONS:
-        settings |= {f"{section}.{name}": value for name, value in asdict(getattr(config, section)).items()}
-    if config.trainer.backend is TrainerBackend.deepspeed:
-        settings |= {"trainer.ranks": config.trainer.ranks, "trainer.zero_stage": config.trainer.zero_stage}
-    if config.trainer.schedule is not Schedule.constant:
-        settings["trainer.steps"] = config.trainer.steps
+    """Settings of the sections that determine a run's results, by key; values as in JSON."""
+    sections = ((section, asdict(getattr(config, section))) for section in _SECTIONS)
+    settings = {f"{section}.{name}": value for section, values in sections for name, value in values.items()}
+    if config.trainer.backend is not TrainerBackend.deepspeed:
+        del settings["trainer.zero_stage"]
+    if config.trainer.schedule is Schedule.constant:
+        del settings["trainer.steps"]
     if config.data.path is not None and ":" not in config.data.path:
         settings["data.path"] = os.path.normpath(config.data.path)
-    for section in ("data", "environment"):  # may hold a token, which must not be in a checkpoint
-        options = getattr(config, section).options
-        settings[f"{section}.options"] = zlib.crc32(json.dumps(options, sort_keys=True, default=str).encode())
+    for key in ("data.options", "environment.options"):  # may hold a token, which must not be in a checkpoint
+        settings[key] = zlib.crc32(json.dumps(settings[key], sort_keys=True, default=str).encode())
     if tasks is not None:
         settings[_TASKS] = tasks
-    kept = {key: value for key, value in settings.items() if key not in _NO_EFFECT}
-    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
 
 

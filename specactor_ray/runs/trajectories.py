@@ -17,7 +17,7 @@ from typing import Any
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import AUTO
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import open_regular, parse_json, read_foreign
+from specactor_ray.core.files import open_regular, parse_json
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.runs.folder import CONFIG_FILE, PARTIAL_FILE, TRAJECTORIES_FILE, RunLease, lease_unfinished
@@ -114,7 +114,7 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
         return None
     folder, lease = found
     try:
-        saved = _saved_config(folder / CONFIG_FILE)
+        saved = load_config(folder / CONFIG_FILE)
         if config.target.dtype == AUTO:
             config.target.dtype = saved.target.dtype
         for key in _SAME:
@@ -127,14 +127,6 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
         raise
     config.run.name = folder.name
     return found
-
-
-def _saved_config(file: Path) -> Config:
-    try:
-        read_foreign(file)  # refuses what is no regular file
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(file), f"cannot be read: {error}.", "begin a new run under another run.name.") from None
-    return load_config(file)
 
 
 def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: Config) -> list[dict[str, Any]]:

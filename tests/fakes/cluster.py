@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -249,6 +250,25 @@ class FakeCluster:
             assert tuple(entry.token_ids) == (truth if good else truth[: len(entry.token_ids)])
             assert len(entry.logprobs) == len(entry.token_ids)
         return ended
+
+
+def driven(**options: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs as the driver of a fake cluster of this kind; it takes `cluster` and, maybe, `engine`."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(*own: object, **given: Any) -> None:
+            cluster = FakeCluster(**options)
+            there = {"cluster": cluster, "engine": cluster.client.engine}
+            given |= {name: one for name, one in there.items() if name in inspect.signature(test).parameters}
+            cluster.run(lambda: test(*own, **given))
+
+        parameters = [
+            one for name, one in inspect.signature(test).parameters.items() if name not in ("cluster", "engine")
+        ]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def make_config(verifiers: int, max_batch: int) -> Config:

@@ -10,10 +10,7 @@ from specactor_ray.actors.specs import Departure
 from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.transport.messages import WeightSet
-from tests.fakes.cluster import FakeCluster, entries
-
-STALL_S = 40.0
-"""Longest time without progress: twice `cluster.stall_timeout_s`."""
+from tests.fakes.cluster import FakeCluster, driven, entries
 
 
 def reasons(ended: list[JournalEntry]) -> dict[str, str]:
@@ -21,38 +18,32 @@ def reasons(ended: list[JournalEntry]) -> dict[str, str]:
     return {e.request_id: e.finished.error for e in ended if e.finished and e.finished.finish_reason == "error"}
 
 
-def attempts(cluster: FakeCluster) -> Counter[str]:
-    """How often each request was begun, by the verifiers there are now."""
-    return Counter(request_id for name in cluster.handles for request_id, _ in cluster.verifier(name).begun)
-
-
-def begun_again(cluster: FakeCluster) -> int:
-    """How often requests were begun beyond once."""
-    return sum(count - 1 for count in attempts(cluster).values())
-
-
-def test_a_calm_run_begins_each_request_once_and_uses_all_verifiers() -> None:
-    cluster = FakeCluster()
-    assert reasons(cluster.run(lambda: cluster.finish(entries(30)))) == {}
-    assert len(attempts(cluster)) == 30 and not begun_again(cluster)
-    assert min(len(cluster.verifier(name).begun) for name in ("v0", "v1")) >= 10
+@driven()
+def test_a_calm_run_begins_each_request_once_and_uses_all_verifiers(cluster: FakeCluster) -> None:
+    assert reasons(cluster.finish(entries(30))) == {}
+    begun = {name: {request_id for request_id, _ in cluster.verifier(name).begun} for name in cluster.handles}
+    assert len(begun["v0"] | begun["v1"]) == 30 and min(map(len, begun.values())) >= 10
     assert cluster.client.dispatcher.reissues == 0 and not cluster.suspected
+
+
+@driven()
+def test_a_request_moves_once_to_the_verifier_that_has_none_left(cluster: FakeCluster) -> None:
+    long, short = entries(2, tokens=60), entries(2, tokens=2, prefix="s")
+    assert reasons(cluster.finish([long[0], short[0], long[1], short[1]])) == {}
+    begun = {name: {request_id for request_id, _ in cluster.verifier(name).begun} for name in cluster.handles}
+    assert begun["v0"] == {"r0", "r1"} and len(begun["v1"] & begun["v0"]) == 1
+    assert cluster.client.dispatcher.reissues == 0
 
 
 class TestSharing:
     """Outputs reach the lookups that other verifiers host."""
 
-    def test_each_output_goes_once_to_the_others_of_its_eight(self) -> None:
-        cluster = FakeCluster(verifiers=10)
+    @driven(verifiers=10)
+    def test_each_output_goes_once_to_the_others_of_its_eight(self, cluster: FakeCluster) -> None:
         requests = entries(60)
         prompts = {entry.request_id: entry.prompt_token_ids for entry in requests}
-
-        def body() -> dict[str, list[int]]:
-            ended = {entry.request_id: entry.token_ids for entry in cluster.finish(requests)}
-            cluster.bench.clock.sleep(1.0)
-            return ended
-
-        ended = cluster.run(body)
+        ended = {entry.request_id: entry.token_ids for entry in cluster.finish(requests)}
+        cluster.bench.clock.sleep(1.0)
         groups = (sorted(cluster.handles)[:8], sorted(cluster.handles)[8:])
         for group in groups:
             mine = {name: cluster.verifier(name).learned for name in group}
@@ -64,103 +55,71 @@ class TestSharing:
                 assert one.prompt_token_ids == prompts[one.request_id]
                 assert one.token_ids.dtype == "int32" and one.token_ids.tolist() == ended[one.request_id]
 
-    @pytest.mark.parametrize("fault", ["lost_before", "lost_after", "delayed"])
-    def test_lost_outputs_cost_drafts_only(self, fault: str) -> None:
-        cluster = FakeCluster()
-        cluster.network.lose("learn", times=1000, fault=fault)
-        assert reasons(cluster.run(lambda: cluster.finish(entries(30)))) == {}
-        assert cluster.client.dispatcher.reissues == 0 and not cluster.suspected
-
 
 class TestLostMessages:
-    def test_a_verifier_out_of_reach_for_a_while_is_reported_and_loses_nothing(self) -> None:
-        cluster = FakeCluster()
+    @driven()
+    def test_a_verifier_out_of_reach_for_a_while_is_reported_and_loses_nothing(self, cluster: FakeCluster) -> None:
         cluster.network.lose("poll", "v0", times=6)
-        assert reasons(cluster.run(lambda: cluster.finish(entries(16, tokens=100)))) == {}
+        assert reasons(cluster.finish(entries(16, tokens=100))) == {}
         assert set(cluster.suspected) == {"v0"} and cluster.client.dispatcher.reissues == 0
-        assert len(cluster.verifier("v0").begun) >= 7 and not begun_again(cluster)
+        assert len(cluster.verifier("v0").begun) >= 7
 
-    @pytest.mark.parametrize("fault", ["lost_after", "repeated", "delayed"])
-    def test_polls_that_are_lost_or_come_twice_or_late_cost_and_repeat_no_event(self, fault: str) -> None:
-        cluster = FakeCluster()
-        cluster.network.lose("poll", times=40, fault=fault)
-        assert reasons(cluster.run(lambda: cluster.finish(entries(16, tokens=60)))) == {}
+    @pytest.mark.parametrize("fault", ["lost_before", "lost_after", "repeated", "delayed"])
+    @pytest.mark.parametrize(("method", "times"), [("poll", 4), ("submit", 4), ("learn", 1000)])
+    @driven()
+    def test_calls_that_are_lost_or_come_twice_or_late_cost_and_repeat_nothing(
+        self, cluster: FakeCluster, method: str, times: int, fault: str
+    ) -> None:
+        cluster.network.lose(method, times=times, fault=fault)
+        assert reasons(cluster.finish(entries(16, tokens=60))) == {}
         assert cluster.client.dispatcher.reissues == 0
 
-    @pytest.mark.parametrize("fault", ["lost_before", "lost_after", "repeated"])
-    def test_a_hand_over_that_is_lost_once_is_sent_again_and_begun_once(self, fault: str) -> None:
-        cluster = FakeCluster()
-        cluster.network.lose("submit", times=4, fault=fault)
-        assert reasons(cluster.run(lambda: cluster.finish(entries(16)))) == {}
-        assert not begun_again(cluster) and cluster.client.dispatcher.reissues == 0
-
-    def test_requests_that_never_arrive_are_handed_to_another(self) -> None:
-        cluster = FakeCluster()
-        cluster.network.lose("submit", "v0", times=10_000)
-        assert reasons(cluster.run(lambda: cluster.finish(entries(12, tokens=900)))) == {}
-        assert not cluster.verifier("v0").begun and not begun_again(cluster)
-        assert cluster.client.dispatcher.reissues >= 6
-
-    def test_a_hand_over_whose_answers_are_lost_is_taken_back(self) -> None:
-        cluster = FakeCluster()
-        cluster.network.lose("submit", "v0", times=40, fault="lost_after")
-        assert reasons(cluster.run(lambda: cluster.finish(entries(4, tokens=1500)))) == {}
+    @pytest.mark.parametrize("fault", ["lost_before", "lost_after"])
+    @driven()
+    def test_requests_that_seem_not_to_arrive_are_handed_to_another(self, cluster: FakeCluster, fault: str) -> None:
+        cluster.network.lose("submit", "v0", times=40, fault=fault)
+        assert reasons(cluster.finish(entries(4, tokens=1500))) == {}
         first = cluster.verifier("v0")
-        assert first.begun and not first.running, "it still works on what another one has"
-        assert set(first.begun) & first.cancelled
         assert cluster.client.dispatcher.reissues >= 1
+        assert not first.running, "it still works on what another one has"
+        assert bool(set(first.begun) & first.cancelled) == (fault == "lost_after")
 
-    def test_events_of_other_attempts_are_ignored(self) -> None:
-        cluster = FakeCluster()
-
-        def body() -> list[JournalEntry]:
-            cluster.verifier("v0").noise = cluster.verifier("v1").noise = True
-            return cluster.finish(entries(8))
-
-        assert reasons(cluster.run(body)) == {}
+    @driven()
+    def test_events_of_other_attempts_are_ignored(self, cluster: FakeCluster) -> None:
+        cluster.verifier("v0").noise = cluster.verifier("v1").noise = True
+        assert reasons(cluster.finish(entries(8))) == {}
 
 
 class TestDeaths:
-    def test_requests_of_a_dead_verifier_continue_elsewhere_from_the_journal(self) -> None:
-        cluster = FakeCluster()
-
-        def body() -> list[JournalEntry]:
-            kernel = cluster.bench.kernel
-            kernel.at(kernel.now + 2.0, lambda: cluster.network.kill(cluster.handles["v0"]))
-            return cluster.finish(entries(8, tokens=100))
-
-        assert reasons(cluster.run(body)) == {}
+    @driven()
+    def test_requests_of_a_dead_verifier_continue_elsewhere_from_the_journal(self, cluster: FakeCluster) -> None:
+        kernel = cluster.bench.kernel
+        kernel.at(kernel.now + 2.0, lambda: cluster.network.kill(cluster.handles["v0"]))
+        assert reasons(cluster.finish(entries(8, tokens=100))) == {}
         assert cluster.departed == {"v0": Departure.FAILED}
         assert 4 <= cluster.client.dispatcher.reissues <= 8
 
     @pytest.mark.parametrize("position", [30, -1])
-    def test_a_poison_request_fails_alone_and_with_its_reason(self, position: int) -> None:
+    @driven(verifiers=3)
+    def test_a_poison_request_fails_alone_and_with_its_reason(self, cluster: FakeCluster, position: int) -> None:
         """Also one that ends its verifier before that has answered."""
-        cluster = FakeCluster(verifiers=3)
         cluster.deadly["r5"] = position
-        failed = reasons(cluster.run(lambda: cluster.finish(entries(24, tokens=60))))
+        failed = reasons(cluster.finish(entries(24, tokens=60)))
         assert list(failed) == ["r5"] and "its verifiers failed again and again" in failed["r5"]
         assert 3 <= len(cluster.departed) <= 12
 
-    def test_the_loss_of_nodes_convicts_nobody(self) -> None:
-        cluster, why = FakeCluster(verifiers=1), Departure.NODE_LOST
-
-        def body() -> list[JournalEntry]:
-            kernel = cluster.bench.kernel
-            for turn in range(8):  # before its second token
-                kernel.at(
-                    kernel.now + 2.0 * turn + 1.0,
-                    lambda: cluster.lose(next(iter(cluster.handles)), Departure.NODE_LOST),
-                )
-            cluster.stalls = {("r0", f"v{number}") for number in range(8)}
-            return cluster.finish(entries(1))
-
-        assert reasons(cluster.run(body)) == {}
+    @driven(verifiers=1)
+    def test_the_loss_of_nodes_convicts_nobody(self, cluster: FakeCluster) -> None:
+        kernel, why = cluster.bench.kernel, Departure.NODE_LOST
+        for turn in range(8):  # before its second token
+            kernel.at(kernel.now + 2.0 * turn + 1.0, lambda: cluster.lose(next(iter(cluster.handles)), why))
+        cluster.stalls = {("r0", f"v{number}") for number in range(8)}
+        assert reasons(cluster.finish(entries(1))) == {}
         assert set(cluster.departed.values()) == {why} and len(cluster.departed) == 8
 
     @pytest.mark.parametrize("lost", ["the controller of the run has not answered", "no verifier"])
-    def test_without_a_controller_or_a_verifier_it_ends_after_the_limit(self, lost: str) -> None:
-        cluster = FakeCluster(verifiers=2)
+    @driven(verifiers=2)
+    def test_without_a_controller_or_a_verifier_it_ends_after_the_limit(self, cluster: FakeCluster, lost: str) -> None:
         limit_s = cluster.config.cluster.start_timeout_s + cluster.config.cluster.placement_timeout_s
 
         def lose() -> None:
@@ -168,168 +127,85 @@ class TestDeaths:
             if lost != "no verifier":
                 cluster.bench.kernel.freeze(cluster.actor.process)
 
-        def body() -> float:
-            kernel = cluster.bench.kernel
-            kernel.at(kernel.now + 5.0, lose)
-            with pytest.raises(ActorLostError, match=f"{lost} for 90 s"):
-                cluster.finish(entries(8, tokens=10_000))
-            return kernel.now - 5.0
+        kernel = cluster.bench.kernel
+        kernel.at(kernel.now + 5.0, lose)
+        with pytest.raises(ActorLostError, match=f"{lost} for 90 s"):
+            cluster.finish(entries(8, tokens=10_000))
+        assert limit_s - 1.0 < kernel.now - 5.0 < limit_s + 2.0
 
-        assert limit_s - 1.0 < cluster.run(body) < limit_s + 2.0
-
-    def test_a_controller_that_is_silent_for_less_holds_up_nothing(self) -> None:
-        cluster = FakeCluster()
-
-        def body() -> list[JournalEntry]:
-            kernel = cluster.bench.kernel
-            kernel.at(kernel.now + 1.0, lambda: kernel.freeze(cluster.actor.process))
-            kernel.at(kernel.now + 80.0, lambda: kernel.thaw(cluster.actor.process))
-            return cluster.finish(entries(32, tokens=500))
-
-        assert reasons(cluster.run(body)) == {} and cluster.client.dispatcher.reissues == 0
-
-    def test_whoever_takes_the_results_may_take_their_time(self) -> None:
-        cluster = FakeCluster()
-
-        def body() -> list[JournalEntry]:
-            ended = []
-            for entry in cluster.client.run(entries(40, tokens=100)):
-                ended.append(entry)
-                if len(ended) == 4:
-                    cluster.bench.clock.sleep(600.0)
-            return ended
-
-        assert len(cluster.run(body)) == 40
-
-
-class TestStalls:
-    def test_a_request_that_stalls_at_one_verifier_is_handed_to_another(self) -> None:
-        cluster = FakeCluster(max_batch=1)
-        cluster.stalls = {("r0", "v0")}
-        ended = cluster.run(lambda: cluster.finish(entries(2, tokens=2000)))
-        stalls = {entry.request_id: entry.stalls for entry in ended}
-        assert reasons(ended) == {} and stalls["r0"] <= 2 and stalls["r1"] == 0
-        assert ("r0", 1) in cluster.verifier("v0").cancelled and cluster.client.dispatcher.reissues == stalls["r0"] >= 1
-
-    def test_one_that_stalls_everywhere_fails_with_its_reason(self) -> None:
-        cluster = FakeCluster()
-        cluster.stalls = {("r3", "v0"), ("r3", "v1")}
-
-        def body() -> list[JournalEntry]:
-            ended = cluster.finish(entries(8))
-            cluster.client.engine.settle()
-            return ended
-
-        ended = cluster.run(body)
-        assert reasons(ended) == {"r3": f"it stopped making progress 3 times, for {STALL_S:g} s each"}
-        assert attempts(cluster)["r3"] == 3
-        assert not cluster.verifier("v0").running and not cluster.verifier("v1").running
-
-    def test_a_verifier_that_does_not_answer_is_left_to_the_controller(self) -> None:
-        cluster = FakeCluster()
-
-        def body() -> list[JournalEntry]:
-            kernel, actor = cluster.bench.kernel, cluster.handles["v0"]
-            kernel.at(kernel.now + 1.0, lambda: kernel.freeze(actor.process))
-            kernel.at(kernel.now + 2.5 * STALL_S, lambda: kernel.thaw(actor.process))
-            return cluster.finish(entries(8, tokens=200))
-
-        ended = cluster.run(body)
-        assert reasons(ended) == {} and cluster.client.dispatcher.reissues == 0
-        assert "v0" in cluster.suspected
+    @driven()
+    def test_a_controller_that_is_silent_for_less_and_a_slow_reader_hold_up_nothing(self, cluster: FakeCluster) -> None:
+        kernel = cluster.bench.kernel
+        kernel.at(kernel.now + 1.0, lambda: kernel.freeze(cluster.actor.process))
+        kernel.at(kernel.now + 80.0, lambda: kernel.thaw(cluster.actor.process))
+        stream = cluster.client.run(entries(32, tokens=100))
+        first = next(stream)
+        cluster.bench.clock.sleep(600.0)
+        ended = [first, *stream]
+        assert len(ended) == 32 and reasons(ended) == {} and cluster.client.dispatcher.reissues == 0
 
 
 class TestStreamsAndWeights:
-    def test_closed_early_then_new_weights_then_another_stream(self) -> None:
-        cluster = FakeCluster()
-
-        def body() -> list[JournalEntry]:
-            first = cluster.client.run(entries(20, tokens=50))
-            next(first)
-            first.close()
-            cluster.client.update_weights(WeightSet(1, ("weights",)))
-            return cluster.finish(entries(20, tokens=50, prefix="s"))
-
-        ended = cluster.run(body)
+    @driven()
+    def test_closed_early_then_new_weights_then_another_stream(self, cluster: FakeCluster) -> None:
+        first = cluster.client.run(entries(20, tokens=50))
+        next(first)
+        first.close()
+        cluster.client.update_weights(WeightSet(1, ("weights",)))
+        ended = cluster.finish(entries(20, tokens=50, prefix="s"))
         assert reasons(ended) == {} and {entry.weight_version for entry in ended} == {1}
-        assert {name[0] for name, count in attempts(cluster).items() if count} == {"r", "s"}
         assert not any(cluster.verifier(name).running for name in cluster.handles)
 
-    def test_commands_come_after_cancellations_that_were_lost_at_first(self) -> None:
-        cluster = FakeCluster()
+    @driven()
+    def test_a_verifier_with_other_weights_refuses_and_is_used_when_it_has_them(self, cluster: FakeCluster) -> None:
+        cluster.client.update_weights(WeightSet(1, ("weights",)))
+        late = cluster.verifier("v0")
+        late.version = 0
+        kernel = cluster.bench.kernel
+        kernel.at(kernel.now + 5.0, lambda: late.load_weights(1))
+        ended = cluster.finish(entries(40, tokens=50))
+        assert len(late.begun) >= 8
+        assert reasons(ended) == {}
 
-        def body() -> None:
-            first = cluster.client.run([*entries(1, prefix="s"), *entries(8, tokens=10_000)])
-            next(first)
-            cluster.network.lose("cancel", times=6)
-            first.close()
-            cluster.client.call_verifiers("sleep")
-            assert not any(cluster.verifier(name).running for name in cluster.handles)
-
-        cluster.run(body)
-
-    def test_a_verifier_with_other_weights_refuses_and_is_used_when_it_has_them(self) -> None:
-        cluster = FakeCluster()
-
-        def body() -> list[JournalEntry]:
-            cluster.client.update_weights(WeightSet(1, ("weights",)))
-            late = cluster.verifier("v0")
-            late.version = 0
-            kernel = cluster.bench.kernel
-            kernel.at(kernel.now + 5.0, lambda: late.load_weights(1))
-            ended = cluster.finish(entries(40, tokens=50))
-            assert len(late.begun) >= 8
-            return ended
-
-        ended = cluster.run(body)
-        assert reasons(ended) == {} and not begun_again(cluster)
-
-    def test_after_an_update_that_took_too_long_streams_run_with_the_new_version(self) -> None:
-        cluster = FakeCluster()
+    @driven()
+    def test_after_an_update_that_took_too_long_streams_run_with_the_new_version(self, cluster: FakeCluster) -> None:
         cluster.load_s = float("inf")
-
-        def body() -> list[JournalEntry]:
-            with pytest.raises(SpecActorError, match="were not taken within"):
-                cluster.client.update_weights(WeightSet(1, ("weights",)))
-            kernel = cluster.bench.kernel
-            for name in cluster.handles:
-                kernel.at(kernel.now + 10.0, lambda name=name: cluster.verifier(name).load_weights(1))
-            return cluster.finish(entries(8))
-
-        ended = cluster.run(body)
+        with pytest.raises(SpecActorError, match="were not taken within"):
+            cluster.client.update_weights(WeightSet(1, ("weights",)))
+        kernel = cluster.bench.kernel
+        for name in cluster.handles:
+            kernel.at(kernel.now + 10.0, lambda name=name: cluster.verifier(name).load_weights(1))
+        ended = cluster.finish(entries(8))
         assert reasons(ended) == {} and {entry.weight_version for entry in ended} == {1}
 
-    def test_weights_only_grow_and_not_while_a_stream_is_open(self) -> None:
-        cluster = FakeCluster()
+    @driven()
+    def test_weights_only_grow_and_not_while_a_stream_is_open(self, cluster: FakeCluster) -> None:
+        client = cluster.client
+        client.update_weights(WeightSet(3, ("weights",)))
+        client.update_weights(WeightSet(3, ("weights",)))  # again, as after an error
+        with pytest.raises(InputError, match="policy is 'now'; it must be wait, keep, abort or None"):
+            client.update_weights(WeightSet(4, ("weights",)), "now")
+        with pytest.raises(InputError, match="version 2 come after version 3"):
+            client.update_weights(WeightSet(2, ("weights",)))
+        stream = client.run(entries(4))
+        next(stream)
+        for forbidden in (lambda: client.update_weights(WeightSet(4, ())), client.reset_metrics):
+            with pytest.raises(InputError, match="while a stream is open"):
+                forbidden()
+        stream.close()
+        assert client.weight_version == cluster.version == 3
+        client.update_weights(WeightSet(4, ("weights",)))
 
-        def body() -> None:
-            client = cluster.client
-            client.update_weights(WeightSet(3, ("weights",)))
-            client.update_weights(WeightSet(3, ("weights",)))  # again, as after an error
-            with pytest.raises(InputError, match="policy is 'now'; it must be wait, keep, abort or None"):
-                client.update_weights(WeightSet(4, ("weights",)), "now")
-            with pytest.raises(InputError, match="version 2 come after version 3"):
-                client.update_weights(WeightSet(2, ("weights",)))
-            stream = client.run(entries(4))
-            next(stream)
-            for forbidden in (lambda: client.update_weights(WeightSet(4, ())), client.reset_metrics):
-                with pytest.raises(InputError, match="while a stream is open"):
-                    forbidden()
-            stream.close()
-            assert client.weight_version == cluster.version == 3
-            client.update_weights(WeightSet(4, ("weights",)))
-
-        cluster.run(body)
-
-    def test_commands_pass_over_a_verifier_that_just_died(self) -> None:
-        cluster = FakeCluster()
-
-        def body() -> None:
-            cluster.network.kill(cluster.handles["v0"])
-            cluster.client.reset_metrics()
-            cluster.client.call_verifiers("sleep")
-            assert cluster.verifier("v1").commands == ["reset_metrics", "sleep"]
-            with pytest.raises(SpecActorError, match="a bug of the verifier"):  # v1 is alive
-                cluster.client.call_verifiers("wake")
-
-        cluster.run(body)
+    @driven()
+    def test_commands_come_after_lost_cancellations_and_pass_over_a_dead_verifier(self, cluster: FakeCluster) -> None:
+        first = cluster.client.run([*entries(1, prefix="s"), *entries(8, tokens=10_000)])
+        next(first)
+        cluster.network.lose("cancel", times=6)
+        first.close()
+        cluster.client.call_verifiers("sleep")
+        assert not any(cluster.verifier(name).running for name in cluster.handles)
+        cluster.network.kill(cluster.handles["v0"])
+        cluster.client.reset_metrics()
+        assert cluster.verifier("v1").commands == ["sleep", "reset_metrics"]
+        with pytest.raises(SpecActorError, match="a bug of the verifier"):  # v1 is alive
+            cluster.client.call_verifiers("wake")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.rollout.trajectory import trajectory_of
 from specactor_ray.transport.messages import WeightSet
-from tests.fakes.cluster import STEP_S, FakeCluster, entries
+from tests.fakes.cluster import STEP_S, FakeCluster, driven, entries
 from tests.number_text import NumberText, stopped_output, true_output, true_token
 
 PROMPT = [1, 2, 3]
@@ -26,342 +25,234 @@ def sampling(seed: int = 0, tokens: int = 20) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, seed=seed)
 
 
-def on(cluster: FakeCluster, body: Callable[[Engine], Any]) -> Any:
-    """What the body returns, run as the driver."""
-    return cluster.run(lambda: body(cluster.client.engine))
-
-
 def begun(cluster: FakeCluster, name: str) -> list[str]:
     """The requests that a verifier has begun, by their callers' names."""
     return [request_id.partition("#")[0] for request_id, _ in cluster.verifier(name).begun]
 
 
 class TestOutputs:
-    def test_staggered_requests_give_the_tokens_of_a_burst(self) -> None:
-        cluster = FakeCluster()
+    @driven()
+    def test_tokens_come_once_as_they_are_committed_with_the_most_probable_ones(
+        self, cluster: FakeCluster, engine: Engine
+    ) -> None:
+        engine.tokenizer = NumberText()
+        one = replace(sampling(3, 60), logprobs=3)
+        truth = true_output(one, 0)
+        tops = tuple(tuple((token + at, -1.0 - at) for at in range(3)) for token in truth)
+        handle, other = engine.submit(PROMPT, one), engine.submit(PROMPT, sampling(4))
+        streamed, times = [], set()
+        for token in handle.tokens():
+            streamed.append(token)
+            times.add(cluster.bench.kernel.now)
+        assert len(times) > 5, "not all at the end"
+        assert tuple(token.token_id for token in streamed) == truth
+        assert tuple(token.top for token in streamed) == handle.result().top_logprobs == tops
+        assert list(handle.tokens()) == streamed and other.result().top_logprobs is None
+        assert {token.top for token in other.tokens()} == {()}
+        assert handle.result().to_json()["top_logprobs"][0] == [list(pair) for pair in tops[0]]
+        rest = engine.submit(PROMPT, one, prefix=truth[:20])
+        assert tuple(token.top for token in rest.tokens()) == rest.result().top_logprobs == tops[20:]
+        cut = engine.submit(PROMPT, replace(one, stop=(f"{truth[30]},{truth[31]},",)), prefix=truth[:20]).result()
+        assert cut.token_ids == truth[20:32] and cut.top_logprobs == tops[20:32]
+        moved = engine.submit(PROMPT, one)
+        cluster.bench.clock.sleep(0.6)
+        cluster.lose(next(name for name in cluster.handles if cluster.verifier(name).running), Departure.NODE_LOST)
+        assert moved.result().top_logprobs == tops
 
-        def body(engine: Engine) -> None:
-            handles = []
-            for seed in range(12):
-                handles.append(engine.submit(PROMPT, sampling(seed)))
-                cluster.bench.clock.sleep(0.13 * (seed % 4))
-            for seed, handle in enumerate(handles):
-                output = handle.result()
-                assert output.token_ids == true_output(sampling(seed), 0) and output.finish_reason == "length"
-                assert len(output.logprobs) == 20 and output.request_id == handle.request_id
-
-        on(cluster, body)
-
-    def test_tokens_come_once_as_they_are_committed_with_the_most_probable_ones(self) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            engine.tokenizer = NumberText()
-            one = replace(sampling(3, 60), logprobs=3)
-            truth = true_output(one, 0)
-            tops = tuple(tuple((token + at, -1.0 - at) for at in range(3)) for token in truth)
-            handle, other = engine.submit(PROMPT, one), engine.submit(PROMPT, sampling(4))
-            streamed, times = [], set()
-            for token in handle.tokens():
-                streamed.append(token)
-                times.add(cluster.bench.kernel.now)
-            assert len(times) > 5, "not all at the end"
-            assert tuple(token.token_id for token in streamed) == truth
-            assert tuple(token.top for token in streamed) == handle.result().top_logprobs == tops
-            assert list(handle.tokens()) == streamed and other.result().top_logprobs is None
-            assert {token.top for token in other.tokens()} == {()}
-            assert handle.result().to_json()["top_logprobs"][0] == [list(pair) for pair in tops[0]]
-            rest = engine.submit(PROMPT, one, prefix=truth[:20])
-            assert tuple(token.top for token in rest.tokens()) == rest.result().top_logprobs == tops[20:]
-            cut = engine.submit(PROMPT, replace(one, stop=(f"{truth[30]},{truth[31]},",)), prefix=truth[:20]).result()
-            assert cut.token_ids == truth[20:32] and cut.top_logprobs == tops[20:32]
-            moved = engine.submit(PROMPT, one)
-            cluster.bench.clock.sleep(0.6)
-            cluster.lose(next(name for name in cluster.handles if cluster.verifier(name).running), Departure.NODE_LOST)
-            assert moved.result().top_logprobs == tops
-
-        on(cluster, body)
-
-    def test_an_idle_engine_answers_as_soon_as_the_verifier_does(self) -> None:
-        cluster = FakeCluster(verifiers=1)
-
-        def body(engine: Engine) -> None:
-            for seed in range(5):
-                begin = cluster.bench.kernel.now
-                engine.submit(PROMPT, sampling(seed, 1)).result()
-                # a step of the verifier, one of its poll, and the calls' latencies: no wait of the engine's own
-                assert cluster.bench.kernel.now - begin < 2.0 * STEP_S + 0.02
-                cluster.bench.clock.sleep(7.0)
-
-        on(cluster, body)
-
-    def test_an_idle_engine_does_nothing(self) -> None:
-        cluster = FakeCluster(verifiers=1)
-
-        def body(engine: Engine) -> None:
-            engine.submit(PROMPT, sampling()).result()
-            cluster.bench.clock.sleep(2.0)
-            labels: list[str] = []
-            cluster.bench.kernel._trace = lambda _time, what: labels.append(what)
-            cluster.bench.clock.sleep(60.0)
-            assert "dispatch" not in labels
-
-        on(cluster, body)
+    @driven(verifiers=1)
+    def test_an_idle_engine_answers_as_soon_as_the_verifier_does(self, cluster: FakeCluster, engine: Engine) -> None:
+        for seed in range(5):
+            begin = cluster.bench.kernel.now
+            engine.submit(PROMPT, sampling(seed, 1)).result()
+            # a step of the verifier, one of its poll, and the calls' latencies: no wait of the engine's own
+            assert cluster.bench.kernel.now - begin < 2.0 * STEP_S + 0.02
+            cluster.bench.clock.sleep(7.0)
 
 
 class TestAbort:
     @pytest.mark.parametrize("after_s", [0.0, 0.3, 1.7])
-    def test_what_is_aborted_and_continued_is_the_undisturbed_output(self, after_s: float) -> None:
-        cluster, whole = FakeCluster(), sampling(3, 60)
-
-        def body(engine: Engine) -> None:
-            truth = true_output(whole, 0)
-            handle = engine.submit(PROMPT, whole, request_id="turn")
-            cluster.bench.clock.sleep(after_s)
-            part = engine.abort("turn")
-            assert part.finish_reason == "abort" and handle.result() == part
-            assert part.token_ids == truth[: len(part.token_ids)] and len(part.token_ids) < 60
-            rest = engine.submit(PROMPT, whole, request_id="turn", prefix=part.token_ids)
-            streamed = tuple(token.token_id for token in rest.tokens())
-            assert part.token_ids + streamed == truth
-            assert rest.result().token_ids == streamed and len(rest.result().logprobs) == len(streamed)
-            resent = replace(whole, max_tokens=60 - len(part.token_ids), first_position=len(part.token_ids))
-            assert engine.submit([*PROMPT, *part.token_ids], resent).result().token_ids == streamed
-
-        on(cluster, body)
+    @driven()
+    def test_what_is_aborted_and_continued_is_the_undisturbed_output(
+        self, cluster: FakeCluster, engine: Engine, after_s: float
+    ) -> None:
+        whole = sampling(3, 60)
+        truth = true_output(whole, 0)
+        handle = engine.submit(PROMPT, whole, request_id="turn")
+        cluster.bench.clock.sleep(after_s)
+        part = engine.abort("turn")
+        assert part.finish_reason == "abort" and handle.result() == part
+        assert part.token_ids == truth[: len(part.token_ids)] and len(part.token_ids) < 60
+        rest = engine.submit(PROMPT, whole, request_id="turn", prefix=part.token_ids)
+        streamed = tuple(token.token_id for token in rest.tokens())
+        assert part.token_ids + streamed == truth
+        assert rest.result().token_ids == streamed and len(rest.result().logprobs) == len(streamed)
+        resent = replace(whole, max_tokens=60 - len(part.token_ids), first_position=len(part.token_ids))
+        assert engine.submit([*PROMPT, *part.token_ids], resent).result().token_ids == streamed
         assert not any(cluster.verifier(name).running for name in cluster.handles)
 
-    def test_what_waits_is_aborted_without_a_verifier_and_what_has_ended_stays_as_it_is(self) -> None:
-        cluster = FakeCluster(verifiers=1, max_batch=1)
-
-        def body(engine: Engine) -> None:
-            running = [engine.submit(PROMPT, sampling(seed, 100)) for seed in range(2)]
-            waiting = engine.submit(PROMPT, sampling(9), request_id="waits")
-            cluster.bench.clock.sleep(0.5)
-            assert waiting.abort().token_ids == () and waiting.result().finish_reason == "abort"
-            assert [handle.result().finish_reason for handle in running] == ["length", "length"]
-            assert running[0].abort().finish_reason == "length"
-            with pytest.raises(InputError, match="no request 'waits' is running"):
-                engine.abort("waits")
-            engine.settle()
-
-        on(cluster, body)
+    @driven(verifiers=1, max_batch=1)
+    def test_what_waits_is_aborted_without_a_verifier_and_what_has_ended_stays_as_it_is(
+        self, cluster: FakeCluster, engine: Engine
+    ) -> None:
+        running = [engine.submit(PROMPT, sampling(seed, 100)) for seed in range(2)]
+        waiting = engine.submit(PROMPT, sampling(9), request_id="waits")
+        cluster.bench.clock.sleep(0.5)
+        assert waiting.abort().token_ids == () and waiting.result().finish_reason == "abort"
+        assert [handle.result().finish_reason for handle in running] == ["length", "length"]
+        assert running[0].abort().finish_reason == "length"
+        with pytest.raises(InputError, match="no request 'waits' is running"):
+            engine.abort("waits")
+        engine.settle()
         assert "waits" not in begun(cluster, "v0")
-
-    def test_a_closed_stream_aborts_its_own_requests_only(self) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            single = engine.submit(PROMPT, sampling(5, 100))
-            first = cluster.client.run(entries(10, tokens=50, prefix="a"))
-            second = cluster.client.run(entries(10, tokens=50, prefix="b"))
-            next(first)
-            next(second)
-            first.close()
-            assert len(list(second)) == 9
-            assert single.result().token_ids == true_output(sampling(5, 100), 0)
-            engine.settle()
-
-        on(cluster, body)
-        assert not any(cluster.verifier(name).running for name in cluster.handles)
 
 
 class TestStopTexts:
     @pytest.mark.parametrize("one_dies", [False, True])
-    def test_outputs_end_with_the_token_that_completes_one(self, one_dies: bool) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            engine.tokenizer = NumberText()
-            wanted = [replace(sampling(seed, 60), stop=("77,", f"{seed},1")) for seed in range(40)]
-            handles = [engine.submit(PROMPT, one) for one in wanted]
-            if one_dies:
-                cluster.bench.clock.sleep(0.6)
-                cluster.network.kill(cluster.handles["v0"])
-            tokens = [tuple(token.token_id for token in handle.tokens()) for handle in handles]
-            entered = entries(40, tokens=60)
-            for entry, one in zip(entered, wanted, strict=True):
-                entry.sampling = one
-            ended = {entry.request_id: trajectory_of(entry, engine.tokenizer) for entry in cluster.client.run(entered)}
-            reasons = set()
-            for seed, (one, handle) in enumerate(zip(wanted, handles, strict=True)):
-                output, expected = handle.result(), stopped_output(one)
-                assert (output.token_ids, output.text) == expected and tokens[seed] == output.token_ids
-                assert len(output.logprobs) == len(output.token_ids)
-                other = ended[f"r{seed}"]
-                assert (other.token_ids, other.text, other.stop_reason) == (*expected, output.stop_reason)
-                assert output.stop_reason in ((None,) if output.finish_reason == "length" else one.stop)
-                reasons.add(output.finish_reason)
-            assert reasons == {"stop", "length"}
-            engine.settle()
-
-        on(cluster, body)
+    @driven()
+    def test_outputs_end_with_the_token_that_completes_one(
+        self, cluster: FakeCluster, engine: Engine, one_dies: bool
+    ) -> None:
+        engine.tokenizer = NumberText()
+        wanted = [replace(sampling(seed, 60), stop=("77,", f"{seed},1")) for seed in range(40)]
+        handles = [engine.submit(PROMPT, one) for one in wanted]
+        if one_dies:
+            cluster.bench.clock.sleep(0.6)
+            cluster.network.kill(cluster.handles["v0"])
+        tokens = [tuple(token.token_id for token in handle.tokens()) for handle in handles]
+        entered = entries(40, tokens=60)
+        for entry, one in zip(entered, wanted, strict=True):
+            entry.sampling = one
+        ended = {entry.request_id: trajectory_of(entry, engine.tokenizer) for entry in cluster.client.run(entered)}
+        reasons = set()
+        for seed, (one, handle) in enumerate(zip(wanted, handles, strict=True)):
+            output, expected = handle.result(), stopped_output(one)
+            assert (output.token_ids, output.text) == expected and tokens[seed] == output.token_ids
+            assert len(output.logprobs) == len(output.token_ids)
+            other = ended[f"r{seed}"]
+            assert (other.token_ids, other.text, other.stop_reason) == (*expected, output.stop_reason)
+            assert output.stop_reason in ((None,) if output.finish_reason == "length" else one.stop)
+            reasons.add(output.finish_reason)
+        assert reasons == {"stop", "length"}
+        engine.settle()
         assert not any(cluster.verifier(name).running for name in cluster.handles)
         learned = [output for name in cluster.handles for output in cluster.verifier(name).learned]
         assert any(len(output.token_ids) < 60 for output in learned), "drafters learn from them"
 
-    def test_one_may_begin_in_the_prefix_and_end_behind_it_or_with_it(self) -> None:
-        cluster, whole = FakeCluster(), true_output(sampling(3, 60), 0)
-
-        def body(engine: Engine) -> None:
-            engine.tokenizer = NumberText()
-            one = replace(sampling(3, 60), stop=(f"{whole[30]},{whole[31]},{whole[32]},",))
-            for at in (5, 31, 32, 33):
-                output = engine.submit(PROMPT, one, prefix=whole[:at]).result()
-                assert output.token_ids == whole[at:33] and output.finish_reason == "stop"
-                assert output.text == NumberText().decode(whole[at:30])
-            beyond = engine.submit(PROMPT, one, prefix=whole[:40]).result()
-            assert beyond.token_ids == whole[40:] and beyond.finish_reason == "length"
-
-        on(cluster, body)
-
-    def test_without_a_tokenizer_they_are_refused(self) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            with pytest.raises(InputError, match="the model has no tokenizer"):
-                engine.submit(PROMPT, replace(sampling(), stop=("x",)))
-            unchecked = sampling()
-            object.__setattr__(unchecked, "stop", ("",))
-            with pytest.raises(InputError, match=r"sampling\.stop is \('',\); it must"):
-                engine.submit(PROMPT, unchecked)
-            assert engine.submit(PROMPT, sampling()).result().finish_reason == "length"
-
-        on(cluster, body)
+    @driven()
+    def test_one_may_begin_in_the_prefix_and_end_behind_it_or_with_it(
+        self, cluster: FakeCluster, engine: Engine
+    ) -> None:
+        whole = true_output(sampling(3, 60), 0)
+        engine.tokenizer = NumberText()
+        one = replace(sampling(3, 60), stop=(f"{whole[30]},{whole[31]},{whole[32]},",))
+        for at in (5, 31, 32, 33):
+            output = engine.submit(PROMPT, one, prefix=whole[:at]).result()
+            assert output.token_ids == whole[at:33] and output.finish_reason == "stop"
+            assert output.text == NumberText().decode(whole[at:30])
+        beyond = engine.submit(PROMPT, one, prefix=whole[:40]).result()
+        assert beyond.token_ids == whole[40:] and beyond.finish_reason == "length"
 
 
-class TestSamples:
-    def test_the_samples_of_a_prompt_have_the_seeds_of_a_stream(self) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            handles = engine.submit_samples(PROMPT, 3, sampling(5), request_id="g", prompt_index=2, session="s")
-            assert [handle.request_id for handle in handles] == ["g-0", "g-1", "g-2"]
-            for number, (handle, (entry, _)) in enumerate(
-                zip(
-                    handles,
-                    samples_of([((1,), "")] * 3, [sampling(5)] * 3, 3, {(i, j) for i in (0, 1) for j in range(3)}),
-                    strict=True,
-                )
-            ):
-                output = handle.result()
-                assert (output.prompt_index, output.sample_index) == entry.place == (2, number)
-                assert output.sampling == entry.sampling
-                assert output.token_ids == true_output(entry.sampling, 0)
-
-        on(cluster, body)
-
-    def test_all_of_them_begin_or_none(self) -> None:
-        cluster = FakeCluster(verifiers=1, max_batch=1)
-
-        def body(engine: Engine) -> None:
-            engine.max_waiting = 3
-            with pytest.raises(OverloadedError):
-                engine.submit_samples(PROMPT, 4, sampling(tokens=50), request_id="g")
-            engine.settle()
-            assert not engine.is_busy
-            for n in (0, 1.5, None):
-                with pytest.raises(InputError, match=r"n is .*; it must be a whole number of 1 or more"):
-                    engine.submit_samples(PROMPT, n)  # type: ignore[arg-type]
-
-        on(cluster, body)
+@driven(verifiers=1, max_batch=1)
+def test_the_samples_of_a_prompt_have_the_seeds_of_a_stream_and_all_begin_or_none(
+    cluster: FakeCluster, engine: Engine
+) -> None:
+    handles = engine.submit_samples(PROMPT, 3, sampling(5), request_id="g", prompt_index=2, session="s")
+    assert [handle.request_id for handle in handles] == ["g-0", "g-1", "g-2"]
+    others = {(i, j) for i in (0, 1) for j in range(3)}
+    for handle, (entry, _) in zip(handles, samples_of([((1,), "")] * 3, [sampling(5)] * 3, 3, others), strict=True):
+        output = handle.result()
+        assert ((output.prompt_index, output.sample_index), output.sampling) == (entry.place, entry.sampling)
+        assert output.token_ids == true_output(entry.sampling, 0)
+    engine.max_waiting = 3
+    with pytest.raises(OverloadedError):
+        engine.submit_samples(PROMPT, 4, sampling(tokens=50), request_id="g")
+    engine.settle()
+    assert not engine.is_busy
+    for n in (0, 1.5, None):
+        with pytest.raises(InputError, match=r"n is .*; it must be a whole number of 1 or more"):
+            engine.submit_samples(PROMPT, n)  # type: ignore[arg-type]
 
 
 class TestTurns:
-    def test_too_many_that_wait_are_refused_and_streams_are_not(self) -> None:
-        cluster = FakeCluster(verifiers=1, max_batch=1)
+    @driven(verifiers=1, max_batch=1)
+    def test_too_many_that_wait_are_refused_and_streams_are_not(self, cluster: FakeCluster, engine: Engine) -> None:
+        engine.max_waiting = 3
+        stream = cluster.client.run(entries(20))
+        next(stream)
+        kept = [engine.submit(PROMPT, sampling(seed)) for seed in range(3)]
+        with pytest.raises(OverloadedError, match="3 requests wait already"):
+            engine.submit(PROMPT, sampling())
+        assert len(list(stream)) == 19
+        assert [handle.result().error for handle in kept] == ["", "", ""]
+        assert engine.submit(PROMPT, sampling()).result().finish_reason == "length"
 
-        def body(engine: Engine) -> None:
-            engine.max_waiting = 3
-            stream = cluster.client.run(entries(20))
-            next(stream)
-            kept = [engine.submit(PROMPT, sampling(seed)) for seed in range(3)]
-            with pytest.raises(OverloadedError, match="3 requests wait already"):
-                engine.submit(PROMPT, sampling())
-            assert len(list(stream)) == 19
-            assert [handle.result().error for handle in kept] == ["", "", ""]
-            assert engine.submit(PROMPT, sampling()).result().finish_reason == "length"
-
-        on(cluster, body)
-
-    def test_a_session_stays_on_its_verifier_while_that_lives(self) -> None:
-        cluster = FakeCluster(verifiers=3)
-
-        def body(engine: Engine) -> None:
-            for turn in range(6):
-                others = [engine.submit(PROMPT, sampling(seed, 8)) for seed in range(turn)]
-                engine.submit(PROMPT, sampling(turn, 4), request_id="turn", session="s").result()
-                for handle in others:
-                    handle.result()
-            (home,) = [name for name in cluster.handles if "turn" in begun(cluster, name)]
-            assert begun(cluster, home).count("turn") == 6
-            cluster.network.kill(cluster.handles[home])
-            for turn in range(3):
-                output = engine.submit(PROMPT, sampling(turn, 4), request_id="turn", session="s").result()
-                assert output.token_ids == true_output(sampling(turn, 4), 0)
-            (new,) = [name for name in cluster.handles if "turn" in begun(cluster, name)]
-            assert new != home
-
-        on(cluster, body)
+    @driven(verifiers=3)
+    def test_a_session_stays_on_its_verifier_while_that_lives(self, cluster: FakeCluster, engine: Engine) -> None:
+        for turn in range(6):
+            others = [engine.submit(PROMPT, sampling(seed, 8)) for seed in range(turn)]
+            engine.submit(PROMPT, sampling(turn, 4), request_id="turn", session="s").result()
+            for handle in others:
+                handle.result()
+        (home,) = [name for name in cluster.handles if "turn" in begun(cluster, name)]
+        assert begun(cluster, home).count("turn") == 6
+        cluster.network.kill(cluster.handles[home])
+        for turn in range(3):
+            output = engine.submit(PROMPT, sampling(turn, 4), request_id="turn", session="s").result()
+            assert output.token_ids == true_output(sampling(turn, 4), 0)
+        (new,) = [name for name in cluster.handles if "turn" in begun(cluster, name)]
+        assert new != home
 
 
 class TestFailures:
-    def test_a_lost_controller_fails_all_and_a_later_request_too(self) -> None:
-        cluster = FakeCluster()
+    @driven()
+    def test_a_lost_controller_fails_all_and_a_later_request_too(self, cluster: FakeCluster, engine: Engine) -> None:
+        handles = [engine.submit(PROMPT, sampling(seed, 1000)) for seed in range(3)]
+        stream = cluster.client.run(entries(3, tokens=1000))
+        kernel = cluster.bench.kernel
+        begin = kernel.now + 1.0
+        kernel.at(begin, lambda: cluster.network.kill(cluster.actor))
+        with pytest.raises(ActorLostError, match=r"the controller of the run is gone .*6 requests are unfinished"):
+            list(stream)
+        assert kernel.now < begin + 5.0
+        for handle in [*handles, engine.submit(PROMPT, sampling(tokens=1000))]:
+            with pytest.raises(ActorLostError, match="the controller of the run is gone"):
+                handle.result()
+        with pytest.raises(ActorLostError, match="the controller of the run is gone: "):
+            cluster.client.status()
 
-        def body(engine: Engine) -> None:
-            handles = [engine.submit(PROMPT, sampling(seed, 1000)) for seed in range(3)]
-            stream = cluster.client.run(entries(3, tokens=1000))
-            kernel = cluster.bench.kernel
-            begin = kernel.now + 1.0
-            kernel.at(begin, lambda: cluster.network.kill(cluster.actor))
-            with pytest.raises(ActorLostError, match=r"the controller of the run is gone .*6 requests are unfinished"):
-                list(stream)
-            assert kernel.now < begin + 5.0
-            for handle in [*handles, engine.submit(PROMPT, sampling(tokens=1000))]:
-                with pytest.raises(ActorLostError, match="the controller of the run is gone"):
-                    handle.result()
-            with pytest.raises(ActorLostError, match="the controller of the run is gone: "):
-                cluster.client.status()
+    @driven()
+    def test_what_is_wrong_with_a_request_is_said_at_once(self, cluster: FakeCluster, engine: Engine) -> None:
+        engine.submit(PROMPT, sampling(tokens=500), request_id="r")
+        unchecked = sampling()  # as one from another process
+        object.__setattr__(unchecked, "stop", ("",))
+        for wrong, message in (
+            ({"prompt": []}, "the prompt has no tokens"),
+            ({"prompt": "text"}, "the model has no tokenizer"),
+            ({"request_id": "r"}, "request 'r' is running"),
+            ({"prefix": [-1]}, "prefix must hold token ids"),
+            ({"priority": None}, "priority must be a whole number"),
+            ({"session": ["s"]}, "session must be a text"),
+            ({"request_id": 5}, "request_id must be a text"),
+            ({"sampling": {"seed": 1}}, "sampling must be SamplingParams"),
+            ({"sampling": replace(sampling(), stop=("x",))}, "the model has no tokenizer"),
+            ({"sampling": unchecked}, r"sampling\.stop is \('',\); it must"),
+        ):
+            arguments: dict[str, Any] = {"prompt": PROMPT, "sampling": sampling(), **wrong}
+            with pytest.raises(InputError, match=message):
+                engine.submit(**arguments)
 
-        on(cluster, body)
-
-    def test_what_is_wrong_with_a_request_is_said_at_once(self) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            engine.submit(PROMPT, sampling(tokens=500), request_id="r")
-            for wrong, message in (
-                ({"prompt": []}, "the prompt has no tokens"),
-                ({"prompt": "text"}, "the model has no tokenizer"),
-                ({"request_id": "r"}, "request 'r' is running"),
-                ({"prefix": [-1]}, "prefix must hold token ids"),
-                ({"priority": None}, "priority must be a whole number"),
-                ({"session": ["s"]}, "session must be a text"),
-                ({"request_id": 5}, "request_id must be a text"),
-                ({"sampling": {"seed": 1}}, "sampling must be SamplingParams"),
-            ):
-                arguments: dict[str, Any] = {"prompt": PROMPT, "sampling": sampling(), **wrong}
-                with pytest.raises(InputError, match=message):
-                    engine.submit(**arguments)
-
-        on(cluster, body)
-
-    def test_a_closed_engine_ends_what_runs(self) -> None:
-        cluster = FakeCluster()
-
-        def body(engine: Engine) -> None:
-            handles = [engine.submit(PROMPT, sampling(seed, 1000)) for seed in range(20)]
-            cluster.bench.clock.sleep(1.0)
-            handles.append(engine.submit(PROMPT, sampling(1, 1000)))  # the thread has not seen it
-            engine.close()
-            for handle in handles:
-                with pytest.raises(InputError, match="this rollout is closed"):
-                    handle.result(1.0)
+    @driven()
+    def test_a_closed_engine_ends_what_runs(self, cluster: FakeCluster, engine: Engine) -> None:
+        handles = [engine.submit(PROMPT, sampling(seed, 1000)) for seed in range(20)]
+        cluster.bench.clock.sleep(1.0)
+        handles.append(engine.submit(PROMPT, sampling(1, 1000)))  # the thread has not seen it
+        engine.close()
+        for handle in handles:
             with pytest.raises(InputError, match="this rollout is closed"):
-                engine.submit(PROMPT, sampling())
-
-        on(cluster, body)
+                handle.result(1.0)
+        with pytest.raises(InputError, match="this rollout is closed"):
+            engine.submit(PROMPT, sampling())
 
 
 class TestWeights:
@@ -371,50 +262,38 @@ class TestWeights:
         cluster.bench.clock.sleep(0.5)
         return handles
 
-    def test_wait_lets_what_runs_end_and_begins_nothing_meanwhile(self) -> None:
-        cluster = FakeCluster(verifiers=1)
+    @driven(verifiers=1)
+    def test_wait_lets_what_runs_end_and_begins_nothing_meanwhile(self, cluster: FakeCluster, engine: Engine) -> None:
+        handles = self.running(engine, cluster)
+        assert cluster.client.update_weights(WeightSet(1, ("weights",))) == 1
+        assert [handle.done() for handle in handles] == [True] * 8 + [False] * 4
+        for seed, handle in enumerate(handles):
+            output = handle.result()
+            assert output.weight_version == (seed >= 8) and output.versions == ()
+            assert output.token_ids == true_output(sampling(seed, 40), output.weight_version)
 
-        def body(engine: Engine) -> None:
-            handles = self.running(engine, cluster)
-            assert cluster.client.update_weights(WeightSet(1, ("weights",))) == 1
-            assert [handle.done() for handle in handles] == [True] * 8 + [False] * 4
-            for seed, handle in enumerate(handles):
-                output = handle.result()
-                assert output.weight_version == (seed >= 8) and output.versions == ()
-                assert output.token_ids == true_output(sampling(seed, 40), output.weight_version)
-
-        on(cluster, body)
-
-    def test_keep_continues_with_the_new_weights_and_says_where(self) -> None:
-        cluster = FakeCluster(verifiers=1)
-
-        def body(engine: Engine) -> None:
-            handles = self.running(engine, cluster)
-            begin = cluster.bench.kernel.now
-            cluster.client.update_weights(WeightSet(1, ("weights",)), "keep")
-            assert cluster.bench.kernel.now - begin < cluster.load_s + 0.2 and not any(one.done() for one in handles)
-            for seed, handle in enumerate(handles):
-                output = handle.result()
-                end = output.versions[0][1] if output.versions else 0
-                assert output.weight_version == 1 and (0 < end < 40) == (seed < 8)
-                new = tuple(true_token(seed, 1, position) for position in range(end, 40))
-                assert output.token_ids == true_output(sampling(seed, 40), 0)[:end] + new
-                assert output.versions in ((), ((0, end),))
-
-        on(cluster, body)
+    @driven(verifiers=1)
+    def test_keep_continues_with_the_new_weights_and_says_where(self, cluster: FakeCluster, engine: Engine) -> None:
+        handles = self.running(engine, cluster)
+        begin = cluster.bench.kernel.now
+        cluster.client.update_weights(WeightSet(1, ("weights",)), "keep")
+        assert cluster.bench.kernel.now - begin < cluster.load_s + 0.2 and not any(one.done() for one in handles)
+        for seed, handle in enumerate(handles):
+            output = handle.result()
+            end = output.versions[0][1] if output.versions else 0
+            assert output.weight_version == 1 and (0 < end < 40) == (seed < 8)
+            new = tuple(true_token(seed, 1, position) for position in range(end, 40))
+            assert output.token_ids == true_output(sampling(seed, 40), 0)[:end] + new
+            assert output.versions in ((), ((0, end),))
         assert cluster.client.dispatcher.reissues == 0
 
-    def test_abort_ends_what_runs_with_what_is_committed(self) -> None:
-        cluster = FakeCluster(verifiers=1)
-
-        def body(engine: Engine) -> None:
-            handles = self.running(engine, cluster)
-            stream = cluster.client.run(entries(4))
-            cluster.client.update_weights(WeightSet(1, ("weights",)), "abort")
-            for seed, handle in enumerate(handles):
-                output = handle.result()
-                assert output.finish_reason == ("abort" if seed < 8 else "length")
-                assert output.token_ids == true_output(sampling(seed, 40), seed >= 8)[: len(output.token_ids)]
-            assert {entry.weight_version for entry in stream} == {1}
-
-        on(cluster, body)
+    @driven(verifiers=1)
+    def test_abort_ends_what_runs_with_what_is_committed(self, cluster: FakeCluster, engine: Engine) -> None:
+        handles = self.running(engine, cluster)
+        stream = cluster.client.run(entries(4))
+        cluster.client.update_weights(WeightSet(1, ("weights",)), "abort")
+        for seed, handle in enumerate(handles):
+            output = handle.result()
+            assert output.finish_reason == ("abort" if seed < 8 else "length")
+            assert output.token_ids == true_output(sampling(seed, 40), seed >= 8)[: len(output.token_ids)]
+        assert {entry.weight_version for entry in stream} == {1}

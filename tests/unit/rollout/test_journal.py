@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -68,38 +67,17 @@ class TestProgress:
         assert not journal.progress(step(("a", 1, 2, 1), margins=True))
         assert journal.entries["a"].margins == [100.0, 101.0, 102.0]
 
-    def test_the_smallest_and_greatest_values_are_kept_as_they_are(self) -> None:
-        journal, token, logprob = owned(), 2**31 - 1, np.float32(-1e-30)
-        one = np.ones(1, np.int32)
-        journal.progress(Progress((("r", 1),), 0 * one, one, np.array([token], np.int32), np.array([logprob])))
-        kept = journal.entries["r"]
-        assert (kept.token_ids, kept.logprobs) == ([token], [float(logprob)])
-        assert type(kept.token_ids[0]) is int and type(kept.logprobs[0]) is float
-
-    def test_a_token_takes_few_bytes(self) -> None:
-        journal = owned()
+    def test_extreme_values_are_kept_and_a_token_takes_few_bytes(self) -> None:
+        journal, extreme = owned(), 2**31 - 1
         for start in range(0, 4000, 4):
             numbers = np.arange(start, start + 4, dtype=np.int32)
             rows = (("r", 1),), np.array([start], np.int32), np.array([4], np.int32)
-            journal.progress(Progress(*rows, numbers, numbers.astype(np.float32)))
+            journal.progress(Progress(*rows, extreme - numbers, np.float32(-1e-30) * numbers))
         kept = journal.entries["r"]
-        assert kept.token_ids == list(range(4000)) and kept.margin_bytes is None
+        assert kept.token_ids == [extreme - number for number in range(4000)] and kept.margin_bytes is None
+        assert kept.logprobs == [float(np.float32(-1e-30) * np.float32(number)) for number in range(4000)]
+        assert type(kept.token_ids[0]) is int and type(kept.logprobs[0]) is float
         assert sys.getsizeof(kept.records) <= 12 * kept.num_tokens
-
-
-def test_an_attempt_has_begun_with_its_own_first_progress() -> None:
-    journal = owned()
-    kept = journal.entries["r"]
-    assert not kept.has_begun
-    journal.progress(progress(0, 10), now=5.0)
-    assert kept.has_begun and kept.progress_at == 5.0
-    journal.release("r")
-    assert not kept.has_begun and kept.progress_at == float("inf")
-    journal.hand_to("r", "v-2#c")
-    journal.progress(progress(10, 1), now=8.0)  # of the old attempt
-    assert not kept.has_begun
-    journal.progress(progress(10, 1, attempt=2), now=9.0)
-    assert kept.has_begun and kept.progress_at == 9.0
 
 
 @dataclass
@@ -116,15 +94,6 @@ class _Expected:
     requests: dict[str, _Model] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
-
-
-def test_names_are_used_once_until_they_are_cleared() -> None:
-    journal = owned("v-1#a")
-    with pytest.raises(ValueError, match="r is in the journal already"):
-        journal.add(entry())
-    journal.clear()
-    assert journal.load("v-1#a") == 0 and not journal.is_current("r", 1)
-    journal.add(entry())
 
 
 class JournalMachine(RuleBasedStateMachine):

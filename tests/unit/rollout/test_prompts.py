@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
@@ -47,14 +45,11 @@ class TestReading:
         assert [str(prompt).strip() for prompt in read_prompts(path)] == ["Name a river.", "Name a hill.", "{not json}"]
         assert not any(str(prompt).endswith("\r") for prompt in read_prompts(path))
 
-    @example(["a\u2028b", "c\x0bd\x85e"])
-    @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=5))
-    def test_any_text_comes_back_as_it_was(self, tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
-        path = tmp_path_factory.mktemp("any") / "prompts.jsonl"
-        for ascii_only in (True, False):
-            rows = (json.dumps({"prompt": text}, ensure_ascii=ascii_only) for text in texts)
-            path.write_text("\n".join(rows), encoding="utf-8", newline="")
-            assert read_prompts(path) == texts
+    @pytest.mark.parametrize("ascii_only", [True, False])
+    def test_any_text_comes_back_as_it_was(self, tmp_path: Path, ascii_only: bool) -> None:
+        texts = ["a\u2028b", "c\x0bd\x85e", "\U0001f600\r\n", '"\\', "\x1c\x00"]
+        content = "\n".join(json.dumps({"prompt": text}, ensure_ascii=ascii_only) for text in texts)
+        assert read_prompts(write(tmp_path, content)) == texts
 
     @pytest.mark.parametrize("path", PROMPT_FILES, ids=lambda path: path.stem)
     def test_the_prompt_sets_of_the_repository(self, path: Path) -> None:
@@ -83,22 +78,21 @@ class TestErrors:
             ('{"prompt": 3}', "non-empty string"),
             ('{"messages": []}', "non-empty list"),
             ('{"messages": "hi"}', "non-empty list"),
-            ('{"messages": [{"role": "user"}]}', "the content of message 1 is None"),
-            ('{"messages": [{"role": "user", "content": 4}]}', "the content of message 1 is 4"),
-            ('{"messages": [{"role": "user", "content": "a"}, {"content": "a"}]}', "message 2 has no role"),
             ('{"messages": [3]}', "message 1 is 3"),
+            ('{"messages": [{"role": "user", "content": "a"}, {"content": "a"}]}', "message 2 has no role"),
+            ('{"messages": [{"role": "user", "content": null}]}', "the content of message 1 is None"),
+            ('{"messages": [{"role": "user", "content": []}]}', "the content of message 1 is []"),
+            ('{"messages": [{"role": "user", "content": ["a"]}]}', "message 1 has a part of type 'a'"),
+            ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "message 1 has a part of type 'text'"),
         ],
     )
     def test_the_line_is_named(self, tmp_path: Path, line: str, problem: str) -> None:
         message = error_of(write(tmp_path, f'{{"prompt": "good"}}\n\n{line}\n'))
         assert "prompts.jsonl, line 3:" in message and problem in message
 
-    @pytest.mark.parametrize("content", ["", "\n \n"], ids=["empty", "blank"])
-    @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
-    def test_no_prompts(self, tmp_path: Path, content: str, name: str) -> None:
-        assert "no prompts in it" in error_of(write(tmp_path, content, name))
-
     def test_files_that_hold_none(self, tmp_path: Path) -> None:
+        for name in ("prompts.jsonl", "prompts.txt"):
+            assert "no prompts in it" in error_of(write(tmp_path, "\n \n", name))
         assert f"there is no file {tmp_path / 'none.jsonl'}" in error_of(tmp_path / "none.jsonl")
         assert "is a folder" in error_of(tmp_path)
         assert "x.csv is a table; write its rows as JSONL" in error_of(write(tmp_path, "prompt,answer\na,b\n", "x.csv"))
@@ -108,23 +102,17 @@ class TestErrors:
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model_dir: Path) -> Any:
-    from specactor_ray.models.loading import load_tokenizer
-
     return load_tokenizer(str(tiny_model_dir))
 
 
 class TestEncoding:
-    def test_text_is_wrapped_as_a_user_message(self, tokenizer: Any) -> None:
-        text = "Add 2 and 3."
-        wrapped = encode_prompt(tokenizer, text, chat=True)
-        assert wrapped == encode_prompt(tokenizer, [{"role": "user", "content": text}], chat=False)
-        assert len(wrapped) > len(encode_prompt(tokenizer, text, chat=False))
-
-    def test_token_ids_stay_as_they_are(self, tokenizer: Any) -> None:
-        with pytest.raises(InputError, match="a prompt is text, a list of chat messages or a list of token ids, not 5"):
-            encode_prompt(tokenizer, 5, chat=True)  # type: ignore[arg-type]
-        assert encode_prompt(tokenizer, [5, 6, 7], chat=True) == (5, 6, 7)
-        assert encode_prompt(None, [5, 6, 7], chat=True) == (5, 6, 7)
+    def test_text_is_wrapped_as_a_user_message_and_token_ids_stay(self, tokenizer: Any) -> None:
+        parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": "and 3."}]
+        wrapped = encode_prompt(tokenizer, "Add 2\nand 3.", chat=True)
+        for content in ("Add 2\nand 3.", parts):
+            assert wrapped == encode_prompt(tokenizer, [{"role": "user", "content": content}], chat=False)
+        assert len(wrapped) > len(encode_prompt(tokenizer, "Add 2\nand 3.", chat=False))
+        assert encode_prompt(tokenizer, [5, 6, 7], chat=True) == encode_prompt(None, [5, 6, 7], chat=True) == (5, 6, 7)
 
     @pytest.mark.parametrize("chat", [True, False])
     def test_a_prompt_beyond_the_context_is_no_matter_of_the_tokenizer(
@@ -138,46 +126,19 @@ class TestEncoding:
     @pytest.mark.parametrize(
         ("prompt", "problem"),
         [
+            (5, "a prompt is text, a list of chat messages or a list of token ids, not 5"),
             ([], "no tokens"),
             ("ok \ud800", "half a surrogate pair at character 3"),
             ([{"role": "user", "content": "ok \ud800"}], "half a surrogate pair at character 3"),
+            ([{"role": "user", "content": "hi"}], "no chat template"),
+            ([{"role": "user", "content": "hi"}, "hello"], "message 2 is 'hello'"),
         ],
     )
-    def test_prompts_that_cannot_be_encoded(self, tokenizer: Any, prompt: Any, problem: str) -> None:
+    def test_prompts_that_cannot_be_encoded(self, prompt: Any, problem: str) -> None:
         with pytest.raises(InputError, match=problem):
-            encode_prompt(tokenizer, prompt, chat=False)
-
-    def test_text_needs_a_tokenizer_and_messages_a_template(self) -> None:
+            encode_prompt(tokenizer_with(None), prompt, chat=False)
         with pytest.raises(InputError, match="no tokenizer"):
             encode_prompt(None, "hello", chat=True)
-        with pytest.raises(InputError, match="no chat template"):
-            encode_prompt(tokenizer_with(None), [{"role": "user", "content": "hi"}], chat=True)
-
-    def test_text_parts_are_joined(self, tokenizer: Any) -> None:
-        parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": "and 3."}]
-        joined = encode_prompt(tokenizer, "Add 2\nand 3.", chat=True)
-        assert encode_prompt(tokenizer, [{"role": "user", "content": parts}], chat=True) == joined
-
-    @pytest.mark.parametrize(
-        ("second", "problem"),
-        [
-            ({"role": "user"}, "the content of message 2 is None"),
-            ({"role": "user", "content": None}, "the content of message 2 is None"),
-            ({"role": "user", "content": []}, r"the content of message 2 is \[\]"),
-            (
-                {"role": "user", "content": [{"type": "image_url", "url": "x"}]},
-                "message 2 has a part of type 'image_url'",
-            ),
-            ({"role": "user", "content": ["hello"]}, "message 2 has a part of type 'hello'"),
-            ({"role": "user", "content": [{"type": "text"}]}, "message 2 has a part of type 'text'"),
-            ({"content": "hello"}, "message 2 has no role"),
-            ("hello", "message 2 is 'hello'"),
-        ],
-    )
-    def test_a_malformed_message_is_named(self, tokenizer: Any, second: Any, problem: str) -> None:
-        messages = [{"role": "system", "content": "Be brief."}, second]
-        with pytest.raises(InputError, match=problem):
-            encode_prompt(tokenizer, messages, chat=True)
 
 
 def test_samples_have_names_seeds_and_the_reason_why_they_cannot_run() -> None:
@@ -209,6 +170,7 @@ FORGETFUL = (  # writes thoughts in the last turn only
     "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}{{ m['content'] }}<|eos|>{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant: <think></think>{% endif %}"
 )
+PICKY = tiny.CHAT_TEMPLATE + "{% if messages[-1]['content'] == '7' %}{{ raise_exception('no tools') }}{% endif %}"
 PREFILLED = (  # puts the output elsewhere than behind the generation prompt
     "{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|eos|>{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant: <think>{% endif %}"
@@ -253,14 +215,9 @@ def test_an_output_is_not_tokenized_again() -> None:
         (None, "needs a chat template"),
         (PREFILLED, "writes an output elsewhere than behind its generation prompt"),
         (FORGETFUL, "changes earlier messages when it appends user messages"),
+        (PICKY, "refuses these messages: no tools"),
     ],
 )
 def test_templates_that_do_not_append_are_refused(template: str | None, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         ChatTurns(tokenizer_with(template)).between([{"role": "user", "content": "7"}], ())
-
-
-def test_what_the_template_refuses_is_named() -> None:
-    picky = tiny.CHAT_TEMPLATE + "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    with pytest.raises(InputError, match="no tools"):
-        ChatTurns(tokenizer_with(picky)).between([{"role": "tool", "content": "7"}], ())
