@@ -133,13 +133,16 @@ class Seeds:
         if step + 1 != self._step:
             self._step, self._counts = step + 1, {}
 
-    def take(self, prompt: Sequence[int]) -> int:
-        """Seed of a request."""
+    def take(self, prompt: Sequence[int], name: str | None = None) -> int:
+        """Seed of a request. With a name that is the same in every run it depends on that, and neither on the
+        repetitions of the prompt nor on the replica."""
         key = _digest(prompt)
         if kept := self._aborted.get(key):
             if not kept[1:]:
                 del self._aborted[key]
             return kept.pop()
+        if name is not None:
+            return derive_seed(derive_seed(self._run_seed, self._step, 0), key, _digest(name.encode()))
         count = self._counts[key] = self._counts.get(key, -1) + 1
         return derive_seed(derive_seed(self._run_seed, self._step, 1 + self._replica), key, count)
 
@@ -197,7 +200,7 @@ class VerlServer:
             await self._open.wait()
         prompt = [int(token) for token in prompt_ids]
         own_seed = sampling_params.get("seed") is None
-        seed = self._seeds.take(prompt) if own_seed else 0
+        seed = self._seeds.take(prompt, request_id if self._settings.full_determinism else None) if own_seed else 0
         length = self._rollout.config.target.max_model_len or 0
         sampling = sampling_of(self._settings, sampling_params, len(prompt), seed, length)
         handle = self._rollout.engine.submit(prompt, sampling, priority=int(priority))
@@ -322,6 +325,6 @@ def _value(section: Any, path: str) -> Any:
     return section
 
 
-def _digest(tokens: Sequence[int]) -> int:
-    data = np.asarray(tokens, dtype="<u4").tobytes()
+def _digest(tokens: Sequence[int] | bytes) -> int:
+    data = tokens if isinstance(tokens, bytes) else np.asarray(tokens, dtype="<u4").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

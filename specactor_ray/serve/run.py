@@ -121,7 +121,7 @@ def server_of(service: Service, token: str | None = None, report: Callable[[str]
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     options = uvicorn.Config(
         make_app(service, token),
-        http="h11",  # which limits the head of a request
+        http=_http_protocol(_MOST_HEAD_BYTES),
         h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
         ws="none",
         lifespan="off",
@@ -220,3 +220,36 @@ def read_key(host: str, environment: MutableMapping[str, str] = os.environ) -> s
     if len(key) < _SHORTEST_KEY or not key.isascii() or any(one.isspace() or not one.isprintable() for one in key):
         raise InputError(f"the token of {_KEY} or {_KEY_PATH} must be {_SHORTEST_KEY} or more visible ASCII characters")
     return key
+
+
+def _http_protocol(most_bytes: int) -> Any:
+    """Value of uvicorn's `http` option: httptools, if installed, with at most this many bytes of a head (plus one read
+    of the socket); else h11, which has its own limit."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return "h11"
+
+    class LimitedProtocol(HttpToolsProtocol):
+        """Closes a connection whose head is too large."""
+
+        head_bytes: int | None = None
+        """Bytes received of the present head; None outside a head."""
+
+        def data_received(self, data: bytes) -> None:
+            if self.head_bytes is not None:
+                self.head_bytes += len(data)
+                if self.head_bytes > most_bytes:
+                    self.send_400_response("The head of the request is too large.")
+                    return
+            super().data_received(data)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.head_bytes = 0
+
+        def on_headers_complete(self) -> None:
+            self.head_bytes = None
+            super().on_headers_complete()
+
+    return LimitedProtocol

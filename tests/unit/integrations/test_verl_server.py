@@ -124,6 +124,10 @@ class TestSeeds:
         assert {seeds.take([1, 5]), seeds.take([1, 5])} == {first, second}
         assert seeds.take([1, 5]) not in {first, second}
 
+    def test_named_requests_depend_on_their_name(self) -> None:
+        seeds, other = Seeds(1, 0), Seeds(1, 5)
+        assert seeds.take([1], "det-0") == other.take([1], "det-0") != seeds.take([1], "det-1")
+
 
 def test_the_package_names_verls_plugin() -> None:
     root = Path(__file__).resolve().parents[3]
