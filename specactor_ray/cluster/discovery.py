@@ -184,7 +184,10 @@ def token_for(address: str) -> dict[str, str]:
     without one."""
     if _is_chosen_by_user():
         return _completed()
-    folder = private_clusters().get(address)
+    host, _, port = address.rpartition(":")
+    here = host in ("localhost", "127.0.0.1", "[::1]")  # private clusters note another address of this machine
+    clusters = private_clusters().items()
+    folder = next((at for one, at in clusters if one == address or (here and one.endswith(f":{port}"))), None)
     return {} if folder is None else {_MODE: "token", _PATH: str(folder / _TOKEN_FILE)}
 
 

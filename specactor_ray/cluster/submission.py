@@ -52,7 +52,7 @@ def submit(
     Args:
         command, arguments: `train`, `rollout`, `bench` or `train-drafter`; relative paths are of the uploaded folder.
         address: Address of the dashboard, such as `http://127.0.0.1:8265`; overrides all variables of Ray. Default:
-            RAY_API_SERVER_ADDRESS, else port 8265 of this machine.
+            RAY_API_SERVER_ADDRESS, else port 8265 of the host of RAY_ADDRESS, or of this machine.
         runtime_env: YAML file with further settings of the job's environment.
         follow: Show the job's log until it ends; Ctrl-C then stops the job.
 
@@ -60,7 +60,7 @@ def submit(
         Exit code: 0 for a job that succeeded (or was only submitted), 1 for one that failed, 130 for one stopped.
     """
     environment = read_runtime_env(runtime_env)
-    address = address or os.environ.get(_ADDRESS) or "http://127.0.0.1:8265"
+    address = address or _default_address()
     if not re.match(r"https?://[^\s/]", address):
         problem = f"--address: {clipped(address)} is not the address of a dashboard"
         raise ClusterError(f"{problem}; it must be http://HOST:PORT, such as http://127.0.0.1:8265")
@@ -82,6 +82,14 @@ def submit(
         status, reason = str(details.status.value), (details.message or "").partition("\n")[0]
         say(console, f"job {job}: {status}" if status in (_SUCCEEDED, _STOPPED) else f"job {job}: {status}: {reason}")
         return {_SUCCEEDED: 0, _STOPPED: EXIT_INTERRUPTED}.get(status, EXIT_FAILED)
+
+
+def _default_address() -> str:
+    address, cluster = os.environ.get(_ADDRESS), os.environ.get("RAY_ADDRESS", "")
+    if address or cluster.startswith("http"):
+        return address or cluster
+    host = cluster.rpartition("://")[2].rpartition(":")[0]
+    return f"http://{host or '127.0.0.1'}:8265"
 
 
 def read_runtime_env(path: Path | None) -> dict[str, Any]:

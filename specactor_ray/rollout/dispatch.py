@@ -65,6 +65,8 @@ class Dispatcher:
         self._quarantine = self.backlog.quarantine
         self._ended: list[JournalEntry] = []
         """Requests that have ended since the last step."""
+        self._batch = outstanding_per_verifier // 2
+        """Requests that a verifier runs at once; the others that it holds wait there."""
         self._looked = 0.0
 
     @property
@@ -263,10 +265,10 @@ class Dispatcher:
             self._balance(now)
 
     def _balance(self, now: float) -> None:
-        """Move a request from the fullest to the emptiest verifier, if none waits and that pays."""
+        """Move a request from the fullest to the emptiest verifier, if none waits, it runs there, and that pays."""
         names = [name for name, link in self._links.items() if link.is_open(now)]
         loads = {name: self.journal.load(name) for name in names if not self._quarantine.occupies(name)}
-        if self.backlog or len(loads) < 2:
+        if self.backlog or len(loads) < 2 or min(loads.values()) >= self._batch:
             return
         fullest, emptiest = max(loads, key=loads.__getitem__), min(loads.values())
         gain = partial(gain_of_move, gap=loads[fullest] - 1 - emptiest, load=emptiest)

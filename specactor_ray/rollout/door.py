@@ -1,7 +1,7 @@
 """Requests from other processes of the cluster: an actor holds them for the driver, and their outputs for the senders.
 
 A driver cannot be called, so both sides call the actor: each keeps one read in flight, and one write while there are
-messages to send. Messages are numbered and kept until their reader confirms them: each is taken once and in order.
+messages to send. Messages are numbered and kept until their reader confirms them, so none is lost.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import itertools
 import logging
 import math
 import secrets
-import time
+from collections import deque
 from collections.abc import Callable
-from functools import partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
 
-from specactor_ray.cluster.calls import Calls
-from specactor_ray.core.errors import InputError, SpecActorError
+from specactor_ray.cluster.calls import Call, Calls, translate_ray_error
+from specactor_ray.core.clock import Thread
+from specactor_ray.core.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.handle import Generates, Handle
+from specactor_ray.rollout.handle import Generates, Handle, Token
 from specactor_ray.rollout.prompts import Prompt
+from specactor_ray.rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
 _READ_S = 5.0
 """Longest time a read waits at the actor."""
-_CLOSE_S = 30.0
-"""Longest wait for the end of a thread."""
-_SILENT_S = 120.0
-"""Time without a read after which a sender counts as dead."""
+_CALL_S = 30.0
+"""Longest wait for an answer of the actor, or the end of a thread."""
+_CLOSED = "the connection to the engine is closed"
+_GONE = "its requests were aborted: its process was taken for dead"
 ALL = -1
 """Stands for all requests of a sender, in place of a number."""
 ENGINE = "engine"
@@ -40,89 +40,100 @@ DRIVER = "driver"
 """Name of the driver as a reader; those of senders are random."""
 
 
-class Message(NamedTuple):
-    """Command of a sender to the driver, or a part of an output for the sender."""
+class Command(NamedTuple):
+    """Message from a sender to the driver."""
 
     sender: str
     number: int
     """Number of the request, counted by its sender."""
     what: str
-    """`submit`, `watch` or `drop`, like the methods of an engine; `tokens` or `end` of an output."""
-    content: Any = None
-    """Arguments of `Engine.submit`; committed tokens; the trajectory, or the error, at the end."""
+    """`submit`, `watch` or `drop`, like the methods of an engine."""
+    arguments: dict[str, Any]
+    """Arguments of `Engine.submit`; else empty."""
+
+
+class OutputPart(NamedTuple):
+    """Message from the driver to a sender."""
+
+    number: int
+    tokens: list[Token]
+    """Committed tokens, from number `first` on."""
+    first: int = 0
+    ended: Trajectory | BaseException | None = None
 
 
 class Mail:
-    """Messages for one reader in order, numbered from 0, kept until later ones are read. For one event loop."""
+    """Messages of one reader in order, numbered from 0, kept until later ones are read. For one event loop."""
 
     def __init__(self) -> None:
-        self.sent = 0
-        """Number of messages that this reader has sent."""
-        self.read_at = time.monotonic()
-        self.arrived = asyncio.Event()
-        """Ends a read that waits."""
-        self._first, self._messages = 0, list[Message]()
+        self._first, self._messages, self._arrived = 0, list[Any](), asyncio.Event()
 
-    def put(self, message: Message) -> None:
+    def put(self, message: Any) -> None:
         self._messages.append(message)
-        self.arrived.set()
+        self._arrived.set()
 
-    async def read(self, after: int, timeout_s: float) -> list[Message]:
-        """The messages from number `after` on; earlier ones are discarded."""
-        self.read_at = time.monotonic()
+    async def read(self, after: int, timeout_s: float) -> tuple[int, list[Any]]:
+        """Number of the first message, and the messages; those before number `after` are discarded."""
         del self._messages[: max(0, after - self._first)]
         self._first = max(self._first, after)
         if not self._messages:
-            self.arrived.clear()
+            self._arrived.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.arrived.wait(), timeout_s)
-        return list(self._messages)
+                await asyncio.wait_for(self._arrived.wait(), timeout_s)
+        return self._first, list(self._messages)
 
 
 class EngineActor:
     """Holds the messages between the driver of a run and its senders; an asynchronous actor."""
 
-    def __init__(self, silent_s: float = _SILENT_S) -> None:
-        self._silent_s = silent_s
-        self._mails: dict[str, Mail] = {}
+    def __init__(self) -> None:
+        self._mails = {DRIVER: Mail()}
         """Reader → its messages: the driver, and the senders that have not left."""
+        self._staying: dict[str, asyncio.Event] = {}
+        """Sender → event that is set when it leaves."""
+        self._watches: set[asyncio.Task[None]] = set()
 
-    async def greet(self, reader: str) -> None:
-        """Register a reader."""
-        self._mails.setdefault(reader, Mail())
+    async def stay(self, sender: str) -> None:
+        """Return when the sender leaves. The sender owns the reference of this call."""
+        await self._staying.setdefault(sender, asyncio.Event()).wait()
 
-    async def leave(self, reader: str) -> None:
-        """Remove a reader. The requests of a sender are aborted, and their outputs dropped."""
-        if (mail := self._mails.pop(reader, None)) is not None:
-            mail.arrived.set()
-            self._put(DRIVER, Message(reader, ALL, "drop"))
+    async def greet(self, sender: str, staying: list[Any]) -> None:
+        """Register a sender. `staying` holds the reference of its call of `stay`, which fails when its process ends."""
+        if sender not in self._mails:
+            self._mails[sender] = Mail()
+            watch = asyncio.ensure_future(self._watch(sender, staying[0]))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
 
-    async def send(self, writer: str, first: int, messages: list[Message]) -> None:
-        """Queue messages of a writer, from its number `first` on; repeated ones and those of a sender that has left are
-        dropped."""
-        if (own := self._mails.get(writer)) is None:
-            return
-        for message in messages[max(0, own.sent - first) :]:
-            self._put(message.sender if writer == DRIVER else DRIVER, message)
-        own.sent = max(own.sent, first + len(messages))
+    async def leave(self, sender: str) -> None:
+        """Remove a sender: its requests are aborted, and their outputs dropped."""
+        if self._mails.pop(sender, None) is not None:
+            self._staying.pop(sender, asyncio.Event()).set()
+            self._mails[DRIVER].put(Command(sender, ALL, "drop", {}))
 
-    async def read(self, reader: str, after: int, timeout_s: float) -> list[Message]:
-        """The messages of a reader, see `Mail.read`. Senders that have not read for a long time are removed."""
-        if reader not in self._mails:
-            raise SpecActorError("its requests were aborted: its process was taken for dead")
-        for sender, mail in list(self._mails.items()):
-            if sender not in (DRIVER, reader) and time.monotonic() - mail.read_at > self._silent_s:
+    async def _watch(self, sender: str, staying: Any) -> None:
+        try:
+            await staying
+        except Exception as error:  # noqa: BLE001 - Ray's errors; those of a living sender's calls do not count
+            if isinstance(translate_ray_error(error, "a sender"), ActorLostError):
                 logger.info("a process that sent requests has ended; they are aborted")
                 await self.leave(sender)
-        return await self._mails[reader].read(after, timeout_s)
 
-    def _put(self, reader: str, message: Message) -> None:
-        if (mail := self._mails.get(reader)) is not None:
-            mail.put(message)
+    async def send(self, messages: list[tuple[str, Any]]) -> None:
+        """Queue messages, each for one reader; those of a sender that has left are dropped."""
+        for reader, message in messages:
+            if (mail := self._mails.get(reader)) is not None:
+                mail.put(message)
+
+    async def read(self, reader: str, after: int, timeout_s: float) -> tuple[int, list[Any]]:
+        """The messages of a reader, see `Mail.read`."""
+        if reader not in self._mails:
+            raise SpecActorError(_GONE)
+        return await self._mails[reader].read(after, timeout_s)
 
 
 class Exchange:
-    """Messages of one reader from and to the actor, in two threads. Calls are repeated until the actor is gone.
+    """Calls of one reader to the actor, in a thread. They are repeated until the actor is gone.
 
     Args:
         calls, actor: The actor, and the calls to it.
@@ -136,57 +147,60 @@ class Exchange:
         calls: Calls,
         actor: Any,
         reader: str,
-        take: Callable[[Message], None],
-        lost: Callable[[SpecActorError], None] = lambda _error: None,
+        take: Callable[[Any], None],
+        lost: Callable[[SpecActorError], None],
     ) -> None:
         self._calls, self._actor, self._reader = calls, actor, reader
         self._take, self._lost = take, lost
-        self._outbox: SimpleQueue[Callable[[], Message] | None] = SimpleQueue()
-        self._closed = False
-        self._ask("greet")
-        loops = {"engine reads": self._read, "engine writes": self._write}
-        self._threads = [calls.clock.spawn(partial(self._run, loop), name) for name, loop in loops.items()]
+        self._outbox: deque[Callable[[], tuple[str, Any]]] = deque()
+        """Functions that each make a message, with its reader."""
+        self._wake = calls.clock.event()
+        self._cursor, self._closed = 0, False
+        self._thread: Thread | None = None
 
-    def put(self, make: Callable[[], Message]) -> None:
-        """Send the result of `make`, which is called in a thread of the exchange; for any thread."""
-        self._outbox.put(make)
+    def start(self) -> None:
+        """Begin to read; messages that were put before are sent now."""
+        self._thread = self._calls.clock.spawn(self._run, "engine messages")
+
+    def put(self, make: Callable[[], tuple[str, Any]]) -> None:
+        """Send the result of `make`, which is called in the thread of the exchange; for any thread."""
+        self._outbox.append(make)
+        self._wake.set()
 
     def close(self) -> None:
-        """Send the queued messages, and leave."""
+        """Send the queued messages, and end."""
         self._closed = True
-        self._outbox.put(None)
-        for thread in self._threads:
-            thread.join(_CLOSE_S)
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(_CALL_S)
 
-    def _run(self, loop: Callable[[], None]) -> None:
+    def _run(self) -> None:
+        reading: Call | None = None
+        writing: Call | None = None
         try:
-            loop()
+            while not self._closed or self._outbox or writing is not None:
+                if reading is None:
+                    reading = self._start("read", self._reader, self._cursor, _READ_S)
+                if writing is None and self._outbox:
+                    makers = [self._outbox.popleft() for _ in range(len(self._outbox))]
+                    writing = self._start("send", [make() for make in makers])
+                self._wake.wait(1.0)
+                self._wake.clear()
+                if reading.poll():
+                    first, messages = reading.result()
+                    for message in messages[max(0, self._cursor - first) :]:
+                        self._take(message)
+                    self._cursor, reading = max(self._cursor, first + len(messages)), None
+                if writing is not None and writing.poll():
+                    writing.result()
+                    writing = None
         except Exception as error:
             if not self._closed:
-                self._closed = True
                 logger.exception("requests of other processes can be exchanged no more")
                 self._lost(_own(error))
 
-    def _read(self) -> None:
-        read = 0
-        while not self._closed:
-            for message in self._ask("read", read, _READ_S):
-                self._take(message)
-                read += 1
-
-    def _write(self) -> None:
-        sent, ends = 0, False
-        while not ends:
-            makers = [self._outbox.get()]
-            while not self._outbox.empty():
-                makers.append(self._outbox.get())
-            messages = [make() for make in makers if make is not None]
-            self._ask("send", sent, messages)
-            sent, ends = sent + len(messages), None in makers
-        self._ask("leave")
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        return self._calls.ask(self._actor, method, self._reader, *arguments, deadline_s=math.inf)
+    def _start(self, method: str, *arguments: Any) -> Call:
+        return self._calls.start(self._actor, method, *arguments, deadline_s=math.inf, wake=self._wake.set)
 
 
 class Doorman:
@@ -196,50 +210,54 @@ class Doorman:
         self.actor, self._engine = actor, engine
         self._handles: dict[tuple[str, int], Handle] = {}
         """Sender and number → request that has not ended."""
-        self._exchange = Exchange(calls, actor, DRIVER, self._take)
+        self._newest: dict[str, int] = {}
+        """Sender → number of its newest request; repeated ones are ignored."""
+        self._exchange = Exchange(calls, actor, DRIVER, self._take, self._lost)
+        self._exchange.start()
 
     def close(self) -> None:
         self._exchange.close()
 
-    def _take(self, message: Message) -> None:
-        key = sender, number = message.sender, message.number
-        if message.what == "submit":
+    def _take(self, command: Command) -> None:
+        sender, number = command.sender, command.number
+        if command.what == "submit" and number > self._newest.get(sender, ALL):
+            self._newest[sender] = number
             try:
-                handle = self._handles[key] = self._engine.submit(**message.content)
+                handle = self._handles[sender, number] = self._engine.submit(**command.arguments)
             except Exception as error:  # noqa: BLE001 - raised by the sender
-                refused = Message(sender, number, "end", _own(error))
-                self._exchange.put(lambda: refused)
+                self._send(sender, OutputPart(number, [], ended=_own(error)))
             else:
-                handle.future.add_done_callback(lambda _future: self._end(key, handle))
-        elif message.what == "watch" and (watched := self._handles.get(key)) is not None:
-            watched.listen(self._pusher(key, watched))
-        elif message.what == "drop":
-            for one, dropped in list(self._handles.items()):
-                if one == key or (one[0] == sender and number == ALL):
+                handle.future.add_done_callback(lambda _future: self._end(sender, number, handle))
+        elif command.what == "watch" and (watched := self._handles.get((sender, number))) is not None:
+            sent: list[Token] = []
+            watched.listen(lambda: self._push(sender, number, watched, sent))
+        elif command.what == "drop":
+            for key, dropped in list(self._handles.items()):
+                if key == (sender, number) or (key[0] == sender and number == ALL):
                     self._engine.drop(dropped)
 
-    def _pusher(self, key: tuple[str, int], handle: Handle) -> Callable[[], None]:
-        """A function that sends the tokens pushed since its last call."""
-        sent = 0
+    def _push(self, sender: str, number: int, handle: Handle, sent: list[Token]) -> None:
+        if fresh := handle.pushed[len(sent) :]:
+            self._send(sender, OutputPart(number, fresh, len(sent)))
+            sent += fresh
 
-        def push() -> None:
-            nonlocal sent
-            fresh = handle.pushed[sent:]
-            sent += len(fresh)
-            self._exchange.put(lambda: Message(*key, "tokens", fresh))
+    def _end(self, sender: str, number: int, handle: Handle) -> None:
+        self._handles.pop((sender, number), None)
 
-        return push
-
-    def _end(self, key: tuple[str, int], handle: Handle) -> None:
-        self._handles.pop(key, None)
-
-        def make() -> Message:  # decodes the output: not for the dispatch thread
+        def make() -> tuple[str, OutputPart]:  # decodes the output: not for the dispatch thread
             try:
-                return Message(*key, "end", handle.result(0.0))
+                return sender, OutputPart(number, [], ended=handle.result(0.0))
             except Exception as error:  # noqa: BLE001 - raised by the sender
-                return Message(*key, "end", _own(error))
+                return sender, OutputPart(number, [], ended=_own(error))
 
         self._exchange.put(make)
+
+    def _send(self, sender: str, part: OutputPart) -> None:
+        self._exchange.put(lambda: (sender, part))
+
+    def _lost(self, error: SpecActorError) -> None:
+        for handle in list(self._handles.values()):
+            self._engine.drop(handle)
 
 
 class RemoteEngine(Generates):
@@ -255,9 +273,15 @@ class RemoteEngine(Generates):
         self._sender, self._count, self._on_close = secrets.token_hex(8), itertools.count(), on_close
         self._handles: dict[int, Handle] = {}
         """Number → request that has not ended."""
+        self._has_left = False
         self._error: SpecActorError | None = None
-        """Why no request is accepted any more."""
+        """Reason why no request is accepted any more."""
+        self._calls, self._actor = calls, actor
+        self._staying = actor.stay.remote(self._sender)
+        """Owned by this process, so that the call fails when the process ends."""
+        self._call("greet", [self._staying])
         self._exchange = Exchange(calls, actor, self._sender, self._take, self._fail)
+        self._exchange.start()
 
     def __enter__(self) -> Self:
         return self
@@ -266,12 +290,13 @@ class RemoteEngine(Generates):
         self.close()
 
     def submit(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Handle:
-        if self._error is not None:
-            raise self._error
         number = next(self._count)
         name = options.pop("request_id", None) or f"request-{self._sender}-{number}"
         handle = self._handles[number] = Handle(self, name, number)
-        self._send(number, "submit", {"prompt": prompt, "sampling": sampling, "request_id": name, **options})
+        if self._error is not None:  # set before `_fail` ends the registered handles
+            self._handles.pop(number, None)
+            raise self._error
+        self._send(number, "submit", prompt=prompt, sampling=sampling, request_id=name, **options)
         return handle
 
     def handle(self, request_id: str) -> Handle:
@@ -290,22 +315,29 @@ class RemoteEngine(Generates):
 
     def close(self) -> None:
         """Abort running requests, and leave."""
+        if self._has_left:
+            return
+        self._has_left, self._error = True, InputError(_CLOSED)
         self._exchange.close()
-        self._fail(InputError("the connection to the engine is closed"))
+        with contextlib.suppress(SpecActorError):
+            self._call("leave")
+        self._fail(self._error)
         self._on_close()
 
-    def _send(self, number: int, what: str, content: Any = None) -> None:
-        message = Message(self._sender, number, what, content)
-        self._exchange.put(lambda: message)
+    def _call(self, method: str, *arguments: Any) -> None:
+        self._calls.ask(self._actor, method, self._sender, *arguments, deadline_s=_CALL_S)
 
-    def _take(self, message: Message) -> None:
-        if (handle := self._handles.get(message.number)) is None:
+    def _send(self, number: int, what: str, **arguments: Any) -> None:
+        self._exchange.put(lambda: (DRIVER, Command(self._sender, number, what, arguments)))
+
+    def _take(self, part: OutputPart) -> None:
+        if (handle := self._handles.get(part.number)) is None:
             return
-        if message.what == "tokens":
-            handle.push(message.content)
-        else:
-            del self._handles[message.number]
-            handle.end(message.content)
+        if part.ended is None and part.first <= len(handle.pushed):
+            handle.push(list(part.tokens[len(handle.pushed) - part.first :]))
+        elif part.ended is not None:
+            del self._handles[part.number]
+            handle.end(part.ended)
 
     def _fail(self, error: SpecActorError) -> None:
         self._error = self._error or error

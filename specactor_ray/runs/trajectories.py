@@ -17,7 +17,7 @@ from typing import Any
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import AUTO
 from specactor_ray.core.errors import ConfigError, InputError
-from specactor_ray.core.files import open_regular, parse_json
+from specactor_ray.core.files import open_regular, parse_json, read_foreign
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.runs.folder import CONFIG_FILE, PARTIAL_FILE, TRAJECTORIES_FILE, RunLease, lease_unfinished
@@ -114,7 +114,7 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
         return None
     folder, lease = found
     try:
-        saved = load_config(folder / CONFIG_FILE)
+        saved = _saved_config(folder / CONFIG_FILE)
         if config.target.dtype == AUTO:
             config.target.dtype = saved.target.dtype
         for key in _SAME:
@@ -127,6 +127,17 @@ def lease_interrupted(config: Config) -> tuple[Path, RunLease] | None:
         raise
     config.run.name = folder.name
     return found
+
+
+def _saved_config(file: Path) -> Config:
+    fix = "begin a new run under another run.name, or continue with the version that wrote it."
+    try:
+        read_foreign(file)  # refuses what is no regular file
+        return load_config(file)
+    except ConfigError as error:
+        raise ConfigError(str(file), f"{error.key}: {error.problem}", fix) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(file), f"cannot be read: {error}.", fix) from None
 
 
 def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: Config) -> list[dict[str, Any]]:

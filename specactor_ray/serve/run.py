@@ -58,6 +58,8 @@ class Server(uvicorn.Server):
         assert sockets, "those of `listening_socket`"
         host, port, *_ = sockets[0].getsockname()
         try:
+            # Connections inherit this option: those that outlive a server do not block the port for the next one.
+            sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sockets[0].listen(self.config.backlog)  # uvloop only logs an error of its own call
         except OSError as error:
             raise InputError(f"--port {port}: {error.strerror}; choose another") from None
@@ -177,9 +179,10 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise InputError(f"--host {host}: {error.strerror or error}") from None
     try:
-        # Connections inherit this option: those that outlive a server do not block the port for the next one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # Another socket with this option could bind the port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
         raise InputError(f"--host {host} --port {port}: {error.strerror}; choose another") from None

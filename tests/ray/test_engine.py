@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,12 @@ import pytest
 import ray
 
 from specactor_ray import Engine, Rollout, SamplingParams
+from specactor_ray.cluster.backend import start_here
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
-from specactor_ray.core.errors import InputError
+from specactor_ray.core.errors import ActorLostError, InputError
 from specactor_ray.models.loading import load_model
+from specactor_ray.rollout.door import ALL, DRIVER, EngineActor, RemoteEngine
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from tests.plain_decoding import cut_at_stops
@@ -180,6 +183,27 @@ def test_another_process_of_the_cluster_generates(rollout: Rollout, truth: list[
     assert tuple(streamed) == truth[0].token_ids and same(again, truth[1])
     assert cut.finish_reason == ("abort" if len(cut.token_ids) < 400 else "length")
     assert done and refused == "the prompt has no tokens"
+
+
+def test_the_requests_of_a_process_that_dies_are_dropped(rollout: Rollout) -> None:
+    @ray.remote(num_cpus=0, max_retries=0)
+    def sender(actor: Any) -> None:
+        RemoteEngine(Calls(), actor).submit([1])
+        ray.get(actor.read.remote(DRIVER, 0, 60.0))  # the request is there
+        os._exit(1)
+
+    actor = start_here(rollout.run_name, "door", EngineActor)
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        ray.get(sender.remote(actor), timeout=120.0)
+    commands: list[Any] = []
+    while len(commands) < 2:
+        commands = ray.get(actor.read.remote(DRIVER, 0, 60.0), timeout=120.0)[1]
+    assert [(one.what, one.number) for one in commands] == [("submit", 0), ("drop", ALL)]
+    engine = RemoteEngine(Calls(), actor)
+    ray.kill(actor)
+    for _ in range(2):  # one request before the loss is known, one after it
+        with pytest.raises(ActorLostError):
+            engine.submit([1]).result(120.0)
 
 
 made: list[int] = []

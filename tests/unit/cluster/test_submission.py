@@ -42,15 +42,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("given", "variable", "expected"),
+    ("given", "cluster", "variable", "expected"),
     [
-        ("http://127.0.0.1:1", "http://10.0.0.6:8265", "http://127.0.0.1:1"),
-        (None, "http://10.0.0.6:8265", "http://10.0.0.6:8265"),
-        (None, "", "http://127.0.0.1:8265"),
+        ("http://127.0.0.1:1", "10.0.0.5:6379", "http://10.0.0.6:8265", "http://127.0.0.1:1"),
+        (None, "10.0.0.5:6379", "http://10.0.0.6:8265", "http://10.0.0.6:8265"),
+        (None, "http://10.0.0.5:1", "", "http://10.0.0.5:1"),
+        (None, "10.0.0.5:6379", "", "http://10.0.0.5:8265"),
+        (None, "auto", "", "http://127.0.0.1:8265"),
     ],
 )
 def test_the_given_address_takes_precedence(
-    given: str | None, variable: str, expected: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    given: str | None, cluster: str, variable: str, expected: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray's client prefers its own variable to the address that it is given."""
     used: list[tuple[str, str]] = []
@@ -60,7 +62,7 @@ def test_the_given_address_takes_precedence(
         return Mock(submit_job=lambda **_: "job1")
 
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.5:8265")
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", variable)
     monkeypatch.setattr("ray.job_submission.JobSubmissionClient", client)
     console = Console(file=io.StringIO(), width=200)

@@ -223,6 +223,9 @@ def test_a_resumed_rollout_keeps_its_data_type(tmp_path: Path, monkeypatch: pyte
     found[1].release()
     with pytest.raises(ConfigError, match=r"target\.dtype: is 'float32', and the interrupted run r has 'bfloat16'"):
         lease_interrupted(load_config(None, ["run.name=r", f"run.dir={tmp_path}", "target.dtype=float32"]))
+    (tmp_path / "r" / "config.yaml").write_text("speculation: {of_another_version: 1}")
+    with pytest.raises(ConfigError, match=r"r/config\.yaml: speculation\.of_another_version: .* new run under another"):
+        lease_interrupted(config)
 
 
 def test_a_fallback_is_said_once_and_remembered(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

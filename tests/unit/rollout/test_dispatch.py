@@ -35,6 +35,16 @@ def test_a_request_moves_once_to_the_verifier_that_has_none_left(cluster: FakeCl
     assert cluster.client.dispatcher.reissues == 0
 
 
+@driven(max_batch=6)
+def test_no_request_moves_to_a_verifier_that_would_queue_it(cluster: FakeCluster) -> None:
+    """`v0` holds 12 long requests and `v1` 6 after the short ones: both run 6."""
+    long, short = entries(18, tokens=60), entries(6, tokens=2, prefix="s")
+    pairs = zip(long[:6], short, strict=True)
+    assert reasons(cluster.finish([*(entry for pair in pairs for entry in pair), *long[6:]])) == {}
+    begun = [Counter(request_id for request_id, _ in cluster.verifier(name).begun) for name in cluster.handles]
+    assert set(sum(begun, Counter()).values()) == {1}
+
+
 class TestSharing:
     """Outputs reach the lookups that other verifiers host."""
 

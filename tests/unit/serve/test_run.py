@@ -34,7 +34,12 @@ def test_a_port_is_taken_by_a_server_and_not_by_connections_that_linger() -> Non
         port = first.getsockname()[1]
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HOST, port))
-        with listening_socket(HOST, port) as late:
+        with pytest.raises(InputError, match=f"--port {port}: Address already in use; choose another"):
+            listening_socket(HOST, port)
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does
+        with socket.socket() as late:
+            late.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            late.bind((HOST, port))
             first.listen(8)
             with pytest.raises(InputError, match=f"--port {port}: Address already in use; choose another"):
                 listening_socket(HOST, port)
