@@ -228,7 +228,7 @@ def _build_eagle(folder: Path) -> None:
         optimizer = torch.optim.AdamW(trained, lr=2e-3)
         for epoch in range(3):
             for batch in _batches_by_length(examples, 1500, random.Random(epoch)):
-                loss, _ = unroll_loss(head, make_batch(batch, head), 3)
+                loss = unroll_loss(head, make_batch(batch, head), 3)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

@@ -13,6 +13,7 @@ from rich.text import Text
 from specactor_ray.cli.report import ladder_table, status_table
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
+from specactor_ray.core.signals import Terminated
 
 _MOST_PENDING = 3
 """Most draft actors without room that `scale` names."""
@@ -70,18 +71,19 @@ def _watch(console: Console, run: str | None, address: str, interval_s: float) -
     from specactor_ray.rollout.run_client import watch_run
 
     name = None
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Live(console=console, auto_refresh=False, vertical_overflow="visible")
-        if console.is_terminal
-        else contextlib.nullcontext() as live,
-    ):
-        for name, rows in watch_run(run, address, interval_s):
-            if live is None:
-                console.print(_actors(name, rows))
-            else:
-                live.update(_actors(name, rows), refresh=True)
-        say(console, f"run {name} has ended")
+    shown = Live(console=console, auto_refresh=False, vertical_overflow="visible") if console.is_terminal else None
+    try:
+        with shown or contextlib.nullcontext():
+            for name, rows in watch_run(run, address, interval_s):
+                if shown is None:
+                    console.print(_actors(name, rows))
+                else:
+                    shown.update(_actors(name, rows), refresh=True)
+            say(console, f"run {name} has ended")
+    except Terminated:
+        raise
+    except KeyboardInterrupt:  # the usual end
+        pass
 
 
 def _actors(name: str, rows: Sequence[Mapping[str, Any]]) -> Group:

@@ -88,7 +88,10 @@ class _PlainLines(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self._console, record.getMessage())
+        try:
+            say(self._console, record.getMessage())
+        except Exception:  # noqa: BLE001 - a closed stream must not end the work
+            self.handleError(record)
 
 
 def draw(path: Path, *plots: Callable[[Any], None], size: tuple[float, float] = (7, 3.5)) -> bool:

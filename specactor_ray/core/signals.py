@@ -50,14 +50,15 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    _announce()
+    announce_interruption()
     if number == signal.SIGTERM:
         _sigterm_seen.set()
         raise Terminated
     raise KeyboardInterrupt
 
 
-def _announce() -> None:
+def announce_interruption() -> None:
+    """Show a line at the first signal inside `sigterm_interrupts`."""
     if os.getpid() in _announcing_pids:
         _announcing_pids.clear()
         with contextlib.suppress(OSError):
@@ -80,7 +81,7 @@ def signals_deferred() -> Iterator[None]:
 
     def defer(number: int, frame: FrameType | None) -> None:
         if before[signal.Signals(number)] is _interrupt:
-            _announce()
+            announce_interruption()
         arrived.append((number, frame))
 
     for number in before:

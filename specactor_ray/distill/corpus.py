@@ -78,7 +78,8 @@ class RecordStore:
         for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")) if folder is not None else ():
             try:
                 with safe_open(path, framework="pt") as file:
-                    self._keep(int(path.stem.rpartition("-")[2]), file.get_tensor("output").tolist(), path)
+                    index, source = int(path.stem.rpartition("-")[2]), path if "states" in file.keys() else None  # noqa: SIM118
+                    self._keep(index, file.get_tensor("output").tolist(), source)
             except (SafetensorError, OSError, ValueError) as error:
                 raise InputError(f"{path} is damaged ({error}). Fix: remove it; its rollout is made again") from None
 
@@ -101,7 +102,7 @@ class RecordStore:
         path = self._folder / f"{self._part}-{index:06d}.safetensors"
         with replacing(path, path.with_suffix(".partial")) as partial:
             save_file(tensors, partial)
-        self._keep(index, output, path)
+        self._keep(index, output, path if states is not None else None)
 
     def beginning(self, token_budget: int | None) -> list[CorpusRecord]:
         """Records of the first requests, as many as fill the budget of output tokens (None: all); failed requests are

@@ -1,4 +1,4 @@
-"""Kernels of `slots.py` and `branches.py`, compiled by numba: many slots in one call. They are in one file for the
+"""Kernels of `slots.py` and `chains.py`, compiled by numba: many slots in one call. They are in one file for the
 reason given in `verify/_kernels.py`."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FADE = 0.999
 
 
 class Lines(NamedTuple):
-    """Arrays of `slots.MirrorTable`. Kernels take them as a plain tuple, which numba unpacks in half the time."""
+    """Arrays of `chains.MirrorTable`. Kernels take them as a plain tuple, which numba unpacks in half the time."""
 
     lines: np.ndarray
     prompts: np.ndarray
@@ -63,7 +63,7 @@ def reach(mirror: Any, slots: Any, starts: Any, lengths: Any, total: Any) -> Any
 
 @_jit
 def commit(mirror: Any, slots: Any, starts: Any, lengths: Any, tokens: Any) -> Any:
-    """See `slots.MirrorTable.commit`."""
+    """See `chains.MirrorTable.commit`."""
     lines, prompts, known, ends, windows, _, judged = mirror
     same, fresh, end = np.empty(len(slots), np.int32), np.zeros(len(slots), np.int32), 0
     for i in range(len(slots)):

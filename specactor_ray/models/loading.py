@@ -134,13 +134,13 @@ def _import_compiled_modules() -> None:
 
 def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on the `meta` device, without weights."""
-    import torch
-
-    with _open(name, trust_remote_code) as (source, access), torch.device("meta"):
+    with _open(name, trust_remote_code) as (source, access):
+        import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(source, **access)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
 
 
@@ -206,11 +206,11 @@ _NAMES_IN_WORDS = (
 @contextlib.contextmanager
 def _open(name: str, trust_remote_code: bool) -> Iterator[tuple[Path | str, dict[str, Any]]]:
     """The source and the access options for `name`; errors in the body become a ModelLoadError."""
+    _import_compiled_modules()
     from safetensors import SafetensorError
 
     damaged = (SafetensorError, pickle.UnpicklingError)
     known: tuple[type[Exception], ...] = (OSError, ImportError, *wrong_value_errors(), *damaged)
-    _import_compiled_modules()
     source, revision = locate_model(name)
     offline = isinstance(source, str) and not hub_reachable()
     access: dict[str, Any] = {"trust_remote_code": trust_remote_code}

@@ -64,6 +64,9 @@ def unpack(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, part.view(shape)
 
 
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # as those of an object store
+
+
 def to_wire(tensor: torch.Tensor) -> np.ndarray:
     """float32, float16 or bfloat16 numbers on any device → an array."""
     tensor = tensor.detach().to("cpu").contiguous()
@@ -72,9 +75,7 @@ def to_wire(tensor: torch.Tensor) -> np.ndarray:
 
 def from_wire(array: np.ndarray) -> torch.Tensor:
     """A view of an array of `to_wire`, to be read only."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # arrays of an object store are not writable
-        tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 

@@ -27,7 +27,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import numba as kernels
 from specactor_ray.sampling.rules import Rules
 
-if TYPE_CHECKING:  # lookups draw noise without torch
+if TYPE_CHECKING:  # imported where it is used: it takes seconds
     import torch
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def warm_up(device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     import torch
 
     rules = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
-    sample_rows(torch.zeros(2, 8, dtype=dtype, device=device), rules, [0, 1], ranks)
+    sample_rows(torch.zeros(2, 16, dtype=dtype, device=device), rules, [0, 1], ranks)
 
 
 def _longest(

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -21,7 +22,13 @@ from specactor_ray.core.console import say
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.files import read_foreign
 from specactor_ray.core.progress import start_phase
-from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
+from specactor_ray.core.signals import (
+    announce_interruption,
+    ignore_signals,
+    interruption,
+    signals_deferred,
+    sigterm_interrupts,
+)
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
 from specactor_ray.serve.app import is_loopback, make_app
@@ -66,6 +73,10 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         url = url_of(host, port)
         self._report(f"serving {self._service.model} at {url}; OpenAI clients: base_url={url}/v1")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        announce_interruption()
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         drain_s = self._service.limits.drain_s
@@ -145,7 +156,9 @@ def serving(service: Service, token: str | None = None, host: str = "127.0.0.1",
         server = server_of(service, token)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
-        while not server.started and thread.is_alive():
+        while not server.started:
+            if not thread.is_alive():
+                raise InputError(f"the server on {host} cannot start; its reason is in the log")
             time.sleep(0.01)
         try:
             yield url_of(*listener.getsockname()[:2])

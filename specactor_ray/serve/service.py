@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _SEEDS = 2**63
 """Prompt index in the seed derivation for requests without a seed; no stream has as many prompts."""
+_LONG_TEXT = 4096
+"""Characters from which on a prompt is encoded in another thread."""
 _CACHED = 1 << 17
 """Number of tokens whose text is cached."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -152,13 +154,13 @@ class Service:
 
     async def encode(self, text: str, field: str = "prompt") -> tuple[int, ...]:
         """Token ids of text. Raises as `encoded`."""
-        return await self.encoded(partial(encode_prompt, self.tokenizer, text, False), field)
+        return await self.encoded(partial(encode_prompt, self.tokenizer, text, False), field, len(text) > _LONG_TEXT)
 
-    async def encoded(self, encode: Callable[[], tuple[int, ...]], field: str) -> tuple[int, ...]:
-        """Result of a tokenizer call, one call at a time, in another thread."""
+    async def encoded(self, encode: Callable[[], tuple[int, ...]], field: str, is_long: bool = True) -> tuple[int, ...]:
+        """Result of a tokenizer call, one call at a time; in another thread if it may take long."""
         try:
             async with self._encoding:
-                return await asyncio.to_thread(encode)
+                return await asyncio.to_thread(encode) if is_long else encode()
         except SpecActorError as error:
             raise Refusal(str(error), param=field) from None
 

@@ -203,8 +203,9 @@ async def update_weights(service: Serving, body: UpdateBody) -> dict[str, str]:
     """Update the weights of the target; running or paused requests continue with them."""
     info = body.update_info or body
     if info.weight_dir is None or info.model_extra:
-        problem = "weight_dir must be given, and alone: no tensors are received, over NCCL or otherwise"
-        raise Refusal(f"{problem}; {_BY_DIRECTORY}", param="weight_dir")
+        strange = next(iter(info.model_extra or ()), "weight_dir")[:64]
+        problem = f"{strange}: weight_dir must be given, and alone: no tensors are received, over NCCL or otherwise"
+        raise Refusal(f"{problem}; {_BY_DIRECTORY}", param=strange)
     await service.control.update(info.weight_dir, WeightPolicy.KEEP)
     return {"status": "ok"}
 

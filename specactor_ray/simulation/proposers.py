@@ -146,7 +146,7 @@ class SimulatedProposer(SlotProposer):
         tails = super().tails(slots)
         if self._name in self._world.corrupt:
             return tails._replace(tokens=self._nonsense(len(tails.tokens)), branches=self._corrupt(len(slots)))
-        return tails._replace(branches=self.branches.published(slots)) if self.branches.most else tails
+        return tails
 
     def _corrupt(self, tails: int) -> Branches:
         """Branches of a corrupt drafter at arbitrary places."""

@@ -53,12 +53,12 @@ _FIGURES: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
 
 
 class PresentWork:
-    """The present phase of a run of `steps` steps, for its progress."""
+    """The present phase of a run of `steps` steps, for its progress; the run begins with `done` of them."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, done: int = 0) -> None:
         self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Number of ended trajectories of the present step, and its total."""
-        self.done = 0
+        self.done = done
         """Number of steps done."""
         self._steps, self._begun, self._phase = steps, 0, "starting Ray, verifiers and trainer"
 
@@ -111,7 +111,7 @@ class StepRecorder:
         self._config, self._run, self._rollout = config, run, rollout
         self._metrics = MetricsFile(run.metrics_file)
         self._work, self._show = work, show
-        work.rollout_progress, work.done = lambda: rollout.progress, run.state.step
+        work.rollout_progress = lambda: rollout.progress
         self._parts = contextlib.ExitStack()
         self._trackers = [tracker for tracker in (self._tensorboard(), self._wandb()) if tracker is not None]
         self._step = run.state.step

@@ -90,7 +90,7 @@ def _train(
 
     taught, show = taught_by_trainer(config), partial(say, console)
     with contextlib.ExitStack() as parts:
-        work = PresentWork(config.trainer.steps)
+        work = PresentWork(config.trainer.steps, run.state.step)
         parts.enter_context(PhaseProgress(console, "training", config.trainer.steps, poll=work.show))
         rollout = parts.enter_context(Rollout(config))
         trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))

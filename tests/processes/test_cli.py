@@ -32,7 +32,7 @@ def run_program(folder: Path, program: Sequence[str], *arguments: str, **env: st
         capture_output=True,
         text=True,
         timeout=240,
-        env={**clean, "PYTHONPATH": str(REPOSITORY), **env},
+        env={**clean, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1", **env},
     )
 
 

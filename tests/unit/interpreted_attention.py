@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,15 +20,17 @@ from triton import language as tl
 from triton.runtime import interpreter
 
 from specactor_ray.core.errors import ModelLoadError
+from specactor_ray.draft.model import ModelProposer
 from specactor_ray.models import _paged_attention_triton as kernels
 from specactor_ray.models import paged_cache, ragged_model
 from specactor_ray.models.cpu_attention import AttentionRules
 from specactor_ray.models.ragged_attention import attend_on_cpu, attend_on_gpu
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.attention import attending
+from tests.by_name import extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.page_attention import TOLERANCE, attend, options_of, reference, same_bits, sequence, with_sinks
-from tests.unit.draft.test_burst import MAKERS, history
+from tests.unit.draft.test_burst import MAKERS, drafts, requests_of
 from tests.unit.interpreted_kernels import quick_interpreter  # noqa: F401
 from tests.unit.models.test_ragged_attention import load
 from tests.unit.target import test_hf_engine
@@ -178,13 +181,29 @@ def test_other_architectures_match_their_own_forward(config_class: str, override
         test_hf_engine.test_other_architectures_match_their_own_forward(config_class, overrides)
 
 
+def history(drafter: ModelProposer, most: int) -> list[Any]:
+    """Drafts after each of several commits, in bursts of up to `most` tokens."""
+    rng, requests, seen = random.Random(0), requests_of(5, 0), list[Any]()
+    drafter.burst = most
+    for request in requests:
+        request.prompt = tuple(request.prompt * 27)[:27]
+        request.open(drafter)
+    for _ in range(4):
+        extend_fully(drafter)
+        seen.append(drafts(drafter, len(requests)))
+        for request in rng.sample(requests, rng.randint(1, 5)):
+            tail = seen[-1][0][request.slot][1]
+            request.commit(drafter, [*tail[: rng.randint(0, len(tail))], rng.randrange(400)])
+    return seen
+
+
 @MAKERS
 def test_captured_steps_draft_what_is_drafted_on_the_cpu(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows cross from their first page into their second."""
     monkeypatch.setattr(paged_cache, "_CPU_PAGE", 32)
-    wanted = history(make(cache_bytes=8 << 20), 0, 0, 1, prompt=27, turns=4)
+    wanted = history(make(cache_bytes=8 << 20), 1)
     monkeypatch.setattr(ragged_model, "cheapest_row_counts", lambda packed: [0])  # devices are not padded
     with attending(attend_on_gpu):
         device = FakeCapturer()
-        assert history(make(cache_bytes=8 << 20, capturer=device), 0, 0, 4, prompt=27, turns=4) == wanted
+        assert history(make(cache_bytes=8 << 20, capturer=device), 4) == wanted
     assert device.captures and device.launches > device.fetches

@@ -15,11 +15,14 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from specactor_ray.bench.gpu_check.measurements import measure_triton
+from specactor_ray.bench.gpu_check.stage import Stage
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.sampling import fused
 from specactor_ray.sampling import triton as triton_kernels
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.rules import Rules
+from tests.fakes.tiny_check import TINY_CHECK
 from tests.tails import BAD_LOGITS, check_bad_logits, sample_rows, verify_tails
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -206,6 +209,15 @@ def test_a_bound_that_is_too_tight_is_seen(ranks: int, small_blocks: None, monke
     assert not fused.difference(torch.device("cpu"), torch.bfloat16, ranks, 200)
     monkeypatch.setattr(triton_kernels, "_SLACK_BITS", tl.constexpr(-6.0))
     assert "requests get other tokens" in fused.difference(torch.device("cpu"), torch.bfloat16, ranks, 200)
+
+
+def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
+    """With it the check that a device passes before it takes the kernels, in all dtypes."""
+    stage = Stage("triton", TINY_CHECK._replace(sampler_rows=(2,), sampler_vocabs=(200,)))
+    measure_triton(stage)
+    different = stage.entry["figures"]["different"]
+    assert len(different) == 9 and not any(different.values()) and not stage.entry["not_measured"]
+    assert all(value > 0 for value in stage.entry["points"][0].values())
 
 
 def test_the_largest_vocabulary() -> None:
