@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 
+from specactor_ray.cli.live import status
 from specactor_ray.cluster.connection import Connection
 from specactor_ray.core.child import Report, run_in_child
-from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
+from specactor_ray.core.signals import Terminated, ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from tests.tiny import tiny_target
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -47,6 +48,18 @@ def test_a_signal_inside_shows_a_line_at_once_and_is_raised_at_the_end(
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert done == [LINE] and not capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Terminated])
+def test_ctrl_c_is_the_end_of_a_watched_status_and_sigterm_is_not(
+    error: type[KeyboardInterrupt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watch(*_: object) -> Iterator[object]:
+        raise error
+
+    monkeypatch.setattr("specactor_ray.rollout.run_client.watch_run", watch)
+    with pytest.raises(Terminated) if error is Terminated else nullcontext():
+        status(watch=True)
 
 
 def test_after_an_interruption_further_signals_change_nothing_until_the_end() -> None:

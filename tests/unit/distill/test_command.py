@@ -108,6 +108,8 @@ def test_eval_of_a_folder_and_of_a_method(
     options += ["--corpus", tmp_path / "corpus"]
     specactor(*options, "--drafter", tiny_draft(), code=0)  # any model of the vocabulary, without a card
     capsys.readouterr()
+    specactor(*options, "--method", "tests.fakes.own_proposers:Reader", code=0)  # of states, which were not recorded
+    capsys.readouterr()
     specactor(*options, "--method", "ngram", code=0)
     shown = capsys.readouterr()
     assert "acc. length" in shown.out and "p3" in shown.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from specactor_ray.core.errors import InputError
+from specactor_ray.core.signals import sigterm_interrupts
 from specactor_ray.serve import run
 from specactor_ray.serve.run import listening_socket, server_of, url_of
 from specactor_ray.serve.service import Limits
@@ -53,6 +55,13 @@ def test_a_port_is_taken_by_a_server_and_not_by_connections_that_linger() -> Non
 def test_the_address_of_a_server_can_be_reached() -> None:
     assert url_of("127.0.0.1", 80) == "http://127.0.0.1:80" and url_of("::1", 80) == "http://[::1]:80"
     assert url_of("0.0.0.0", 80) == url_of("::", 80) == f"http://{socket.gethostname()}:80"
+
+
+def test_a_signal_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    server = server_of(make_service(ScriptedEngine()))
+    with sigterm_interrupts():
+        server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit and capfd.readouterr().err == "interrupted; stopping ...\n"
 
 
 def test_requests_that_are_cut_off_are_answered_in_their_form(

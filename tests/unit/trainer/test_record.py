@@ -29,15 +29,15 @@ RECORDS = [
 
 
 def test_the_present_work() -> None:
-    work, shown = PresentWork(4), list[tuple[float, str]]()
+    work, shown = PresentWork(4, done=1), list[tuple[float, str]]()
     progress: Any = SimpleNamespace(update=lambda done, figures: shown.append((done, figures)))
     work.rollout_progress = lambda: (5, 24)
     work.show(progress)
     for phase in ("rollout", "update"):
-        work.done = 1
         work.begin(2, phase)
         work.show(progress)
-    assert shown[0][1].startswith("starting Ray") and shown[1:] == [
+    assert shown[0] == (1, "starting Ray, verifiers and trainer"), "no step of the earlier run counts as one of this"
+    assert shown[1:] == [
         (1, "step 2/4, rollout 5/24"),
         (1, "step 2/4, update"),
     ]
