@@ -32,8 +32,13 @@ def run_program(folder: Path, program: Sequence[str], *arguments: str, **env: st
         capture_output=True,
         text=True,
         timeout=240,
-        env={**clean, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1", **env},
+        env={**clean, "PYTHONPATH": str(REPOSITORY), **env},
     )
+
+
+def files(folder: Path) -> list[str]:
+    """Names of all files and folders, without bytecode of imported modules."""
+    return sorted(path.name for path in folder.rglob("*") if "__pycache__" not in path.parts)
 
 
 def error_line(done: Any) -> str:
@@ -143,12 +148,12 @@ class TestUserErrors:
     def test_one_line_before_torch_is_imported_and_nothing_left(
         self, folder: Path, arguments: list[str], problem: str
     ) -> None:
-        before = sorted(path.name for path in folder.rglob("*"))
+        before = files(folder)
         done = specactor(folder, *arguments, HF_HUB_OFFLINE="1")
         assert problem in error_line(done)
         assert not done.stdout and not {"torch", "transformers", "vllm"} & set(done.heavy)
         assert not (arguments[0] in ("rollout", "train") and done.heavy)
-        assert sorted(path.name for path in folder.rglob("*")) == before
+        assert files(folder) == before
         assert (folder / "there.jsonl").read_text() == "precious\n"
 
     def test_mistakes_of_a_scenario_load_neither_ray_nor_torch(self, folder: Path) -> None:
