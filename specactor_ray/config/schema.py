@@ -256,8 +256,8 @@ class SpeculationConfig:
     next tail if the main chain is refuted. `auto`: 16 if the method can branch (`draft_model`, `eagle`). 0: none.
     Hosted drafters, which take turns with their verifier, have none."""
     verify: VerifyPolicy = VerifyPolicy.auto
-    """Number of supplied draft tokens that a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft
-    whole windows at every step."""
+    """Draft tokens that a step verifies: `auto`, those that pay by measured cost and acceptance, or `all`. With `all`,
+    `coupled` verifiers draft whole windows at every step."""
     draft_wait_s: float = at_least(0, default=0.0)
     """`decoupled`: longest wait in seconds per step for the first draft token of requests that have none; it may pay
     for a cheap drafter beside long steps of few requests (`docs/drafters.md`)."""

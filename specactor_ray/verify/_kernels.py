@@ -230,7 +230,7 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
 
 _BINS = 192
 _PER_NAT = 24.0
-"""Bins per nat: gains are sorted into bins of a factor of exp(1/24), or 4%; those below exp(-8) are left out."""
+"""Bins per nat: gains are counted in bins of a factor of exp(1/24), or 4%; those below exp(-8) are left out."""
 
 
 @_jit
@@ -238,7 +238,7 @@ def choose_lengths(probability: Any, supply: Any, room: Any, curve: Any, seats: 
     """Choose the draft tokens to verify per row with the most expected committed tokens per second.
 
     The i-th draft token of a row gains `p^i` tokens, and the cost depends only on the total number of positions: for
-    every total the best choice takes the largest gains, so it is enough to compare totals. Gains are sorted into bins.
+    every total the best choice takes the largest gains, so it is enough to compare totals. Gains are counted in bins.
 
     `probability` and `supply` are `(seats, rows)`, `room` is `(rows,)`: most draft tokens of each row. `curve[j]`:
     seconds of the step with `j` draft tokens in total, preceding work included. Fills `seats` and `lengths`, `(rows,)`:
@@ -284,7 +284,7 @@ def choose_lengths(probability: Any, supply: Any, room: Any, curve: Any, seats: 
 def best_rounds(
     probability: Any, supply: Any, longest: Any, room: Any, curve: Any, token_s: float, most: int, hurdle: float
 ) -> int:
-    """The best number of rounds: compare `choose` now, at `hurdle` times its rate, with `choose` after 1, 2, ...,
+    """The best number of rounds: compare `choose_lengths` now, at `hurdle` times its rate, with that after 1, 2, ...,
     `most` rounds of drafting, each of which takes `token_s` and lengthens every tail by one token, up to `longest`
     `(seats, rows)`."""
     best_rate, rounds = 0.0, 0

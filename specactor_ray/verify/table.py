@@ -124,7 +124,7 @@ class RequestTable:
             old = len(self.generation)
             grow(self, _BY_ROW, 2 * old)
             grow(self, _BY_SEAT, 2 * old, axis=1)
-            grow(self, ("evidence", "drafts"), 2 * old, axis=2)
+            grow(self, _BY_METHOD, 2 * old, axis=2)
             self._free = list(range(old, 2 * old))[::-1]
         return self._free[-1]
 
@@ -142,8 +142,8 @@ class RequestTable:
     def close(self, row: int) -> None:
         """Free a row."""
         del self.requests[row]
-        for plane in (self.generation, self.begun, self.steps, self.assigned, self.length, self.evidence, self.drafts):
-            plane[..., row] = 0
+        for name in _RESET:
+            getattr(self, name)[..., row] = 0
         self._free.append(row)
 
     def fit_seats(self, count: int) -> None:
@@ -189,5 +189,9 @@ class RequestTable:
 
 
 _PLANES = operator.attrgetter(*_kernels.Planes._fields)
+# Arrays that grow, by their first dimensions. An array that kernels use is named in `_kernels.Planes`, too.
 _BY_ROW = ("generation", "committed", "begun", "steps", "limit", "output")
 _BY_SEAT = ("assigned", "told", "base", "tail", "length", "branch_at", "branch_length", "branch_tail")
+_BY_METHOD = ("evidence", "drafts")
+_RESET = ("generation", "begun", "steps", "assigned", "length", *_BY_METHOD)
+"""Arrays that are 0 in the row of a new request."""

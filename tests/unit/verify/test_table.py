@@ -257,6 +257,15 @@ def test_whatever_is_said_the_table_is_that_of_the_rules(seed: int) -> None:
     assert pair.table.output.shape[1] > 256 and len(pair.table.method) > 2, "it has grown"
 
 
+def test_every_array_of_rows_grows() -> None:
+    table = RequestTable(WINDOW, 2)
+    for number in range(len(table.generation) + 1):
+        table.open(request(f"r{number}"))
+    arrays = {name: array for name, array in vars(table).items() if isinstance(array, np.ndarray)}
+    rows = len(table.generation)
+    assert {name for name, array in arrays.items() if rows not in array.shape} == {"method", "counts", "reached"}
+
+
 def test_steps_are_counted_by_row() -> None:
     """Steps, and draft tokens verified and right by method, also where their drafter has left; not in the next request
     of the row."""
