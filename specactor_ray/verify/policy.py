@@ -176,7 +176,8 @@ class DraftPolicy:
         return rounds
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Verified parts of the tails: int32 `(rows,)` seats, -1 for none, and numbers of tokens."""
+        """Verified parts of the tails: int32 `(rows,)` seats, -1 without a tail, and numbers of tokens. A row with a
+        tail keeps its seat if no token pays: the seat counts as supplied."""
         self.rows = len(rows)
         supply, room = self._supply(rows), self._room(rows)
         seats, lengths = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
