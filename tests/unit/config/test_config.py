@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from specactor_ray.config import load as load_module
 from specactor_ray.config.fields import describe
 from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
+from specactor_ray.config.methods import BUILT_IN
 from specactor_ray.config.schema import (
     Config,
     DrafterConfig,
@@ -249,7 +250,7 @@ class TestRangesAndContradictions:
             (["run.log_level=LOUD"], "run.log_level", "DEBUG, INFO, WARNING, ERROR"),
             (["run.name=a/b"], "run.name", "letters"),
             ([NGRAM, "drafters.0.shared_noise=false"], "drafters.0.shared_noise", "leave it out"),
-            ([NGRAM, "drafters.0.method=medusa"], "drafters.0.method", "ngram, suffix, draft_model"),
+            ([NGRAM, "drafters.0.method=medusa"], "drafters.0.method", ", ".join(BUILT_IN)),
             ([NGRAM, "drafters.0.cores=0"], "drafters.0.cores", "0.01 up to below 1"),
             ([NGRAM, "drafters.0.cores=1.5"], "drafters.0.cores", "1, 2"),
             ([NGRAM, "drafters.0.min_match=9"], "drafters.0.min_match", "max_match"),

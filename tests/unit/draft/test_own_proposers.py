@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.methods import drafter_specs, traits
+from specactor_ray.config.methods import BUILT_IN, class_of, drafter_specs, traits
 from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.eagle.proposer import EagleProposer
-from specactor_ray.draft.lookup import NgramProposer, SuffixProposer
-from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer, build_proposer
 from specactor_ray.rollout.preflight import export_what_drafters_read
 from specactor_ray.transport.messages import FinishedOutput
@@ -141,8 +138,9 @@ def test_classes_are_not_imported_where_nothing_is_drafted() -> None:
     assert drafter_specs(config_of({"method": "no.such.module:Drafter"}, mode="plain")) == {}
 
 
-@pytest.mark.parametrize("proposer", [NgramProposer, SuffixProposer, DraftModelProposer, EagleProposer])
-def test_what_is_known_of_a_built_in_method_without_its_class_holds_for_its_class(proposer: type[Proposer]) -> None:
-    assert proposer.traits == traits(proposer.method)
+@pytest.mark.parametrize("method", BUILT_IN)
+def test_what_is_known_of_a_built_in_method_without_its_class_holds_for_its_class(method: str) -> None:
+    proposer = class_of(method, "drafters.0.method")
+    assert proposer.method == method and proposer.traits == traits(method)
     assert proposer.traits.keeps_history == (proposer.forget_history is not Proposer.forget_history)
     assert proposer.traits.reads_features == (proposer.add_features is not Proposer.add_features)
