@@ -190,6 +190,7 @@ def _run(
         status, error = "failed", ""
         try:
             _consume(rollout, prompts, encoded, writer, tally, console, there)
+            ignore_signals()  # everything is there: the rest takes seconds, and must not be torn
             writer.complete()
             status = "complete"
         except KeyboardInterrupt as interrupt:

@@ -179,6 +179,22 @@ class TestRun:
         assert not Path("runs/r/trajectories.jsonl").exists()
         assert json.loads(Path("runs/r/summary.json").read_text())["status"] == "interrupted"
 
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_an_interruption_after_the_last_trajectory_changes_nothing(
+        self, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        complete = TrajectoryWriter.complete
+
+        def interrupted(writer: TrajectoryWriter) -> None:
+            os.kill(os.getpid(), number)
+            complete(writer)
+
+        monkeypatch.setattr(TrajectoryWriter, "complete", interrupted)
+        monkeypatch.setattr(FakeRollout, "__exit__", lambda *_: os.kill(os.getpid(), number))
+        outcome = self.run(trajectory(0), trajectory(1), trajectory(2))
+        assert outcome.exit_code == 0 and outcome.summary["status"] == "complete"
+        assert {path.name for path in Path("runs/r").iterdir()} >= {"config.yaml", "summary.json", "trajectories.jsonl"}
+
     def test_a_run_whose_prompts_all_fail_has_exit_code_1(self) -> None:
         outcome = self.run(*(trajectory(index, error="no") for index in range(3)))
         assert outcome.exit_code == 1 and outcome.summary["status"] == "complete"
