@@ -64,11 +64,14 @@ def is_connected() -> bool:
 
 
 def resolve_address(address: str) -> str:
-    """`host:port` of `auto`, or the unchanged address. ClusterError without a cluster, or for an address of another
-    form."""
+    """`host:port` of `auto`, of the private cluster with this port on this machine, or the unchanged address.
+    ClusterError without a cluster, or for an address of another form."""
     found = (os.environ.get("RAY_ADDRESS") or _cluster_to_join()) if address == "auto" else address
     if problem := why_no_address(found):
         raise ClusterError(problem)
+    host, _, port = found.rpartition(":")
+    if host in ("localhost", "127.0.0.1", "[::1]"):  # private clusters note another address of this machine
+        found = next((one for one in private_clusters() if one.endswith(f":{port}")), found)
     return found
 
 
@@ -184,10 +187,7 @@ def token_for(address: str) -> dict[str, str]:
     without one."""
     if _is_chosen_by_user():
         return _completed()
-    host, _, port = address.rpartition(":")
-    here = host in ("localhost", "127.0.0.1", "[::1]")  # private clusters note another address of this machine
-    clusters = private_clusters().items()
-    folder = next((at for one, at in clusters if one == address or (here and one.endswith(f":{port}"))), None)
+    folder = private_clusters().get(address)
     return {} if folder is None else {_MODE: "token", _PATH: str(folder / _TOKEN_FILE)}
 
 

@@ -104,8 +104,10 @@ def test_a_private_cluster_has_a_token_of_its_own_that_other_processes_find(home
     assert discovery.private_clusters()["127.0.0.1:11004"] == folder
     assert discovery.token_for("127.0.0.1:11004") == variables
     discovery.note_address(folder, "192.0.2.7:11004")
-    assert discovery.token_for("localhost:11004") == discovery.token_for("192.0.2.7:11004") == variables
-    assert discovery.token_for("192.0.2.8:11004") == {}
+    assert discovery.resolve_address("localhost:11004") == "192.0.2.7:11004"
+    assert discovery.token_for(discovery.resolve_address("localhost:11004")) == variables
+    assert discovery.token_for("192.0.2.8:11004") == discovery.token_for("localhost:11004") == {}
+    assert discovery.resolve_address("192.0.2.8:11004") == "192.0.2.8:11004"
     assert discovery.token_for("127.0.0.1:11005") == {}
 
 
