@@ -44,3 +44,8 @@ def grow(owner: object, names: Iterable[str], size: int, axis: int = 0, fill: in
         array = getattr(owner, name)
         if array.shape[axis] < size:
             setattr(owner, name, enlarged(array, axis, size, fill))
+
+
+def padded(count: int, size: int = 16) -> int:
+    """The next multiple of `size`."""
+    return -(-count // size) * size

@@ -12,10 +12,10 @@ import numba
 import numpy as np
 
 from specactor_ray.core.jit import c_function, kernel
+from specactor_ray.core.ragged import padded
 from specactor_ray.models import _cpu_layers_numba, lanes
 from specactor_ray.models._cpu_layers_numba import exp, narrow, rotate, tanh, widen
 from specactor_ray.models.lanes import BFLOAT16, LANES, SIZE, add_product, load, splat, store
-from specactor_ray.models.threads import padded
 
 BLOCK = 64
 """Keys between two rescalings of a query's sums."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.core.environment import memory_limit
+from specactor_ray.core.ragged import padded
 from specactor_ray.models.loading import load_empty_model, load_model_config, parse_dtype
 
 GIB = 2**30
@@ -55,7 +56,7 @@ def token_bytes(text: Any, itemsize: int, ranks: int = 1, row: int = 1) -> int:
     `row_bytes`. An upper bound where layers keep less."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = -(-key_value_heads(text) // ranks)
-    return 2 * int(text.num_hidden_layers) * heads * -(-int(head_dim) * itemsize // row) * row
+    return 2 * int(text.num_hidden_layers) * heads * padded(int(head_dim) * itemsize, row)
 
 
 def row_bytes(target: TargetConfig) -> int:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from specactor_ray.core.errors import InputError
+from specactor_ray.core.ragged import padded
 from specactor_ray.models.cache_size import ROW_BYTES
 from specactor_ray.models.paged_cache import Groups
-from specactor_ray.models.threads import KINDS, padded, run, workspace
+from specactor_ray.models.threads import KINDS, run, workspace
 
 _WORK_PER_THREAD = 200_000
 """Multiplications (queries x heads x keys x dim) per thread from which another thread pays: some 10 us."""

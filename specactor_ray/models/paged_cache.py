@@ -15,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specactor_ray.core.ragged import enlarged
+from specactor_ray.core.ragged import enlarged, padded
 from specactor_ray.models import _paged_cache_numba as kernels
 from specactor_ray.models.cache_size import ROW_BYTES
-from specactor_ray.models.threads import padded
 
 _CPU_PAGE, _GPU_PAGE = 16, 256
 """Tokens per page."""

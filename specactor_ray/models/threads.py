@@ -98,11 +98,6 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _local = threading.local()
 
 
-def padded(count: int, size: int = 16) -> int:
-    """The next multiple of `size`."""
-    return -(-count // size) * size
-
-
 def run(function: CFunction, call: bytes, threads: int = 1) -> None:
     """Run a `c_function` on the same call in every thread of a team; the call's bytes hold the counters of tasks."""
     team = _team() if threads > 1 else None

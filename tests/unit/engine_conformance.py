@@ -452,7 +452,7 @@ class LoadedConformance(ModelConformance):
     @classmethod
     @abc.abstractmethod
     def weights(cls) -> dict[str, Any]:
-        """Of the engine's model."""
+        """The state dict of the engine's model."""
 
     def test_memory_pressure_preempts_without_changing_tokens(self, engine: Driver) -> None:
         batch = requests(6, 1.0, max_tokens=180, ignore_eos=True)
