@@ -127,10 +127,11 @@ def _judged(area: str, what: str, found: str, fix: str) -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    for name, version in versions().items():
+    found = versions()
+    for name, version in found.items():
         if version == "not installed" and name != "specactor-ray":  # this one runs, from a checkout
             yield Finding("packages", name, version, State.WRONG, f"pip install {name}")
-    yield Finding("packages", "installed", ", ".join(f"{name} {version}" for name, version in versions().items()))
+    yield Finding("packages", "installed", ", ".join(f"{name} {version}" for name, version in found.items()))
     for module, distribution, use, fix in OPTIONAL:
         if importlib.util.find_spec(module) is not None:
             yield Finding("packages", distribution, _version(distribution) or "found")
