@@ -10,13 +10,10 @@ import typer
 from rich.console import Console, Group
 from rich.text import Text
 
-from specactor_ray.cli.report import ladder_table, status_table
+from specactor_ray.cli.report import MOST_PENDING, ladder_table, status_table
 from specactor_ray.core.console import make_console, say
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.signals import Terminated
-
-_MOST_PENDING = 3
-"""Most draft actors without room that `scale` names."""
 
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run. Default: the only one.", show_default=False)]
 Address = Annotated[
@@ -41,11 +38,9 @@ def scale(
     say(console, f"run {name}: wanted now {', '.join(shown)}")
     console.print(status_table(rows))
     pending = [row for row in rows if row["phase"] == "pending" and row["method"] in wanted]
-    for row in pending[:_MOST_PENDING]:
+    for row in pending[:MOST_PENDING]:
         reason = f": it {row['note']}" if row["note"] else "."
         say(console, f"{row['id']} cannot start yet{reason} It starts when there is room.")
-    if len(pending) > _MOST_PENDING:
-        say(console, f"{len(pending) - _MOST_PENDING} more cannot start yet")
 
 
 def status(

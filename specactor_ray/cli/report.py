@@ -110,12 +110,17 @@ def config_keys_table(keys: Iterable[KeyDoc]) -> Table:
     return table
 
 
-def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per actor of a run, in the state of the controller."""
+MOST_PENDING = 3
+"""Most actors without room that are shown one by one."""
 
+
+def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per actor of a run, in the state of the controller; of actors without room only the first few."""
     columns = ("actor", "phase", "place", "work", "drafts right", "note")
-    table = make_table(columns, text=columns, wrap=True)
-    for row in rows:
+    pending = [row for row in rows if row.get("phase") == "pending"][MOST_PENDING:]
+    caption = f"{len(pending)} more are pending" if pending else None
+    table = make_table(columns, text=columns, wrap=True, caption=caption)
+    for row in (row for row in rows if row not in pending):
         drafts = "\n".join(map(_drafts, drafter_health([row])))
         cells = (row.get("id"), row.get("phase"), _place(row), _work(row), drafts, row.get("note"))
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))

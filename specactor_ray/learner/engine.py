@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from specactor_ray.config.training_schema import TrainerConfig
@@ -36,8 +37,8 @@ class WorkCounter:
 
 @dataclass(slots=True)
 class SavedPart:
-    """One rank's part of a checkpoint. An error is recorded, not raised: a rank that left a save early would block the
-    others in a collective."""
+    """One rank's part of a checkpoint. A disk error is recorded, not raised: a rank that left a save early would block
+    the others in a collective."""
 
     folder: Path
     """The checkpoint."""
@@ -56,7 +57,11 @@ class SavedPart:
                 for path in file.rglob("*") if file.is_dir() else [file]:
                     if path.is_file():
                         self.sizes[path.relative_to(self.folder).as_posix()] = path.stat().st_size
-        except Exception as error:  # noqa: BLE001 - torch and safetensors have their own types for a full disk
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # three kinds of a full disk
             self.problem = self.problem or f"{type(error).__name__}: {error}"
 
 

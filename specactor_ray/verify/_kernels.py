@@ -1,7 +1,7 @@
 """Kernels of the table and of the verify lengths, compiled by numba: ragged loops over (drafter, row, position).
 
 All kernels and their constants are in one file because numba's on-disk cache detects changes of a function's own file
-only. A kernel that Python calls is called once in `drafting.warm_up`; `tests/unit/actors/test_warm_up.py` checks it.
+only. A kernel that Python calls is called once in `drafting.warm_up`; `tests/processes/test_warm_up.py` checks it.
 Arrays are those of `table.RequestTable`: by seat of the drafter, row of the request, draft position.
 """
 

@@ -294,6 +294,11 @@ def test_status_has_a_row_for_each_actor() -> None:
         assert expected in text
 
 
+def test_of_many_actors_without_room_a_few_are_shown() -> None:
+    text = rendered(status_table([{"id": f"eagle-{number}", "phase": "pending"} for number in range(500)]), 250)
+    assert "eagle-2" in text and "eagle-3" not in text and "497 more are pending" in text
+
+
 def test_alarms_of_drafters_in_actors_of_their_own_and_inside_verifiers() -> None:
     inside, own = drafter_health(STATUS)
     assert (inside["id"], own["id"], own["right"]) == (INSIDE, "eagle-0#7a8b", 300)

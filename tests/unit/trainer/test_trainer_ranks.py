@@ -104,3 +104,12 @@ def test_errors_of_a_disk_are_recorded(tmp_path: Path) -> None:
         with part.writing(tmp_path / "x"):
             save()
         assert part.problem and not part.sizes
+
+
+def test_a_save_records_errors_of_the_disk_and_no_others(tmp_path: Path) -> None:
+    part = SavedPart(tmp_path)
+    with part.writing():
+        raise OSError("disk full")
+    assert part.problem == "OSError: disk full"
+    with pytest.raises(TypeError), part.writing():
+        raise TypeError("bug")
