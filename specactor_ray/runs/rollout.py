@@ -191,7 +191,6 @@ def _run(
         try:
             _consume(rollout, prompts, encoded, writer, tally, console, there)
             ignore_signals()  # everything is there: the rest takes seconds, and must not be torn
-            writer.complete()
             status = "complete"
         except KeyboardInterrupt as interrupt:
             status, error = "interrupted", interruption(interrupt)
@@ -210,9 +209,11 @@ def _run(
                 "start_seconds": round(start_seconds, 3),
                 "resumed": len(there),
                 **_figures(rollout, tally, time.monotonic() - begin),
-                "output": str(writer.where.resolve()),
+                "output": str((writer.path if status == "complete" else writer.partial).resolve()),
             }
             write_json(folder / SUMMARY_FILE, summary)
+        if status == "complete":
+            writer.complete()  # last: a run that is killed before it can be continued
     return RunOutcome(summary, folder, writer.where)
 
 

@@ -44,7 +44,7 @@ class TrajectoryWriter:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path, self.partial = folder / TRAJECTORIES_FILE, folder / PARTIAL_FILE
+        self.path, self.partial = folder / TRAJECTORIES_FILE, folder / PARTIAL_FILE
         try:
             self.partial.touch(0o644)
             self._descriptor = open_regular(self.partial, os.O_RDWR)
@@ -67,7 +67,7 @@ class TrajectoryWriter:
     @property
     def where(self) -> Path:
         """The file that holds the trajectories now."""
-        return self._path if self._complete else self.partial
+        return self.path if self._complete else self.partial
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line. It is in the file when this returns, or not at all (a full disk raises OSError)."""
@@ -85,7 +85,7 @@ class TrajectoryWriter:
         """Give the file its name, since all trajectories are in it."""
         self._drop_half_a_line()
         os.fsync(self._descriptor)
-        os.rename(self.partial, self._path)
+        os.rename(self.partial, self.path)
         self._complete = True
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -194,6 +195,15 @@ class TestRun:
         outcome = self.run(trajectory(0), trajectory(1), trajectory(2))
         assert outcome.exit_code == 0 and outcome.summary["status"] == "complete"
         assert {path.name for path in Path("runs/r").iterdir()} >= {"config.yaml", "summary.json", "trajectories.jsonl"}
+
+    def test_a_run_that_ends_before_its_file_has_its_name_is_continued(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as context:
+            context.setattr(TrajectoryWriter, "complete", Mock(side_effect=OSError("killed here")))
+            with pytest.raises(OSError, match="killed here"):
+                self.run(trajectory(0), trajectory(1), trajectory(2))
+        outcome = self.run(resume="auto")
+        assert outcome.summary["status"] == "complete" and outcome.summary["resumed"] == 3
+        assert len(outcome.trajectories.read_text().splitlines()) == 3
 
     def test_a_run_whose_prompts_all_fail_has_exit_code_1(self) -> None:
         outcome = self.run(*(trajectory(index, error="no") for index in range(3)))
