@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.stops import decoded
 from specactor_ray.transport.messages import RequestStats
 from specactor_ray.verify.metrics import StepMetrics
 
