@@ -22,9 +22,10 @@ from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.preflight import context_tokens, load_target_config
 from specactor_ray.rollout.prompts import encode_prompt, is_token_ids
 from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.sampling.seeds import derive_seed, sample_of
 from specactor_ray.serve.control import Control
-from specactor_ray.serve.requests import MOST_CHOICES, Refusal, Wanted, wanted_of
+from specactor_ray.serve.requests import MOST_CHOICES, OPENAI, Refusal, Wanted, wanted_of
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -125,11 +126,11 @@ class Service:
 
     # ---- fields of requests ----
 
-    def wanted(self, given: Mapping[str, Any]) -> Wanted:
+    def wanted(self, given: Mapping[str, Any], dialect: Dialect = OPENAI) -> Wanted:
         """Sampling options from the fields of a request. The configuration supplies missing values, the run's sequence
         a missing seed. Raises as `wanted_of`."""
         seed = derive_seed(self.engine.sampling.seed, _SEEDS, next(self._numbers))
-        return wanted_of(given, self.engine.sampling, seed)
+        return wanted_of(given, self.engine.sampling, seed, dialect)
 
     def require_model(self, name: str | None) -> None:
         """Raises Refusal (404) for another model's name."""
