@@ -266,12 +266,7 @@ def finite(logprob: float) -> float:
 
 def spans_of(output: Trajectory, name: Callable[[int], Any]) -> list[dict[str, Any]]:
     """Token ranges of an output by the weights that sampled them: `{version, start, end}`, `end` exclusive."""
-    spans, begin = [], 0
-    for version, end in (*output.versions, (output.weight_version, len(output.token_ids))):
-        if end > begin:
-            spans.append({"version": name(version), "start": begin, "end": end})
-            begin = end
-    return spans
+    return [{"version": name(version), "start": begin, "end": end} for version, begin, end in output.spans()]
 
 
 def prompt_report(service: Service, output: Trajectory | None) -> list[dict[str, Any] | None] | None:

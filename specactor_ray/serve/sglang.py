@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -148,6 +149,15 @@ async def server_info(service: Serving) -> dict[str, Any]:
         "num_gpus": ranks * target.replicas,
         "enable_memory_saver": False,
     }
+
+
+@router.get("/health_generate")
+async def health_generate(service: Serving) -> dict[str, str]:
+    """Some verifier serves, by the controller's health checks."""
+    view = await asyncio.to_thread(service.rollout.view)
+    if not view.verifiers:
+        raise Refusal("no verifier serves; the controller's log says why", 503)
+    return {"status": "ok"}
 
 
 @router.get("/v1/loads")

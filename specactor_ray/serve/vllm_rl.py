@@ -148,14 +148,6 @@ async def resume(service: Serving) -> dict[str, str]:
     return {"status": "resumed"}
 
 
-@router.get("/liveness")
-@router.get("/health_generate")
-async def liveness(service: Serving) -> dict[str, str]:
-    """The engine generates (prime-rl, SGLang)."""
-    await service.control.require_live()
-    return {"status": "ok"}
-
-
 @router.post("/finish_session")
 async def finish_session(session_id: str = "") -> dict[str, str]:
     """No operation, for SkyRL: sessions need no end."""
