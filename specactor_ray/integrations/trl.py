@@ -12,6 +12,7 @@ import abc
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
 SUPPORTED = "1.16"
-_SENT = ("temperature", "top_k", "top_p", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos")
-"""Fields of `SamplingParams` that are sent to a server."""
 _DIALECT = Dialect(
     known=("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "stop"),
     neutral={"logprobs": 0},
@@ -195,9 +194,8 @@ class ServerClient(_Client):
         self._require_tokenizer(self._ask("/tokenize", {"prompt": _TEXT})["tokens"], self._model)
 
     def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> Outputs:
-        fields = {name: getattr(sampling, name) for name in _SENT}
         more = {"model": self._model, "n": n, "logprobs": 0, "return_token_ids": True}
-        answer = self._ask("/v1/completions", {"prompt": prompts, **fields, **more})
+        answer = self._ask("/v1/completions", {"prompt": prompts, **asdict(sampling), **more})
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 

@@ -149,14 +149,11 @@ class Journal:
         """Number of unfinished requests that have been handed to a verifier at least once."""
         self.stopped: dict[str, str] = {}
         """Requests to end: id → empty if a stop text ended the output, else the error of its search."""
-        self._stopping = 0
-        """Number of requests with stop texts."""
         self._owned: dict[str, dict[str, JournalEntry]] = {}
         """Verifier → its requests by id."""
 
     def add(self, entry: JournalEntry) -> None:
         self.entries[entry.request_id] = entry
-        self._stopping += entry.stops is not None
 
     def hand_to(self, request_id: str, verifier_id: str) -> TargetRequest:
         """Make this verifier the owner, replacing an earlier one; returns the request for it. Tokens that an earlier
@@ -219,10 +216,7 @@ class Journal:
                 entry.top_bytes = entry.top_bytes or bytearray()
                 entry.top_bytes += tops[top_begin:top_end]
             self.committed_tokens += length
-        if self._stopping:
-            for request_id, attempt in message.requests:
-                if self.is_current(request_id, attempt):
-                    self.look_for_stop(entries[request_id])
+            self.look_for_stop(entry)
         return gapped
 
     def look_for_stop(self, entry: JournalEntry) -> None:
@@ -249,7 +243,6 @@ class Journal:
         """End a request, regardless of its owner."""
         entry = self.entries.pop(message.request_id)
         self.begun -= entry.attempt > 0
-        self._stopping -= entry.stops is not None
         self._set_owner(entry, None)
         entry.finished = message
         return entry
@@ -273,7 +266,7 @@ class Journal:
         """Remove all requests."""
         self.entries.clear()
         self._owned.clear()
-        self.begun = self._stopping = 0
+        self.begun = 0
 
     def _set_owner(self, entry: JournalEntry, owner: str | None) -> None:
         """Set the owner, which ends the attempt."""

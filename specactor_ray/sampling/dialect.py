@@ -22,38 +22,36 @@ class Option(NamedTuple):
     """An option that is not available."""
 
     neutral: tuple[Any, ...]
-    """Values without effect."""
+    """Values without effect, besides null."""
     reason: str
 
 
 UNAVAILABLE: Mapping[str, Option] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), Option((0, None), _CONTEXT)),
-    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), Option((1, None), _CONTEXT)),
-    **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens"), Option((0, None), _LOGITS)),
-    **dict.fromkeys(
-        ("logit_bias", "bad_words", "allowed_token_ids", "logits_processors"), Option((None, {}, []), _LOGITS)
-    ),
-    **dict.fromkeys(("custom_logit_processor", "custom_params"), Option((None, {}), _LOGITS)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), Option((0,), _CONTEXT)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), Option((1,), _CONTEXT)),
+    **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens"), Option((0,), _LOGITS)),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "logits_processors"), Option(({}, []), _LOGITS)),
+    **dict.fromkeys(("custom_logit_processor", "custom_params"), Option(({},), _LOGITS)),
     **dict.fromkeys(
         (
             *("structured_outputs", "structured_outputs_regex", "structural_tag", "regex", "ebnf", "json_schema"),
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
         ),
-        Option((None,), _LOGITS),
+        Option((), _LOGITS),
     ),
-    "response_format": Option((None, {"type": "text"}), _LOGITS),
-    "n": Option((None, 1), "send a request for each sample"),
-    "best_of": Option((None, 1), _ONE_SAMPLE),
-    **dict.fromkeys(("use_beam_search", "early_stopping"), Option((None, False), _ONE_SAMPLE)),
-    **dict.fromkeys(("beam_width", "num_beams"), Option((None, 1), _ONE_SAMPLE)),
-    "flat_logprobs": Option((None, False), "log-probabilities have one form"),
-    **dict.fromkeys(("skip_special_tokens", "detokenize", "add_special_tokens"), Option((None, True), _FORM)),
-    "spaces_between_special_tokens": Option((None, True, False), _FORM),
-    "echo": Option((None, False), _FORM),
-    "extra_args": Option((None, {}), _FORM),
-    "chat_template": Option((None,), "templates are programs; the model's is used"),
-    "truncate_prompt_tokens": Option((None,), "a prompt that is too long fails alone"),
-    **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data"), Option((None,), _TEXT)),
+    "response_format": Option(({"type": "text"},), _LOGITS),
+    "n": Option((1,), "send a request for each sample"),
+    "best_of": Option((1,), _ONE_SAMPLE),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), Option((False,), _ONE_SAMPLE)),
+    **dict.fromkeys(("beam_width", "num_beams"), Option((1,), _ONE_SAMPLE)),
+    "flat_logprobs": Option((False,), "log-probabilities have one form"),
+    **dict.fromkeys(("skip_special_tokens", "detokenize", "add_special_tokens"), Option((True,), _FORM)),
+    "spaces_between_special_tokens": Option((True, False), _FORM),
+    "echo": Option((False,), _FORM),
+    "extra_args": Option(({},), _FORM),
+    "chat_template": Option((), "templates are programs; the model's is used"),
+    "truncate_prompt_tokens": Option((), "a prompt that is too long fails alone"),
+    **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data"), Option((), _TEXT)),
 }
 """Name in vLLM, SGLang, TRL or OpenAI's interface → option."""
 

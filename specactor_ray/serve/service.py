@@ -189,11 +189,13 @@ class Service:
             raise Refusal(str(error), param="prompt") from None
         handles: list[Handle] = []
         places = list(itertools.product(range(len(prompts)), range(wanted.n)))
-        options: dict[str, Any] = {"session": session, "priority": priority}
         try:
-            for place in places:
-                own = {"place": place} if len(places) > 1 else {}
-                handles.append(self.engine.submit(list(prompts[place[0]]), wanted.sampling, **options, **own))
+            for number, sample in places:
+                place = (number, sample) if len(places) > 1 else None
+                prompt = list(prompts[number])
+                handles.append(
+                    self.engine.submit(prompt, wanted.sampling, session=session, priority=priority, place=place)
+                )
         except SpecActorError:
             self.drop(handles)
             raise
