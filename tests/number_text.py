@@ -53,7 +53,7 @@ class HashedText:
 class NumberText:
     """Token n reads `n,`."""
 
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, tokens: Sequence[int], **_options: bool) -> str:
         return "".join(f"{token}," for token in tokens)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.journal import RECORD, Journal, JournalEntry
 from specactor_ray.rollout.stops import StopFinder
 from specactor_ray.rollout.trajectory import trajectory_of
@@ -24,7 +25,8 @@ def byte_level() -> Any:
 
 
 def sentence_pieces() -> Any:
-    """Spaces at the beginning of tokens, the first one of a text dropped; unknown characters as bytes."""
+    """Spaces at the beginning of tokens, the first one of a text dropped; unknown characters as bytes; spaces before
+    punctuation, which transformers would remove."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -33,7 +35,7 @@ def sentence_pieces() -> Any:
     tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, "<s>"))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", clean_up_tokenization_spaces=True)
 
 
 def random_tokens(tokenizer: Any, rng: random.Random) -> list[int]:
@@ -58,7 +60,7 @@ def by_whole_texts(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str]) 
     """Tokens and text of the output that the first stop text ends: by decoding the output after every token."""
     before = 0
     for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        text = decoded(tokenizer, tokens[:end])
         found = [(text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in stops]
         if begins := [begin for begin, _stop in found if begin >= 0]:
             return end, text[: min(begins)]
@@ -82,7 +84,7 @@ def test_the_first_token_that_completes_a_stop_text_is_found_in_any_parts(made: 
         tokens = random_tokens(tokenizer, rng)
         if made is byte_level and rng.random() < 0.3:  # bytes that are no characters, too
             tokens = [rng.randrange(400) for _ in range(40)]
-        whole = tokenizer.decode(tokens, skip_special_tokens=True)
+        whole = decoded(tokenizer, tokens)
         at = rng.randrange(max(1, len(whole) - 4))
         stops = (whole[at : at + rng.randint(1, 4)] or "x", rng.choice(["é", "\n\n", ". ", "🦊.", "漢漢"]))
         finder = StopFinder(tokenizer, SamplingParams(stop=stops))
@@ -91,7 +93,7 @@ def test_the_first_token_that_completes_a_stop_text_is_found_in_any_parts(made: 
             assert stop is None
             continue
         ended += 1
-        text = tokenizer.decode(tokens[: stop.num_tokens], skip_special_tokens=True)
+        text = decoded(tokenizer, tokens[: stop.num_tokens])
         assert (stop.num_tokens, text[: len(text) - stop.cut]) == expected
     assert ended > 200
 
@@ -146,7 +148,7 @@ def test_an_output_is_cut_at_its_stop_text_whatever_arrives_together(prefix: int
 
 def test_an_output_that_cannot_be_decoded_fails_alone() -> None:
     class Broken:
-        def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        def decode(self, tokens: Sequence[int], **_options: bool) -> str:
             raise KeyError("x")
 
     journal, sampling = Journal(), SamplingParams(stop=("x",))
