@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SUPPORTED = "1.16"
 _DIALECT = Dialect(
     known=("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "stop"),
-    neutral={"logprobs": 0},
+    neutral={"logprobs": (0,)},
     where="TRL: ",
 )
 """TRL's arguments, and keys of `generation_kwargs`."""

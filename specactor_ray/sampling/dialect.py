@@ -66,8 +66,8 @@ class Dialect:
     """Options that are read, with other names → field of `SamplingParams`."""
     ignored: Collection[str] = ()
     """Options that change no token."""
-    neutral: Mapping[str, Any] = field(default_factory=dict)
-    """Values without effect, besides those of `UNAVAILABLE`."""
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Option → values without effect, besides those of `UNAVAILABLE`."""
     where: str = ""
     """Begin of messages, such as `TRL: `."""
 
@@ -81,7 +81,7 @@ class Dialect:
         names = {**dict(zip(self.known, self.known, strict=True)), **self.renamed}
         found = {}
         for name, value in options.items():
-            if value is None or name in self.ignored or (name in self.neutral and value == self.neutral[name]):
+            if value is None or name in self.ignored or value in self.neutral.get(name, ()):
                 continue
             if name in names:
                 found[names[name]] = value

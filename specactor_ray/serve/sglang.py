@@ -21,8 +21,10 @@ _SAMPLING = Dialect(
     renamed={"max_new_tokens": "max_tokens", "sampling_seed": "seed", "no_stop_trim": "include_stop_str_in_output"},
     ignored=("skip_special_tokens", "spaces_between_special_tokens", "stream_interval"),
 )
+"""Its ignored parameters change no token id."""
 _IGNORED = (
-    *("log_metrics", "conversation_id", "data_parallel_rank", "routed_dp_rank", "priority", "modalities", "extra_key"),
+    *("log_metrics", "conversation_id", "data_parallel_rank", "routed_dp_rank"),
+    *("priority", "modalities", "extra_key"),
 )
 """Fields of a request that change no token."""
 

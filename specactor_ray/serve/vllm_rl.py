@@ -37,9 +37,10 @@ _SAMPLING = Dialect(
         *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"),
         *("flat_logprobs", "output_kind"),
     ),
-    # Every output has one token; in vLLM that token cannot end it. The other is prime-rl's form of log-probabilities.
-    neutral={"min_tokens": 1, "extra_args": {"prl_compact_logprobs": True}},
+    neutral={"min_tokens": (1,), "extra_args": tuple({"prl_compact_logprobs": one} for one in (True, False))},
 )
+"""Every output has one token, so `min_tokens` 1 has no effect; in vLLM that token cannot end the output. `extra_args`
+has prime-rl's form of log-probabilities."""
 _IGNORED = ("reasoning_ended", "reasoning_parser_kwargs", "token_offsets", "cache_salt")
 """Fields of a request that change no token: prefixes are never shared between versions of the weights."""
 

@@ -9,7 +9,7 @@ import pytest
 from specactor_ray.core.errors import InputError, UnavailableError
 from specactor_ray.sampling.dialect import UNAVAILABLE, Dialect
 
-TRL = Dialect(known=("temperature",), ignored=("user",), neutral={"logprobs": 0}, where="TRL: ")
+TRL = Dialect(known=("temperature",), ignored=("user",), neutral={"logprobs": (0,)}, where="TRL: ")
 
 
 def test_what_asks_for_nothing_passes() -> None:
