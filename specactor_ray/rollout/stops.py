@@ -39,9 +39,9 @@ class StopFinder:
         self._num_tokens = 0
         """Number of tokens read so far."""
         self._kept = ""
-        """The last characters before the next token that it leaves as they are."""
+        """End of the text that the detokenizer returned, in which a stop text may begin."""
         self._complete = 0
-        """Number of characters in `_kept` and behind it that were complete."""
+        """Number of complete characters from the beginning of `_kept` on, those of a pending text included."""
 
     def skip(self, token_ids: Sequence[int]) -> None:
         """Read the first tokens of the output without an end at one of them."""
