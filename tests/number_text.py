@@ -53,14 +53,8 @@ class HashedText:
 class NumberText:
     """Token n reads `n,`."""
 
-    def __len__(self) -> int:
-        return VOCABULARY
-
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, tokens: Sequence[int], **_options: bool) -> str:
         return "".join(f"{token}," for token in tokens)
-
-    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
-        return list(map(self.decode, rows))
 
 
 def stopped_output(sampling: SamplingParams, version: int = 0) -> tuple[tuple[int, ...], str]:

@@ -92,9 +92,9 @@ class UnavailableError(InputError):
     """An option of another engine is not available here; `value` has the form of `clipped`, `where` begins the
     message."""
 
-    def __init__(self, option: str, value: str, reason: str, where: str = "") -> None:
-        self.option, self.value, self.reason, self.where = option, value, reason, where
-        super().__init__(f"{where}{option}={value} is not available: {reason}. Fix: leave it out")
+    def __init__(self, option: str, value: str, reason: str, fix: str = "leave it out", where: str = "") -> None:
+        self.option = option
+        super().__init__(f"{where}{clipped_text(option)}={value} is not available: {reason}. Fix: {fix}")
 
 
 class OverloadedError(SpecActorError):

@@ -12,6 +12,7 @@ import abc
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,8 @@ import httpx
 
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.sampling.unavailable import translated
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
 SUPPORTED = "1.16"
-_SENT = ("temperature", "top_k", "top_p", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos")
-"""Fields of `SamplingParams` that are sent to a server."""
-_TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "stop")
-"""Keys of `generation_kwargs` that `SamplingParams` has as well."""
+_DIALECT = Dialect(
+    known=("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "stop"),
+    neutral={"logprobs": (0,)},
+    where="TRL: ",
+)
+"""TRL's arguments, and keys of `generation_kwargs`."""
 _TEXT = "specactor: 3 rivers, naïve \u6cb3 \n\tx = 1"
 """Text that two tokenizers encode in the same way if they are those of one model."""
 
@@ -120,12 +123,10 @@ class _Client(abc.ABC):
         if max_tokens is None:
             raise InputError("TRL: max_completion_length is None; give a number of tokens")
         settings = {"max_tokens": max_tokens, **others, **(generation_kwargs or {})}
-        chosen = translated(settings, _TRANSLATED, "TRL: ", neutral={"logprobs": 0})
-        stops, texts = (chosen.pop(name, ()) for name in ("stop_token_ids", "stop"))
+        chosen = _DIALECT.read(settings)
         try:
-            stops = (*self._trainer.eos_token_ids, *stops)
-            texts = (texts,) if isinstance(texts, str) else texts
-            return SamplingParams(**chosen, seed=seed, stop_token_ids=stops, stop=texts, ignore_eos=True)
+            chosen["stop_token_ids"] = (*self._trainer.eos_token_ids, *chosen.get("stop_token_ids", ()))
+            return SamplingParams(**chosen, seed=seed, ignore_eos=True)
         except (InputError, TypeError) as error:
             raise InputError(f"TRL's arguments or generation_kwargs, as keys of specactor_ray: {error}") from None
 
@@ -193,9 +194,8 @@ class ServerClient(_Client):
         self._require_tokenizer(self._ask("/tokenize", {"prompt": _TEXT})["tokens"], self._model)
 
     def roll_out(self, prompts: list[list[int]], sampling: SamplingParams, n: int) -> Outputs:
-        fields = {name: getattr(sampling, name) for name in _SENT}
         more = {"model": self._model, "n": n, "logprobs": 0, "return_token_ids": True}
-        answer = self._ask("/v1/completions", {"prompt": prompts, **fields, **more})
+        answer = self._ask("/v1/completions", {"prompt": prompts, **asdict(sampling), **more})
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 

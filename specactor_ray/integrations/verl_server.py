@@ -19,8 +19,8 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.sampling.seeds import derive_seed
-from specactor_ray.sampling.unavailable import translated
 from specactor_ray.transport.messages import WeightSet
 
 NAME = "specactor"
@@ -38,10 +38,16 @@ _SETTINGS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "rollout.checkpoint_engine.backend": (("naive", NAME), f"use naive (hybrid) or {NAME} (apart)"),
 }
 """Key → supported values, and the fix."""
-_TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "ignore_eos", "seed")
-_IGNORED = ("logprobs", "max_new_tokens", "detokenize", "skip_special_tokens", "spaces_between_special_tokens")
-"""Parameters that change no token; `max_new_tokens` is SGLang's name of `max_tokens`."""
-_NEUTRAL = {"n": 1, "include_stop_str_in_output": False}
+_DIALECT = Dialect(
+    known=("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "ignore_eos", "seed"),
+    renamed={"max_new_tokens": "max_tokens"},
+    ignored=(
+        *("logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+        "include_stop_str_in_output",
+    ),
+    where="verl: sampling_params.",
+)
+"""Parameters of verl's requests, in vLLM's or SGLang's names."""
 _MOST_ABORTED = 65_536
 _ANY_NUMBER = 2**31
 
@@ -96,14 +102,14 @@ def sampling_of(
     The position in the noise is that in the whole sequence. So a request that is resent with its output so far as part
     of the prompt continues with the tokens that would have followed.
     """
-    given = translated(parameters, _TRANSLATED, "verl: sampling_params.", _IGNORED, _NEUTRAL)
+    given = _DIALECT.read(parameters)
     room = max_model_len - num_prompt
     if room < 1:
         raise InputError(
             f"verl: {num_prompt} tokens leave no room for an output in {max_model_len}. Fix: raise "
             "actor_rollout_ref.rollout.max_model_len, or engine_kwargs.specactor.target.max_model_len"
         )
-    most = given.pop("max_tokens", None) or parameters.get("max_new_tokens")
+    most = given.pop("max_tokens", None)
     if most is None:
         most = min(rollout.response_length, rollout.prompt_length + rollout.response_length - num_prompt)
     settings = {"seed": seed, "ignore_eos": rollout.ignore_eos, **given, "max_tokens": max(1, min(most, room))}

@@ -87,7 +87,7 @@ class Dispatcher:
             entry.weight_version = self.journal.weight_version
             self.journal.add(entry)
             if entry.prefix:
-                self.journal.look_for_stop(entry, entry.prefix - 1)
+                self.journal.look_for_stop(entry)
         self._end_stopped()
         self.backlog.add(entry.request_id for entry in entries if entry.finished is None)
 

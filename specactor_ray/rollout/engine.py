@@ -22,7 +22,7 @@ from specactor_ray.rollout.door import connect_engine
 from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
-from specactor_ray.rollout.stops import StopFinder, StopTexts
+from specactor_ray.rollout.stops import StopFinder
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
 from specactor_ray.sampling.seeds import sample_of
 
@@ -54,9 +54,8 @@ class Engine(Generates):
         """Sampling parameters of requests without their own."""
         self._before_submit = before_submit
         self._work = DispatchThread(dispatcher, clock)
-        self._stop_texts = StopTexts(None)
         self.encoding = clock.condition()
-        """Held while the tokenizer encodes or its tokens are read, since it is not thread-safe."""
+        """Held while the tokenizer encodes, since it is not thread-safe."""
         self._lock = clock.condition()
         self.open_streams = 0
         self._arriving = self._numbers = self._streams = 0
@@ -123,10 +122,7 @@ class Engine(Generates):
         if not sampling.stop:
             return None
         sampling.check()  # not checked yet if it comes from another process
-        with self.encoding:
-            if self._stop_texts.tokenizer is not self.tokenizer:
-                self._stop_texts = StopTexts(self.tokenizer)
-            return self._stop_texts.finder(sampling)
+        return StopFinder(self.tokenizer, sampling)
 
     def handle(self, request_id: str) -> Handle:
         with self._lock:

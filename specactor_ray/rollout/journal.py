@@ -101,11 +101,12 @@ class JournalEntry:
     def set_prefix(self, token_ids: Sequence[int]) -> None:
         """Set the output tokens that the request begins with."""
         self.records, self.prefix = bytearray(_packed(token_ids, 0.0)), len(token_ids)
+        if self.stops is not None:
+            self.stops.skip(token_ids[:-1])
 
-    def cut_at_stop(self, stops: StopFinder, begin: int) -> bool:
-        """End the output at the first token from number `begin` on that completes a stop text. Returns whether there is
-        one."""
-        self.stop = stops.find(np.frombuffer(self.records, RECORD)["token"], begin)
+    def cut_at_stop(self, stops: StopFinder) -> bool:
+        """End the output at the first new token that completes a stop text. Returns whether there is one."""
+        self.stop = stops.find(np.frombuffer(self.records, RECORD)["token"])
         if self.stop is None:
             return False
         end = self.stop.num_tokens
@@ -148,14 +149,11 @@ class Journal:
         """Number of unfinished requests that have been handed to a verifier at least once."""
         self.stopped: dict[str, str] = {}
         """Requests to end: id → empty if a stop text ended the output, else the error of its search."""
-        self._stopping = 0
-        """Number of requests with stop texts."""
         self._owned: dict[str, dict[str, JournalEntry]] = {}
         """Verifier → its requests by id."""
 
     def add(self, entry: JournalEntry) -> None:
         self.entries[entry.request_id] = entry
-        self._stopping += entry.stops is not None
 
     def hand_to(self, request_id: str, verifier_id: str) -> TargetRequest:
         """Make this verifier the owner, replacing an earlier one; returns the request for it. Tokens that an earlier
@@ -218,19 +216,16 @@ class Journal:
                 entry.top_bytes = entry.top_bytes or bytearray()
                 entry.top_bytes += tops[top_begin:top_end]
             self.committed_tokens += length
-        if self._stopping:
-            for (request_id, attempt), start in zip(message.requests, starts, strict=True):
-                if self.is_current(request_id, attempt):
-                    self.look_for_stop(entries[request_id], start)
+            self.look_for_stop(entry)
         return gapped
 
-    def look_for_stop(self, entry: JournalEntry, begin: int) -> None:
-        """Put the request into `stopped` if a token from number `begin` on completes a stop text."""
-        if entry.stops is None or begin >= entry.num_tokens:
+    def look_for_stop(self, entry: JournalEntry) -> None:
+        """Put the request into `stopped` if a new token completes a stop text."""
+        if entry.stops is None:
             return
         before = entry.num_tokens
         try:
-            if entry.cut_at_stop(entry.stops, begin):
+            if entry.cut_at_stop(entry.stops):
                 self.stopped[entry.request_id] = ""
         except Exception as error:  # noqa: BLE001 - tokenizers may be code of the checkpoint
             self.stopped[entry.request_id] = f"its output cannot be decoded: {error!r}"
@@ -248,7 +243,6 @@ class Journal:
         """End a request, regardless of its owner."""
         entry = self.entries.pop(message.request_id)
         self.begun -= entry.attempt > 0
-        self._stopping -= entry.stops is not None
         self._set_owner(entry, None)
         entry.finished = message
         return entry
@@ -272,7 +266,7 @@ class Journal:
         """Remove all requests."""
         self.entries.clear()
         self._owned.clear()
-        self.begun = self._stopping = 0
+        self.begun = 0
 
     def _set_owner(self, entry: JournalEntry, owner: str | None) -> None:
         """Set the owner, which ends the attempt."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from specactor_ray.core.types import SamplingParams
+from specactor_ray.rollout.detokenizer import decoded
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.stops import decoded
 from specactor_ray.transport.messages import RequestStats
 from specactor_ray.verify.metrics import StepMetrics
 
@@ -70,13 +70,13 @@ class Trajectory:
         """Number of output tokens that the model sampled."""
         return sum(self.loss_mask) if self.loss_mask else len(self.token_ids)
 
-    def own_tokens_by_version(self) -> dict[int, int]:
-        """Version of the weights → number of output tokens that the model sampled with it."""
-        counts, begin = dict[int, int](), 0
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Yield version of the weights, begin and end of each range of output tokens that one version sampled."""
+        begin = 0
         for version, end in (*self.versions, (self.weight_version, len(self.token_ids))):
-            own = sum(self.loss_mask[begin:end]) if self.loss_mask else end - begin
-            counts[version], begin = counts.get(version, 0) + own, end
-        return counts
+            if end > begin:
+                yield version, begin, end
+                begin = end
 
     def to_json(self) -> dict[str, Any]:
         """The trajectory as plain data for one line of JSONL."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.serve.requests import Refusal
 
@@ -16,9 +15,6 @@ _LABELS = 1024
 """Number of versions whose labels are kept."""
 _ABORT_S = 30.0
 """Longest wait for the ends of requests that were aborted."""
-_LIVE_S = 20.0
-"""Seconds without progress after which an engine is not live."""
-_LOOK_S = 0.1
 
 
 class Control:
@@ -132,22 +128,3 @@ class Control:
         """Raises Refusal (503) while the verifiers sleep."""
         if self.is_asleep:
             raise Refusal("the server sleeps; POST /wake_up first", 503)
-
-    # ---- health ----
-
-    async def require_live(self) -> None:
-        """Raises Refusal (503) unless the engine commits a token, of any request or of a probe request, or requests are
-        held."""
-        if self.is_paused or self.is_asleep:
-            return
-        committed = self._rollout.committed_tokens
-        handle = self._engine.submit([0], SamplingParams(max_tokens=1), priority=-(2**31))
-        try:
-            for _ in range(round(_LIVE_S / _LOOK_S)):
-                is_answered = handle.done() and not (await handle).error
-                if is_answered or self._rollout.committed_tokens > committed or self.is_paused:
-                    return
-                await asyncio.sleep(_LOOK_S)
-        finally:
-            self._engine.drop(handle)
-        raise Refusal("the engine does not answer", 503)

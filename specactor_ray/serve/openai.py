@@ -27,6 +27,7 @@ from specactor_ray.serve.requests import (
     Wanted,
 )
 from specactor_ray.serve.service import Service, Serving
+from specactor_ray.target.rows import refuse_unknown
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _RESERVED = (
@@ -117,7 +118,7 @@ async def tokenize(service: Serving, body: TokenizeBody) -> dict[str, Any]:
 async def detokenize(service: Serving, body: DetokenizeBody) -> dict[str, str]:
     """Text of token ids, special tokens included."""
     service.require_model(body.model)
-    service.require_known(body.tokens, "tokens")
+    refuse_unknown(body.tokens, service.vocabulary)
     return {"prompt": service.tokenizer.decode(body.tokens)}
 
 

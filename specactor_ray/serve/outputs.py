@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.responses import Response, StreamingResponse
 
 from specactor_ray.core.errors import SpecActorError
+from specactor_ray.rollout.detokenizer import Detokenizer
 from specactor_ray.rollout.handle import Handle, Token
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.serve.requests import Refusal, Wanted, error_body, refusal_of
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 
     from specactor_ray.serve.service import Service
 
-_PARTIAL = "\ufffd"
-"""Decoded form of an incomplete character's bytes."""
-_MOST_PARTIAL = 64
-"""Most tokens that are held back for an incomplete character at the end; more are not text."""
 _BUFFERED = 64
 """Most buffered parts of a stream of several choices with a slow client."""
 _LEAST_LOGPROB = -9999.0
@@ -41,11 +38,8 @@ as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 # ---- text ----
 
 
-class Detokenizer:
-    """Decodes an output as its tokens arrive; a character is returned when all its bytes are there.
-
-    Each text is decoded twice, from a token boundary behind which it is known to be complete, since tokenizers decode a
-    token depending on the tokens before it (spaces, bytes of one character).
+class GrowingText:
+    """Text of an output that can be sent as its tokens arrive.
 
     Args:
         tokenizer: A transformers tokenizer.
@@ -53,25 +47,15 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, hold: Sequence[str] = ()) -> None:
-        self._decode_ids, self._hold = decoder_of(tokenizer), hold
+        self._detokenizer, self._hold = Detokenizer(tokenizer), hold
         self._longest = max(map(len, hold), default=1) - 1
-        self._ids: list[int] = []
-        self._begin = self._read = 0
-        """Tokens before `_begin` are no longer decoded; the text of tokens before `_read` was returned."""
         self._held = ""
         self._length = 0
         """Number of characters returned so far."""
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; may be empty."""
-        self._ids += token_ids
-        before = self._decode(self._ids[self._begin : self._read])
-        after = self._decode(self._ids[self._begin :])
-        is_partial = len(after) <= len(before) or after.endswith(_PARTIAL)
-        if is_partial and len(self._ids) - self._read < _MOST_PARTIAL:
-            return ""
-        self._begin, self._read = self._read, len(self._ids)
-        text = self._held + after[len(before) :]
+        """The further text with these tokens; may be empty."""
+        text = self._held + self._detokenizer.add(token_ids)
         keep = len(text) - self._beginning_of_a_held(text)
         self._held, text = text[keep:], text[:keep]
         self._length += len(text)
@@ -80,9 +64,6 @@ class Detokenizer:
     def rest(self, whole: str) -> str:
         """Rest of the whole text at the end of the output."""
         return whole[self._length :]
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._decode_ids(token_ids) if token_ids else ""
 
     def _beginning_of_a_held(self, text: str) -> int:
         """Number of characters at the end of a text that may begin a held text, or that start with a whole one."""
@@ -93,14 +74,6 @@ class Detokenizer:
             if any(held.startswith(text[-length:]) for held in self._hold):
                 return length
         return 0
-
-
-def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Function that decodes without special tokens like `tokenizer.decode`; the inner tokenizer is ten times faster."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or tokenizer.clean_up_tokenization_spaces:
-        return partial(tokenizer.decode, skip_special_tokens=True)
-    return partial(backend.decode, skip_special_tokens=True)
 
 
 # ---- parts ----
@@ -137,17 +110,17 @@ async def parts_of(service: Service, handle: Handle, index: int, hold: Sequence[
         hold: Texts that only the last part may have.
     """
     came, count, text = time.monotonic(), 0, ""
-    detokenizer, tokens = Detokenizer(service.tokenizer, hold), list[Token]()
+    growing, tokens = GrowingText(service.tokenizer, hold), list[Token]()
     async for fresh in handle.batches():
         now = time.monotonic()
         service.metrics.arrived(now - came, len(fresh), not count)
         came, count, tokens = now, count + len(fresh), tokens + fresh
-        text += detokenizer.add([token.token_id for token in fresh])
+        text += growing.add([token.token_id for token in fresh])
         if text and not handle.done():
             yield Part(index, text, tokens)
             text, tokens = "", []
     output = service.checked(await handle)
-    yield Part(index, text + detokenizer.rest(output.text), tokens, output)
+    yield Part(index, text + growing.rest(output.text), tokens, output)
 
 
 async def merged(streams: Sequence[AsyncIterator[Part]]) -> AsyncIterator[Part]:
@@ -293,12 +266,7 @@ def finite(logprob: float) -> float:
 
 def spans_of(output: Trajectory, name: Callable[[int], Any]) -> list[dict[str, Any]]:
     """Token ranges of an output by the weights that sampled them: `{version, start, end}`, `end` exclusive."""
-    spans, begin = [], 0
-    for version, end in (*output.versions, (output.weight_version, len(output.token_ids))):
-        if end > begin:
-            spans.append({"version": name(version), "start": begin, "end": end})
-            begin = end
-    return spans
+    return [{"version": name(version), "start": begin, "end": end} for version, begin, end in output.spans()]
 
 
 def prompt_report(service: Service, output: Trajectory | None) -> list[dict[str, Any] | None] | None:

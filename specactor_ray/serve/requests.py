@@ -5,7 +5,7 @@ Functions of this package raise `Refusal` or `SpecActorError` for what cannot be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -20,10 +20,9 @@ from specactor_ray.core.errors import (
     UnavailableError,
     UserError,
     clipped,
-    did_you_mean,
 )
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.sampling.unavailable import UNAVAILABLE, refuse
+from specactor_ray.sampling.dialect import FIELDS, Dialect
 
 MOST_CHOICES = 1024
 """Most outputs of a request."""
@@ -61,7 +60,7 @@ def refusal_of(error: SpecActorError) -> Refusal:
     if isinstance(error, RangeError):
         return Refusal(str(error).removeprefix("sampling."), param=error.key.removeprefix("sampling."))
     if isinstance(error, UnavailableError):
-        return Refusal(str(error), param=error.option)
+        return Refusal(str(error), param=error.option[:64])
     if isinstance(error, UserError):
         return Refusal(str(error))
     if isinstance(error, OverloadedError):
@@ -122,6 +121,12 @@ class JsonObject(BaseModel):
         """The fields that were sent."""
         return {**{name: getattr(self, name) for name in self.model_fields_set}, **(self.model_extra or {})}
 
+    def require_only(self, ignored: Collection[str], path: str) -> None:
+        """Raises Refusal for a field that is neither listed nor ignored, unless it requests nothing."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in ignored and value not in (None, False, [], {}):
+                raise Refusal(f"{name[:64]} is not available at {path}", param=name[:64])
+
 
 class StreamOptions(JsonObject):
     """Options of a stream."""
@@ -170,29 +175,15 @@ class TemplateBody(JsonObject):
 
 # ---- sampling options ----
 
-_TRANSLATED = (
-    *("temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "stop_token_ids", "include_stop_str_in_output"),
-    *("ignore_eos", "first_position", "logprobs", "prompt_logprobs"),
-)
-"""Fields that `SamplingParams` has as well."""
-_FIXED: Mapping[str, tuple[Any, ...]] = {
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),
-    "detokenize": (True,),
-    "add_special_tokens": (True,),
-    "echo": (False,),
-    "chat_template": (),
-    "extra_args": ({},),
-}
-"""Fields of prompts and texts with one supported form → their allowed values besides null."""
-_IGNORED = frozenset(
-    (
+OPENAI = Dialect(
+    known=(*FIELDS, "n"),
+    ignored=(
         *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"),
         *("prompt_cache_retention", "request_id", "session", "priority", "stream", "stream_options", "output_kind"),
         *("return_token_ids", "return_tokens_as_token_ids", "parallel_tool_calls", "kv_transfer_params", "verbosity"),
-    )
+    ),
 )
-"""Fields that change no token: read elsewhere, or ignored."""
+"""Fields of OpenAI's and vLLM's requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,43 +198,14 @@ class Wanted:
     """Number of reported alternatives per token; None reports no log-probabilities."""
 
 
-def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int) -> Wanted:
-    """Read the fields of a request that concern sampling; null counts as not given, and `top_k` -1 means off. Values of
-    other fields are those of `default`, and `seed`. Fields that might be meant to change the output are refused."""
-    values = {name: value for name, value in given.items() if value is not None and name not in _IGNORED}
-    n = values.pop("n", 1)
+def wanted_of(given: Mapping[str, Any], default: SamplingParams, seed: int, dialect: Dialect = OPENAI) -> Wanted:
+    """Read the fields of a request that concern sampling. Values of other fields are those of `default`, and `seed`.
+    Fields that might be meant to change the output are refused."""
+    own = dialect.read(given)
+    n = own.pop("n", 1)
     if type(n) is not int or not 1 <= n <= MOST_CHOICES:
         raise Refusal(f"n is {clipped(n)}; it must be a whole number from 1 to {MOST_CHOICES}", param="n")
-    own = {name: values.pop(name) for name in _TRANSLATED if name in values}
-    if values.get("best_of") == n:
-        del values["best_of"]
-    for name, value in values.items():
-        if name not in UNAVAILABLE:
-            _require_fixed(name, value)
-    refuse(values)
-    if own.get("top_k") == -1:
-        own["top_k"] = 0
-    if "prompt_logprobs" in own:
-        own["prompt_logprobs"] = _wants_prompt_logprobs(own["prompt_logprobs"])
-    if isinstance(own.get("stop"), str):
-        if not own["stop"]:
-            raise Refusal("stop is ''; it must have 1 or more characters", param="stop")
-        own["stop"] = (own["stop"],)
+    if own.get("prompt_logprobs") in (0, 1):  # in vLLM 0 requests those of the prompt's own tokens
+        own["prompt_logprobs"] = own["prompt_logprobs"] is not False
     sampling = replace(default, **{"seed": seed, "logprobs": 0, **own})
     return Wanted(sampling, n, sampling.logprobs if "logprobs" in own else None)
-
-
-def _require_fixed(name: str, value: Any) -> None:
-    if name not in _FIXED:
-        known = ("n", *_TRANSLATED, *UNAVAILABLE, *_FIXED, *_IGNORED)
-        raise Refusal(f"{clipped(name)} is not known here; leave it out.{did_you_mean(name, known)}", param=name[:64])
-    if value not in _FIXED[name]:
-        raise Refusal(f"{name}={clipped(value)} is not available; leave it out", param=name)
-
-
-def _wants_prompt_logprobs(value: Any) -> bool:
-    """`false` requests nothing; in vLLM 0 requests the log-probabilities of the prompt's own tokens."""
-    if value not in (0, 1):
-        problem = "log-probabilities of a prompt are those of its own tokens: 0 or 1"
-        raise Refusal(f"prompt_logprobs is {clipped(value)}; {problem}", param="prompt_logprobs")
-    return value is not False

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, MutableMapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -52,7 +51,7 @@ class Server(uvicorn.Server):
     Args:
         config: Configuration of uvicorn.
         service: Serves the requests.
-        report: Called with the address, and with the number of open requests when the end begins.
+        report: Called with a line for the user when the end begins while requests are open.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, report: Callable[[str], None]) -> None:
@@ -60,19 +59,6 @@ class Server(uvicorn.Server):
         self._service, self._report = service, report
         self.cut_off = 0
         """Number of requests that were open at the time limit."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        assert sockets, "those of `listening_socket`"
-        host, port, *_ = sockets[0].getsockname()
-        try:
-            # Connections inherit this option: those that outlive a server do not block the port for the next one.
-            sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sockets[0].listen(self.config.backlog)  # uvloop only logs an error of its own call
-        except OSError as error:
-            raise InputError(f"--port {port}: {error.strerror}; choose another") from None
-        await super().startup(sockets)
-        url = url_of(host, port)
-        self._report(f"serving {self._service.model} at {url}; OpenAI clients: base_url={url}/v1")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         announce_interruption()
@@ -129,7 +115,7 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
 
 
 def server_of(service: Service, token: str | None = None, report: Callable[[str], None] = lambda line: None) -> Server:
-    """Server of the application over HTTP. Its `run` takes the sockets; `report` gets lines for the user."""
+    """Server of the application over HTTP. Its `run` takes the sockets; `report` as in `Server`."""
     limits = service.limits
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     options = uvicorn.Config(
@@ -156,10 +142,6 @@ def serving(service: Service, token: str | None = None, host: str = "127.0.0.1",
         server = server_of(service, token)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
-        while not server.started:
-            if not thread.is_alive():
-                raise InputError(f"the server on {host} cannot start; its reason is in the log")
-            time.sleep(0.01)
         try:
             yield url_of(*listener.getsockname()[:2])
         finally:
@@ -170,7 +152,9 @@ def serving(service: Service, token: str | None = None, host: str = "127.0.0.1",
 def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: str, console: Console) -> None:
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
     server = server_of(Service(rollout, model), token, functools.partial(say, console))
+    url = url_of(*listener.getsockname()[:2])
     try:
+        say(console, f"serving {model} at {url}; OpenAI clients: base_url={url}/v1")
         server.run(sockets=[listener])
     except KeyboardInterrupt as interrupt:  # raised after an orderly end
         ignore_signals()
@@ -180,26 +164,21 @@ def _serve(rollout: Rollout, listener: socket.socket, token: str | None, model: 
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Bind a socket, so that the port of another server is found before anything starts. Clients are refused until a
-    server runs on it.
+    """A socket that takes the port before anything starts. Clients that connect wait until a server runs on it.
 
     Raises:
         InputError: The address does not exist on this machine, or the port is taken.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise InputError(f"--host {host}: {error.strerror or error}") from None
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" takes connections of IPv4, too
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        # Another socket with this option could bind the port.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        return socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
-        listener.close()
-        raise InputError(f"--host {host} --port {port}: {error.strerror}; choose another") from None
-    return listener
+        problem = os.strerror(error.errno) if error.errno else error
+        raise InputError(f"--host {host} --port {port}: {problem}; choose another") from None
 
 
 def url_of(host: str, port: int) -> str:

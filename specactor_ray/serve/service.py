@@ -16,15 +16,18 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from specactor_ray.core.errors import SpecActorError
+from specactor_ray.core.errors import InputError, SpecActorError
 from specactor_ray.core.metrics import Kind
 from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.preflight import context_tokens, load_target_config
 from specactor_ray.rollout.prompts import encode_prompt, is_token_ids
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling.seeds import derive_seed, sample_of
+from specactor_ray.sampling.dialect import Dialect
+from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.serve.control import Control
-from specactor_ray.serve.requests import MOST_CHOICES, Refusal, Wanted, wanted_of
+from specactor_ray.serve.requests import MOST_CHOICES, OPENAI, Refusal, Wanted, wanted_of
+from specactor_ray.target.base import TargetRequest
+from specactor_ray.target.rows import refuse_impossible
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -125,21 +128,16 @@ class Service:
 
     # ---- fields of requests ----
 
-    def wanted(self, given: Mapping[str, Any]) -> Wanted:
+    def wanted(self, given: Mapping[str, Any], dialect: Dialect = OPENAI) -> Wanted:
         """Sampling options from the fields of a request. The configuration supplies missing values, the run's sequence
         a missing seed. Raises as `wanted_of`."""
         seed = derive_seed(self.engine.sampling.seed, _SEEDS, next(self._numbers))
-        return wanted_of(given, self.engine.sampling, seed)
+        return wanted_of(given, self.engine.sampling, seed, dialect)
 
     def require_model(self, name: str | None) -> None:
         """Raises Refusal (404) for another model's name."""
         if name is not None and name != self.model:
             raise Refusal(f"the model {name[:200]!r} is not served here; {self.model!r} is", 404, "model")
-
-    def require_known(self, token_ids: Sequence[int], field: str = "prompt") -> None:
-        """Raises Refusal if an id is not in the vocabulary."""
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocabulary:
-            raise Refusal(f"{field} has a token id that is not from 0 to {self.vocabulary - 1}", param=field)
 
     async def prompts(self, given: Any, field: str) -> list[tuple[int, ...]]:
         """The prompts of a request, text or token ids or a list of either, as token ids."""
@@ -184,16 +182,20 @@ class Service:
         self._require_not_cut_off()
         if len(prompts) * wanted.n > MOST_CHOICES:
             raise Refusal(f"the request has {len(prompts) * wanted.n} choices; at most {MOST_CHOICES} are allowed")
-        for prompt in prompts:
-            self._check_prompt(prompt)
-        handles: list[Handle] = []
-        sampling = wanted.sampling
         try:
-            for number, sample in itertools.product(range(len(prompts)), range(wanted.n)):
-                if len(prompts) * wanted.n > 1:
-                    sampling = sample_of(wanted.sampling, number, sample)
+            for prompt in prompts:
+                refuse_impossible(TargetRequest("", tuple(prompt), wanted.sampling), self.vocabulary, self.context)
+        except InputError as error:
+            raise Refusal(str(error), param="prompt") from None
+        handles: list[Handle] = []
+        places = list(itertools.product(range(len(prompts)), range(wanted.n)))
+        try:
+            for number, sample in places:
+                place = (number, sample) if len(places) > 1 else None
                 prompt = list(prompts[number])
-                handles.append(self.engine.submit(prompt, sampling, session=session, priority=priority))
+                handles.append(
+                    self.engine.submit(prompt, wanted.sampling, session=session, priority=priority, place=place)
+                )
         except SpecActorError:
             self.drop(handles)
             raise
@@ -245,14 +247,6 @@ class Service:
     def _require_not_cut_off(self) -> None:
         if self._is_cut_off:
             raise Refusal("the server ends; the request was cut off", 503)
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise Refusal("the prompt has no tokens", param="prompt")
-        if len(prompt) >= self.context:
-            problem = f"the prompt has {len(prompt)} tokens; prompt and output have at most {self.context} together"
-            raise Refusal(problem, param="prompt")
-        self.require_known(prompt)
 
 
 async def _left(request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -10,15 +11,20 @@ from fastapi import APIRouter, Body, Request, Response
 
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.serve.outputs import Form, Part, answer, finite, spans_of
 from specactor_ray.serve.requests import Directory, Integer, JsonObject, Label, Refusal, Text, TokenId, Wanted
 from specactor_ray.serve.service import Service, Serving
 
-_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-_OF_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval")
-"""Parameters that change no token id; only the first and the third have an effect."""
-_IGNORED = frozenset(
-    ("log_metrics", "conversation_id", "data_parallel_rank", "routed_dp_rank", "priority", "modalities", "extra_key")
+_SAMPLING = Dialect(
+    known=("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos", "first_position", "logprobs"),
+    renamed={"max_new_tokens": "max_tokens", "sampling_seed": "seed", "no_stop_trim": "include_stop_str_in_output"},
+    ignored=("skip_special_tokens", "spaces_between_special_tokens", "stream_interval"),
+)
+"""Its ignored parameters change no token id."""
+_IGNORED = (
+    *("log_metrics", "conversation_id", "data_parallel_rank", "routed_dp_rank"),
+    *("priority", "modalities", "extra_key"),
 )
 """Fields of a request that change no token."""
 
@@ -43,9 +49,7 @@ class SglangGenerateBody(JsonObject):
 @router.post("/generate")
 async def generate(service: Serving, body: SglangGenerateBody, request: Request) -> Response:
     """The output of one prompt."""
-    for name, value in (body.model_extra or {}).items():
-        if name not in _IGNORED and value not in (None, False, [], {}):
-            raise Refusal(f"{name[:64]} is not available at /generate", param=name[:64])
+    body.require_only(_IGNORED, "/generate")
     if body.return_logprob and body.logprob_start_len not in (None, -1):
         raise Refusal("logprob_start_len must be -1: prompts get no log-probabilities", param="logprob_start_len")
     if body.text is not None and body.input_ids is None:
@@ -60,18 +64,14 @@ async def generate(service: Serving, body: SglangGenerateBody, request: Request)
 
 
 def _wanted(service: Service, body: SglangGenerateBody, num_prompt: int) -> Wanted:
-    """Convert SGLang's names to ours. The seed applies to positions of the whole text, so that an output that was cut
-    off and is resent as part of the prompt continues with the same tokens."""
-    given = {_RENAMED.get(name, name): value for name, value in (body.sampling_params or {}).items()}
-    given["include_stop_str_in_output"] = bool(given.get("no_stop_trim"))
-    given = {name: value for name, value in given.items() if name not in _OF_TEXT}
-    if given.get("n") not in (None, 1):
-        raise Refusal("n must be 1 at /generate: send a request for each sample", param="n")
-    if given.get("seed") is not None:
+    """The seed applies to positions of the whole text, so that an output that was cut off and is resent as part of the
+    prompt continues with the same tokens."""
+    given = dict(body.sampling_params or {})
+    if given.get("sampling_seed") is not None:
         given.setdefault("first_position", num_prompt)
     if body.return_logprob:
         given["logprobs"] = 0
-    return service.wanted(given)
+    return service.wanted(given, _SAMPLING)
 
 
 class SglangForm(Form):
@@ -80,8 +80,8 @@ class SglangForm(Form):
     def __init__(self, service: Service, body: SglangGenerateBody, prompt: Sequence[int], wanted: Wanted) -> None:
         super().__init__(service, [prompt], wanted)
         self.name = body.rid or secrets.token_hex(16)
-        given = body.sampling_params or {}
-        self._special, self._untrimmed = given.get("skip_special_tokens") is False, bool(given.get("no_stop_trim"))
+        self._special = (body.sampling_params or {}).get("skip_special_tokens") is False
+        self._untrimmed = wanted.sampling.include_stop_str_in_output
         self._so_far = Part(0, "")
         """Content of the earlier events."""
 
@@ -151,6 +151,15 @@ async def server_info(service: Serving) -> dict[str, Any]:
         "num_gpus": ranks * target.replicas,
         "enable_memory_saver": False,
     }
+
+
+@router.get("/health_generate")
+async def health_generate(service: Serving) -> dict[str, str]:
+    """Some verifier serves, by the controller's health checks."""
+    view = await asyncio.to_thread(service.rollout.view)
+    if not view.verifiers:
+        raise Refusal("no verifier serves; the controller's log says why", 503)
+    return {"status": "ok"}
 
 
 @router.get("/v1/loads")

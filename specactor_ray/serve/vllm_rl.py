@@ -13,8 +13,9 @@ from fastapi import APIRouter, Body, Query, Request, Response
 
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.handle import Token
+from specactor_ray.sampling.dialect import Dialect
 from specactor_ray.serve.outputs import Form, Part, answer, finite, prompt_report, spans_of
-from specactor_ray.serve.requests import Directory, JsonObject, Label, Refusal, RequestBody, TokenId, Wanted
+from specactor_ray.serve.requests import OPENAI, Directory, JsonObject, Label, Refusal, RequestBody, TokenId, Wanted
 from specactor_ray.serve.service import Service, Serving
 
 _BY_DIRECTORY = (
@@ -30,11 +31,16 @@ _ABSENT = {
     **dict.fromkeys(("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter"), _NO_ADAPTERS),
 }
 """Trainers' calls that are refused, and the replacement. Some trainers take status 404 as permission to go on."""
-_OF_FORM = (
-    *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"),
-    *("flat_logprobs", "output_kind"),
+_SAMPLING = Dialect(
+    known=OPENAI.known,
+    ignored=(
+        *("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output"),
+        *("flat_logprobs", "output_kind"),
+    ),
+    neutral={"min_tokens": (1,), "extra_args": tuple({"prl_compact_logprobs": one} for one in (True, False))},
 )
-"""Parameters that change neither token ids nor log-probabilities."""
+"""Every output has one token, so `min_tokens` 1 has no effect; in vLLM that token cannot end the output. `extra_args`
+has prime-rl's form of log-probabilities."""
 _IGNORED = ("reasoning_ended", "reasoning_parser_kwargs", "token_offsets", "cache_salt")
 """Fields of a request that change no token: prefixes are never shared between versions of the weights."""
 
@@ -68,28 +74,15 @@ async def generate_tokens(service: Serving, body: VllmGenerateBody, request: Req
     service.require_model(body.model)
     if body.stream:
         raise Refusal("/inference/v1/generate has no stream; /v1/completions with return_token_ids has", param="stream")
-    for name, value in (body.model_extra or {}).items():
-        if name not in _IGNORED and value is not None:
-            raise Refusal(f"{name[:64]} is not available at /inference/v1/generate", param=name[:64])
-    wanted = service.wanted(_sampling_of(body.sampling_params))
+    body.require_only(_IGNORED, "/inference/v1/generate")
+    given = body.sampling_params
+    if given.get("logprobs") == 1:  # trainers send it to get the sampled token's
+        given = {**given, "logprobs": 0}
+    wanted = service.wanted(given, _SAMPLING)
     headers = request.headers
     name = body.request_id or headers.get("x-request-id") or f"generate-tokens-{secrets.token_hex(16)}"
     form, session = VllmForm(service, body, wanted, name), headers.get("x-session-id")
     return await answer(request, form, stream=False, name=name, session=session, priority=body.priority)
-
-
-def _sampling_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields that change token ids. Every output has one token, so `min_tokens` 1 has no effect; in vLLM that token
-    cannot end the output. `logprobs` 1, which trainers send to get the sampled token's, adds no others."""
-    sampling = {name: value for name, value in given.items() if name not in _OF_FORM}
-    if sampling.get("min_tokens") == 1:
-        del sampling["min_tokens"]
-    if sampling.get("logprobs") == 1:
-        sampling["logprobs"] = 0
-    extra = sampling.get("extra_args")
-    if isinstance(extra, dict):  # request form of prime-rl's client for log-probabilities
-        sampling["extra_args"] = {name: value for name, value in extra.items() if name != "prl_compact_logprobs"}
-    return sampling
 
 
 class VllmForm(Form):
@@ -154,14 +147,6 @@ async def resume(service: Serving) -> dict[str, str]:
     """End the pause."""
     service.control.resume()
     return {"status": "resumed"}
-
-
-@router.get("/liveness")
-@router.get("/health_generate")
-async def liveness(service: Serving) -> dict[str, str]:
-    """The engine generates (prime-rl, SGLang)."""
-    await service.control.require_live()
-    return {"status": "ok"}
 
 
 @router.post("/finish_session")

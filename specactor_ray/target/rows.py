@@ -165,16 +165,19 @@ def _first_positions(tops: TopTokens, had: np.ndarray, lengths: np.ndarray) -> T
     return TopTokens(tops.counts, tops.tokens[at], tops.logprobs[at])
 
 
+def refuse_unknown(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InputError for a token id that is not in the vocabulary."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        position, token = next(one for one in enumerate(token_ids) if not 0 <= one[1] < vocab_size)
+        raise InputError(f"token id {token} at position {position} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
 def refuse_impossible(request: TargetRequest, vocab_size: int, max_model_len: int) -> None:
     """Raise InputError for a request that can never run."""
-    prompt, committed = request.prompt_token_ids, request.committed_token_ids
+    prompt = request.prompt_token_ids
     if not prompt:
         raise InputError("the prompt has no tokens")
-    for position, token in enumerate((*prompt, *committed)):
-        if not 0 <= token < vocab_size:
-            raise InputError(
-                f"token id {token} at position {position} is outside the vocabulary (0 to {vocab_size - 1})"
-            )
+    refuse_unknown((*prompt, *request.committed_token_ids), vocab_size)
     if request.sampling.logprobs > vocab_size:
         raise InputError(f"sampling.logprobs is {request.sampling.logprobs}; the vocabulary has {vocab_size} tokens")
     if len(prompt) >= max_model_len:

@@ -288,7 +288,8 @@ def staleness_of(experience: Experience, version: int) -> dict[str, float]:
     """Number of versions between the weights that sampled a token and those trained by it, mean and maximum."""
     tokens = Counter[int]()
     for trajectory in experience.trajectories:
-        tokens.update({version - old: own for old, own in trajectory.own_tokens_by_version().items()})
+        for old, begin, end in trajectory.spans():
+            tokens[version - old] += sum(trajectory.loss_mask[begin:end]) if trajectory.loss_mask else end - begin
     mean_staleness = sum(age * own for age, own in tokens.items()) / max(tokens.total(), 1)
     return {"staleness_mean": mean_staleness, "staleness_max": max((age for age in tokens if tokens[age]), default=0)}
 

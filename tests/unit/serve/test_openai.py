@@ -64,7 +64,7 @@ class TestErrors:
         assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("messages")
 
     def test_a_long_prompt_and_another_model_are_refused(self) -> None:
-        assert "at most 512" in post(COMPLETIONS, {"prompt": [1] * 600}).json()["error"]["message"]
+        assert "must stay within 512" in post(COMPLETIONS, {"prompt": [1] * 600}).json()["error"]["message"]
         answer = post(COMPLETIONS, {"prompt": "a", "model": "other"})
         assert answer.status_code == 404 and answer.json()["error"]["param"] == "model"
 

@@ -58,16 +58,9 @@ def test_what_cannot_be_is_refused_by_name(given: dict[str, Any]) -> None:
     (name,) = given
     assert refusal.status_code == 400 and refusal.param == name
     assert name == "\ud800" or name in refusal.detail
-    assert given != {"stop": ""} or refusal.detail.startswith("stop is ''; it must have")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "best_of": 2, "n": 2},
-        {"response_format": {"type": "text"}, "min_tokens": 0, "bad_words": [], "skip_special_tokens": True},
-        {"metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "stream_options": None},
-    ],
-)
-def test_what_asks_for_nothing_passes(given: dict[str, Any]) -> None:
-    assert wanted_of(given, DEFAULT, 9).sampling == wanted_of({}, DEFAULT, 9).sampling
+def test_what_asks_for_nothing_passes() -> None:
+    given = {"min_p": 0.0, "response_format": {"type": "text"}, "skip_special_tokens": True, "stream_options": None}
+    given |= {"metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True}
+    assert wanted_of(given, DEFAULT, 9) == wanted_of({}, DEFAULT, 9)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specactor_ray.serve import control
+from specactor_ray.actors.specs import ClusterView
 from tests.fakes.scripted_engine import ScriptedEngine, events, make_service, on, post
 from tests.tiny import VOCAB_SIZE
 
@@ -174,15 +174,8 @@ def test_loads_and_aborts() -> None:
     assert other["choices"][0]["finish_reason"] == "abort"
 
 
-def test_an_engine_that_commits_nothing_is_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ScriptedEngine()
-    service = make_service(engine)
-
-    async def both(client: httpx.AsyncClient) -> set[int]:
-        paths = ("/health_generate", "/liveness")
-        return {answer.status_code for answer in await asyncio.gather(*map(client.get, paths))}
-
-    assert on(service, both) == {200}
-    engine.held = True
-    monkeypatch.setattr(control, "_LIVE_S", 0.1)
-    assert on(service, both) == {503} and not engine.running
+def test_without_verifiers_it_does_not_generate() -> None:
+    service = make_service(ScriptedEngine())
+    for verifiers, status in (({"verifier-0": None}, 200), ({}, 503)):
+        service.rollout.view = lambda verifiers=verifiers: ClusterView(verifiers=verifiers)  # type: ignore[method-assign]
+        assert on(service, lambda client: client.get("/health_generate")).status_code == status

@@ -1,0 +1,56 @@
+"""Text of output tokens: as a whole, and as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+PARTIAL = "\N{REPLACEMENT CHARACTER}"
+"""Decoded form of an incomplete character's bytes."""
+_MOST_PARTIAL = 64
+"""Most tokens that are held back for an incomplete character at the end; more are not text."""
+
+
+class Detokenizer:
+    """Decodes an output as its tokens arrive; a character is returned when all its bytes are there.
+
+    Each text is decoded twice, from a token boundary behind which it is known to be complete, since tokenizers decode a
+    token depending on the tokens before it (spaces, bytes of one character).
+
+    Args:
+        tokenizer: A transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = _decoder_of(tokenizer)
+        self._ids: list[int] = []
+        """The tokens that were returned last, and those after them."""
+        self._returned, self._before = 0, ""
+        """Number of the former, and their text."""
+        self.pending = ""
+        """Text that is held back: its last character may be incomplete."""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        self._ids += token_ids
+        after = self._decode(self._ids)
+        text, count = after[len(self._before) :], len(self._ids) - self._returned
+        if (not text or after.endswith(PARTIAL)) and count < _MOST_PARTIAL:
+            self.pending = text
+            return ""
+        del self._ids[: self._returned]
+        self._returned, self._before, self.pending = count, self._decode(self._ids), ""
+        return text
+
+
+def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text of output tokens, without special tokens."""
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+def _decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """`decoded` with this tokenizer, by its inner one if it has one: that is ten times faster."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return partial(decoded, tokenizer) if backend is None else partial(backend.decode, skip_special_tokens=True)

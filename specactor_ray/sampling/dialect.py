@@ -1,0 +1,99 @@
+"""Sampling options of other engines: read as fields of `SamplingParams`, ignored, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from specactor_ray.core.errors import UnavailableError, clipped, did_you_mean
+from specactor_ray.core.types import SamplingParams
+
+FIELDS = tuple(one.name for one in fields(SamplingParams))
+
+_LOGITS = "a draft token is verified against the model's own logits"
+_CONTEXT = "a token depends on weights, context, seed and position only"
+_ONE_SAMPLE = "an output is one sample of the model"
+_TEXT = "requests are of text, for the model as it is loaded"
+_FORM = "prompts and outputs have one form"
+
+
+class Option(NamedTuple):
+    """An option that is not available."""
+
+    neutral: tuple[Any, ...]
+    """Values without effect, besides null."""
+    reason: str
+
+
+UNAVAILABLE: Mapping[str, Option] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), Option((0,), _CONTEXT)),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), Option((1,), _CONTEXT)),
+    **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens"), Option((0,), _LOGITS)),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "logits_processors"), Option(({}, []), _LOGITS)),
+    **dict.fromkeys(("custom_logit_processor", "custom_params"), Option(({},), _LOGITS)),
+    **dict.fromkeys(
+        (
+            *("structured_outputs", "structured_outputs_regex", "structural_tag", "regex", "ebnf", "json_schema"),
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding"),
+        ),
+        Option((), _LOGITS),
+    ),
+    "response_format": Option(({"type": "text"},), _LOGITS),
+    "n": Option((1,), "send a request for each sample"),
+    "best_of": Option((1,), _ONE_SAMPLE),
+    **dict.fromkeys(("use_beam_search", "early_stopping"), Option((False,), _ONE_SAMPLE)),
+    **dict.fromkeys(("beam_width", "num_beams"), Option((1,), _ONE_SAMPLE)),
+    "flat_logprobs": Option((False,), "log-probabilities have one form"),
+    **dict.fromkeys(("skip_special_tokens", "detokenize", "add_special_tokens"), Option((True,), _FORM)),
+    "spaces_between_special_tokens": Option((True, False), _FORM),
+    "echo": Option((False,), _FORM),
+    "extra_args": Option(({},), _FORM),
+    "chat_template": Option((), "templates are programs; the model's is used"),
+    "truncate_prompt_tokens": Option((), "a prompt that is too long fails alone"),
+    **dict.fromkeys(("lora_request", "lora_path", "features", "multi_modal_data"), Option((), _TEXT)),
+}
+"""Name in vLLM, SGLang, TRL or OpenAI's interface → option."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The sampling options of one interface."""
+
+    known: Sequence[str]
+    """Options that are read, with the names of `SamplingParams`."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Options that are read, with other names → field of `SamplingParams`."""
+    ignored: Collection[str] = ()
+    """Options that change no token."""
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Option → values without effect, besides those of `UNAVAILABLE`."""
+    where: str = ""
+    """Begin of messages, such as `TRL: `."""
+
+    def read(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of `SamplingParams`; null counts as not given, and `top_k` -1 means all tokens, as in vLLM.
+
+        Raises:
+            UnavailableError: An option might be meant to change the output: one of `UNAVAILABLE` has an effect, or an
+                unknown one is neither null nor empty.
+        """
+        names = {**dict(zip(self.known, self.known, strict=True)), **self.renamed}
+        found = {}
+        for name, value in options.items():
+            if value is None or name in self.ignored or value in self.neutral.get(name, ()):
+                continue
+            if name in names:
+                found[names[name]] = value
+            elif (option := UNAVAILABLE.get(name)) is not None:
+                if value not in option.neutral:
+                    raise UnavailableError(name, clipped(value), option.reason, where=self.where)
+            elif value not in ([], ()):
+                reason = f"the options are {', '.join(names)}"
+                hint = did_you_mean(name, names)
+                raise UnavailableError(name, clipped(value), reason, f"leave it out.{hint}".rstrip("."), self.where)
+        if found.get("top_k") == -1:
+            found["top_k"] = 0
+        if isinstance(found.get("stop"), str):
+            found["stop"] = (found["stop"],)
+        return found
