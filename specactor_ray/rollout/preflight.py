@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str]]:
-    """Make all checks that need neither Ray nor torch, and resolve `plan: auto` and `mode: auto` (see `resolve`). A
-    UserError has the key and the fix."""
+    """Make all checks that need neither Ray nor torch, and resolve `mode: auto` (see `resolve`). A UserError has the
+    key and the fix."""
     require_named(config)
     if config.profile is not None and config.mode is not ModeName.plain:
         load_profile(config.profile)
