@@ -27,10 +27,14 @@ DEFAULT_METHOD = "suffix"
 
 
 class Devices(NamedTuple):
-    """Total devices of a cluster."""
+    """Devices of a cluster or a layout."""
 
     cores: int
     gpus: int
+
+    def fit(self, there: Devices) -> bool:
+        """Whether these are no more than those that are there."""
+        return self.cores <= there.cores and self.gpus <= there.gpus
 
 
 def resolve(config: Config) -> tuple[Config, list[str]]:
@@ -132,7 +136,7 @@ def _give_gpus(config: Config, devices: Devices | None) -> list[str]:
         return []
     for number in numbers:
         config.drafters[number].gpus = 1
-    if _have_room(config, devices):
+    if devices_of(config, trains=True).fit(devices):
         return [f"drafters.{number}.gpus" for number in numbers]
     for number in numbers:
         config.drafters[number].gpus = 0
@@ -158,29 +162,21 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
         return ModeName.coupled, "verifiers host all drafters"
     if devices is None:
         return ModeName.decoupled, "draft actors on devices of their own"
-    if _have_room(config, devices):
+    needed = devices_of(config, trains=True)
+    if needed.fit(devices):
         return ModeName.decoupled, "there is room for draft actors beside the verifiers"
-    needed = _with_trainer(config)
     wanted, have = f"{needed.gpus} GPU(s) and {needed.cores} core(s)", f"{devices.gpus} and {devices.cores}"
     return ModeName.coupled, f"draft actors beside the verifiers would need {wanted} in all, and there are {have}"
 
 
-def _have_room(config: Config, devices: Devices) -> bool:
-    needed = _with_trainer(config)
-    return needed.gpus <= devices.gpus and needed.cores <= devices.cores
-
-
-def _with_trainer(config: Config) -> Devices:
-    """Devices of verifiers, draft actors and trainer, as configured."""
-    cores, gpus = devices_of(config)
-    return Devices(cores + trainer_cores(config), gpus + config.trainer.ranks * config.trainer.gpus)
-
-
-def devices_of(config: Config) -> Devices:
-    """Devices of verifiers and draft actors, as configured."""
+def devices_of(config: Config, trains: bool = False) -> Devices:
+    """Devices of verifiers, draft actors and, if it `trains`, the trainer, as configured."""
     target, drafters = config.target, acting_drafters(config)
     gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
-    return Devices(target.replicas * target.cores + draft_cores(drafters), gpus)
+    cores = target.replicas * target.cores + draft_cores(drafters)
+    if trains:
+        cores, gpus = cores + trainer_cores(config), gpus + config.trainer.ranks * config.trainer.gpus
+    return Devices(cores, gpus)
 
 
 def trainer_cores(config: Config) -> int:
@@ -286,13 +282,14 @@ def ladder_priors(config: Config) -> dict[str, float]:
 
 
 def make_plan(config: Config, profile: Profile, modes: Sequence[ModeName] = ALL_MODES) -> Plan:
-    """Plan with the draft methods that are both configured and measured, for all devices of a local cluster, or those
-    that the configuration needs on another one. Requests have the profile's mean prompt, and half of
-    `sampling.max_tokens`. InputError if no layout fits."""
+    """Plan with the draft methods that are both configured and measured, for all devices of a local cluster beside the
+    trainer's, or those that the configuration needs on another one. Requests have the profile's mean prompt, and half
+    of `sampling.max_tokens`. InputError if no layout fits."""
     methods, unusable = _methods(config, profile)
     context = profile.data["prompt_tokens"] + config.sampling.max_tokens / 2
-    there = existing_devices(config) or devices_of(config)
-    devices = there.gpus if config.target.gpus else there.cores
+    there, trainer = existing_devices(config) or devices_of(config, trains=True), config.trainer
+    on_gpus, on_cores = there.gpus - trainer.ranks * trainer.gpus, there.cores - trainer_cores(config)
+    devices = on_gpus if config.target.gpus else on_cores
     sizes = {"devices": devices, "requests": requests_of(config), "context": context}
     plan = search_plan(profile.verify, methods, **sizes, modes=modes)
     return replace(plan, notes=(*unusable, *plan.notes))

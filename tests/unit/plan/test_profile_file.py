@@ -252,6 +252,10 @@ class TestResolve:
         config = from_mapping({"mode": "decoupled", "target": {"gpus": 1}, "drafters": [head]})
         assert [one.hosted for one in apply_plan(config, plan).drafters] == [False]
 
+    def test_the_trainer_keeps_its_cores(self, file: Path, tiny_model_dir: Path) -> None:
+        resolved, _ = resolve_by_profile(auto(file, tiny_model_dir, "trainer.cores=1"))
+        assert planning.devices_of(resolved, trains=True).cores == 2
+
     def test_on_a_foreign_cluster_it_plans_for_what_the_configuration_takes(
         self, file: Path, tiny_model_dir: Path
     ) -> None:
