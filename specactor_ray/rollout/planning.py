@@ -338,16 +338,6 @@ def existing_devices(config: Config) -> Devices | None:
     return Devices(cores, gpus or 0)
 
 
-def idle_cores(config: Config) -> tuple[int, int, int]:
-    """CPU cores that a run in a cluster of its own uses and has, and how many more each verifier could have. The last
-    is 0 for a target on GPUs and in other clusters."""
-    devices, used = existing_devices(config), devices_of(config).cores
-    if devices is None or config.target.gpus:
-        return used, 0, 0
-    more = max(0, devices.cores - used - trainer_cores(config)) // config.target.replicas
-    return used, devices.cores, more - more % config.target.tensor_parallel
-
-
 def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[str]]:
     """Configured methods that the profile has, and the others with the reason."""
     from specactor_ray.models.identity import method_identity, same_method

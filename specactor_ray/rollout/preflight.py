@@ -31,7 +31,7 @@ from specactor_ray.models.checkpoint_files import describes_head, read_config, r
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_model
 from specactor_ray.plan.profile import load_profile
 from specactor_ray.rollout.memory import require_memory, with_cache
-from specactor_ray.rollout.planning import devices_of, idle_cores, resolve, trainer_cores
+from specactor_ray.rollout.planning import devices_of, existing_devices, resolve, trainer_cores
 from specactor_ray.target.vllm_settings import require_engine_arguments, require_vllm
 
 logger = logging.getLogger(__name__)
@@ -208,9 +208,12 @@ def start_notes(config: Config) -> list[str]:
     if target.backend == "vllm" and target.compiled and not target.gpus:
         compiling = "vLLM compiles the model at every start, minutes on a CPU"
         notes.append(f"{compiling}; target.compiled=false starts sooner, runs slower")
-    used, there, more = idle_cores(config)
-    if more:
-        notes.append(f"{used:g} of {there} CPU cores are used; target.cores={target.cores + more} uses more")
+    there, used = existing_devices(config), devices_of(config).cores
+    if there is not None and not target.gpus:
+        more = (there.cores - devices_of(config, trains=True).cores) // target.replicas
+        more -= more % target.tensor_parallel
+        if more > 0:
+            notes.append(f"{used} of {there.cores} CPU cores are used; target.cores={target.cores + more} uses more")
     return notes
 
 
