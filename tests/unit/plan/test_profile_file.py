@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -153,60 +152,45 @@ class TestFile:
             load_profile(file)
 
 
-class TestAnotherPlace:
-    """`mode: auto` then warns and goes by the devices; `specactor plan` refuses."""
+@pytest.mark.parametrize(
+    ("changes", "overrides", "words"),
+    [
+        ({"hardware": {"cpu": "Abacus 3000"}}, [], f"hardware.cpu: Abacus 3000 there, {hardware()['cpu']} here"),
+        ({"hardware": {"vector": ["amx_bf16"]}}, [], "hardware.vector: "),
+        ({"versions": {"torch": "1.0"}}, [], "versions.torch: 1.0 there"),
+        ({"device": "cuda"}, [], "was measured on cuda, and target.gpus is 0"),
+        ({"model": {"name": "other", "config_hash": "0"}}, [], "with other (float32), and the target is /"),
+        ({}, ["target.backend=vllm", "target.tensor_parallel=2", "target.cores=2"], "target.tensor_parallel is 2"),
+    ],
+)
+def test_a_profile_that_does_not_hold_here(
+    file: Path,
+    data: dict[str, Any],
+    tiny_model_dir: Path,
+    changes: dict[str, Any],
+    overrides: list[str],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`mode: auto` warns and goes by the devices; `specactor plan` refuses."""
+    for section, change in changes.items():
+        data[section] = {**data[section], **change} if isinstance(change, dict) else change
+    file.write_text(json.dumps(data))
+    config = auto(file, tiny_model_dir, *overrides)
+    resolved, lines = resolve(config)
+    assert resolved.mode is ModeName.coupled and resolved.profile is None and lines[0].startswith("mode: coupled")
+    with pytest.raises(ConfigError) as refused:
+        planning.usable_profile(as_decoupled(config))
+    assert words in str(refused.value)
+    assert caplog.messages == [f"{refused.value} Until then mode=auto goes by the devices."]
 
-    def refuse(self, config: Config, caplog: pytest.LogCaptureFixture) -> str:
-        resolved, lines = resolve(config)
-        assert resolved.mode is ModeName.coupled and resolved.profile is None and lines[0].startswith("mode: coupled")
-        (warning,) = caplog.messages
-        with pytest.raises(ConfigError) as refused:
-            planning.usable_profile(as_decoupled(config))
-        assert warning == f"{refused.value} Until then mode=auto goes by the devices."
-        return warning
 
-    def test_another_model_or_several_ranks(
-        self,
-        file: Path,
-        tiny_model_dir: Path,
-        tiny_draft_model_dir: Path,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        words = r"was measured with .*tiny-target.*, and the target is .*tiny-draft"
-        assert re.search(words, self.refuse(auto(file, tiny_draft_model_dir), caplog))
-        caplog.clear()
-        ranks = ("target.backend=vllm", "target.tensor_parallel=2", "target.cores=2")
-        assert "target.tensor_parallel is 2" in self.refuse(auto(file, tiny_model_dir, *ranks), caplog)
-
-    def test_other_weights_of_the_same_shape_are_the_same_model(self, file: Path, tiny_model_dir: Path) -> None:
-        other = json.loads((tiny_model_dir / "config.json").read_text())
-        copied = file.parent / "policy-step-30"
-        copied.mkdir()
-        (copied / "config.json").write_text(json.dumps({**other, "transformers_version": "9.9"}))
-        assert resolve_by_profile(auto(file, copied))[0].mode is not ModeName.auto
-
-    @pytest.mark.parametrize(
-        ("changes", "words"),
-        [
-            ({"hardware": {"cpu": "Abacus 3000"}}, f"hardware.cpu: Abacus 3000 there, {hardware()['cpu']} here"),
-            ({"hardware": {"vector": ["amx_bf16"]}}, "hardware.vector: "),
-            ({"versions": {"torch": "1.0"}}, "versions.torch: 1.0 there"),
-            ({"device": "cuda"}, "was measured on cuda, and target.gpus is 0"),
-        ],
-    )
-    def test_other_hardware_or_torch(
-        self,
-        file: Path,
-        data: dict[str, Any],
-        tiny_model_dir: Path,
-        changes: dict[str, Any],
-        words: str,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        for section, change in changes.items():
-            data[section] = {**data[section], **change} if isinstance(change, dict) else change
-        file.write_text(json.dumps(data))
-        assert words in self.refuse(auto(file, tiny_model_dir), caplog)
+def test_other_weights_of_the_same_shape_are_the_same_model(file: Path, tiny_model_dir: Path) -> None:
+    other = json.loads((tiny_model_dir / "config.json").read_text())
+    copied = file.parent / "policy-step-30"
+    copied.mkdir()
+    (copied / "config.json").write_text(json.dumps({**other, "transformers_version": "9.9"}))
+    assert resolve_by_profile(auto(file, copied))[0].mode is not ModeName.auto
 
 
 class TestResolve:
