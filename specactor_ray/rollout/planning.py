@@ -205,12 +205,13 @@ def resolve_by_profile(config: Config, modes: Sequence[ModeName] = ALL_MODES) ->
         return config, []
     written = as_decoupled(config)
     try:
-        plan = make_plan(written, usable_profile(written), modes)
+        profile = usable_profile(written)
     except ConfigError as error:
         logger.warning("%s Until then mode=auto goes by the devices.", error)
         unplanned = copy.copy(config)
         unplanned.profile = None
         return unplanned, []
+    plan = make_plan(written, profile, modes)
     resolved = apply_plan(written, plan)
     validate(resolved)
     return resolved, [*plan.notes, f"plan: {plan.words()}"]
