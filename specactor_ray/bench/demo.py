@@ -1,17 +1,15 @@
-"""`specactor demo`: plain decoding and drafting by turns, then a short GRPO run, on this machine and in the minutes
-given; and its tasks, made from a seed."""
+"""`specactor demo`: plain decoding and drafting by turns, then a short GRPO run (`conf/train_demo.yaml`), on this
+machine and in the minutes given."""
 
 from __future__ import annotations
 
 import copy
 import difflib
-import itertools
 import json
 import math
 import os
-import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +31,6 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.trainer.rewards import RewardSample
 
-SEED = 7
 REPORT_FILE = "report.json"
 _MOST_CORES = 8
 """Most cores of the demo; the built-in model gains nothing from more."""
@@ -41,11 +38,9 @@ _SPEED_SHARE = 0.35
 """Share of the time for the first half."""
 _PROMPTS, _PROMPTS_PER_ROUND = "conf/prompts/repetition.jsonl", 3
 """Edits of code, tables and texts: most of an output repeats its prompt, so drafts pay."""
-_LEAST_ROUNDS, _MOST_ROUNDS, _LEAST_STEPS, _MOST_STEPS = 2, 5, 2, 12
+_LEAST_ROUNDS, _MOST_ROUNDS, _LEAST_STEPS = 2, 5, 2
 _END_S = 12.0
 """Seconds reserved for the checkpoint and the end of the cluster."""
-_TASKS = 4
-"""Number of tasks. Each step has all of them, so that rewards of steps compare, and drafts find earlier outputs."""
 
 Round = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Figures of `Bench` of plain decoding and of auto on the same prompts."""
@@ -141,7 +136,7 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
             if number > _LEAST_ROUNDS and demo.seconds > seconds:
                 break
             some = tuple(prompts[number - 1 :: _MOST_ROUNDS])  # of all kinds, so that rounds are alike
-            workload = Workload(f"round {number}", some, SamplingParams(temperature=0.0, max_tokens=96, seed=SEED))
+            workload = Workload(f"round {number}", some, SamplingParams(temperature=0.0, max_tokens=96, seed=7))
             for variant, rollout in running if number % 2 else reversed(running):
                 bench.measure_running(rollout, variant, workload, 0.0, f"round {number}: {variant.label}")
             one, other = bench.measured[-2:] if number % 2 else reversed(bench.measured[-2:])
@@ -151,45 +146,22 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
 
 
 def _train(demo: Demo) -> None:
-    """A short GRPO run on this machine's cores, in its own run folder: `mode: auto`, outputs of one line."""
+    """A short GRPO run on this machine's cores, in its own run folder: outputs of one line."""
     from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.runs.training import METRICS_FILE
     from specactor_ray.trainer.run import train
 
-    demo.say(f"training: GRPO on {_TASKS} lines of code to repeat with one name replaced; reward: similarity to them")
-    demo.folder.mkdir(parents=True, exist_ok=True)
-    tasks = demo.folder / "tasks.jsonl"
-    rows = itertools.islice(rename_tasks(SEED), _TASKS)
-    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    demo.say("training: GRPO on 4 lines of code to repeat with one name replaced; reward: similarity to them")
     newline = load_tokenizer(demo.model)("\n", add_special_tokens=False)["input_ids"]
     config = load_config(
-        None,
+        "train_demo",
         [
-            "mode=auto",
             f"run.dir={demo.folder}",
             "run.name=training",
             f"cluster.num_cpus={demo.cores}",
             f"target.model={demo.model}",
             f"target.cores={demo.cores}",
-            "target.max_model_len=128",
-            "target.max_batch=16",
-            "target.dtype=float32",
-            f"data.path={tasks}",
-            "data.chat=false",
-            "data.n=4",
-            "sampling.temperature=1.0",
-            "sampling.max_tokens=16",
             f"sampling.stop_token_ids={list(newline) if len(newline) == 1 else []}",
-            f"sampling.seed={SEED}",
-            f"reward.functions=[{{name: '{__name__}:similarity'}}]",
-            "algorithm.name=grpo",
-            f"trainer.steps={_MOST_STEPS}",
-            f"trainer.prompts_per_step={_TASKS}",
-            "trainer.learning_rate=1.0e-4",
-            "trainer.micro_batch_tokens=512",
-            "checkpoint.every=1000",
-            "checkpoint.keep_best=false",
-            "tracking.tensorboard=false",
         ],
     )
     step_ends = list[float]()
@@ -252,29 +224,6 @@ def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
         ],
         "acceptance_lengths": [one["speed"]["acceptance_length"] for one in records],
     }
-
-
-# ---- tasks ----
-
-_NAMES = ("count", "total", "index", "value", "score", "width", "limit", "price", "speed", "level")
-_LINES = (
-    "{name} = {number}",
-    "return {name} * {number}",
-    "if {name} > {number}:",
-    "print({name}, {number})",
-    "x = {name} + {number}",
-    "assert {name} < {number}",
-)
-
-
-def rename_tasks(seed: int) -> Iterator[dict[str, str]]:
-    """Rows with `prompt` and `answer`: after one example, repeat a line of code with another name in it."""
-    rng = random.Random(seed)
-    while True:
-        old, new = rng.sample(_NAMES, 2)
-        shown, asked = (line.replace("{number}", str(rng.randint(2, 9))) for line in rng.sample(_LINES, 2))
-        before, after = ([line.replace("{name}", name) for line in (shown, asked)] for name in (old, new))
-        yield {"prompt": f"{before[0]} -> {after[0]}\n{before[1]} ->", "answer": after[1]}
 
 
 def similarity(sample: RewardSample) -> float:

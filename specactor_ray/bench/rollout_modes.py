@@ -28,7 +28,7 @@ from specactor_ray.core.files import make_folder, remove_if_empty, require_folde
 from specactor_ray.core.progress import ProgressState, rollout_progress, start_phase
 from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.rollout.preflight import check_target, require_devices, require_named, start_notes
+from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.target.vllm_settings import require_vllm
 
@@ -139,8 +139,7 @@ def _checked_variants(
     config: Config, modes: Sequence[BenchMode], batches: Sequence[int], peers: bool
 ) -> Sequence[Variant]:
     """The variants to measure, after all checks that are possible before Ray starts."""
-    require_named(config)
-    require_devices(config)  # every variant has the same
+    refuse_early(config)  # every variant has the same devices
     variants = plan_variants(config, modes, batches)
     if peers:
         require_vllm()

@@ -13,6 +13,7 @@ from specactor_ray.config.methods import acting_drafters, is_hosted
 from specactor_ray.config.rules import validate
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.errors import ConfigError, InputError
+from specactor_ray.rollout.planning import devices_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Variant:
     @property
     def total_cores(self) -> int:
         """Cores of verifiers and draft actors; hosted drafters take turns with the verifier on its cores."""
-        return self.config.target.replicas * self.config.target.cores + draft_cores(acting_drafters(self.config))
+        return devices_of(self.config).cores
 
     def facts(self) -> dict[str, Any]:
         """Label, mode, batch and cores for a report."""

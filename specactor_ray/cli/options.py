@@ -76,12 +76,12 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 
 def planned_side_by_side(settings: Config, console: Console) -> Config:
-    """The configuration for a comparison of modes on the same cores. `plan: auto` is resolved for `decoupled`, and the
-    choice is printed; `mode: auto` is the layout as written. Raises as `resolve_plan`."""
+    """The configuration for a comparison of modes on the same cores. With a profile `mode: auto` is resolved for
+    `decoupled`, and the choice is printed; without one it is the layout as written. Raises as `resolve_by_profile`."""
     from specactor_ray.config.schema import ModeName
-    from specactor_ray.rollout.planning import as_decoupled, resolve_plan
+    from specactor_ray.rollout.planning import as_decoupled, resolve_by_profile
 
-    resolved, lines = resolve_plan(as_decoupled(settings), [ModeName.decoupled])
+    resolved, lines = resolve_by_profile(settings, [ModeName.decoupled])
     for line in lines:
         say(console, line)
-    return resolved
+    return as_decoupled(resolved)

@@ -340,7 +340,16 @@ _TRUTH = {0: False, 1: True, "true": True, "yes": True, "on": True, "false": Fal
 """Forms of a truth value; 0 and 1 equal false and true."""
 
 
+_GONE = {
+    "plan": "mode=auto searches if `profile` is set; another mode keeps the layout as written.",
+    "plan_force": "measure a profile on this machine: specactor profile.",
+}
+"""Former key → the fix."""
+
+
 def _unknown_key(name: str, valid: list[str], prefix: str, schema: type) -> ConfigError:
+    if prefix + name in _GONE:
+        return ConfigError(name, "this key is gone.", _GONE[name])
     section = f"section {prefix.rstrip('.')}" if prefix else "top level"
     elsewhere = [one.key for one in describe(schema) if one.key.endswith(f".{name}")]
     hint = f" Did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else did_you_mean(name, valid, prefix)

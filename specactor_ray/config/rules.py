@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
 from specactor_ray.config.methods import ALL_KEYS, BUILT_IN, is_hosted, is_named, reject_keys_against_traits
-from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
+from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, RaceName
 from specactor_ray.config.training_schema import AlgorithmName, OnlineWhere, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
@@ -116,9 +116,6 @@ def _of_run_and_cluster(config: Config) -> Iterator[Problem]:
         if cluster.address != "local" and getattr(cluster, name) is not None:
             problem = "is set, but a cluster that runs already (cluster.address) has a size of its own."
             yield f"cluster.{name}", problem, "leave it out, or use cluster.address=local."
-    if config.plan is PlanPolicy.auto and config.profile is None:
-        fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
-        yield "plan", "'auto' needs a profile of this machine.", fix
 
 
 def why_no_address(address: str) -> str:
@@ -144,9 +141,6 @@ def _of_target(config: Config) -> Iterator[Problem]:
     if ranks > 1 and not is_vllm:
         problem = f"{ranks}, but target.backend={target.backend} runs the model on one device."
         yield "target.tensor_parallel", problem, "use target.backend=vllm, or raise target.replicas."
-    if ranks > 1 and config.plan is PlanPolicy.auto:
-        problem = f"{ranks} ranks, but plan=auto chooses a verifier's cores, and a profile is of one rank."
-        yield "target.tensor_parallel", problem, "use plan=fixed."
     if target.gpus not in (0, ranks):
         problem = f"{target.gpus} GPUs for {ranks} rank(s) of target.tensor_parallel; every rank has one."
         split = f", target.tensor_parallel={target.gpus}" if is_vllm else ""

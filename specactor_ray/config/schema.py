@@ -46,7 +46,7 @@ class ModeName(str, Enum):
     """Way of drafting for requests."""
 
     auto = "auto"
-    """Coupled or decoupled, by the existing devices; see `rollout.planning.resolve_mode`."""
+    """The fastest by the measured costs of `profile`; without one coupled or decoupled, by the existing devices."""
     plain = "plain"
     coupled = "coupled"
     decoupled = "decoupled"
@@ -59,15 +59,6 @@ class VerifyPolicy(str, Enum):
     """As many as pay, by the measured cost of a step and each request's acceptance."""
     all = "all"
     """All of them, up to the window."""
-
-
-class PlanPolicy(str, Enum):
-    """Source of mode, layout, draft method and window."""
-
-    fixed = "fixed"
-    """The configuration, as written."""
-    auto = "auto"
-    """The fastest by the measured costs of `profile`; plain decoding is among the candidates."""
 
 
 class RaceName(str, Enum):
@@ -315,17 +306,14 @@ class Config:
 
     mode: ModeName = ModeName.auto
     """`plain` (no drafters), `coupled` (every verifier drafts itself: drafting and verification take turns on its
-    device), `decoupled` (draft actors run ahead on their own cores or GPUs), or `auto`, one of the latter two, chosen
-    before anything starts: for a target on CPUs `coupled`, and the verifiers get the draft actors' cores; on GPUs
-    `decoupled` if draft actors find room, else `coupled`. Both stop drafting while it does not pay."""
-    plan: PlanPolicy = PlanPolicy.fixed
-    """`fixed`: as configured. `auto`: mode, target.replicas, target.cores, target.max_batch, the draft method with its
-    replicas and cores, and speculation.window are chosen by the profile before anything starts, for all cores (or GPUs)
-    of a `local` cluster; elsewhere for those that the configuration needs as written."""
+    device), `decoupled` (draft actors run ahead on their own cores or GPUs), or `auto`, chosen before anything starts:
+    by `profile` if it is set; else for a target on CPUs `coupled`, and the verifiers get the draft actors' cores; on
+    GPUs `decoupled` if draft actors find room, else `coupled`. Both stop drafting while it does not pay."""
     profile: str | None = not_empty()
-    """For `plan: auto`: the file that `specactor profile` wrote."""
-    plan_force: bool = False
-    """For `plan: auto`: use a profile of other hardware or another version of torch; its costs may be far off."""
+    """The file that `specactor profile` wrote. With it `mode: auto` chooses, by measured costs, the mode (plain
+    included), target.replicas, target.cores, target.max_batch, the draft method with its replicas and cores, and
+    speculation.window: for all cores (or GPUs) of a `local` cluster, elsewhere for those that the configuration needs
+    as written. A profile of another target, other hardware or another torch is not used, with a warning."""
     run: RunConfig = field(default_factory=RunConfig)
     """Output folder and name of the run."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -1,8 +1,9 @@
-"""`plan: auto` and `mode: auto`: the configuration to run, by the profile and the devices. Contacts no cluster."""
+"""`mode: auto`: the configuration to run, by the profile or by the devices. Contacts no cluster."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,11 +12,13 @@ from typing import Any, NamedTuple
 from specactor_ray.cluster.cores import draft_cores
 from specactor_ray.config.methods import acting_drafters, drafter_specs, traits
 from specactor_ray.config.rules import validate
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.profile import Profile, load_profile
 from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan, share_right
+
+logger = logging.getLogger(__name__)
 
 _GPU_CORES = 4
 """Cores of a verifier on GPUs besides one per rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
@@ -24,17 +27,21 @@ DEFAULT_METHOD = "suffix"
 
 
 class Devices(NamedTuple):
-    """Total devices of a cluster."""
+    """Devices of a cluster or a layout."""
 
     cores: int
     gpus: int
 
+    def fit(self, there: Devices) -> bool:
+        """Whether these are no more than those that are there."""
+        return self.cores <= there.cores and self.gpus <= there.gpus
+
 
 def resolve(config: Config) -> tuple[Config, list[str]]:
-    """Resolve `plan: auto`, then `mode: auto`: returns the configuration to run, which has neither, and lines with the
-    choices. Errors as in `resolve_plan` and `resolve_mode`."""
+    """Resolve `mode: auto` by the profile, if there is one that holds here, else by the devices. Returns the
+    configuration to run and lines with the choices. Errors as in `resolve_by_profile` and `resolve_mode`."""
     asked = config.target.dtype
-    config, lines = resolve_plan(config)
+    config, lines = resolve_by_profile(config)
     config, more = resolve_mode(config, existing_devices(config))
     dtype = config.target.dtype
     return config, [*lines, *more, *([f"target.dtype: {dtype}"] if dtype != asked else [])]
@@ -58,7 +65,8 @@ def settle(config: Config, devices: Devices | None) -> Config:
 
 
 def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[str]]:
-    """Resolve `mode: auto` to coupled or decoupled, with one line for the reason; other modes are kept, without a line.
+    """Resolve `mode: auto` without a profile to coupled or decoupled, with one line for the reason; other modes are
+    kept, without a line.
 
     - Drafters that need draft actors (`hosted: false`, `max_replicas`, GPUs beside a target on CPUs, or all have
       `replicas: 0`, which `specactor scale` may raise): decoupled.
@@ -128,7 +136,7 @@ def _give_gpus(config: Config, devices: Devices | None) -> list[str]:
         return []
     for number in numbers:
         config.drafters[number].gpus = 1
-    if _have_room(config, devices):
+    if devices_of(config, trains=True).fit(devices):
         return [f"drafters.{number}.gpus" for number in numbers]
     for number in numbers:
         config.drafters[number].gpus = 0
@@ -154,29 +162,21 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
         return ModeName.coupled, "verifiers host all drafters"
     if devices is None:
         return ModeName.decoupled, "draft actors on devices of their own"
-    if _have_room(config, devices):
+    needed = devices_of(config, trains=True)
+    if needed.fit(devices):
         return ModeName.decoupled, "there is room for draft actors beside the verifiers"
-    needed = _with_trainer(config)
     wanted, have = f"{needed.gpus} GPU(s) and {needed.cores} core(s)", f"{devices.gpus} and {devices.cores}"
     return ModeName.coupled, f"draft actors beside the verifiers would need {wanted} in all, and there are {have}"
 
 
-def _have_room(config: Config, devices: Devices) -> bool:
-    needed = _with_trainer(config)
-    return needed.gpus <= devices.gpus and needed.cores <= devices.cores
-
-
-def _with_trainer(config: Config) -> Devices:
-    """Devices of verifiers, draft actors and trainer, as configured."""
-    cores, gpus = devices_of(config)
-    return Devices(cores + trainer_cores(config), gpus + config.trainer.ranks * config.trainer.gpus)
-
-
-def devices_of(config: Config) -> Devices:
-    """Devices of verifiers and draft actors, as configured."""
+def devices_of(config: Config, trains: bool = False) -> Devices:
+    """Devices of verifiers, draft actors and, if it `trains`, the trainer, as configured."""
     target, drafters = config.target, acting_drafters(config)
     gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
-    return Devices(target.replicas * target.cores + draft_cores(drafters), gpus)
+    cores = target.replicas * target.cores + draft_cores(drafters)
+    if trains:
+        cores, gpus = cores + trainer_cores(config), gpus + config.trainer.ranks * config.trainer.gpus
+    return Devices(cores, gpus)
 
 
 def trainer_cores(config: Config) -> int:
@@ -193,14 +193,26 @@ def _spare_cores(config: Config, devices: Devices) -> int:
     return more - more % target.tensor_parallel
 
 
-def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
-    """The configuration to run, in one of these modes, and lines with the choices; unchanged with `plan: fixed`. A
-    ConfigError or InputError states why the profile cannot be used, or that nothing in it fits."""
-    if config.plan is PlanPolicy.fixed:
+def resolve_by_profile(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
+    """Resolve `mode: auto` to the fastest of these modes by the profile, with lines for the choices. Other modes are
+    kept, and so is `auto` without a profile or, with a warning, if the profile does not hold here.
+
+    Raises:
+        InputError: The profile is missing or damaged, or no layout fits.
+        ConfigError: The layout as written cannot be decoupled.
+    """
+    if config.mode is not ModeName.auto or config.profile is None:
         return config, []
-    config = as_decoupled(config)
-    plan = make_plan(config, usable_profile(config), modes)
-    resolved = apply_plan(config, plan)
+    written = as_decoupled(config)
+    try:
+        profile = usable_profile(written)
+    except ConfigError as error:
+        logger.warning("%s Until then mode=auto goes by the devices.", error)
+        unplanned = copy.copy(config)
+        unplanned.profile = None
+        return unplanned, []
+    plan = make_plan(written, profile, modes)
+    resolved = apply_plan(written, plan)
     validate(resolved)
     return resolved, [*plan.notes, f"plan: {plan.words()}"]
 
@@ -223,26 +235,29 @@ def usable_profile(config: Config) -> Profile:
 
     Raises:
         InputError: It is missing or damaged.
-        ConfigError: It was measured with another model or kind of device; or on other hardware or with another torch,
-            and `plan_force` is not set.
+        ConfigError: It is not set, or was measured with another model, kind of device, hardware or torch; or the target
+            has several ranks.
     """
     if config.profile is None:
         fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
         raise ConfigError("profile", "is not set.", fix)
     profile, here, where = load_profile(config.profile), facts_of(config), config.profile
     there = profile.data
+    if config.target.tensor_parallel > 1:
+        problem = f"{where} is of one rank, and target.tensor_parallel is {config.target.tensor_parallel}."
+        raise ConfigError("profile", problem, "leave it out, or use target.tensor_parallel=1.")
     if there["device"] != here["device"]:
         problem = f"{where} was measured on {there['device']}, and target.gpus is {config.target.gpus}."
         raise ConfigError("profile", problem, "name a profile of the same kind of device.")
     if _differences(there, here, "model", "config_hash", "dtype"):
         theirs, mine = (f"{one['name']} ({one['dtype']})" for one in (there["model"], here["model"]))
         problem = f"{where} was measured with {theirs}, and the target is {mine}."
-        raise ConfigError("profile", problem, "name a profile of this target, or measure one: specactor profile")
+        raise ConfigError("profile", problem, "name a profile of this target, or measure one: specactor profile.")
     foreign = _differences(there, here, "hardware", "cpu", "vector", "gpu")
     foreign += _differences(there, here, "versions", "torch")
-    if foreign and not config.plan_force:
-        problem = f"{where} was measured elsewhere: {'; '.join(foreign)}. Its costs say little about this machine."
-        raise ConfigError("profile", problem, "measure one here (specactor profile), or force it: plan_force=true.")
+    if foreign:
+        problem = f"{where} was measured elsewhere: {'; '.join(foreign)}."
+        raise ConfigError("profile", problem, "measure one here: specactor profile.")
     return profile
 
 
@@ -268,13 +283,14 @@ def ladder_priors(config: Config) -> dict[str, float]:
 
 
 def make_plan(config: Config, profile: Profile, modes: Sequence[ModeName] = ALL_MODES) -> Plan:
-    """Plan with the draft methods that are both configured and measured, for all devices of a local cluster, or those
-    that the configuration needs on another one. Requests have the profile's mean prompt, and half of
-    `sampling.max_tokens`. InputError if no layout fits."""
+    """Plan with the draft methods that are both configured and measured, for all devices of a local cluster beside the
+    trainer's, or those that the configuration needs on another one. Requests have the profile's mean prompt, and half
+    of `sampling.max_tokens`. InputError if no layout fits."""
     methods, unusable = _methods(config, profile)
     context = profile.data["prompt_tokens"] + config.sampling.max_tokens / 2
-    there = existing_devices(config) or devices_of(config)
-    devices = there.gpus if config.target.gpus else there.cores
+    there, trainer = existing_devices(config) or devices_of(config, trains=True), config.trainer
+    on_gpus, on_cores = there.gpus - trainer.ranks * trainer.gpus, there.cores - trainer_cores(config)
+    devices = on_gpus if config.target.gpus else on_cores
     sizes = {"devices": devices, "requests": requests_of(config), "context": context}
     plan = search_plan(profile.verify, methods, **sizes, modes=modes)
     return replace(plan, notes=(*unusable, *plan.notes))
@@ -286,12 +302,11 @@ def requests_of(config: Config) -> int:
 
 
 def apply_plan(config: Config, plan: Plan) -> Config:
-    """A copy of the configuration with its plan's choice and `plan: fixed`, so that it is not planned again. The caches
-    of all verifiers on CPUs together keep their size. Unless plain, it keeps the chosen method alone, and moves the
-    window to `speculation.window`."""
+    """A copy of the configuration with its plan's choice. The caches of all verifiers on CPUs together keep their size.
+    Unless plain, it keeps the chosen method alone, and moves the window to `speculation.window`."""
     chosen, resolved = plan.chosen, copy.deepcopy(config)
     target = resolved.target
-    resolved.plan, resolved.mode = PlanPolicy.fixed, chosen.mode
+    resolved.mode = chosen.mode
     if target.kv_cache_gb and not target.gpus:
         target.kv_cache_gb *= target.replicas / chosen.verifiers
     target.replicas, target.max_batch = chosen.verifiers, chosen.batch
@@ -322,16 +337,6 @@ def existing_devices(config: Config) -> Devices | None:
     if gpus is None and config.target.gpus:
         gpus = count_gpus()
     return Devices(cores, gpus or 0)
-
-
-def idle_cores(config: Config) -> tuple[int, int, int]:
-    """CPU cores that a run in a cluster of its own uses and has, and how many more each verifier could have. The last
-    is 0 for a target on GPUs and in other clusters."""
-    devices, used = existing_devices(config), devices_of(config).cores
-    if devices is None or config.target.gpus:
-        return used, 0, 0
-    more = max(0, devices.cores - used - trainer_cores(config)) // config.target.replicas
-    return used, devices.cores, more - more % config.target.tensor_parallel
 
 
 def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[str]]:

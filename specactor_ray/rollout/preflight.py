@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
 from specactor_ray.config.methods import Checkpoint, acting_drafters, drafter_specs, reads_head
 from specactor_ray.config.schema import Config, ModeName
@@ -32,15 +31,15 @@ from specactor_ray.models.checkpoint_files import describes_head, read_config, r
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_model
 from specactor_ray.plan.profile import load_profile
 from specactor_ray.rollout.memory import require_memory, with_cache
-from specactor_ray.rollout.planning import idle_cores, resolve, trainer_cores
+from specactor_ray.rollout.planning import devices_of, existing_devices, resolve, trainer_cores
 from specactor_ray.target.vllm_settings import require_engine_arguments, require_vllm
 
 logger = logging.getLogger(__name__)
 
 
 def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str]]:
-    """Make all checks that need neither Ray nor torch, and resolve `plan: auto` and `mode: auto` (see `resolve`). A
-    UserError has the key and the fix."""
+    """Make all checks that need neither Ray nor torch, and resolve `mode: auto` (see `resolve`). A UserError has the
+    key and the fix."""
     require_named(config)
     if config.profile is not None and config.mode is not ModeName.plain:
         load_profile(config.profile)
@@ -148,7 +147,7 @@ def _require_cores(config: Config, trains: bool) -> None:
     shares = [drafter.cores for drafter in acting_drafters(config) for _ in range(drafter.replicas)]
     verifiers, there = target.replicas * target.cores, len(os.sched_getaffinity(0))
     counted = cluster.num_cpus or there  # cores that Ray counts; cores that actors are bound to must exist, too
-    pinned = verifiers + cores_needed(shares) if cluster.pin_cores else 0
+    pinned = devices_of(config).cores if cluster.pin_cores else 0
     needed = verifiers + sum(shares) + trainer
     if pinned <= there and needed <= counted:
         return
@@ -209,9 +208,12 @@ def start_notes(config: Config) -> list[str]:
     if target.backend == "vllm" and target.compiled and not target.gpus:
         compiling = "vLLM compiles the model at every start, minutes on a CPU"
         notes.append(f"{compiling}; target.compiled=false starts sooner, runs slower")
-    used, there, more = idle_cores(config)
-    if more:
-        notes.append(f"{used:g} of {there} CPU cores are used; target.cores={target.cores + more} uses more")
+    there, used = existing_devices(config), devices_of(config).cores
+    if there is not None and not target.gpus:
+        more = (there.cores - devices_of(config, trains=True).cores) // target.replicas
+        more -= more % target.tensor_parallel
+        if more > 0:
+            notes.append(f"{used} of {there.cores} CPU cores are used; target.cores={target.cores + more} uses more")
     return notes
 
 

@@ -24,7 +24,7 @@ from specactor_ray.core.progress import ProgressState, rollout_progress, start_p
 from specactor_ray.core.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from specactor_ray.models.checkpoint_files import require_tokenizer
 from specactor_ray.models.loading import load_tokenizer
-from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_notes
+from specactor_ray.rollout.preflight import max_prompt_tokens, refuse_early, start_notes
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
 from specactor_ray.runs.folder import SUMMARY_FILE, discard_run_folder, lease_new, save_run_config
 from specactor_ray.runs.trajectories import TrajectoryWriter, lease_interrupted, read_finished
@@ -107,8 +107,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
             with TrajectoryWriter(folder) as writer:
                 there = read_finished(writer, prompts, config) if found else []
                 save_run_config(config, folder)
-                with start_phase(f"run {config.run.name}: checking model, prompts and memory"):
-                    check_target(config)
+                with start_phase(f"run {config.run.name}: checking model and prompts"):
                     encoded = _encode(config, prompts)
                 for line in (*lines, *_cut_outputs(config, encoded)):
                     say(console, line)

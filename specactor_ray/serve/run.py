@@ -29,7 +29,7 @@ from specactor_ray.core.signals import (
     sigterm_interrupts,
 )
 from specactor_ray.models.checkpoint_files import require_tokenizer
-from specactor_ray.rollout.preflight import check_target, refuse_early, start_notes
+from specactor_ray.rollout.preflight import refuse_early, start_notes
 from specactor_ray.serve.app import is_loopback, make_app
 from specactor_ray.serve.service import Service
 
@@ -100,8 +100,6 @@ def serve(config: Config, host: str, port: int, model: str | None, console: Cons
     with listening_socket(host, port) as listener, sigterm_interrupts():
         config, lines = refuse_early(config)
         require_tokenizer(config.target.model)
-        with start_phase("checking the model"):
-            check_target(config)
         for line in (*lines, *start_notes(config)):
             say(console, line)
         try:

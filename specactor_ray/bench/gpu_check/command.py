@@ -27,7 +27,6 @@ STAGES: Mapping[str, Callable[[Stage], None]] = {
     "hardware": measurements.measure_hardware,
     "triton": measurements.measure_triton,
     "attention": measurements.measure_attention,
-    "forwards": measurements.measure_forwards,
     "drafting": measurements.measure_drafting,
 }
 
@@ -68,7 +67,7 @@ def run_check(settings: Settings, stages: Sequence[str], path: Path, deadline: f
     entries = dict[str, Any]()
     report = {
         "kind": "specactor gpu check",
-        "version": 5,
+        "version": 6,
         "device": torch.cuda.get_device_name() if settings.device == "cuda" else "CPU",
         "torch": torch.__version__,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -102,9 +101,8 @@ def _show(report: Mapping[str, Any]) -> None:
     for name, entry in report["stages"].items():
         if entry["points"]:
             console.print(points_table(entry["points"], name))
-        if name != "forwards":  # all its figures are points, too
-            for key, value in entry["figures"].items():
-                say(console, f"{name}, {key}: {cell(value)}")
+        for key, value in entry["figures"].items():
+            say(console, f"{name}, {key}: {cell(value)}")
         for line in entry["not_measured"]:
             say(console, f"{name}, not measured: {line}")
     columns = ("status", "seconds", "error")

@@ -1,27 +1,26 @@
-"""Stages of the check: single kernels (`hardware`, `triton`, `attention`), and whole models with random weights
-(`forwards`, `drafting`)."""
+"""Stages of the check: single kernels (`hardware`, `triton`, `attention`), and a drafter with random weights
+(`drafting`)."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import profile
 
-from specactor_ray.bench.gpu_check.stage import ModelShape, Settings, Stage
+from specactor_ray.bench.gpu_check.stage import Settings, Stage
 from specactor_ray.core.environment import fallbacks, hardware, versions
-from specactor_ray.core.ragged import places
 from specactor_ray.core.types import SamplingParams
-from specactor_ray.draft.burst import LONGEST, CudaCapturer
+from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.models.cache_size import token_bytes
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
 from specactor_ray.models.ragged_model import RaggedModel
@@ -137,12 +136,12 @@ class AttentionLayer:
     """The package's attention in one layer, with queries, keys and values that are functions of row and position."""
 
     def __init__(self, settings: Settings) -> None:
-        device, dtype, shape = torch.device(settings.device), getattr(torch, settings.dtype), settings.shapes[0]
+        device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
         rows, queries, _ = np.max(settings.attention_cells, axis=0).tolist()
         tokens = [
             max(new + keys for count, new, keys in settings.attention_cells if count > row) for row in range(rows)
         ]
-        heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        heads, kv_heads, dim = settings.attention_heads
         layer = LayerShape(kv_heads, dim, dim)
         self.cache = PagedCache([layer], (sum(tokens) + 256 * rows) * layer.bytes(dtype), dtype, device)
         for pool in (*self.cache.keys, *self.cache.values):
@@ -183,103 +182,27 @@ def kernel_seconds(call: Callable[[], object]) -> dict[str, float]:
     return {name: seconds for name, seconds in times.items() if seconds}
 
 
-# ---- whole models ----
+# ---- a drafter ----
 
 
-def random_model(shape: ModelShape, dtype: str, device: str) -> Any:
-    """A `Qwen2ForCausalLM` with transformers' initial weights."""
+def random_model(shape: Mapping[str, int], dtype: str, device: str, tokens: int) -> RaggedModel:
+    """A Qwen2 decoder with transformers' initial weights, as drafters run it, with a cache of `tokens` tokens."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    sizes = {name: value for name, value in shape._asdict().items() if name != "name"}
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    config = Qwen2Config(**sizes, rope_parameters=rope, tie_word_embeddings=False)
+    config = Qwen2Config(**shape, rope_parameters=rope, tie_word_embeddings=False)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    return model.eval().requires_grad_(False)
-
-
-def ragged_model(shape: ModelShape, dtype: str, device: str, tokens: int) -> RaggedModel:
-    """A random model as the `hf` engine runs it, with a cache of `tokens` tokens."""
-    cache_bytes = shape.cache_bytes(tokens, getattr(torch, dtype).itemsize)
-    return RaggedModel(random_model(shape, dtype, device), cache_bytes)
-
-
-def measure_forwards(stage: Stage) -> None:
-    """V of the cost model; with one position a row also D, the cost of a drafter's token. A forward is that of the `hf`
-    engine without the arrays that the host makes for it, and ends with the logits of all its positions. Fill a point
-    per shape, context (tokens of each row in the cache before) and rows, in ms by new positions of a row; and per shape
-    `[rows, positions, context, seconds]` of `eager` and, on a GPU, `graph`."""
-    settings, models = stage.settings, dict[ModelShape, RaggedModel]()
-
-    def measure(context: int, shape: ModelShape, rows: int) -> str:
-        if shape not in models:
-            models[shape] = ragged_model(shape, settings.dtype, settings.device, 256)
-        figures = stage.entry["figures"].setdefault(shape.name, {"graph": [], "eager": []})
-        for made in models.values():  # frees its memory before the next cache is allocated
-            made.cache.release()
-        static = StaticForward(models[shape], rows, context + max(settings.forward_positions))
-        for positions in settings.forward_positions:
-            eager = static.forward(torch.randint(shape.vocab_size, (rows, positions)), context)
-            calls: dict[str, Callable[[], object]] = {"eager": eager}
-            if settings.device == "cuda":
-                calls["graph"] = CudaCapturer().capture(eager)
-            for kind, call in calls.items():
-                seconds = stage.median_s(call)
-                figures[kind].append([rows, positions, context, seconds])
-            key = {"shape": shape.name, "context": context, "rows": rows}
-            stage.point(key, **{f"{positions} new": 1e3 * seconds})
-        return f"{positions} new {1e3 * seconds:.2f} ms"
-
-    stage.each(itertools.product(settings.forward_contexts, settings.shapes, settings.forward_rows), measure)
-
-
-class StaticForward:
-    """Forwards of the `hf` engine's model for `rows` rows with room for `capacity` tokens each, whose arrays are on the
-    device before: a CUDA graph can hold one. The cache begins with random keys and values. On a GPU the norms of the
-    model, of eight kernels each, become torch's.
-
-    Args:
-        model: Its cache is replaced.
-    """
-
-    def __init__(self, model: RaggedModel, rows: int, capacity: int) -> None:
-        self._model, config = model, model.model.config
-        dim = model.model.model.layers[0].self_attn.head_dim
-        layers = [LayerShape(config.num_key_value_heads, dim, dim)] * config.num_hidden_layers
-        if model.device.type == "cuda":
-            for module in model.model.modules():
-                if type(module).__name__ == "Qwen2RMSNorm":
-                    size, eps = module.weight.shape, module.variance_epsilon
-                    module.forward = functools.partial(F.rms_norm, normalized_shape=size, weight=module.weight, eps=eps)
-        budget = rows * (capacity + 256) * sum(layer.bytes(model.dtype) for layer in layers)
-        self.cache = model.cache = PagedCache(layers, budget, model.dtype, model.device)
-        for pool in (*self.cache.keys, *self.cache.values):
-            pool.normal_()
-        self._rows = np.array([self.cache.open(capacity) for _ in range(rows)])
-
-    def forward(self, tokens: Tensor, context: int) -> Callable[[], Tensor]:
-        """A function that computes the logits (rows, positions, V) of tokens (rows, positions) after `context` others,
-        and stores their keys and values."""
-        (rows, count), cache = tokens.shape, self.cache
-        cache.lengths[self._rows] = context
-        counts = np.full(rows, count, np.int64)
-        arrays = (tokens.numpy().ravel(), places(cache.lengths[self._rows], counts), np.arange(rows * count))
-        batch = RaggedBatch(cache, self._rows, counts, arrays)
-
-        def run() -> Tensor:
-            with torch.inference_mode():
-                return self._model._run(batch, *batch.arrays).unflatten(0, (rows, count))
-
-        return run
+    return RaggedModel(model.eval().requires_grad_(False), tokens * token_bytes(config, model.dtype.itemsize))
 
 
 def measure_drafting(stage: Stage) -> None:
     """Fill a point per number of rows: ms of a token of all rows, one in an `extend` and `LONGEST`, eager and (on a
     GPU) as a captured step. `fallbacks`: why there is no graph, as in the log."""
-    settings, shape = stage.settings, stage.settings.shapes[-1]
+    settings = stage.settings
     tokens = max(settings.drafting_rows) * (settings.drafting_prompt + 2 * _WINDOW + 512)
-    model = ragged_model(shape, settings.dtype, settings.device, tokens)
+    model = random_model(settings.drafter, settings.dtype, settings.device, tokens)
     ways = ("eager", "graph") if settings.device == "cuda" else ("eager",)
 
     def measure(rows: int, way: str) -> str:
@@ -289,7 +212,7 @@ def measure_drafting(stage: Stage) -> None:
         columns = {f"{way} x{most} ms": _token_ms(stage, drafter, rows, most) for most in (1, LONGEST)}
         for slot in range(rows):
             drafter.close(slot, False)
-        stage.point({"shape": shape.name, "rows": rows}, **columns)
+        stage.point({"rows": rows}, **columns)
         stage.entry["figures"]["fallbacks"] = fallbacks()
         return ", ".join(f"{name} {value:.3g}" for name, value in columns.items())
 
@@ -298,7 +221,7 @@ def measure_drafting(stage: Stage) -> None:
 
 def _token_ms(stage: Stage, drafter: DraftModelProposer, rows: int, most: int) -> float:
     """Median ms of a token of every row, after random prompts."""
-    rng, prompt, vocab_size = random.Random(7), stage.settings.drafting_prompt, stage.settings.shapes[-1].vocab_size
+    rng, prompt, vocab_size = random.Random(7), stage.settings.drafting_prompt, stage.settings.drafter["vocab_size"]
     for slot in range(rows):
         ids = [rng.randrange(vocab_size) for _ in range(prompt)]
         drafter.open(slot, f"r{slot}", ids, (), SamplingParams(1.0, max_tokens=4 * _WINDOW, seed=slot), _WINDOW)

@@ -17,31 +17,15 @@ _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.15
 """Bounds of the timed calls of a figure, and seconds that they may take: as many calls as fit."""
 
 
-class ModelShape(NamedTuple):
-    """Shape of a Qwen2 decoder, with transformers' names."""
-
-    name: str
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    vocab_size: int
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    def cache_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes of keys and values of `tokens` tokens."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * itemsize * tokens
-
-
-SMALL = ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151_936)
-LARGE = ModelShape("qwen2.5-7b", 28, 3584, 28, 4, 18_944, 152_064)
+DRAFTER = {
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151_936,
+}
+"""Shape of Qwen2.5-0.5B, with the names of transformers."""
 
 
 class Settings(NamedTuple):
@@ -52,10 +36,10 @@ class Settings(NamedTuple):
     copy_bytes: int = 4 << 30
     matmul_size: int = 8192
     sampler_rows: tuple[int, ...] = (1, 128, 512, 1152, 2304)
-    sampler_vocabs: tuple[int, ...] = (6016, 50_257, SMALL.vocab_size)
+    sampler_vocabs: tuple[int, ...] = (6016, 50_257, DRAFTER["vocab_size"])
     """Vocabulary sizes: tokens are compared in all of them; the last one is timed."""
-    shapes: tuple[ModelShape, ...] = (LARGE, SMALL)
-    """Model shapes of `forwards`; the first is also that of `attention`, the last that of `drafting`."""
+    attention_heads: tuple[int, int, int] = (28, 4, 128)
+    """Heads, key/value heads and their size: those of Qwen2.5-7B."""
     attention_cells: tuple[tuple[int, int, int], ...] = (
         (1, 1, 1000),
         (1, 4, 1000),
@@ -65,9 +49,7 @@ class Settings(NamedTuple):
         (1, 1, 8192),
     )
     """Rows, new tokens of each row, and tokens before them."""
-    forward_rows: tuple[int, ...] = (1, 8, 32, 128)
-    forward_positions: tuple[int, ...] = (1, 2, 4, 9)
-    forward_contexts: tuple[int, ...] = (2048, 512, 8192)
+    drafter: Mapping[str, int] = DRAFTER
     drafting_rows: tuple[int, ...] = (1, 8, 64, 256)
     drafting_prompt: int = 128
 
@@ -106,7 +88,7 @@ class Stage:
         status = "failed" if error else "partial" if self.entry["not_measured"] else "complete"
         self.entry |= {"status": status, "error": error, "seconds": self.now() - begin}
         self.changed(f"{self.name}: {status} after {self.entry['seconds']:.1f} s {error}".rstrip())
-        gc.collect()  # frees the models before the next stage makes its own
+        gc.collect()  # frees what the next stage has no use for
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -13,12 +13,11 @@ import torch
 
 from specactor_ray.bench.gpu_check import measurements, stage
 from specactor_ray.bench.gpu_check.command import STAGES, gpu_check, run_check
-from specactor_ray.bench.gpu_check.measurements import StaticForward, measure_attention, random_model
+from specactor_ray.bench.gpu_check.measurements import measure_attention
 from specactor_ray.bench.gpu_check.stage import Stage
 from specactor_ray.core.errors import InputError
-from specactor_ray.models.ragged_model import RaggedModel
 from tests.fakes.clocks import HandClock
-from tests.fakes.tiny_check import TINY, TINY_CHECK
+from tests.fakes.tiny_check import TINY_CHECK
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -39,17 +38,15 @@ def test_a_check_completes_every_stage_and_writes_its_file(tmp_path: Path, monke
     assert report["stages"].keys() == {*names} and all(map(math.isfinite, numbers(report["stages"])))
     points = {name: stage["points"] for name, stage in report["stages"].items()}
     assert [(p["row alone"], p["one by one"], p["kernel"]) for p in points["attention"]] == [(0.0, 0.0, "own")] * 4
-    assert len(points["forwards"]) == 4 and all(one["1 new"] > 0 and one["3 new"] > 0 for one in points["forwards"])
     assert [point["eager x1 ms"] > 0 for point in points["drafting"]] == [True, True]
-
     assert len(list(tmp_path.iterdir())) == 1, "temporary files are left"
 
 
 def test_no_file_is_overwritten(tmp_path: Path) -> None:
     path, late = tmp_path / "check.json", -1.0
-    assert run_check(TINY_CHECK, ["forwards"], path, late)["status"] == "partial"
+    assert run_check(TINY_CHECK, ["hardware"], path, late)["status"] == "partial"
     with pytest.raises(InputError, match=r"--output: .*check\.json exists"):
-        run_check(TINY_CHECK, ["forwards"], path, late)
+        run_check(TINY_CHECK, ["hardware"], path, late)
 
 
 @pytest.mark.parametrize(("file", "problem"), [("x.txt", "ends in .json"), ("x.json", "finds no CUDA device")])
@@ -57,22 +54,6 @@ def test_mistakes(file: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match=problem):
         gpu_check(Path(file), 1.0, "hardware")
-
-
-@pytest.mark.parametrize("parts", [(12,), (8, 1, 3)])
-def test_the_static_forward_computes_what_transformers_computes(parts: tuple[int, ...]) -> None:
-    shape = TINY._replace(num_attention_heads=4, num_key_value_heads=2)
-    model = random_model(shape, "float32", "cpu")
-    with torch.no_grad():
-        for layer in model.model.layers:  # transformers begins with norms of 1
-            layer.input_layernorm.weight.uniform_(0.5, 1.5)
-    tokens = torch.randint(TINY.vocab_size, (3, sum(parts)), generator=torch.Generator().manual_seed(0))
-    expected = model(input_ids=tokens, use_cache=False).logits
-    forward, logits, begin = StaticForward(RaggedModel(model, 1 << 20), 3, 16), [], 0
-    for count in parts:
-        logits.append(forward.forward(tokens[:, begin : begin + count], begin)())
-        begin += count
-    torch.testing.assert_close(torch.cat(logits, dim=1).clone(), expected, atol=2e-3, rtol=1e-3)
 
 
 def test_missing_memory_time_and_failures_are_recorded_and_the_rest_is_measured() -> None:

@@ -220,7 +220,6 @@ class TestRangesAndContradictions:
             (["target.tensor_parallel=2"], "target.tensor_parallel", "target.backend=vllm"),
             (["target.backend=vllm", "target.tensor_parallel=2", "target.cores=3"], "target.cores", "multiple of 2"),
             (["target.backend=vllm", "target.tensor_parallel=2", "target.gpus=1"], "target.gpus", "target.gpus=2"),
-            ([*SPLIT, "plan=auto", "profile=p.json"], "target.tensor_parallel", "plan=fixed"),
             (["target.max_batch=64", "target.max_step_tokens=32"], "target.max_step_tokens", "64"),
             (["target.kv_cache_gb=.nan"], "target.kv_cache_gb", "at most 1e+09"),
             (["data.n=2147483648"], "data.n", "below 2**31"),

@@ -14,9 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.cli import main as cli
-from specactor_ray.config.load import from_mapping, load_config
+from specactor_ray.config.load import from_mapping
 from specactor_ray.config.rules import validate
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import ConfigError, InputError
 from specactor_ray.core.files import write_json
@@ -25,7 +25,14 @@ from specactor_ray.plan.costs import CostPoint
 from specactor_ray.plan.profile import KIND, SCHEMA, load_profile
 from specactor_ray.plan.search import ALL_MODES, geometric
 from specactor_ray.rollout import planning
-from specactor_ray.rollout.planning import apply_plan, as_decoupled, make_plan, requests_of, resolve_plan
+from specactor_ray.rollout.planning import (
+    apply_plan,
+    as_decoupled,
+    make_plan,
+    requests_of,
+    resolve,
+    resolve_by_profile,
+)
 
 WINDOWS, CONTEXTS, BATCHES, CORES = (0, 1, 4), (32, 256), (1, 8), (1, 2)
 
@@ -87,7 +94,6 @@ def file(tmp_path: Path, data: dict[str, Any]) -> Path:
 
 def auto(file: Path, target: Path, *overrides: str) -> Config:
     written = {
-        "plan": "auto",
         "profile": str(file),
         "cluster": {"num_cpus": 2},
         "target": {"model": str(target), "dtype": "float32", "max_batch": 8},
@@ -146,66 +152,77 @@ class TestFile:
             load_profile(file)
 
 
-class TestAnotherPlace:
-    def test_another_model_is_refused_even_if_forced(self, file: Path, tiny_draft_model_dir: Path) -> None:
-        with pytest.raises(ConfigError, match=r"was measured with .*tiny-target.*, and the target is .*tiny-draft"):
-            resolve_plan(auto(file, tiny_draft_model_dir, "plan_force=true"))
+@pytest.mark.parametrize(
+    ("changes", "overrides", "words"),
+    [
+        ({"hardware": {"cpu": "Abacus 3000"}}, [], f"hardware.cpu: Abacus 3000 there, {hardware()['cpu']} here"),
+        ({"hardware": {"vector": ["amx_bf16"]}}, [], "hardware.vector: "),
+        ({"versions": {"torch": "1.0"}}, [], "versions.torch: 1.0 there"),
+        ({"device": "cuda"}, [], "was measured on cuda, and target.gpus is 0"),
+        ({"model": {"name": "other", "config_hash": "0"}}, [], "with other (float32), and the target is /"),
+        ({}, ["target.backend=vllm", "target.tensor_parallel=2", "target.cores=2"], "target.tensor_parallel is 2"),
+    ],
+)
+def test_a_profile_that_does_not_hold_here(
+    file: Path,
+    data: dict[str, Any],
+    tiny_model_dir: Path,
+    changes: dict[str, Any],
+    overrides: list[str],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`mode: auto` warns and goes by the devices; `specactor plan` refuses."""
+    for section, change in changes.items():
+        data[section] = {**data[section], **change} if isinstance(change, dict) else change
+    file.write_text(json.dumps(data))
+    config = auto(file, tiny_model_dir, *overrides)
+    resolved, lines = resolve(config)
+    assert resolved.mode is ModeName.coupled and resolved.profile is None and lines[0].startswith("mode: coupled")
+    with pytest.raises(ConfigError) as refused:
+        planning.usable_profile(as_decoupled(config))
+    assert words in str(refused.value)
+    assert caplog.messages == [f"{refused.value} Until then mode=auto goes by the devices."]
 
-    def test_other_weights_of_the_same_shape_are_the_same_model(self, file: Path, tiny_model_dir: Path) -> None:
-        other = json.loads((tiny_model_dir / "config.json").read_text())
-        copied = file.parent / "policy-step-30"
-        copied.mkdir()
-        (copied / "config.json").write_text(json.dumps({**other, "transformers_version": "9.9"}))
-        assert resolve_plan(auto(file, copied))[0].plan is PlanPolicy.fixed
 
-    @pytest.mark.parametrize(
-        ("section", "changes", "words"),
-        [
-            ("hardware", {"cpu": "Abacus 3000"}, "hardware.cpu: Abacus 3000 there"),
-            ("hardware", {"vector": ["amx_bf16"]}, "hardware.vector: "),
-            ("versions", {"torch": "1.0"}, "versions.torch: 1.0 there"),
-        ],
-    )
-    def test_other_hardware_or_torch_only_if_forced(
-        self, file: Path, data: dict[str, Any], tiny_model_dir: Path, section: str, changes: dict, words: str
-    ) -> None:
-        file.write_text(json.dumps({**data, section: {**data[section], **changes}}))
-        with pytest.raises(ConfigError, match=r"plan_force=true") as caught:
-            resolve_plan(auto(file, tiny_model_dir))
-        assert words in str(caught.value)
-        assert resolve_plan(auto(file, tiny_model_dir, "plan_force=true"))[1]
-
-    def test_a_profile_of_a_gpu(self, file: Path, data: dict[str, Any], tiny_model_dir: Path) -> None:
-        file.write_text(json.dumps({**data, "device": "cuda"}))
-        with pytest.raises(ConfigError, match=r"was measured on cuda, and target\.gpus is 0"):
-            resolve_plan(auto(file, tiny_model_dir))
+def test_other_weights_of_the_same_shape_are_the_same_model(file: Path, tiny_model_dir: Path) -> None:
+    other = json.loads((tiny_model_dir / "config.json").read_text())
+    copied = file.parent / "policy-step-30"
+    copied.mkdir()
+    (copied / "config.json").write_text(json.dumps({**other, "transformers_version": "9.9"}))
+    assert resolve_by_profile(auto(file, copied))[0].mode is not ModeName.auto
 
 
 class TestResolve:
-    def test_a_fixed_plan_changes_nothing(self) -> None:
-        config = load_config(None, ["mode=plain"])
-        assert resolve_plan(config) == (config, [])
+    def test_an_explicit_mode_is_kept(self, file: Path, tiny_model_dir: Path) -> None:
+        config = auto(file, tiny_model_dir, "mode=plain")
+        assert resolve_by_profile(config) == (config, [])
 
     def test_the_best_candidate_becomes_the_configuration(self, file: Path, tiny_model_dir: Path) -> None:
-        config = auto(file, tiny_model_dir)
+        config = auto(file, tiny_model_dir, "target.dtype=auto")
+        data = json.loads(file.read_text())
+        data["model"]["dtype"] = as_decoupled(config).target.dtype
+        file.write_text(json.dumps(data))
         before = copy.deepcopy(config)
-        resolved, lines = resolve_plan(config)
+        resolved, lines = resolve(config)
         assert config == before
-        assert resolved.plan is PlanPolicy.fixed and resolve_plan(resolved) == (resolved, [])
+        assert resolve(resolved) == (resolved, [])
         assert resolved.mode is not ModeName.plain and resolved.speculation.window == 4
         assert devices_of(resolved) <= 2 and requests_of(resolved) >= 8
-        assert lines[-1].startswith(f"plan: {resolved.mode.value} ngram") and ", plain " in lines[-1]
+        plan, dtype = lines[-2:]
+        assert plan.startswith(f"plan: {resolved.mode.value} ngram") and ", plain " in plan
+        assert dtype == f"target.dtype: {resolved.target.dtype}"
 
     def test_drafts_that_are_never_right_give_plain_decoding(
         self, file: Path, data: dict[str, Any], tiny_model_dir: Path
     ) -> None:
         data["methods"]["ngram"]["acceptance"] = {"survival": [0.0, 0.0]}
         file.write_text(json.dumps(data))
-        resolved, lines = resolve_plan(auto(file, tiny_model_dir))
+        resolved, lines = resolve_by_profile(auto(file, tiny_model_dir))
         assert resolved.mode is ModeName.plain and "plain" in lines[-1]
 
     def test_only_the_asked_modes(self, file: Path, tiny_model_dir: Path) -> None:
-        resolved, _ = resolve_plan(auto(file, tiny_model_dir), [ModeName.decoupled])
+        resolved, _ = resolve_by_profile(auto(file, tiny_model_dir), [ModeName.decoupled])
         assert resolved.mode is ModeName.decoupled
         drafter = resolved.drafters[0]
         assert (resolved.target.cores, drafter.cores, drafter.replicas, drafter.hosted) == (1, 1, 1, False)
@@ -219,22 +236,26 @@ class TestResolve:
         config = from_mapping({"mode": "decoupled", "target": {"gpus": 1}, "drafters": [head]})
         assert [one.hosted for one in apply_plan(config, plan).drafters] == [False]
 
+    def test_the_trainer_keeps_its_cores(self, file: Path, tiny_model_dir: Path) -> None:
+        resolved, _ = resolve_by_profile(auto(file, tiny_model_dir, "trainer.cores=1"))
+        assert planning.devices_of(resolved, trains=True).cores == 2
+
     def test_on_a_foreign_cluster_it_plans_for_what_the_configuration_takes(
         self, file: Path, tiny_model_dir: Path
     ) -> None:
         overrides = ["cluster.address=auto", "cluster.num_cpus=null", "target.replicas=3"]
         config = auto(file, tiny_model_dir, *overrides, "drafters.0.replicas=3", "drafters.0.hosted=false")
         assert devices_of(as_decoupled(config)) == 6
-        resolved, _ = resolve_plan(config, [ModeName.decoupled])
+        resolved, _ = resolve_by_profile(config, [ModeName.decoupled])
         assert devices_of(resolved) == 6
 
     def test_a_method_that_was_not_measured_is_left_out(
         self, file: Path, tiny_model_dir: Path, tiny_draft_model_dir: Path
     ) -> None:
         other = f"drafters=[{{method: draft_model, model: {tiny_draft_model_dir}}}]"
-        assert resolve_plan(auto(file, tiny_model_dir, other))[0].mode is ModeName.plain
-        assert resolve_plan(auto(file, tiny_model_dir, "drafters.0.min_match=3"))[0].mode is ModeName.plain
-        assert resolve_plan(auto(file, tiny_model_dir, "drafters.0.replicas=0"))[0].drafters[0].replicas > 0
+        assert resolve_by_profile(auto(file, tiny_model_dir, other))[0].mode is ModeName.plain
+        assert resolve_by_profile(auto(file, tiny_model_dir, "drafters.0.min_match=3"))[0].mode is ModeName.plain
+        assert resolve_by_profile(auto(file, tiny_model_dir, "drafters.0.replicas=0"))[0].drafters[0].replicas > 0
 
     def test_what_it_makes_is_valid_and_fits(self, file: Path) -> None:
         profile = load_profile(file)
@@ -292,7 +313,8 @@ class TestCommand:
             (["profile=none.json"], "profile: there is no file none.json"),
             (["profile=null"], "profile: is not set"),
             (["drafters=[{method: medusa}]"], "'medusa' is not known"),
-            (["plan=auto", "profile=null"], "plan: 'auto' needs a profile"),
+            (["plan=auto"], "plan: this key is gone. Fix: mode=auto searches if `profile` is set"),
+            (["target.tensor_parallel=2", "target.backend=vllm", "target.cores=2"], "is of one rank"),
         ],
     )
     def test_mistakes(
@@ -306,7 +328,7 @@ class TestCommand:
     ) -> None:
         file.write_text(file.read_text()[:-40])
         (tmp_path / "p.jsonl").write_text('{"prompt": "Add 1 and 2."}\n')
-        known = ["plan=auto", *on(file, tiny_model_dir), f"data.path={tmp_path}/p.jsonl"]
+        known = [*on(file, tiny_model_dir), f"data.path={tmp_path}/p.jsonl"]
         for command in (["rollout"], ["train"], ["bench", "rollout"]):
             code, _, err = self.run(capsys, *command, *known, f"run.dir={tmp_path}/runs")
             assert code == 2 and "is truncated or damaged" in err
