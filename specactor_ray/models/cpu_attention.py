@@ -18,7 +18,6 @@ import torch
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import padded
 from specactor_ray.models.cache_size import ROW_BYTES
-from specactor_ray.models.paged_cache import Groups
 from specactor_ray.models.threads import KINDS, run, workspace
 
 _WORK_PER_THREAD = 200_000
@@ -51,19 +50,13 @@ class PageRows:
         pages: int32 `(rows, most pages)`: the pages of each row in the order of its keys.
         starts: int64 `(rows + 1,)`: where each row's queries begin.
         lengths: int64 `(rows,)`: keys of each row, those of its queries included.
-        groups: Rows with common pages, which are then read once; None: there are none. No bit depends on it.
     """
 
-    def __init__(
-        self, pages: np.ndarray, starts: np.ndarray, lengths: np.ndarray, groups: Groups | None = None
-    ) -> None:
-        rows = np.arange(len(lengths) + 1)
-        groups = groups or Groups(rows[:-1], rows, np.zeros(len(lengths), np.int64))
-        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths, *groups)]
-        self.pages, self.starts, self.lengths, *others = (array.ctypes.data for array in self._arrays)
-        self.groups = (len(groups.pages), *others)
-        """Number of groups, addresses of their arrays."""
-        self.queries, self.longest, self.page_columns = int(starts[-1]), int(lengths.max(initial=0)), pages.shape[1]
+    def __init__(self, pages: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths)]
+        self.pages, self.starts, self.lengths = (array.ctypes.data for array in self._arrays)
+        self.rows, self.page_columns = pages.shape
+        self.queries, self.longest = int(starts[-1]), int(lengths.max(initial=0))
 
 
 def attend_pages(
@@ -108,7 +101,7 @@ def attend_pages(
         keys.data_ptr(), *(kind * stride for stride in keys.stride()[:3]),
         values.data_ptr(), *(kind * stride for stride in values.stride()[:3]),
         output.data_ptr(), KINDS[query.dtype], KINDS[keys.dtype],
-        rows.pages, rows.page_columns, page_size, rows.starts, rows.lengths, *rows.groups,
+        rows.pages, rows.page_columns, page_size, rows.rows, rows.starts, rows.lengths,
         heads, kv_heads, dim, value_dim, width, value_width,
         window, 0 if sinks is None else sinks.data_ptr(), *_angles(rotary),
         rules.scaling, rules.softcap or 0.0,
