@@ -13,7 +13,8 @@ import numpy as np
 
 from specactor_ray.core.jit import c_function, kernel
 from specactor_ray.core.ragged import padded
-from specactor_ray.models import _cpu_layers_numba, lanes
+from specactor_ray.models import _cpu_layers_numba as layers
+from specactor_ray.models import lanes
 from specactor_ray.models._cpu_layers_numba import exp, narrow, rotate, tanh, widen
 from specactor_ray.models.lanes import BFLOAT16, LANES, SIZE, add_product, load, splat, store
 
@@ -21,7 +22,7 @@ BLOCK = 64
 """Keys between two rescalings of a query's sums."""
 TILE = 32
 """Rows (queries times heads with the same keys) that share the loaded data of a block."""
-_jit: Any = kernel(sources=[lanes, _cpu_layers_numba])
+_jit: Any = kernel(sources=[lanes, layers])
 
 
 _FIELDS = (
@@ -205,7 +206,7 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
         narrow(sums + 4 * i * value_width, divisor, call.query_kind, call.value_dim, target)
 
 
-@c_function(numba.from_dtype(CALL), sources=[lanes, _cpu_layers_numba])
+@c_function(numba.from_dtype(CALL), sources=[lanes, layers])
 def attend(address: Any) -> None:
     """Run a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
     call, tickets = numba.carray(address, 1)[0], lanes.address_of(address)
