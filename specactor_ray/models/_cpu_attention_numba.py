@@ -13,7 +13,8 @@ import numpy as np
 
 from specactor_ray.core.jit import c_function, kernel
 from specactor_ray.core.ragged import padded
-from specactor_ray.models import _cpu_layers_numba, lanes
+from specactor_ray.models import _cpu_layers_numba as layers
+from specactor_ray.models import lanes
 from specactor_ray.models._cpu_layers_numba import exp, narrow, rotate, tanh, widen
 from specactor_ray.models.lanes import BFLOAT16, LANES, SIZE, add_product, load, splat, store
 
@@ -21,20 +22,17 @@ BLOCK = 64
 """Keys between two rescalings of a query's sums."""
 TILE = 32
 """Rows (queries times heads with the same keys) that share the loaded data of a block."""
-_jit: Any = kernel(sources=[lanes, _cpu_layers_numba])
+_jit: Any = kernel(sources=[lanes, layers])
 
 
 _FIELDS = (
     "next_task", "next_part", "scratch", "scratch_bytes", "query", "query_token", "query_head", "keys", "key_page",
     "key_slot", "key_head", "values", "value_page", "value_slot", "value_head", "output", "query_kind", "kind", "pages",
-    "page_columns", "page_size", "starts", "lengths", "groups", "order", "group_starts", "common_pages", "heads",
-    "kv_heads", "dim", "value_dim", "width", "value_width", "window", "sinks", "cos", "sin", "angle_token",
-    "angle_kind", "angles",
+    "page_columns", "page_size", "rows", "starts", "lengths", "heads", "kv_heads", "dim", "value_dim", "width",
+    "value_width", "window", "sinks", "cos", "sin", "angle_token", "angle_kind", "angles",
 )  # fmt: skip
 CALL = np.dtype([*((name, np.int64) for name in _FIELDS), ("scaling", np.float32), ("softcap", np.float32)])
 """Arguments of a call: addresses, strides in bytes and sizes; `sinks` and `softcap` are 0 where there are none.
-
-`order`, `group_starts` and `common_pages` are the arrays of `paged_cache.Groups`.
 
 Threads take the next task and a part of the scratch from the call itself. `output` is contiguous. `width` and
 `value_width`: numbers of a key and of a value that are read. `cos` and `sin`: `angles` numbers per token that rotate
@@ -47,7 +45,7 @@ PACKED = struct.Struct(f"={len(_FIELDS)}q2f")
 def scratch_bytes(width: int, value_width: int, group: int) -> int:
     """Bytes of a thread's scratch (`_parts`)."""
     rows = max(TILE, group)
-    return 4 * padded(rows * (width + BLOCK + value_width + 8) + width * (BLOCK + 2))
+    return 4 * padded(rows * (width + BLOCK + value_width + 2) + width * (BLOCK + 2))
 
 
 @_jit
@@ -113,33 +111,33 @@ def _add_values(call: Any, row: Any, head: Any, begin: Any, scores: Any, sums: A
 
 
 @_jit
-def _add_all_values(call: Any, row: Any, head: Any, begin: Any, scores: Any, sums: Any, count: Any,
-                    positions: Any, first: Any, end: Any) -> None:  # fmt: skip
-    """Add a block's weighted values: keys [first, end) to all queries at once, each query's others in its order."""
+def _add_all_values(call: Any, row: Any, head: Any, begin: Any, position: Any, count: Any, scores: Any,
+                    sums: Any) -> None:  # fmt: skip
+    """Add a block's weighted values: those that all queries see at once, each query's others in its order."""
     group = call.heads // call.kv_heads
     stride, width = 4 * group * BLOCK, 4 * group * call.value_width
+    first, end = _seen(call, begin, position + count - 1)[0], _seen(call, begin, position)[1]
     if first >= end:
         first, end = np.int64(BLOCK), np.int64(BLOCK)
     for i in range(count):
-        low, high = _seen(call, begin, positions, i)
+        low, high = _seen(call, begin, position + i)
         _add_values(call, row, head, begin, scores + i * stride, sums + i * width, group, low, min(high, first))
     _add_values(call, row, head, begin, scores, sums, count * group, first, end)
     for i in range(count):
-        low, high = _seen(call, begin, positions, i)
+        low, high = _seen(call, begin, position + i)
         _add_values(call, row, head, begin, scores + i * stride, sums + i * width, group, max(low, end), high)
 
 
 @_jit
-def _seen(call: Any, begin: Any, positions: Any, i: Any) -> Any:
-    """[low, high): keys of the block at `begin` that query i sees; empty where high <= low."""
-    last = lanes.int64_at(positions, i) - begin
-    return max(last - call.window + 1, 0), min(last + 1, BLOCK)
+def _seen(call: Any, begin: Any, position: Any) -> Any:
+    """[low, high): keys of the block at `begin` that the query at a position sees; empty where high <= low."""
+    return max(position - begin - call.window + 1, 0), min(position - begin + 1, BLOCK)
 
 
 @_jit
 def _parts(call: Any, scratch: Any) -> Any:
     """Addresses in a thread's scratch: queries, columns of keys, scores, sums, tops and totals of scores, cosines,
-    sines; int64 token, position and row of each query."""
+    sines."""
     most = max(TILE, call.heads // call.kv_heads)
     keys = scratch + 4 * most * call.width
     scores = keys + 4 * call.width * BLOCK
@@ -147,74 +145,45 @@ def _parts(call: Any, scratch: Any) -> Any:
     tops = sums + 4 * most * call.value_width
     totals = tops + 4 * most
     cos = totals + 4 * most
-    sin = cos + 4 * call.width
-    tokens = sin + 4 * call.width
-    positions = tokens + 8 * most
-    owners = positions + 8 * most
-    return scratch, keys, scores, sums, tops, totals, cos, sin, tokens, positions, owners
+    return scratch, keys, scores, sums, tops, totals, cos, cos + 4 * call.width
 
 
 @_jit
-def _read(call: Any, scratch: Any, head: Any, at: Any, count: Any, first: Any, end: Any) -> None:
-    """Add the common keys [first, end) of the queries [at, at + count) to their sums. A block begins at `first`."""
-    query, keys, scores, sums, tops, totals, _, _, _, positions, owners = _parts(call, scratch)
-    group, width, value_width = call.heads // call.kv_heads, call.width, call.value_width
-    row, positions, rows = lanes.int64_at(owners, at), positions + 8 * at, count * group
-    at *= 4 * group
-    query, sums, tops, totals = query + at * width, sums + at * value_width, tops + at, totals + at
-    oldest = lanes.int64_at(positions, 0)
-    for i in range(1, count):
-        oldest = min(oldest, lanes.int64_at(positions, i))
-    for begin in range(max(first, (oldest - call.window + 1) // BLOCK * BLOCK), end, BLOCK):
+def _read(call: Any, scratch: Any, row: Any, head: Any, position: Any, count: Any) -> None:
+    """Add the weighted values of all keys to the sums of `count` queries, the first at a position, block by block."""
+    query, keys, scores, sums, tops, totals, _, _ = _parts(call, scratch)
+    group, value_width = call.heads // call.kv_heads, call.value_width
+    oldest, end = max(position - call.window + 1, 0), position + count
+    for begin in range(oldest // BLOCK * BLOCK, end, BLOCK):
         filled = min(BLOCK, end - begin)
         _load_columns(call, row, head, begin, filled, keys)
-        _clear(scores, rows * BLOCK)
-        add_product(query, 4 * width, keys, 4 * BLOCK, False, scores, 4 * BLOCK, rows,
+        _clear(scores, count * group * BLOCK)
+        add_product(query, 4 * call.width, keys, 4 * BLOCK, False, scores, 4 * BLOCK, count * group,
                     (filled + LANES - 1) // LANES * LANES, 0, call.dim)  # fmt: skip
-        shared_first, shared_end = np.int64(0), np.int64(BLOCK)
-        for i in range(count):
-            low, high = _seen(call, begin, positions, i)
-            shared_first, shared_end = max(shared_first, low), min(shared_end, high)
+        for m in range(count * group):
+            low, high = _seen(call, begin, position + m // group)
             if low >= high:
                 continue
-            for m in range(i * group, (i + 1) * group):
-                old = lanes.float32_at(tops + 4 * m)
-                top, base, weight = _weigh(scores + 4 * m * BLOCK, low, high, call.scaling, call.softcap, old)
-                fade = lanes.first_lane(exp(splat(old - base)))
-                lanes.set_float32(top, tops + 4 * m)
-                lanes.set_float32(lanes.float32_at(totals + 4 * m) * fade + weight, totals + 4 * m)
-                if fade != np.float32(1):
-                    for place in range(sums + 4 * m * value_width, sums + 4 * (m + 1) * value_width, 4 * LANES):
-                        store(load(place) * fade, place)
-        _add_all_values(call, row, head, begin, scores, sums, count, positions, shared_first, shared_end)
+            old = lanes.float32_at(tops + 4 * m)
+            top, base, weight = _weigh(scores + 4 * m * BLOCK, low, high, call.scaling, call.softcap, old)
+            fade = lanes.first_lane(exp(splat(old - base)))
+            lanes.set_float32(top, tops + 4 * m)
+            lanes.set_float32(lanes.float32_at(totals + 4 * m) * fade + weight, totals + 4 * m)
+            if fade != np.float32(1):
+                for place in range(sums + 4 * m * value_width, sums + 4 * (m + 1) * value_width, 4 * LANES):
+                    store(load(place) * fade, place)
+        _add_all_values(call, row, head, begin, position, count, scores, sums)
 
 
 @_jit
-def _queries_of(call: Any, row: Any) -> Any:
-    return lanes.int64_at(call.starts, row + 1) - lanes.int64_at(call.starts, row)
-
-
-@_jit
-def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first: Any, count: Any) -> None:
-    """Queries [first, first + count) of a group for all heads that share one head of the keys.
-
-    `member`: place of the group's first row in `order`. `common`: number of keys of whole blocks that its rows have in
-    common; these are read once, then the keys of each row alone.
-    """
-    query, _, _, sums, tops, totals, cos, sin, tokens, positions, owners = _parts(call, scratch)
-    group, width, value_width, taken = call.heads // call.kv_heads, call.width, call.value_width, np.int64(0)
-    while taken < count:
-        row = lanes.int64_at(call.order, member)
-        size = _queries_of(call, row)
-        begin = lanes.int64_at(call.starts, row)
-        for j in range(first, min(size, first + count - taken)):
-            lanes.set_int64(begin + j, tokens, taken)
-            lanes.set_int64(lanes.int64_at(call.lengths, row) - size + j, positions, taken)
-            lanes.set_int64(row, owners, taken)
-            taken += 1
-        first, member = max(first - size, 0), member + 1
+def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any) -> None:
+    """Queries [first, first + count) of a row for all heads that share one head of the keys."""
+    query, _, _, sums, tops, totals, cos, sin = _parts(call, scratch)
+    group, width, value_width = call.heads // call.kv_heads, call.width, call.value_width
+    begin, end = lanes.int64_at(call.starts, row), lanes.int64_at(call.starts, row + 1)
+    position = lanes.int64_at(call.lengths, row) - (end - begin) + first
     for i in range(count * group):
-        token, which = lanes.int64_at(tokens, i // group), head * group + i % group
+        token, which = begin + first + i // group, head * group + i % group
         source = call.query + token * call.query_token + which * call.query_head
         widen(source, call.query_kind, call.dim, query + 4 * i * width)
         if call.angles > 0:
@@ -229,38 +198,26 @@ def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first:
         lanes.set_float32(top, tops + 4 * i)
         lanes.set_float32(weight, totals + 4 * i)
     _clear(sums, count * group * value_width)
-    if common > 0:
-        _read(call, scratch, head, 0, count, 0, common)
-    at = np.int64(0)
-    while at < count:
-        end = at + 1
-        while end < count and lanes.int64_at(owners, end) == lanes.int64_at(owners, at):
-            end += 1
-        _read(call, scratch, head, at, end - at, common, lanes.int64_at(positions, end - 1) + 1)
-        at = end
+    _read(call, scratch, row, head, position, count)
     for i in range(count * group):
-        token, which = lanes.int64_at(tokens, i // group), head * group + i % group
+        token, which = begin + first + i // group, head * group + i % group
         target = call.output + (token * call.heads + which) * call.value_dim * SIZE[call.query_kind]
         divisor = lanes.float32_at(totals + 4 * i)
         narrow(sums + 4 * i * value_width, divisor, call.query_kind, call.value_dim, target)
 
 
-@c_function(numba.from_dtype(CALL), sources=[lanes, _cpu_layers_numba])
+@c_function(numba.from_dtype(CALL), sources=[lanes, layers])
 def attend(address: Any) -> None:
     """Run a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
     call, tickets = numba.carray(address, 1)[0], lanes.address_of(address)
     scratch = call.scratch + lanes.take_ticket(tickets + 8) * call.scratch_bytes
     tile = max(TILE * call.kv_heads // call.heads, 1)
     index, wanted = np.int64(0), lanes.take_ticket(tickets)
-    for group in range(call.groups - 1, -1, -1):
-        member, end = lanes.int64_at(call.group_starts, group), lanes.int64_at(call.group_starts, group + 1)
-        common = lanes.int64_at(call.common_pages, group) * call.page_size // BLOCK * BLOCK
-        queries = np.int64(0)
-        for place in range(member, end):
-            queries += _queries_of(call, lanes.int64_at(call.order, place))
+    for row in range(call.rows):
+        queries = lanes.int64_at(call.starts, row + 1) - lanes.int64_at(call.starts, row)
         for first in range((queries - 1) // tile * tile, -1, -tile):
             for head in range(call.kv_heads):
                 if index == wanted:
-                    _attend(call, scratch, member, common, head, first, min(tile, queries - first))
+                    _attend(call, scratch, row, head, first, min(tile, queries - first))
                     wanted = lanes.take_ticket(tickets)
                 index += 1

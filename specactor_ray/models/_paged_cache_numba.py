@@ -81,30 +81,6 @@ def reserve(cache: Any, page_size: int, rows: Any, tokens: Any) -> Any:
 
 
 @_jit
-def groups(cache: Any, page_size: int, rows: Any) -> Any:
-    """See `PagedCache.groups`. Rows of one source, and no others, have their first page in common."""
-    firsts = np.empty(len(rows), np.int64)
-    for i in range(len(rows)):
-        firsts[i] = cache.table[rows[i], 0]
-    order = np.argsort(firsts, kind="mergesort")
-    starts, pages = np.zeros(len(rows) + 1, np.int64), np.zeros(len(rows), np.int64)
-    count, begin = 0, 0
-    while begin < len(rows):
-        leader, end = rows[order[begin]], begin + 1
-        common = cache.lengths[leader] // page_size
-        while end < len(rows) and firsts[order[end]] == firsts[order[begin]]:
-            row, same = rows[order[end]], 0
-            common = min(common, cache.lengths[row] // page_size)
-            while same < common and cache.table[row, same] == cache.table[leader, same]:
-                same += 1
-            common, end = same, end + 1
-        pages[count] = common if end > begin + 1 else 0
-        count, begin = count + 1, end
-        starts[count] = end
-    return order, starts[: count + 1], pages[:count]
-
-
-@_jit
 def _take(cache: Any) -> int:
     """Take a free page for one row."""
     cache.num_free[0] -= 1

@@ -18,7 +18,6 @@ import torch
 from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import padded
 from specactor_ray.models.cache_size import ROW_BYTES
-from specactor_ray.models.paged_cache import Groups
 from specactor_ray.models.threads import KINDS, run, workspace
 
 _WORK_PER_THREAD = 200_000
@@ -51,19 +50,13 @@ class PageRows:
         pages: int32 `(rows, most pages)`: the pages of each row in the order of its keys.
         starts: int64 `(rows + 1,)`: where each row's queries begin.
         lengths: int64 `(rows,)`: keys of each row, those of its queries included.
-        groups: Rows with common pages, which are then read once; None: there are none. No bit depends on it.
     """
 
-    def __init__(
-        self, pages: np.ndarray, starts: np.ndarray, lengths: np.ndarray, groups: Groups | None = None
-    ) -> None:
-        rows = np.arange(len(lengths) + 1)
-        groups = groups or Groups(rows[:-1], rows, np.zeros(len(lengths), np.int64))
-        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths, *groups)]
-        self.pages, self.starts, self.lengths, *others = (array.ctypes.data for array in self._arrays)
-        self.groups = (len(groups.pages), *others)
-        """Number of groups, addresses of their arrays."""
-        self.queries, self.longest, self.page_columns = int(starts[-1]), int(lengths.max(initial=0)), pages.shape[1]
+    def __init__(self, pages: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths)]
+        self.pages, self.starts, self.lengths = (array.ctypes.data for array in self._arrays)
+        self.rows, self.page_columns = pages.shape
+        self.queries, self.longest = int(starts[-1]), int(lengths.max(initial=0))
 
 
 def attend_pages(
@@ -85,7 +78,7 @@ def attend_pages(
 
     Returns `(N, heads, value_dim)` in the dtype of `query`, zeros at padding. InputError: a dtype is not supported.
     """
-    compiled = _attention()
+    attention = compiled()
     tokens, heads, dim = query.shape
     page_size, kv_heads, value_dim = values.shape[1:]
     if query.dtype not in KINDS or keys.dtype not in KINDS:
@@ -101,19 +94,19 @@ def attend_pages(
     threads = min(torch.get_num_threads(), 1 + work // _WORK_PER_THREAD)
     size, kind = query.element_size(), keys.element_size()
     width, value_width = padded(dim, ROW_BYTES // kind), padded(value_dim)
-    scratch_bytes = compiled.scratch_bytes(width, value_width, heads // kv_heads)
-    call = compiled.PACKED.pack(
+    scratch_bytes = attention.scratch_bytes(width, value_width, heads // kv_heads)
+    call = attention.PACKED.pack(
         0, 0, workspace(threads * scratch_bytes), scratch_bytes,
         query.data_ptr(), *(size * stride for stride in query.stride()[:2]),
         keys.data_ptr(), *(kind * stride for stride in keys.stride()[:3]),
         values.data_ptr(), *(kind * stride for stride in values.stride()[:3]),
         output.data_ptr(), KINDS[query.dtype], KINDS[keys.dtype],
-        rows.pages, rows.page_columns, page_size, rows.starts, rows.lengths, *rows.groups,
+        rows.pages, rows.page_columns, page_size, rows.rows, rows.starts, rows.lengths,
         heads, kv_heads, dim, value_dim, width, value_width,
         window, 0 if sinks is None else sinks.data_ptr(), *_angles(rotary),
         rules.scaling, rules.softcap or 0.0,
     )  # fmt: skip
-    run(compiled.attend, call, threads)
+    run(attention.attend, call, threads)
     return output
 
 
@@ -127,7 +120,6 @@ def store_pages(
 ) -> None:
     """Write the first keys `(N, kv_heads, dim)`, rotated, and values `(N, kv_heads, value_dim)` of new tokens into
     pages; `slots`, int64 `(tokens,)`: page times page size plus place in the page."""
-    compiled = compiled_layers()
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
     heads, dim = key.shape[1:]
     value_dim = value.shape[2]
@@ -141,22 +133,15 @@ def store_pages(
         values.data_ptr(), *(kind * stride for stride in values.stride()[:3]), KINDS[keys.dtype],
         *_angles(rotary),
     )  # fmt: skip
-    run(compiled.store_pages, call)
+    run(compiled().layers.store_pages, call)
 
 
 @functools.cache
-def _attention() -> Any:
+def compiled() -> Any:
+    """The compiled attention and `layers` (norms, gates, storing), made at the first call."""
     from specactor_ray.models import _cpu_attention_numba
 
     return _cpu_attention_numba
-
-
-@functools.cache
-def compiled_layers() -> Any:
-    """The compiled functions of norms, gates and storing, made at the first call."""
-    from specactor_ray.models import _cpu_layers_numba
-
-    return _cpu_layers_numba
 
 
 def _angles(rotary: Rotary | None) -> tuple[int, int, int, int, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.models.cpu_attention import AttentionRules, compiled_layers
+from specactor_ray.models.cpu_attention import AttentionRules, compiled
 from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.ragged_attention import RaggedBatch
 from specactor_ray.models.threads import KINDS, run
@@ -98,7 +98,7 @@ class _RmsNorm:
             0, count // dim, dim, x.data_ptr(), weight.data_ptr(), out.data_ptr(), KINDS[x.dtype],
             KINDS[weight.dtype], self._eps, self._offset,
         )  # fmt: skip
-        run(compiled_layers().rms_norm, call, _threads(count))
+        run(compiled().layers.rms_norm, call, _threads(count))
         return out
 
 
@@ -114,7 +114,7 @@ class _GatedMlp:
         if gate.shape[-1] % 16:
             raise InputError(f"a gate of {gate.shape[-1]} numbers is not compiled")
         call = _GATE.pack(0, count // 16, gate.data_ptr(), up.data_ptr(), KINDS[gate.dtype])
-        run(compiled_layers().silu_gate, call, _threads(count))
+        run(compiled().layers.silu_gate, call, _threads(count))
         return self._down(gate)
 
 

@@ -180,11 +180,6 @@ def int64_at(builder: Any, address: Any, index: Any) -> Any:
     return _read(builder, builder.add(address, builder.shl(index, _I64(3))), _I64)
 
 
-@_operation(types.void, _i64, _i64, _i64)
-def set_int64(builder: Any, value: Any, address: Any, index: Any) -> None:
-    _write(builder, value, builder.add(address, builder.shl(index, _I64(3))))
-
-
 @_operation(_i64, _i64, _i64)
 def int32_at(builder: Any, address: Any, index: Any) -> Any:
     return builder.sext(_read(builder, builder.add(address, builder.shl(index, _I64(2))), _I32), _I64)

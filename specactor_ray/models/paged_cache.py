@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,18 +34,6 @@ class LayerShape:
     def bytes(self, dtype: torch.dtype, row: int = 1) -> int:
         """Bytes of one token, where a head's numbers begin at a multiple of `row` bytes."""
         return self.heads * sum(padded(dim * dtype.itemsize, row) for dim in (self.key_dim, self.value_dim))
-
-
-class Groups(NamedTuple):
-    """Rows of a forward, grouped by common pages."""
-
-    rows: np.ndarray
-    """int64 `(n,)`: places of the rows in the forward, group by group."""
-    starts: np.ndarray
-    """int64 `(groups + 1,)`: begin of each group in `rows`."""
-    pages: np.ndarray
-    """int64 `(groups,)`: number of first pages that all rows of a group have in common, full before the forward; 0 for
-    a single row."""
 
 
 class PagedCache:
@@ -81,7 +68,6 @@ class PagedCache:
         self.allocate()
         none = np.zeros(0, np.int64)  # compiles the kernels now, not in a step
         self.free_rows(self.fork(none[self.reserve_rows(none, none)], none))
-        kernels.groups(self._state, self.page_size, none)
 
     def allocate(self) -> None:
         """Make the pools, after `release`. Layer l: `keys[l]` and `values[l]` `(pages, page_size, heads, dim)`."""
@@ -175,10 +161,6 @@ class PagedCache:
         """int32 `(n, most pages)`: pages of rows that have room for these lengths. Entries after a row's last page are
         arbitrary pages."""
         return np.ascontiguousarray(self._state.table[rows, : self._pages_of(int(lengths.max(initial=0)))])
-
-    def groups(self, rows: np.ndarray) -> Groups | None:
-        """Group rows, int64 `(n,)`, that are forks of each other; None where no row shares pages."""
-        return Groups(*kernels.groups(self._state, self.page_size, rows)) if self._state.shared[rows].any() else None
 
     def _new_rows(self, count: int) -> np.ndarray:
         while len(self._free_rows) < count:

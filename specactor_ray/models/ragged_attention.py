@@ -52,8 +52,6 @@ class RaggedBatch:
             raise ValueError("a row has no room for its new tokens; reserve it first")
         self.pages = cache.page_table(rows, self.lengths)
         """int32 `(n, most pages)`: pages of each row."""
-        self.shared = cache.groups(rows)
-        """Rows that are forks of each other; None where there are none."""
         self.num_tokens = int(self.starts[-1])
         self.most_queries, self.most_keys = int(counts.max()), int(self.lengths.max())
         positions = places(cached, counts)
@@ -92,7 +90,7 @@ class RaggedBatch:
     @functools.cached_property
     def page_rows(self) -> PageRows:
         """Rows and pages for attention on CPUs."""
-        return PageRows(self.pages, self.starts, self.lengths, self.shared)
+        return PageRows(self.pages, self.starts, self.lengths)
 
 
 class ShapeProbe:

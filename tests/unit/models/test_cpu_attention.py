@@ -7,18 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.ragged import begins
 from specactor_ray.models import cpu_attention
 from specactor_ray.models import threads as pool
 from specactor_ray.models.cpu_attention import AttentionRules, PageRows, attend_pages
-from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from tests.page_attention import (
     TOLERANCE,
     Sequence,
     attend,
     options_of,
     reference,
-    rules_of,
     same_bits,
     sequence,
     with_sinks,
@@ -74,39 +71,6 @@ def test_bits_depend_on_the_query_and_its_keys_alone(length, random, heads, dim,
         part = found[next(i for i, (which, _, _) in enumerate(parts) if which is one)]
         assert same_bits(part, whole[at:end])
         at = end
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.integers(0, 2**32), heads_of, dims, st.sampled_from(DTYPES), st.sampled_from([16, 48]), options_of,
-)  # fmt: skip
-def test_reading_common_pages_once_changes_no_bit(seed, heads, dim, dtype, page_size, options) -> None:
-    """Requests with branches among rows alone; some read more than one token."""
-    rng, options, (count, kv_heads) = np.random.default_rng(seed), with_sinks(options, heads[0]), heads
-    shape = LayerShape(kv_heads, *dim)
-    cache = PagedCache([shape], shape.bytes(dtype) * 6000, dtype, torch.device("cpu"), page_size)
-    rows: list[int] = []
-    for length in rng.integers(1, 400, rng.integers(1, 4)).tolist():
-        row = cache.open(length)
-        assert row is not None
-        cache.lengths[row] = length
-        ends = rng.integers(max(length - 12, 0), length + 1, rng.integers(0, 6))
-        rows += [row, *cache.fork(np.full(len(ends), row), ends).tolist()]
-    rng.shuffle(rows)
-    counts, packed = rng.choice([1, 1, 1, 2, 30], len(rows)), np.array(rows)
-    lengths = cache.lengths[packed] + counts
-    assert cache.reserve_rows(packed, lengths).all()
-    generator = torch.Generator().manual_seed(seed)
-    for numbers in (cache.keys[0], cache.values[0]):
-        numbers.copy_(torch.randn(numbers.shape, generator=generator))
-    query = torch.randn(int(counts.sum()), count, dim[0], generator=generator).to(dtype)
-    table, groups = cache.page_table(packed, lengths), cache.groups(packed)
-    rules = rules_of(options, dim[0])
-    outputs = [
-        attend_pages(query, cache.keys[0], cache.values[0], PageRows(table, begins(counts), lengths, some), rules)
-        for some in (groups, None)
-    ]
-    assert same_bits(*outputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

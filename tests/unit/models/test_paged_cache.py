@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,24 +31,6 @@ def pages_of(cache: PagedCache, row: int, tokens: int) -> list[int]:
     """Pages of a row's first tokens."""
     pages: list[int] = cache.page_table(np.array([row]), np.array([tokens]))[0].tolist()
     return pages
-
-
-def check_groups(cache: PagedCache, rows: list[int]) -> None:
-    """Each group has the full pages in common that it says, and rows of two groups have none."""
-    full = [pages_of(cache, row, int(cache.lengths[row]) // cache.page_size * cache.page_size) for row in rows]
-    groups, firsts = cache.groups(np.array(rows, np.int64)), [pages[0] for pages in full if pages]
-    if groups is None:
-        assert len(set(firsts)) == len(firsts)
-        return
-    assert sorted(groups.rows.tolist()) == list(range(len(rows))) and len(groups.starts) == len(groups.pages) + 1
-    seen = set[int]()
-    for (begin, end), pages in zip(itertools.pairwise(groups.starts.tolist()), groups.pages.tolist(), strict=True):
-        members = [full[place] for place in groups.rows[begin:end]]
-        unlike = (place for place, pages_there in enumerate(zip(*members, strict=False)) if len(set(pages_there)) > 1)
-        assert pages == (next(unlike, min(map(len, members))) if len(members) > 1 else 0)
-        begun = {some[0] for some in members if some}
-        assert not begun & seen
-        seen |= begun
 
 
 def contents(cache: PagedCache, row: int) -> list[int]:
@@ -114,7 +95,6 @@ def test_rows_and_forks_are_independent_and_no_page_is_lost(page_size: int, oper
             cache.free(row)
             del rows[row]
         assert {row: contents(cache, row) for row in rows} == rows
-        check_groups(cache, [row for row, tokens in rows.items() if tokens])
     for row in rows:
         cache.free(row)
     assert cache.free_slots == cache.slots == pages * page_size
