@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from specactor_ray.actors.loops import DraftActor, VerifierActor
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import ActorSpec
@@ -21,21 +19,17 @@ from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.plan.costs import StepCost
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.engine import SimulatedEngine
-from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
+from specactor_ray.simulation.kernel import Kernel, Process
 from specactor_ray.simulation.network import Network, Node, VirtualActor
 from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.table import Acceptance, RequestTable
 
 LINGER_S = (0.0, 1.5)
 """Least and most seconds from the request to end a process to its end."""
-_CURVE_POINTS = 33
-"""Number of draft positions at which a step's true cost is computed; the cost is linear in between."""
 
 
 def silence() -> None:
@@ -158,10 +152,8 @@ class SimulatedHost(ActorHost):
         limits = (target.max_batch, target.max_step_tokens, world.cache_tokens)
         return SimulatedEngine(self._actor, self._clock, self._network, world, *limits)
 
-    def build_drafting(self, spec: ActorSpec, engine: Any, *figures: Any) -> Drafting:
-        world = self._world
-        known = (KnownAcceptance(world), KnownCost(world, engine, self._clock)) if world.clairvoyant else ()
-        drafting = super().build_drafting(spec, engine, *known)
+    def build_drafting(self, spec: ActorSpec, engine: Any) -> Drafting:
+        drafting = super().build_drafting(spec, engine)
         engine.speculates = lambda: len(drafting) > 0 and not drafting.policy.suspension.is_quiet
         return drafting
 
@@ -174,41 +166,6 @@ class SimulatedHost(ActorHost):
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
         self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
         return {}
-
-
-class KnownAcceptance(Acceptance):
-    """Acceptance of the clairvoyant policy, the upper bound of the package's own: the true probability of each guess
-    (not its outcome). Decisions are optimal for each step, not for the whole rollout."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
-        known = np.zeros((len(self.prior), len(rows)))
-        positions = table.committed[rows].tolist()
-        for index, (row, position) in enumerate(zip(rows.tolist(), positions, strict=True)):
-            seed = table.requests[row].sampling.seed
-            for number, method in enumerate(self.methods):
-                known[number, index] = self._world.text.probability(method, seed, position)
-        return known
-
-
-class KnownCost(StepCost):
-    """Step cost of the clairvoyant policy: true seconds of a step, the package's Python included."""
-
-    is_known = True
-
-    def __init__(self, world: World, engine: SimulatedEngine, clock: VirtualClock) -> None:
-        super().__init__()
-        self._world, self._engine, self._clock = world, engine, clock
-
-    def curve(self, num_rows: int, most: int) -> np.ndarray:
-        process, context = self._clock.process, self._engine.cached_tokens
-        at = np.unique(np.linspace(0, most, _CURVE_POINTS).astype(int))
-        forward = [self._world.target.seconds(num_rows, num_rows + int(extra), context) for extra in at]
-        python_s = num_rows * (self._world.python.verify_row_us / 1e6)
-        return np.interp(np.arange(most + 1), at, np.array(forward) * process.slowness + python_s)
 
 
 class VirtualRun:

@@ -12,7 +12,7 @@ from specactor_ray.core.ragged import enlarged
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor
-from specactor_ray.simulation.world import Span, World
+from specactor_ray.simulation.world import World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 
 
@@ -118,11 +118,9 @@ class SimulatedEngine:
         )
         seconds = world.target.seconds(decoded, positions, self.cached_tokens, prefilled)
         world.busy.add(actor.name)
-        begin = clock.kernel.now
         row_us = python.verify_row_us if self.speculates() else python.plain_row_us
         clock.work(seconds + decoded * (row_us / 1e6))
         world.busy.discard(actor.name)
-        world.record.add(Span(actor.name, "verify", begin, clock.kernel.now, decoded, positions + prefilled))
         columns = _kernels.verify(rows, self._numbers, self._truth, firsts, drafted, drafts.tokens)
         rows, starts, lengths, tokens, verified, accepted, finish = columns
         self.cached_tokens += len(tokens)

@@ -15,7 +15,7 @@ from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import guesses
-from specactor_ray.simulation.world import Span, World
+from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import NO_BRANCHES, Branches
 
 _PAGE = 256
@@ -105,7 +105,7 @@ class SimulatedProposer(SlotProposer):
         limits = mirrors.limits[slots]
         found = _kernels.look_up(self._known, mirrors.lines, mirrors.prompts, mirrors.ends, slots, limits)
         if len(slots):
-            self._work(self._time.forward.seconds(len(slots), found, 0), len(slots), found)
+            self._work(self._time.forward.seconds(len(slots), found, 0), len(slots))
         return np.zeros(len(self._placed), np.bool_)
 
     def _ready(self) -> Chains:
@@ -133,14 +133,11 @@ class SimulatedProposer(SlotProposer):
             self._anchors[mains] = mirrors.known[mains]
         seconds += self._time.seconds(len(ends), int(ends.sum()), shared, prefill)
         self.rows_drafted = 0 if prefill else len(ends)
-        self._work(seconds, len(ends), len(ends))
+        self._work(seconds, len(ends))
         return changed
 
-    def _work(self, seconds: float, rows: int, positions: int) -> None:
-        clock, world = self._clock, self._world
-        begin = clock.kernel.now
-        clock.work(seconds + rows * (world.python.draft_row_us / 1e6))
-        world.record.add(Span(self._name, "draft", begin, clock.kernel.now, rows, positions))
+    def _work(self, seconds: float, rows: int) -> None:
+        self._clock.work(seconds + rows * (self._world.python.draft_row_us / 1e6))
 
     def tails(self, slots: np.ndarray) -> Tails:
         tails = super().tails(slots)

@@ -95,14 +95,6 @@ class TestText:
         for right, share in ((2, 0.18), (3, 0.12), (4, 0.1)):
             assert np.mean(rank[rank >= right] == right) == pytest.approx(share, abs=0.02)
 
-    def test_the_clairvoyant_knows_probabilities_and_not_outcomes(self) -> None:
-        text = generated(skill(0.6, spread=0.5, burst=0.5))
-        known = [text.probability("m", seed, position) for seed in range(REQUESTS) for position in range(LENGTH)]
-        right = [one for seed in range(REQUESTS) for one in rights(text, "m", seed)]
-        for low, high in ((0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 0.95)):
-            bucket = [(p, hit) for p, hit in zip(known, right, strict=True) if low <= p < high]
-            assert fmean(hit for _, hit in bucket) == pytest.approx(fmean(p for p, _ in bucket), abs=0.03)
-
 
 class Engine:
     """An engine on a kernel of its own."""

@@ -134,8 +134,6 @@ def test_a_hosted_head_drafts_between_the_steps_of_decoupled_verifiers(tmp_path:
     apart, head = results_of(write_scenario(tmp_path, text), names=["decoupled", "head"])
     assert (apart.tokens, apart.devices, apart.draft_devices) == (head.tokens, head.devices, head.draft_devices)
     assert head.metrics.acceptance_length > apart.metrics.acceptance_length
-    drafting = [{span.actor.partition("-")[0] for span in one.spans if span.what == "draft"} for one in (apart, head)]
-    assert drafting == [{"draft_model"}, {"draft_model", "verifier"}]
 
 
 DAYS = """
