@@ -76,9 +76,14 @@ class VirtualBackend:
     """Least and most seconds of the start of an actor's process."""
 
     def __init__(
-        self, network: Network, machines: Machines, controller: VirtualActor, world: World, numbers: Iterator[int]
+        self,
+        network: Network,
+        machines: Machines,
+        controller: VirtualActor,
+        make_host: Callable[[VirtualActor], ActorHost],
+        numbers: Iterator[int],
     ) -> None:
-        self._network, self.machines, self._world = network, machines, world
+        self._network, self.machines, self._make_host = network, machines, make_host
         self.calls = network.calls(controller)
         self.actors: dict[str, VirtualActor] = {}
         """Actor id → every launched actor."""
@@ -119,7 +124,7 @@ class VirtualBackend:
         assert node is not None  # the seat was settled
         start_s = network.rng.uniform(*self.start_s)
         actor = self.actors[spec.actor_id] = network.start_actor(
-            spec.actor_id, node, lambda actor: cls(spec, SimulatedHost(network, actor, self._world)), start_s
+            spec.actor_id, node, lambda actor: cls(spec, self._make_host(actor)), start_s
         )
         if not node.alive:
             network.kill(actor, node_lost=True)
@@ -140,8 +145,7 @@ class SimulatedHost(ActorHost):
     """Interface of a simulated process to its actor."""
 
     def __init__(self, network: Network, actor: VirtualActor, world: World) -> None:
-        self._network, self._actor, self._world = network, actor, world
-        self._clock, self.calls = network.clock(actor), network.calls(actor)
+        self._world, self._clock, self.calls = world, network.clock(actor), network.calls(actor)
 
     def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         pass
@@ -150,7 +154,7 @@ class SimulatedHost(ActorHost):
         world, target = self._world, spec.config.target
         self._clock.work(world.load_s)
         limits = (target.max_batch, target.max_step_tokens, world.cache_tokens)
-        return SimulatedEngine(self._actor, self._clock, self._network, world, *limits)
+        return SimulatedEngine(self._clock, world, *limits)
 
     def build_drafting(self, spec: ActorSpec, engine: Any) -> Drafting:
         drafting = super().build_drafting(spec, engine)
@@ -158,10 +162,8 @@ class SimulatedHost(ActorHost):
         return drafting
 
     def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
-        world, clock, name = self._world, self._clock, self._actor.name
-        clock.work(world.load_s)
-        limits = (drafter.max_batch, drafter.branches)
-        return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random, *limits)
+        self._clock.work(self._world.load_s)
+        return SimulatedProposer(drafter.method, self._clock, self._world, drafter.max_batch, drafter.branches)
 
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
         self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
@@ -175,7 +177,7 @@ class VirtualRun:
         config, world: The package's configuration, and the ground truth of its models.
         nodes: The machines; the driver and the controller have a separate machine.
         seed: Seed of latencies and of the order of simultaneous events.
-        trace: Called with (time, what) for each event.
+        network: Class of the network.
     """
 
     def __init__(
@@ -184,11 +186,11 @@ class VirtualRun:
         world: World,
         nodes: Sequence[Node],
         seed: int,
-        trace: Callable[[float, str], None] | None = None,
+        network: type[Network] = Network,
     ) -> None:
         self.config, self.world = config, world
-        self.kernel = Kernel(seed, trace)
-        self.network = Network(self.kernel, random.Random(f"network {seed}"))
+        self.kernel = Kernel(seed)
+        self.network = network(self.kernel, random.Random(f"network {seed}"))
         self.machines = Machines(list(nodes))
         self.head = Node("head", cpus=0.0)
         offset_s = random.Random(f"driver {seed}").uniform(0.0, 1e5)
@@ -211,7 +213,11 @@ class VirtualRun:
             self.network.kill(actor)
         self.machines.groups.clear()
 
+    def make_host(self, actor: VirtualActor) -> ActorHost:
+        """The parts of a simulated process."""
+        return SimulatedHost(self.network, actor, self.world)
+
     def _make_controller(self, actor: VirtualActor) -> Controller:
-        self.backend = VirtualBackend(self.network, self.machines, actor, self.world, self._suffixes)
+        self.backend = VirtualBackend(self.network, self.machines, actor, self.make_host, self._suffixes)
         classes = ActorClasses(VerifierActor, DraftActor)
         return Controller(self.config, "sim", classes, backend=self.backend)

@@ -1,4 +1,4 @@
-"""Ground truth of one simulation: text, durations, faults of engines."""
+"""Ground truth of one simulation: text and durations."""
 
 from __future__ import annotations
 
@@ -84,14 +84,6 @@ class World:
     cache_tokens: float = float("inf")
     """Tokens of each verifier's cache."""
     max_model_len: int = 100_000
-    poison: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Seed of a request → its fault (`crash` or `wedge` of the engine), and the output position of the fault."""
-    wedged: set[str] = field(default_factory=set)
-    """Verifiers whose engine does not return from its next step."""
-    busy: set[str] = field(default_factory=set)
-    """Verifiers that are in a step."""
-    corrupt: set[str] = field(default_factory=set)
-    """Draft actors with wrong drafts."""
     version_of: dict[int, int] = field(default_factory=dict)
     """Seed of a request → version of its weights."""
 

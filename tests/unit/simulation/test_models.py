@@ -103,15 +103,13 @@ class Engine:
         self.kernel = Kernel(0)
         self.process = Process("verifier-0", slowness=settings.pop("slowness", 1.0))
         self.clock = VirtualClock(self.kernel, self.process)
-        network = Network(self.kernel, random.Random(0))
-        actor = VirtualActor("verifier-0", Node("n", 1.0), self.process)
         world = World(
             GeneratedText(lengths, []),
             LinearTime(1.0, 0.001),
             python=PythonConfig(*settings.pop("python", (0.0, 0.0, 0.0))),
         )
         limits = {"max_batch": 8, "max_step_tokens": 1000, "cache_tokens": float("inf"), **settings}
-        self.engine = Driver(SimulatedEngine(actor, self.clock, network, world, **limits))
+        self.engine = Driver(SimulatedEngine(self.clock, world, **limits))
 
     def add(self, seed: int, prompt: int = 10, most: int = 1000) -> None:
         sampling = SamplingParams(max_tokens=most, seed=seed)
@@ -221,7 +219,7 @@ class Drafting:
         self.truth = text.output(sampling, 0).astype(np.int32)
         self.clock = VirtualClock(Kernel(0), Process("d"))
         world = World(text, drafting={"m": time})
-        self.proposer = SimulatedProposer("d", "m", self.clock, world, lambda: 0.0, branches=branches)
+        self.proposer = SimulatedProposer("m", self.clock, world, branches=branches)
         self.proposer.open(0, "1", tuple(range(prompt)), (), sampling, window=4)
 
     def run(self, script: Callable[[], Any]) -> float:
