@@ -28,10 +28,9 @@ import ray
 from specactor_ray import Rollout
 from specactor_ray.config.load import from_mapping
 from specactor_ray.core.console import make_console, say
-from specactor_ray.serve.run import listening_socket, server_of
+from specactor_ray.serve.run import serving
 from specactor_ray.serve.service import Service
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
-from tests.waiting import wait_until
 
 SETTINGS: dict[str, Any] = {
     "mode": "decoupled",
@@ -156,14 +155,9 @@ def main() -> int:
     options = parser.parse_args()
     ray.init(address="local", num_cpus=6, include_dashboard=False, namespace="specactor", logging_level="ERROR")
     memory, console = list[float](), make_console()
-    with Rollout(from_mapping(SETTINGS)) as rollout:
-        listener = listening_socket("127.0.0.1", 0)
-        server = server_of(Service(rollout, "tiny"))
-        load = Load(f"http://127.0.0.1:{listener.getsockname()[1]}", options.seed)
-        serving = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
+    with Rollout(from_mapping(SETTINGS)) as rollout, serving(Service(rollout, "tiny")) as url:
+        load = Load(url, options.seed)
         clients = threading.Thread(target=lambda: asyncio.run(load.run()), daemon=True)
-        serving.start()
-        wait_until(lambda: server.started, "the server")
         clients.start()
         begin, rng, driver = time.monotonic(), random.Random(options.seed), psutil.Process()
         while time.monotonic() - begin < 60.0 * options.minutes:
@@ -175,16 +169,14 @@ def main() -> int:
             say(console, f"{minutes:5.1f} min: {done}, driver {memory[-1]:.0f} MiB, {drafted}; killed {killed}")
         load.stopped = True
         clients.join(300.0)
-        server.should_exit = True
-        serving.join(60.0)
-        left = [thread.name for thread in (clients, serving) if thread.is_alive()]
+        left = clients.is_alive()
     ray.shutdown()
     for failure in load.failures[:20]:
         say(console, f"failed: {failure}")
     early, late = memory[len(memory) // 5], max(memory[-2:])
     grew = late > _MOST_GROWTH * early
     say(console, f"memory of the driver: {early:.0f} MiB after a fifth, {late:.0f} at the end")
-    return int(bool(load.failures or left or grew))
+    return int(bool(load.failures) or left or grew)
 
 
 if __name__ == "__main__":

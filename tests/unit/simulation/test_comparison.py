@@ -46,6 +46,13 @@ def results(scenario: Path) -> list[Result]:
     return results_of(scenario)
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of jobs begin at once, without imports."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(comparison.multiprocessing, "get_context", lambda method: context)
+
+
 def text_of(table: Table) -> str:
     console = Console(width=140)
     with console.capture() as captured:
@@ -77,6 +84,7 @@ class TestComparing:
         (other,) = results_of(scenario, ["seed=4"], ["decoupled"])
         assert other.digest != results[2].digest
 
+    @pytest.mark.usefixtures("forked")
     def test_an_interruption_leaves_no_process(self, scenario: Path) -> None:
         def interrupt(done: float) -> None:
             raise KeyboardInterrupt
@@ -85,11 +93,13 @@ class TestComparing:
             compare(scenario, names=["plain", "coupled"], processes=2, on_progress=interrupt)
         assert not multiprocessing.active_children()
 
+    @pytest.mark.usefixtures("forked")
     def test_an_error_of_one_variant_ends_all(self, tmp_path: Path) -> None:
         path = write_scenario(tmp_path, SMALL + "  long: [workload.max_tokens=200000]\n")
         with pytest.raises(ConfigError, match=r"workload\.max_tokens: .* 200,032 tokens, .* its context 100,000"):
             compare(path, names=["long", "plain"], processes=2)
 
+    @pytest.mark.usefixtures("forked")
     def test_a_process_that_dies_is_an_error(self, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(comparison, "simulate_variant", die)
         with pytest.raises(SpecActorError, match=r"a process died .*--processes 1"):
@@ -129,7 +139,7 @@ class TestFigures:
 
 class TestCommand:
     def test_same_seed_same_table_and_report(self, scenario: Path, tmp_path: Path) -> None:
-        arguments = ["--config", scenario, "--output"]
+        arguments = ["--config", scenario, "--compare", "decoupled", "--output"]
         first, second = (simulate(*arguments, tmp_path / name) for name in ("a", "b"))
         assert first.exit_code == second.exit_code == 0, first.output
         assert first.stdout.replace(f"{tmp_path}/a", f"{tmp_path}/b") == second.stdout
