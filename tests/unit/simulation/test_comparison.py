@@ -138,14 +138,6 @@ class TestFigures:
 
 
 class TestCommand:
-    def test_same_seed_same_table_and_report(self, scenario: Path, tmp_path: Path) -> None:
-        arguments = ["--config", scenario, "--compare", "decoupled", "--output"]
-        first, second = (simulate(*arguments, tmp_path / name) for name in ("a", "b"))
-        assert first.exit_code == second.exit_code == 0, first.output
-        assert first.stdout.replace(f"{tmp_path}/a", f"{tmp_path}/b") == second.stdout
-        reports = [(tmp_path / name / "report.json").read_bytes() for name in ("a", "b")]
-        assert reports[0] == reports[1]
-
     def test_report_and_plot_are_written_and_named(self, scenario: Path, tmp_path: Path) -> None:
         folder, overrides = tmp_path / "new" / "out", ["seed=5", "part=4", "workload.requests=8"]
         done = simulate("-c", scenario, "--compare", "plain, decoupled", "--output", folder, *overrides)
