@@ -79,10 +79,9 @@ class ActorHost:
             hosted = sum(footprint(spec.drafters[method], target, device_bytes()) for method in spec.inline)
         return build_engine(target, "cuda" if target.gpus else "cpu", spec.window, hosted)
 
-    def build_drafting(self, spec: ActorSpec, engine: TargetEngine, *figures: Any) -> Drafting:
-        """The drafts' side of a verifier. `figures`: acceptance and step cost, where they are not to be learned."""
+    def build_drafting(self, spec: ActorSpec, engine: TargetEngine) -> Drafting:
+        """The drafts' side of a verifier."""
         from specactor_ray.verify.drafting import Drafting
-        from specactor_ray.verify.table import Acceptance
 
         return Drafting(
             spec.actor_id,
@@ -92,7 +91,7 @@ class ActorHost:
             spec.config.target.max_batch,
             spec.window,
             spec.branches,
-            *(figures or (Acceptance(spec.priors),)),
+            spec.priors,
         )
 
     @collected_once()

@@ -96,8 +96,8 @@ def cost_table(profile: Mapping[str, Any]) -> Table:
     return table
 
 
-def prediction_table(plan: Plan, shrinks: bool = False) -> Table:
-    """The best window of every layout, fastest first. `shrinks`: speeds are those of a rollout whose requests end."""
+def prediction_table(plan: Plan) -> Table:
+    """The best window of every layout, fastest first."""
     title = f"batch {plan.batch} on {plan.devices} device(s), context {plan.context:.0f}"
     columns = ("mode", "method", "verifiers", "drafters", "requests", "window", "tokens/s")
     table = make_table(columns, title=title, text=("mode", "method"), caption_justify="left")
@@ -113,6 +113,6 @@ def prediction_table(plan: Plan, shrinks: bool = False) -> Table:
         )
     table.caption = (
         "* chosen. verifiers, drafters: number x cores or GPUs of each; requests: of a verifier; tokens/s: of all "
-        "requests" + (", over the whole rollout, in which requests end" if shrinks else "")
+        "requests"
     )
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,8 +21,6 @@ from specactor_ray.core.signals import signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
     from specactor_ray.simulation.comparison import Sweep
-    from specactor_ray.simulation.rollouts import Result
-    from specactor_ray.simulation.world import Span
 
 app = typer.Typer(
     help="Predict the speed of rollouts: the package's own loops and controller on virtual time.", no_args_is_help=True
@@ -46,15 +43,12 @@ def run(
         str | None,
         typer.Option(metavar="KEY=V1,V2,...", help="Simulate at each of these values of a key.", show_default=False),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the report, plots and timelines; never overwritten.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the report and its plot; never overwritten.")] = None,
     processes: Annotated[int | None, typer.Option(help="Default: one per core.", show_default=False)] = None,
 ) -> None:
     """Predict how fast the variants of a scenario are, such as one of conf/simulation.
 
-    The hardware is modelled, the decisions are the package's own. --output adds plots and a timeline per variant, which
-    ui.perfetto.dev opens.
+    The hardware is modelled, the decisions are the package's own. --output adds a plot.
     """
     overrides = overrides or []
     require_positive("--processes", processes)
@@ -74,7 +68,7 @@ def run(
     try:
         with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "simulating", 1.0) as progress:
             total = len(names) * (len(axis.values) if axis is not None else 1)
-            report, results = comparison.compare(
+            report = comparison.compare(
                 *(config, overrides, names, axis, processes),
                 lambda done: progress.update(done / total, f"{done:.0f} of {total} runs"),
             )
@@ -88,22 +82,7 @@ def run(
     _show(report, console)
     if output is not None:
         with signals_deferred():
-            _write(output, report, results, console)
-
-
-@app.command()
-def plan(config: ScenarioFile, overrides: ScenarioOverrides = None) -> None:
-    """Choose verifiers and drafters for a scenario by its cost models; nothing is simulated."""
-    from specactor_ray.cli.plan import prediction_table
-    from specactor_ray.simulation.planning import NOT_PLANNED, plan_scenario
-    from specactor_ray.simulation.scenario import Arrival, load_scenario
-
-    scenario = load_scenario(config, overrides or ())
-    found, console = plan_scenario(scenario), make_console()
-    console.print(prediction_table(found, shrinks=scenario.workload.arrival is Arrival.at_once))
-    say(console, NOT_PLANNED)
-    for line in (*found.rejected, found.words()):
-        say(console, line)
+            _write(output, report, console)
 
 
 def parse_names(text: str | None) -> list[str] | None:
@@ -139,24 +118,21 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
         say(console, f"all figures are of 1/{point['part']} of the cluster")
 
 
-def _write(folder: Path, report: Mapping[str, Any], results: Sequence[Result], console: Console) -> None:
-    """Write the report, plots and timelines, and name the files."""
-    data = {"report.json": report}
-    if not report["sweep"]:
-        data |= {timeline_file(one.variant): timeline(one.variant, one.spans) for one in results if one.spans}
-    for name, content in data.items():
-        try:
-            write_json(folder / name, content, 2 if content is report else None, shared=True, new=True)
-        except OSError as error:
-            raise InputError(f"{folder / name} cannot be written ({error.strerror})") from None
+def _write(folder: Path, report: Mapping[str, Any], console: Console) -> None:
+    """Write the report and its plot, and name the files."""
+    file = folder / "report.json"
+    try:
+        write_json(file, report, 2, shared=True, new=True)
+    except OSError as error:
+        raise InputError(f"{file} cannot be written ({error.strerror})") from None
     plot = write_plot(folder, report)
-    for written in [*data, *plot]:
+    for written in ["report.json", *plot]:
         say(console, f"written: {(folder / written).resolve()}")
     if not plot:
         say(console, "no plot: matplotlib is not installed (pip install matplotlib)")
 
 
-# ---- tables, plots and timelines, from the plain data of reports ----
+# ---- tables and plots, from the plain data of reports ----
 
 
 def speed_table(point: Mapping[str, Any]) -> Table:
@@ -233,30 +209,6 @@ def write_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
 
     name, plot, size = ("sweep.png", draw_ratios, (7, 4)) if report["sweep"] else ("running.png", draw_running, (8, 4))
     return [name] if draw(folder / name, plot, size=size) else []
-
-
-def timeline_file(variant: str) -> str:
-    """Name of a variant's timeline."""
-    name = re.sub(r"[^-.\w]", "_", variant)
-    return f"trace-{name}.json"
-
-
-def timeline(variant: str, spans: Sequence[Span]) -> dict[str, Any]:
-    """A timeline in the Trace Event Format, which Perfetto and chrome://tracing open: a row per actor."""
-    verifiers = {span.actor for span in spans if span.what == "verify"}
-    events: list[dict[str, Any]] = []
-    places: dict[str, dict[str, int]] = {}
-    for number, actor in enumerate(sorted({span.actor for span in spans}), start=1):
-        place = places[actor] = {"pid": 1 if actor in verifiers else 2, "tid": number}
-        group = "verifiers" if actor in verifiers else "drafters"
-        events.append({"ph": "M", "name": "process_name", **place, "args": {"name": group}})
-        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": actor}})
-    for span in sorted(spans, key=lambda span: span.begin):
-        # Whole nanoseconds: spans that touch do not overlap in the file.
-        begin, end = round(1e9 * span.begin), round(1e9 * span.end)
-        event = {"ph": "X", "name": span.what, **places[span.actor], "ts": begin / 1e3, "dur": (end - begin) / 1e3}
-        events.append({**event, "args": {"rows": span.rows, "positions": span.positions}})
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"variant": variant}}
 
 
 def _table(title: str, columns: Sequence[str], text: Sequence[str]) -> Table:

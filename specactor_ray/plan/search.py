@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -48,13 +48,6 @@ _RARELY = 1e-6
 _BEHIND_WRONG = np.array(RIGHT_BEHIND_WRONG)
 _RIGHT = _BEHIND_WRONG * np.cumprod(np.append(1.0, 1.0 - _BEHIND_WRONG[:-1]))
 """`(4,)`: chance that the second, third, ... candidate is right where the first is wrong."""
-
-
-class SliceLoad(NamedTuple):
-    """Load of a slice of a rollout: requests, and their mean tokens of prompt and output."""
-
-    requests: float
-    context: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +82,7 @@ class Candidate:
     window: int
     """Draft tokens; 0 in plain mode."""
     tokens_per_s: float
-    """Tokens per second of the whole cluster; of a rollout that shrinks, over all its slices."""
+    """Tokens per second of the whole cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +124,6 @@ def search_plan(
     requests: int,
     context: float,
     modes: Sequence[ModeName] = ALL_MODES,
-    slices: Sequence[SliceLoad] = (),
 ) -> Plan:
     """Algorithm 1: predict every layout with every number of drafters and window, and take the one with the most tokens
     per second.
@@ -142,15 +134,12 @@ def search_plan(
     Args:
         verify: Device count → V; these counts are the verifier configurations.
         devices, requests, context: G, B, and their mean tokens of prompt and output.
-        slices: Loads of equal slices of a rollout that shrinks; one layout is chosen for all.
 
     Raises:
         InputError: No measured layout fits G devices.
     """
     predictions: list[Candidate] = []
     rejected: list[str] = []
-    loads = slices or [SliceLoad(requests, context)]
-    running = sum(load.requests for load in loads) / len(loads)
     for mode, name, g_d, g_v in _layouts(verify, methods, modes):
         size, costs, layout = g_d + g_v, verify[g_v], _words(mode, name, 1, g_v, min(g_d, 1), g_d)
         if size > devices:
@@ -162,9 +151,8 @@ def search_plan(
             if len(batches) == 1 and batch != batches[0]:
                 rejected.append(f"{layout}: batch {batch} was not measured, only {batches[0]:g}")
                 break
-            steps = [_best_step(mode, costs, method, g_d or g_v, n_v, n_d, load) for load in loads]
-            tgs = len(steps) / sum(1.0 / rate for _, rate in steps)
-            found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, steps[0][0], running * tgs))
+            window, tgs = _best_step(mode, costs, method, g_d or g_v, requests / n_v, requests / (n_d or n_v), context)
+            found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, window, requests * tgs))
         least = _NEARLY * max((candidate.tokens_per_s for candidate in found), default=0.0)
         predictions += [candidate for candidate in found if candidate.tokens_per_s >= least][:1]
     if not predictions:
@@ -209,13 +197,11 @@ class Cost(Protocol):
 
 
 def _best_step(
-    mode: ModeName, costs: GridCost, method: Method | None, devices: int, n_v: int, n_d: int, load: SliceLoad
+    mode: ModeName, costs: GridCost, method: Method | None, devices: int, batch: float, rows: float, context: float
 ) -> tuple[int, float]:
-    """The best window at this load, and its TGS; `devices`: those of a drafter."""
-    batch, context = max(load.requests / n_v, 1.0), load.context
+    """The best window, and its TGS. `devices`: of a drafter; `batch`, `rows`: requests of a verifier, a drafter."""
     if method is None:
         return 0, 1.0 / costs.step(batch, context)
-    rows = max(load.requests / n_d, 1.0) if n_d else batch
     survival, drafting = method.survival[: int(costs.knots[1][-1])], method.costs[devices]
     if mode is ModeName.coupled:
         verify = np.array([costs.step(batch, context, window) for window in range(len(survival))])

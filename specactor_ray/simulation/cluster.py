@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from specactor_ray.actors.loops import DraftActor, VerifierActor
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import ActorSpec
@@ -21,21 +19,17 @@ from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.controller.controller import Controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.plan.costs import StepCost
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.engine import SimulatedEngine
-from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
+from specactor_ray.simulation.kernel import Kernel, Process
 from specactor_ray.simulation.network import Network, Node, VirtualActor
 from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import WeightSet
 from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.table import Acceptance, RequestTable
 
 LINGER_S = (0.0, 1.5)
 """Least and most seconds from the request to end a process to its end."""
-_CURVE_POINTS = 33
-"""Number of draft positions at which a step's true cost is computed; the cost is linear in between."""
 
 
 def silence() -> None:
@@ -82,9 +76,14 @@ class VirtualBackend:
     """Least and most seconds of the start of an actor's process."""
 
     def __init__(
-        self, network: Network, machines: Machines, controller: VirtualActor, world: World, numbers: Iterator[int]
+        self,
+        network: Network,
+        machines: Machines,
+        controller: VirtualActor,
+        make_host: Callable[[VirtualActor], ActorHost],
+        numbers: Iterator[int],
     ) -> None:
-        self._network, self.machines, self._world = network, machines, world
+        self._network, self.machines, self._make_host = network, machines, make_host
         self.calls = network.calls(controller)
         self.actors: dict[str, VirtualActor] = {}
         """Actor id → every launched actor."""
@@ -125,7 +124,7 @@ class VirtualBackend:
         assert node is not None  # the seat was settled
         start_s = network.rng.uniform(*self.start_s)
         actor = self.actors[spec.actor_id] = network.start_actor(
-            spec.actor_id, node, lambda actor: cls(spec, SimulatedHost(network, actor, self._world)), start_s
+            spec.actor_id, node, lambda actor: cls(spec, self._make_host(actor)), start_s
         )
         if not node.alive:
             network.kill(actor, node_lost=True)
@@ -146,8 +145,7 @@ class SimulatedHost(ActorHost):
     """Interface of a simulated process to its actor."""
 
     def __init__(self, network: Network, actor: VirtualActor, world: World) -> None:
-        self._network, self._actor, self._world = network, actor, world
-        self._clock, self.calls = network.clock(actor), network.calls(actor)
+        self._world, self._clock, self.calls = world, network.clock(actor), network.calls(actor)
 
     def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         pass
@@ -156,59 +154,20 @@ class SimulatedHost(ActorHost):
         world, target = self._world, spec.config.target
         self._clock.work(world.load_s)
         limits = (target.max_batch, target.max_step_tokens, world.cache_tokens)
-        return SimulatedEngine(self._actor, self._clock, self._network, world, *limits)
+        return SimulatedEngine(self._clock, world, *limits)
 
-    def build_drafting(self, spec: ActorSpec, engine: Any, *figures: Any) -> Drafting:
-        world = self._world
-        known = (KnownAcceptance(world), KnownCost(world, engine, self._clock)) if world.clairvoyant else ()
-        drafting = super().build_drafting(spec, engine, *known)
+    def build_drafting(self, spec: ActorSpec, engine: Any) -> Drafting:
+        drafting = super().build_drafting(spec, engine)
         engine.speculates = lambda: len(drafting) > 0 and not drafting.policy.suspension.is_quiet
         return drafting
 
     def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
-        world, clock, name = self._world, self._clock, self._actor.name
-        clock.work(world.load_s)
-        limits = (drafter.max_batch, drafter.branches)
-        return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random, *limits)
+        self._clock.work(self._world.load_s)
+        return SimulatedProposer(drafter.method, self._clock, self._world, drafter.max_batch, drafter.branches)
 
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
         self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
         return {}
-
-
-class KnownAcceptance(Acceptance):
-    """Acceptance of the clairvoyant policy, the upper bound of the package's own: the true probability of each guess
-    (not its outcome). Decisions are optimal for each step, not for the whole rollout."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self._world = world
-
-    def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
-        known = np.zeros((len(self.prior), len(rows)))
-        positions = table.committed[rows].tolist()
-        for index, (row, position) in enumerate(zip(rows.tolist(), positions, strict=True)):
-            seed = table.requests[row].sampling.seed
-            for number, method in enumerate(self.methods):
-                known[number, index] = self._world.text.probability(method, seed, position)
-        return known
-
-
-class KnownCost(StepCost):
-    """Step cost of the clairvoyant policy: true seconds of a step, the package's Python included."""
-
-    is_known = True
-
-    def __init__(self, world: World, engine: SimulatedEngine, clock: VirtualClock) -> None:
-        super().__init__()
-        self._world, self._engine, self._clock = world, engine, clock
-
-    def curve(self, num_rows: int, most: int) -> np.ndarray:
-        process, context = self._clock.process, self._engine.cached_tokens
-        at = np.unique(np.linspace(0, most, _CURVE_POINTS).astype(int))
-        forward = [self._world.target.seconds(num_rows, num_rows + int(extra), context) for extra in at]
-        python_s = num_rows * (self._world.python.verify_row_us / 1e6)
-        return np.interp(np.arange(most + 1), at, np.array(forward) * process.slowness + python_s)
 
 
 class VirtualRun:
@@ -218,7 +177,7 @@ class VirtualRun:
         config, world: The package's configuration, and the ground truth of its models.
         nodes: The machines; the driver and the controller have a separate machine.
         seed: Seed of latencies and of the order of simultaneous events.
-        trace: Called with (time, what) for each event.
+        network: Class of the network.
     """
 
     def __init__(
@@ -227,11 +186,11 @@ class VirtualRun:
         world: World,
         nodes: Sequence[Node],
         seed: int,
-        trace: Callable[[float, str], None] | None = None,
+        network: type[Network] = Network,
     ) -> None:
         self.config, self.world = config, world
-        self.kernel = Kernel(seed, trace)
-        self.network = Network(self.kernel, random.Random(f"network {seed}"))
+        self.kernel = Kernel(seed)
+        self.network = network(self.kernel, random.Random(f"network {seed}"))
         self.machines = Machines(list(nodes))
         self.head = Node("head", cpus=0.0)
         offset_s = random.Random(f"driver {seed}").uniform(0.0, 1e5)
@@ -254,7 +213,11 @@ class VirtualRun:
             self.network.kill(actor)
         self.machines.groups.clear()
 
+    def make_host(self, actor: VirtualActor) -> ActorHost:
+        """The parts of a simulated process."""
+        return SimulatedHost(self.network, actor, self.world)
+
     def _make_controller(self, actor: VirtualActor) -> Controller:
-        self.backend = VirtualBackend(self.network, self.machines, actor, self.world, self._suffixes)
+        self.backend = VirtualBackend(self.network, self.machines, actor, self.make_host, self._suffixes)
         classes = ActorClasses(VerifierActor, DraftActor)
         return Controller(self.config, "sim", classes, backend=self.backend)

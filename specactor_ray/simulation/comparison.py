@@ -25,13 +25,12 @@ from specactor_ray.simulation.scenario import load_scenario, variant_of
 
 @dataclass(frozen=True)
 class VariantJob:
-    """One variant of a scenario to simulate, with the package's own policy or the clairvoyant one."""
+    """One variant of a scenario to simulate."""
 
     path: Path
     overrides: Sequence[str]
     """`KEY=VALUE` items that hold for all variants."""
     variant: str
-    clairvoyant: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,30 +48,28 @@ def compare(
     sweep: Sweep | None = None,
     processes: int | None = None,
     on_progress: Callable[[float], None] = lambda done: None,
-) -> tuple[dict[str, Any], list[Result]]:
+) -> dict[str, Any]:
     """Simulate variants of a scenario (default: all), at every value of a sweep. `overrides`: `KEY=VALUE` items that
     hold for all variants; the other arguments and errors are those of `run_jobs`.
 
     Returns:
-        The report as plain data (`points`: one element per value), and the results.
+        The report as plain data (`points`: one element per value).
     """
     along = {"": [*overrides]}
     if sweep is not None:
         along = {value: [*overrides, f"{sweep.key}={value}"] for value in sweep.values}
     chosen = {value: choose_variants(path, items, names) for value, items in along.items()}
     jobs = [VariantJob(path, items, name) for value, items in along.items() for name in chosen[value]]
-    results = run_jobs(jobs, processes, on_progress)
-    points, rest = [], iter(results)
+    points, results = [], iter(run_jobs(jobs, processes, on_progress))
     for value, items in along.items():
-        points.append({"value": value, **_point(path, items, [*itertools.islice(rest, len(chosen[value]))])})
-    report = {
+        points.append({"value": value, **_point(path, items, [*itertools.islice(results, len(chosen[value]))])})
+    return {
         "scenario": str(path),
         "overrides": list(overrides),
         "sweep": sweep.key if sweep is not None else "",
         "points": points,
         "versions": versions(),
     }
-    return report, results
 
 
 def _point(path: Path, items: Sequence[str], results: Sequence[Result]) -> dict[str, Any]:
@@ -148,7 +145,7 @@ def _run_in_processes(jobs: Sequence[VariantJob], processes: int, on_progress: C
 def simulate_variant(job: VariantJob) -> Result:
     """Simulate one variant in this process. Raises ConfigError if the scenario or the variant is wrong, and
     SimulationError if the run cannot end, or the package raised an error."""
-    rollouts = SimulatedRollouts(job.variant, variant_of(job.path, job.overrides, job.variant), job.clairvoyant)
+    rollouts = SimulatedRollouts(job.variant, variant_of(job.path, job.overrides, job.variant))
     try:
         return rollouts.run()
     except SimulationError as error:

@@ -11,8 +11,7 @@ from specactor_ray.core.errors import InputError
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
-from specactor_ray.simulation.network import Network, VirtualActor
-from specactor_ray.simulation.world import Span, World
+from specactor_ray.simulation.world import World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 
 
@@ -24,27 +23,18 @@ class SimulatedEngine:
     the head of the queue, and is prefilled again, as in vLLM (recompute preemption).
 
     Args:
-        actor, clock, network: Its actor, the clock of its process, and the network, which ends the process when a
-            request is poison.
-        world: Text, durations, exceptions.
+        clock, world: Clock of its process; text and durations.
         max_batch, max_step_tokens: Most rows, and most positions, of a step.
         cache_tokens: Most tokens of all contexts in total.
     """
 
     def __init__(
-        self,
-        actor: VirtualActor,
-        clock: VirtualClock,
-        network: Network,
-        world: World,
-        max_batch: int,
-        max_step_tokens: int,
-        cache_tokens: float,
+        self, clock: VirtualClock, world: World, max_batch: int, max_step_tokens: int, cache_tokens: float
     ) -> None:
         self.vocab_size, self.max_model_len = world.text.vocab_size, world.max_model_len
         self.weight_version = 0
         self.closed = False
-        self._actor, self._clock, self._network, self._world = actor, clock, network, world
+        self._clock, self._world = clock, world
         self._max_batch, self._max_step_tokens, self._cache_tokens = max_batch, max_step_tokens, cache_tokens
         self._requests: dict[int, TargetRequest] = {}
         self._admitted: dict[int, None] = {}
@@ -108,21 +98,15 @@ class SimulatedEngine:
     # ---- steps ----
 
     def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
-        world, actor, clock = self._world, self._actor, self._clock
-        python = world.python
+        world, clock, python = self._world, self._clock, self._world.python
         self._admit()
-        self._break_down()
         rows, budget = self._in_order(), self._max_step_tokens
         firsts, drafted, decoded, positions, prefilled = _kernels.begin_step(
             rows, self._numbers, drafts.rows, drafts.lengths, budget
         )
         seconds = world.target.seconds(decoded, positions, self.cached_tokens, prefilled)
-        world.busy.add(actor.name)
-        begin = clock.kernel.now
         row_us = python.verify_row_us if self.speculates() else python.plain_row_us
         clock.work(seconds + decoded * (row_us / 1e6))
-        world.busy.discard(actor.name)
-        world.record.add(Span(actor.name, "verify", begin, clock.kernel.now, decoded, positions + prefilled))
         columns = _kernels.verify(rows, self._numbers, self._truth, firsts, drafted, drafts.tokens)
         rows, starts, lengths, tokens, verified, accepted, finish = columns
         self.cached_tokens += len(tokens)
@@ -131,7 +115,7 @@ class SimulatedEngine:
         self._preempt()
         logprobs = np.full(len(tokens), -1.0, np.float32)
         result = StepResult(rows, starts, lengths, tokens, logprobs, None, verified, accepted, finish)
-        result.forward_s, result.num_tokens = seconds * actor.process.slowness, positions + prefilled
+        result.forward_s, result.num_tokens = seconds * clock.process.slowness, positions + prefilled
         result.num_prefill_tokens = prefilled
         return result
 
@@ -150,18 +134,6 @@ class SimulatedEngine:
             self.cached_tokens -= self._context(row)
             self._numbers[_kernels.MISSING, row] = self._context(row)
             self._waiting = {row: None, **self._waiting}
-
-    def _break_down(self) -> None:
-        """End or block the process because of a poison request or a fault."""
-        world = self._world
-        if self._actor.name in world.wedged:
-            self._clock.sleep(float("inf"))
-        for row in self._admitted if world.poison else ():
-            kind, position = world.poison.get(self._requests[row].sampling.seed, ("", -1))
-            if kind and self._numbers[_kernels.OUTPUT, row] >= position:
-                if kind == "crash":
-                    self._network.kill(self._actor)
-                self._clock.sleep(float("inf"))
 
     # ---- weights and memory ----
 

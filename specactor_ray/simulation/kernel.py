@@ -72,10 +72,9 @@ class Fiber:
 
 
 class Kernel:
-    """Runs tasks and callbacks on virtual time. `seed` determines the order of simultaneous events; `trace` is called
-    with (time, what) for each event."""
+    """Runs tasks and callbacks on virtual time. `seed` determines the order of simultaneous events."""
 
-    def __init__(self, seed: int, trace: Callable[[float, str], None] | None = None) -> None:
+    def __init__(self, seed: int) -> None:
         self.now = 0.0
         """Virtual time in seconds."""
         self.events = 0
@@ -88,7 +87,6 @@ class Kernel:
         self._heap: list[tuple[float, float, int, Fiber | None, Any]] = []
         self._number = self._tasks = self.reads = 0
         self._hub = getcurrent()
-        self._trace = trace
         self._running: Fiber | None = None
         self._alive: dict[Fiber, None] = {}
         self._idle: list[greenlet] = []
@@ -190,7 +188,7 @@ class Kernel:
             if at_once > _MAX_EVENTS_AT_ONCE:
                 raise SimulationError(f"more than {_MAX_EVENTS_AT_ONCE} events at {time:.6f} s: something spins")
             if task is None:
-                self._count(0, what)
+                self._count(0)
                 what()
             else:
                 self._resume(task, what)
@@ -218,7 +216,7 @@ class Kernel:
             task.process.held.append((task, wake_id))
             return
         task.wake_id += 1
-        self._count(task.label, task.name)
+        self._count(task.label)
         self._running = task
         coroutine = task.coroutine
         if coroutine is None:
@@ -231,11 +229,9 @@ class Kernel:
         self._number += 1
         heapq.heappush(self._heap, (time, self._random(), self._number, task, what))
 
-    def _count(self, label: int, what: str | Callable[[], None]) -> None:
+    def _count(self, label: int) -> None:
         self.events += 1
         self.digest = crc32(_STAMP(self.now, label), self.digest)
-        if self._trace is not None:
-            self._trace(self.now, what if isinstance(what, str) else getattr(what, "__qualname__", "callback"))
 
 
 class VirtualClock:

@@ -1,7 +1,7 @@
-"""Actors, calls and objects of the virtual cluster in place of Ray, with faults that a seed determines.
+"""Actors, calls and objects of the virtual cluster in place of Ray.
 
-A call takes time both ways, runs as a task of the actor's process (eight at once), and fails like Ray's calls: the
-actor is gone for good, or it is unavailable, and the call may or may not have been carried out.
+A call takes time both ways, runs as a task of the actor's process (eight at once), and fails like Ray's calls once the
+actor's process has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from specactor_ray.cluster.backend import ProcessFacts
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.core.errors import (
     ActorLostError,
-    ActorUnavailableError,
     CallError,
     CallTimeoutError,
     RemoteError,
@@ -33,8 +32,6 @@ from specactor_ray.transport.messages import CommitBatch, DraftOpen, Features, T
 _CONCURRENCY = 8
 _DETECTION_S = (0.01, 1.0)
 """Least and most seconds from the end of an actor to the errors of its callers."""
-_UNAVAILABLE_S = (0.05, 5.0)
-"""The same for an unreachable actor."""
 
 
 @dataclass(eq=False)
@@ -45,25 +42,6 @@ class Node:
     cpus: float
     gpus: float = 0.0
     alive: bool = True
-    cut_off: bool = False
-    """Whether no call reaches or leaves it."""
-
-
-@dataclass
-class LinkFaults:
-    """Probabilities of faults of calls; changed while the simulation runs."""
-
-    lost_before: float = 0.0
-    """The call does not arrive; it fails like one to an unavailable actor."""
-    lost_after: float = 0.0
-    """The call is carried out, and its answer is lost."""
-    repeated: float = 0.0
-    """The call is carried out twice."""
-    delayed: float = 0.0
-    """The call takes up to `delay_s` longer, so that calls overtake each other."""
-    delay_s: float = 2.0
-    object_lost: float = 0.0
-    """A fetch of an object fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,8 +102,8 @@ class StoredObject:
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
-    """A call in flight: `arrive` and `answer` are events, `run` is a task of the actor's process."""
+class CallInFlight:
+    """A call: `arrive` and `answer` are events, `run` is a task of the actor's process."""
 
     network: Network
     caller: VirtualActor
@@ -133,23 +111,15 @@ class _Sent:
     method: str
     arguments: Sequence[Any]
     reference: Reference
-    keep_answer: bool
     value: Any = None
     error: SpecActorError | None = None
-
-    @property
-    def is_cut_off(self) -> bool:
-        return self.caller.node.cut_off != self.actor.node.cut_off
 
     def arrive(self) -> None:
         network, actor = self.network, self.actor
         if actor.process.dead:
-            network.fail_later(self.reference, actor.lost(), _DETECTION_S)
-        elif self.is_cut_off:
-            network.unavailable(self.reference, self.method)
+            network.fail_later(self.reference, actor.lost())
         else:
-            if self.keep_answer:
-                actor.open_calls[self.reference] = None
+            actor.open_calls[self.reference] = None
             # A heartbeat is answered beside all other calls, because it has its own concurrency group.
             if self.method == "heartbeat" and actor.instance is not None:
                 network.kernel.spawn(self.run, "call", actor.process)
@@ -172,26 +142,22 @@ class _Sent:
             self.error = raised
         except Exception as raised:  # noqa: BLE001 - Ray returns any exception of a method to the caller
             self.error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
-        if self.keep_answer:
-            network.kernel.at(network.kernel.now + network.latency() + network.delay(), self.answer)
+        self.send_answer()
+
+    def send_answer(self) -> None:
+        self.network.transmit(self.answer)
 
     def answer(self) -> None:
-        if self.is_cut_off:
-            self.network.unavailable(self.reference, self.method)
-        else:
-            self.actor.open_calls.pop(self.reference, None)
-            self.network.resolve(self.reference, self.value, self.error)
+        self.actor.open_calls.pop(self.reference, None)
+        self.network.resolve(self.reference, self.value, self.error)
 
 
 class Network:
-    """The connections of the processes of one simulation. `rng` draws latencies and faults."""
+    """The connections of the processes of one simulation. `rng` draws latencies."""
 
     def __init__(self, kernel: Kernel, rng: random.Random) -> None:
         self.kernel, self.rng = kernel, rng
-        self.faults = LinkFaults()
         self.actors: list[VirtualActor] = []
-        self.hits: dict[str, int] = {}
-        """Fault → number of affected calls."""
         self._objects: dict[int, Any] = {}
         self._latency_s, self._bytes_per_s = (0.0005, 0.002), float("inf")
 
@@ -239,38 +205,28 @@ class Network:
         actor.node_lost = node_lost
         self.kernel.kill(actor.process)
         for reference in list(actor.open_calls):
-            self.fail_later(reference, actor.lost(), _DETECTION_S)
+            self.fail_later(reference, actor.lost())
         actor.open_calls.clear()
         actor.queue.clear()
-
-    def lose_node(self, node: Node) -> None:
-        """End a machine with all its actors."""
-        node.alive = False
-        for actor in self.actors:
-            if actor.node is node:
-                self.kill(actor, node_lost=True)
 
     # ---- calls ----
 
     def send(self, caller: VirtualActor, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Reference:
         """Begin a call."""
-        reference, faults = Reference(caller.process), self.faults
-        if self._strikes("lost_before", faults.lost_before):
-            self.unavailable(reference, method)
-            return reference
-        keep_answer = not self._strikes("lost_after", faults.lost_after)
-        self._deliver(_Sent(self, caller, actor, method, arguments, reference, keep_answer))
-        if self._strikes("repeated", faults.repeated):
-            self._deliver(_Sent(self, caller, actor, method, arguments, Reference(), keep_answer=True))
-        if not keep_answer:
-            self.unavailable(reference, method, after=self.rng.uniform(0.01, 1.0))
+        reference = Reference(caller.process)
+        self.deliver(CallInFlight(self, caller, actor, method, arguments, reference))
         return reference
 
-    def _deliver(self, sent: _Sent) -> None:
+    def deliver(self, call: CallInFlight) -> None:
+        """Transmit a call to its actor."""
         size = 0
-        if self._bytes_per_s < float("inf") and sent.caller.node is not sent.actor.node:
-            size = payload_bytes(sent.arguments)
-        self.kernel.at(self.kernel.now + self.latency(size) + self.delay(), sent.arrive)
+        if self._bytes_per_s < float("inf") and call.caller.node is not call.actor.node:
+            size = payload_bytes(call.arguments)
+        self.transmit(call.arrive, size)
+
+    def transmit(self, arrived: Callable[[], None], num_bytes: float = 0.0) -> None:
+        """Carry a call or an answer of this size: `arrived` is called after its latency."""
+        self.kernel.at(self.kernel.now + self.latency(num_bytes), arrived)
 
     def start_calls(self, actor: VirtualActor) -> None:
         """Begin waiting calls, as many as may run at a time."""
@@ -297,27 +253,10 @@ class Network:
             for callback in reference.callbacks:
                 callback(reference)
 
-    def unavailable(self, reference: Reference, method: str, after: float = 0.0) -> None:
-        """Resolve a call like one to an unreachable actor, some time after `after` seconds."""
-        self.fail_later(reference, ActorUnavailableError(f"{method}: out of reach"), _UNAVAILABLE_S, after)
-
-    def fail_later(
-        self, reference: Reference, error: SpecActorError, within: tuple[float, float], after: float = 0.0
-    ) -> None:
-        """Resolve a call with an error, `after` seconds and a random time in the range `within` from now."""
-        when = self.kernel.now + after + self.rng.uniform(*within)
+    def fail_later(self, reference: Reference, error: SpecActorError) -> None:
+        """Resolve a call with the error of an actor that has ended, once that is detected."""
+        when = self.kernel.now + self.rng.uniform(*_DETECTION_S)
         self.kernel.at(when, lambda: self.resolve(reference, None, error))
-
-    def delay(self) -> float:
-        """Additional seconds of the next call because of a fault."""
-        faults = self.faults
-        return self.rng.uniform(0.0, faults.delay_s) if self._strikes("delayed", faults.delayed) else 0.0
-
-    def _strikes(self, name: str, probability: float) -> bool:
-        if probability and self.rng.random() < probability:
-            self.hits[name] = self.hits.get(name, 0) + 1
-            return True
-        return False
 
     # ---- objects ----
 
@@ -329,8 +268,6 @@ class Network:
     def get(self, stored: StoredObject) -> Any:
         if stored.owner.process.dead:
             raise ActorLostError("the owner of the object is gone", stored.owner.node_lost)
-        if self._strikes("object_lost", self.faults.object_lost):
-            raise CallError("the object is lost")
         return self._objects[stored.number]
 
 

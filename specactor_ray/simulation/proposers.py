@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,18 +10,14 @@ import numpy as np
 from specactor_ray.config.methods import Traits
 from specactor_ray.core.ragged import enlarged
 from specactor_ray.draft.chains import MAIN, RANKS, Chains, compile_kernels
-from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import guesses
-from specactor_ray.simulation.world import Span, World
-from specactor_ray.transport.messages import NO_BRANCHES, Branches
+from specactor_ray.simulation.world import World
 
 _PAGE = 256
 """Tokens per page of a GPU's cache."""
-_MOST_CORRUPT = 4
-"""Most branches per tail of a corrupt drafter."""
 
 
 class SimulatedProposer(SlotProposer):
@@ -31,10 +27,8 @@ class SimulatedProposer(SlotProposer):
     that a request's cache lacks are prefilled in the next forward.
 
     Args:
-        name: Name of its actor.
         method: Method of the text and the durations.
         clock, world: Clock of its process, and the world.
-        random: Returns a number in [0, 1), for drafts of corrupt drafters.
         max_batch: Most requests drafted for at once.
         branches: Most branches of a request.
     """
@@ -42,21 +36,12 @@ class SimulatedProposer(SlotProposer):
     vocab_size: int
     _by_slot = (*SlotProposer._by_slot, "_anchors", "_known", "_ranks")
 
-    def __init__(
-        self,
-        name: str,
-        method: str,
-        clock: VirtualClock,
-        world: World,
-        random: Callable[[], float],
-        max_batch: int = 64,
-        branches: int = 0,
-    ) -> None:
+    def __init__(self, method: str, clock: VirtualClock, world: World, max_batch: int = 64, branches: int = 0) -> None:
         self._time = world.draft_time(method)
         super().__init__(max_batch, 0 if self._time.is_lookup else branches)
         compile_kernels(branches=True)
         self.method, self.vocab_size = method, world.text.vocab_size
-        self._name, self._clock, self._world, self._random = name, clock, world, random
+        self._clock, self._world = clock, world
         self.traits = Traits(looks_up=self._time.is_lookup, branches=branches > 0)
         self._anchors = np.zeros(0, np.int64)
         """int64 `(slots,)`: for an EAGLE head, number of tokens of main chains in the cache that are based on the
@@ -105,7 +90,7 @@ class SimulatedProposer(SlotProposer):
         limits = mirrors.limits[slots]
         found = _kernels.look_up(self._known, mirrors.lines, mirrors.prompts, mirrors.ends, slots, limits)
         if len(slots):
-            self._work(self._time.forward.seconds(len(slots), found, 0), len(slots), found)
+            self._work(self._time.forward.seconds(len(slots), found, 0), len(slots))
         return np.zeros(len(self._placed), np.bool_)
 
     def _ready(self) -> Chains:
@@ -133,28 +118,8 @@ class SimulatedProposer(SlotProposer):
             self._anchors[mains] = mirrors.known[mains]
         seconds += self._time.seconds(len(ends), int(ends.sum()), shared, prefill)
         self.rows_drafted = 0 if prefill else len(ends)
-        self._work(seconds, len(ends), len(ends))
+        self._work(seconds, len(ends))
         return changed
 
-    def _work(self, seconds: float, rows: int, positions: int) -> None:
-        clock, world = self._clock, self._world
-        begin = clock.kernel.now
-        clock.work(seconds + rows * (world.python.draft_row_us / 1e6))
-        world.record.add(Span(self._name, "draft", begin, clock.kernel.now, rows, positions))
-
-    def tails(self, slots: np.ndarray) -> Tails:
-        tails = super().tails(slots)
-        if self._name in self._world.corrupt:
-            return tails._replace(tokens=self._nonsense(len(tails.tokens)), branches=self._corrupt(len(slots)))
-        return tails
-
-    def _corrupt(self, tails: int) -> Branches:
-        """Branches of a corrupt drafter at arbitrary places."""
-        if not self.branches.most:
-            return NO_BRANCHES
-        owners = np.repeat(np.arange(tails, dtype=np.int32), _MOST_CORRUPT)
-        ats = np.array([int(self._random() * 12) - 2 for _ in owners], np.int32)
-        return Branches(owners, ats, np.ones_like(owners), self._nonsense(len(owners)))
-
-    def _nonsense(self, count: int) -> np.ndarray:
-        return np.array([int(self._random() * 2e9) - 10**9 for _ in range(count)], np.int32)
+    def _work(self, seconds: float, rows: int) -> None:
+        self._clock.work(seconds + rows * (self._world.python.draft_row_us / 1e6))

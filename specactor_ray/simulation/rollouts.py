@@ -17,7 +17,7 @@ from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig
 from specactor_ray.simulation.text import FIRST_SEED, GeneratedText, draw_arrivals, num_requests
-from specactor_ray.simulation.world import Span, build_world
+from specactor_ray.simulation.world import build_world
 
 _STANDSTILL_S = 3600.0
 """Virtual seconds without a finished request after which a run counts as endless."""
@@ -50,8 +50,6 @@ class Result:
     """`daily`: seconds that draft actors held their devices, summed over devices."""
     events: int = 0
     digest: int = 0
-    spans: list[Span] = field(default_factory=list)
-    """The first and the last spans."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -63,7 +61,7 @@ class Result:
         return self.tokens_per_s / max(self.devices, 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Figures as plain data, without spans."""
+        """Figures as plain data."""
         return {
             **{name: getattr(self, name) for name in _FIGURES},
             "acceptance_length": self.metrics.acceptance_length,
@@ -75,12 +73,10 @@ class Result:
 class SimulatedRollouts(VirtualRun):
     """The rollout of one variant. Raises ConfigError as `build_world`."""
 
-    def __init__(self, variant: str, scenario: ScenarioConfig, clairvoyant: bool = False) -> None:
+    def __init__(self, variant: str, scenario: ScenarioConfig) -> None:
         machines, network = scenario.machines, scenario.network
         nodes = [Node(f"node-{number}", machines.cpus, machines.gpus) for number in range(machines.nodes)]
-        world = build_world(scenario)
-        world.clairvoyant = clairvoyant
-        super().__init__(scenario.config, world, nodes, scenario.seed)
+        super().__init__(scenario.config, build_world(scenario), nodes, scenario.seed)
         self.scenario = scenario
         self.network.set_links(network.call_ms / 1e3, network.jitter, network.bandwidth_gb_s * 1e9)
         target, devices = scenario.config.target, devices_of(scenario.config)
@@ -100,7 +96,7 @@ class SimulatedRollouts(VirtualRun):
             raise SimulationError(f"{name} raised {type(crash).__name__}: {crash}")
         if not self._done:
             raise SimulationError(f"no request has ended for {_STANDSTILL_S:.0f} virtual seconds")
-        result.events, result.digest, result.spans = kernel.events, kernel.digest, self.world.record.spans
+        result.events, result.digest = kernel.events, kernel.digest
         kernel.close()
         return result
 
@@ -175,6 +171,4 @@ class SimulatedRollouts(VirtualRun):
                 prompt = tuple(rng.randrange(GeneratedText.vocab_size) for _ in range(workload.prompt_tokens))
             sampling = SamplingParams(max_tokens=workload.max_tokens, seed=FIRST_SEED + index)
             entries.append(JournalEntry(f"0/{index}", prompt, sampling))
-        if self.world.clairvoyant and workload.arrival is Arrival.at_once:  # the longest first
-            entries.sort(key=lambda entry: -len(self.world.text.output(entry.sampling, 0)))
         return entries

@@ -47,9 +47,6 @@ class Text(Protocol):
         prefix (0: the first; `RANKS + 1`: none; `NO_GUESS`: there are none), and the range of the gap between the
         scores of the first two."""
 
-    def probability(self, method: str, seed: int, position: int) -> float:
-        """Probability that the guess of a method at a position is right, given all but the draw of that position."""
-
 
 def _positions(sampling: SamplingParams) -> slice:
     """Positions of the request in the output of its seed."""
@@ -65,8 +62,6 @@ class _Request(NamedTuple):
     tokens: np.ndarray
     ranks: Mapping[str, np.ndarray]
     """Method → `Text.ranks`, int8."""
-    thresholds: Mapping[str, np.ndarray]
-    """Method → probit threshold of each stretch, for the clairvoyant policy."""
 
 
 class GeneratedText:
@@ -106,10 +101,6 @@ class GeneratedText:
     def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
         return self._request(sampling.seed).ranks[method][:, _positions(sampling)]
 
-    def probability(self, method: str, seed: int, position: int) -> float:
-        thresholds = self._request(seed).thresholds[method]
-        return _STANDARD.cdf(float(thresholds[min(position // STRETCH, len(thresholds) - 1)]))
-
     def _request(self, seed: int) -> _Request:
         found = self._requests.get(seed)
         if found is None:
@@ -121,7 +112,7 @@ class GeneratedText:
         stretches = -(-length // STRETCH)
         rng = np.random.default_rng([self._seed, seed])
         tokens = rng.integers(0, self.vocab_size, length, dtype=np.uint8)
-        ranks, thresholds = {}, {}
+        ranks = {}
         shared = [rng.standard_normal(size) for size in (1, stretches, length)] if self._skills else []
         for number, skill in self._skills:
             rng = np.random.default_rng([self._seed, seed, number])
@@ -139,8 +130,7 @@ class GeneratedText:
             fourth, fifth = rng.random((2, length))
             rank += (rank == 3) * (fourth >= skill.fourth) * (1 + (fifth >= skill.fifth))
             ranks[skill.method] = np.stack([np.where(covered, rank * (margin <= 0.0), NO_GUESS), gaps]).astype(np.int8)
-            thresholds[skill.method] = threshold
-        return _Request(tokens, ranks, thresholds)
+        return _Request(tokens, ranks)
 
 
 def _gaps(margin: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -1,12 +1,10 @@
-"""Ground truth of one simulation: text, durations, faults of engines, and a record of its steps."""
+"""Ground truth of one simulation: text and durations."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from specactor_ray.config.methods import inline_drafters, traits
 from specactor_ray.config.schema import DrafterConfig, ModeName
@@ -22,7 +20,6 @@ from specactor_ray.simulation.hardware import (
 from specactor_ray.simulation.scenario import PythonConfig, ScenarioConfig
 from specactor_ray.simulation.text import Text, draw_text
 
-_KEPT_SPANS = 20_000
 _MERGE_LAYER_S = 14e-6
 """Additional seconds of a layer if the rows of a request read their common pages once: 5 kernels of 2 us, which gather
 and merge, with gaps of 0.8 us."""
@@ -71,34 +68,6 @@ class DraftTime:
 _USUAL = DraftTime(LinearTime(0.004))
 
 
-class Span(NamedTuple):
-    """One operation of an actor."""
-
-    actor: str
-    what: str
-    """`verify` or `draft`: one forward, or one lookup for many requests."""
-    begin: float
-    """Virtual seconds."""
-    end: float
-    rows: int
-    positions: int
-
-
-class Recorder:
-    """The first and the last spans."""
-
-    def __init__(self) -> None:
-        self._first: list[Span] = []
-        self._last: deque[Span] = deque(maxlen=_KEPT_SPANS)
-
-    def add(self, span: Span) -> None:
-        (self._first if len(self._first) < _KEPT_SPANS else self._last).append(span)
-
-    @property
-    def spans(self) -> list[Span]:
-        return [*self._first, *self._last]
-
-
 @dataclass
 class World:
     """Ground truth of a simulation."""
@@ -112,20 +81,9 @@ class World:
     """Seconds to load a model, for verifiers and draft actors."""
     sync_s: float = 0.5
     """Seconds to load new weights."""
-    clairvoyant: bool = False
-    """Whether decisions use true acceptance and cost; see `cluster.KnownAcceptance`."""
     cache_tokens: float = float("inf")
     """Tokens of each verifier's cache."""
     max_model_len: int = 100_000
-    record: Recorder = field(default_factory=Recorder)
-    poison: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Seed of a request → its fault (`crash` or `wedge` of the engine), and the output position of the fault."""
-    wedged: set[str] = field(default_factory=set)
-    """Verifiers whose engine does not return from its next step."""
-    busy: set[str] = field(default_factory=set)
-    """Verifiers that are in a step."""
-    corrupt: set[str] = field(default_factory=set)
-    """Draft actors with wrong drafts."""
     version_of: dict[int, int] = field(default_factory=dict)
     """Seed of a request → version of its weights."""
 

@@ -19,7 +19,7 @@ from specactor_ray.core.types import SamplingParams, TopTokens
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.kernel import Kernel
-from specactor_ray.simulation.network import Network, Reference, VirtualActor
+from specactor_ray.simulation.network import Reference, VirtualActor
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport.messages import (
     Finished,
@@ -31,6 +31,7 @@ from specactor_ray.transport.messages import (
     WeightSet,
 )
 from tests.fakes.virtual import Bench
+from tests.faults.network import FaultyNetwork
 from tests.number_text import true_output, true_token
 
 STEP_S = 0.05
@@ -135,7 +136,7 @@ class FakeVerifier:
             self._events.append(Finished(request_id, "length", RequestStats(), "", position + 1, attempt))
 
 
-class FaultyNetwork(Network):
+class LosingNetwork(FaultyNetwork):
     """A network that loses the calls a test names."""
 
     def __init__(self, kernel: Kernel, rng: random.Random) -> None:
@@ -169,8 +170,8 @@ class FakeCluster:
     """
 
     def __init__(self, verifiers: int = 2, max_batch: int = 4) -> None:
-        self.bench = Bench(network=FaultyNetwork)
-        self.network: FaultyNetwork = self.bench.network
+        self.bench = Bench(network=LosingNetwork)
+        self.network: LosingNetwork = self.bench.network
         self.config = make_config(verifiers, max_batch)
         self.suspected: list[str] = []
         self.stalls: set[tuple[str, str]] = set()

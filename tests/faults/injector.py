@@ -16,8 +16,9 @@ import numpy as np
 
 from specactor_ray.config.methods import draft_actors
 from specactor_ray.controller.reconcile import ReplacementLimits
-from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
+from specactor_ray.simulation.network import Node, VirtualActor
 from specactor_ray.transport.messages import Branches, TailBatch
+from tests.faults.network import LinkFaults
 
 if TYPE_CHECKING:
     from tests.faults.run import Simulation
@@ -74,7 +75,7 @@ class Injector:
         """Faults that are still to come."""
         self.controller_killed = False
         self._simulation = simulation
-        self._kernel, self._network, self._world = simulation.kernel, simulation.network, simulation.world
+        self._kernel, self._network, self._models = simulation.kernel, simulation.network, simulation.models
         self._rng = random.Random(f"faults {simulation.scenario.seed}")
         self._kinds = [kind for kind in plan.kinds if kind in SCHEDULED + OF_TRAINING]
         self._wanted = dict(draft_actors(simulation.config))
@@ -188,9 +189,9 @@ class Injector:
     def _wedge_engine(self) -> bool:
         """Its next step does not end. Only where one is under way: idle ones that break the moment a request comes
         could not be told from a request that breaks them."""
-        busy = [one for one in self._alive() if one.name in self._world.busy and one.name not in self._world.wedged]
+        busy = [one for one in self._alive() if one.name in self._models.busy and one.name not in self._models.wedged]
         if busy:
-            self._world.wedged.add(self._rng.choice(busy).name)
+            self._models.wedged.add(self._rng.choice(busy).name)
         return bool(busy)
 
     def _freeze_controller(self) -> bool:
@@ -220,8 +221,8 @@ class Injector:
 
     def _partition(self) -> bool:
         node = self._rng.choice(self._simulation.machines.nodes)
-        node.cut_off = True
-        self._for(self._rng.uniform(0.2, 15.0), lambda: setattr(node, "cut_off", False))
+        self._network.cut_off.add(node)
+        self._for(self._rng.uniform(0.2, 15.0), lambda: self._network.cut_off.discard(node))
         return node.alive
 
     def _lose_node(self) -> bool:
@@ -245,8 +246,8 @@ class Injector:
         return True
 
     def _corrupt(self, actor: VirtualActor) -> None:
-        self._world.corrupt.add(actor.name)
-        self._for(self._rng.uniform(1.0, 20.0), lambda: self._world.corrupt.discard(actor.name))
+        self._models.corrupt.add(actor.name)
+        self._for(self._rng.uniform(1.0, 20.0), lambda: self._models.corrupt.discard(actor.name))
 
     def _send_garbage(self, actor: VirtualActor) -> None:
         for message in [self._garbage() for _ in range(self._rng.randrange(1, 20))]:

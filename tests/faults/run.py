@@ -16,10 +16,12 @@ from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.simulation.cluster import LINGER_S, VirtualRun
 from specactor_ray.simulation.kernel import SimulationError
-from specactor_ray.simulation.network import Node
+from specactor_ray.simulation.network import Node, VirtualActor
 from specactor_ray.simulation.world import World
 from specactor_ray.transport.messages import WeightSet
 from tests.faults.injector import FaultPlan, Injector
+from tests.faults.models import FaultyHost, ModelFaults
+from tests.faults.network import FaultyNetwork
 from tests.faults.training import Training
 from tests.number_text import HashedText, NumberText, stopped_output
 
@@ -129,7 +131,8 @@ class Simulation(VirtualRun):
         self.rng = random.Random(f"scenario {scenario.seed}")
         skill = {method: self.rng.uniform(0.1, 0.9) for method in ("ngram", "draft_model")}
         nodes = [Node(f"node-{index}", cpus=8.0) for index in range(scenario.nodes)]
-        super().__init__(make_config(scenario), World(HashedText(skill)), nodes, scenario.seed)
+        super().__init__(make_config(scenario), World(HashedText(skill)), nodes, scenario.seed, FaultyNetwork)
+        self.models = ModelFaults()
         self.done = False
         self.version = 0
         self.injector = Injector(self, scenario.faults)
@@ -152,6 +155,9 @@ class Simulation(VirtualRun):
         report.faults = {kind: n for kind, n in sorted({**self.injector.struck, **self.network.hits}.items()) if n}
         kernel.close()
         return report
+
+    def make_host(self, actor: VirtualActor) -> FaultyHost:
+        return FaultyHost(self.network, actor, self.world, self.models)
 
     def scale(self, wanted: dict[str, int]) -> None:
         """Runs as a task of the driver."""
@@ -277,7 +283,7 @@ class Simulation(VirtualRun):
             self.world.version_of[seed] = self.version
             poison = self.injector.poison(length)
             if poison is not None:
-                self.world.poison[seed] = poison
+                self.models.poison[seed] = poison
             stop = self._stops(seed) if poison is None else ()
             sampling = SamplingParams(max_tokens=length, seed=seed, stop=stop)
             prompt = tuple(range(rng.randrange(1, 40)))
@@ -310,7 +316,7 @@ class Simulation(VirtualRun):
         assert finished is not None
         if tokens != truth[: len(tokens)]:
             self.fail(f"{entry.request_id} has other tokens than plain decoding")
-        poisoned = entry.sampling.seed in self.world.poison
+        poisoned = entry.sampling.seed in self.models.poison
         if finished.finish_reason == "error":
             self.report.failed += 1
             if not poisoned:

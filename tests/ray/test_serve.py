@@ -207,7 +207,7 @@ class TestLoad:
                 assert connection.recv(100).startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
                 assert connection.recv(10_000) is not None and connection.recv(1) == b""
 
-    def test_many_streams_at_once(self, server: Served) -> None:
+    def test_many_streams_at_once_while_equal_weights_replace_the_current_ones(self, server: Served) -> None:
         async def stream(http: httpx.AsyncClient, seed: int) -> str:
             body = {"prompt": [1, 2, 3], "max_tokens": 12, "seed": seed % 8, "stream": True, "ignore_eos": True}
             text = ""
@@ -217,10 +217,16 @@ class TestLoad:
                         text += json.loads(line[6:])["choices"][0]["text"]
             return text
 
+        async def push_weights(http: httpx.AsyncClient) -> str:
+            for _ in range(3):
+                answer = await http.post(f"{server.url}/update_weights", json={"weight_dir": str(tiny_target())})
+                answer.raise_for_status()
+            return ""
+
         async def all_at_once() -> list[str]:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(limits=limits, timeout=120.0) as http:
-                return await asyncio.gather(*(stream(http, seed) for seed in range(256)))
+                return (await asyncio.gather(*(stream(http, seed) for seed in range(256)), push_weights(http)))[:-1]
 
         texts = asyncio.run(all_at_once())
         assert all(text == texts[seed % 8] for seed, text in enumerate(texts)) and len(set(texts)) == 8

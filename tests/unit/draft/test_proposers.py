@@ -34,7 +34,7 @@ def clock() -> VirtualClock:
 
 
 def simulated(method: str) -> SimulatedProposer:
-    return SimulatedProposer("d", method, clock(), World(HashedText()), lambda: 0.0)
+    return SimulatedProposer(method, clock(), World(HashedText()))
 
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {

@@ -17,7 +17,6 @@ from specactor_ray.plan.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.plan.search import (
     Candidate,
     Method,
-    SliceLoad,
     geometric,
     iterations,
     run_ahead,
@@ -253,16 +252,6 @@ class TestSearch:
         method = replace(method, branches=8)
         branching = search_plan(**{**problem, "methods": {"draft_model": method}}).chosen
         assert branching.tokens_per_s > 1.02 * alone.tokens_per_s
-
-    def test_a_rollout_that_shrinks_is_predicted_slice_by_slice(self) -> None:
-        problem = self.even(0.7)
-        slices = [SliceLoad(16, CONTEXT), SliceLoad(4, CONTEXT)]
-        whole, shrinking = search_plan(**problem).chosen, search_plan(**problem, slices=slices).chosen
-        few = search_plan(**{**problem, "requests": 4}, modes=[shrinking.mode])
-        alone = next(one for one in few.predictions if layout_of(one) == layout_of(shrinking))
-        assert layout_of(whole) == layout_of(shrinking)
-        seconds = 16 / whole.tokens_per_s + 4 / alone.tokens_per_s  # of a token of each request, in both slices
-        assert shrinking.tokens_per_s == pytest.approx(10 * 2.0 / seconds)
 
     def test_reasons(self) -> None:
         plan = search_plan(**{**self.even(0.5), "devices": 3})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.simulation.comparison import compare
+from specactor_ray.simulation.comparison import VariantJob, choose_variants, run_jobs
 from specactor_ray.simulation.rollouts import Result
 
 SMALL = """
@@ -33,6 +34,9 @@ def write_scenario(folder: Path, text: str = SMALL) -> Path:
     return path
 
 
-def results_of(path: Path, *arguments: Any, **keywords: Any) -> list[Result]:
-    """Results of `compare` in this process."""
-    return compare(path, *arguments, **{"processes": 1, **keywords})[1]
+def results_of(
+    path: Path, overrides: Sequence[str] = (), names: Sequence[str] | None = None, **options: Any
+) -> list[Result]:
+    """Results of variants (default: all), in this process unless `options` of `run_jobs` say otherwise."""
+    jobs = [VariantJob(path, overrides, name) for name in choose_variants(path, overrides, names)]
+    return run_jobs(jobs, **{"processes": 1, **options})

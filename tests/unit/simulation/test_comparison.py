@@ -1,4 +1,4 @@
-"""Variants side by side: the same in every process, interrupted, refused; their report, plots and timelines."""
+"""Variants side by side: the same in every process, interrupted, refused; their report and plots."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from specactor_ray.cli.main import app
-from specactor_ray.cli.simulate import speed_table, sweep_table, timeline, timeline_file, work_table, write_plot
+from specactor_ray.cli.simulate import speed_table, sweep_table, work_table, write_plot
 from specactor_ray.core.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.simulation import comparison
-from specactor_ray.simulation.comparison import Sweep, VariantJob, compare, simulate_variant
+from specactor_ray.simulation.comparison import Sweep, VariantJob, compare
 from specactor_ray.simulation.rollouts import Result
-from specactor_ray.simulation.world import Span
 from tests.unit.simulation.scenarios import SMALL, results_of, write_scenario
 
 NAMES = ["plain", "coupled", "decoupled"]
@@ -40,13 +37,20 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(scenario: Path) -> tuple[dict[str, Any], list[Result]]:
+def found(scenario: Path) -> dict[str, Any]:
     return compare(scenario, processes=1)
 
 
+@pytest.fixture(scope="module")
+def results(scenario: Path) -> list[Result]:
+    return results_of(scenario)
+
+
 @pytest.fixture
-def results(found: tuple[dict[str, Any], list[Result]]) -> list[Result]:
-    return found[1]
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of jobs begin at once, without imports."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(comparison.multiprocessing, "get_context", lambda method: context)
 
 
 def text_of(table: Table) -> str:
@@ -80,6 +84,7 @@ class TestComparing:
         (other,) = results_of(scenario, ["seed=4"], ["decoupled"])
         assert other.digest != results[2].digest
 
+    @pytest.mark.usefixtures("forked")
     def test_an_interruption_leaves_no_process(self, scenario: Path) -> None:
         def interrupt(done: float) -> None:
             raise KeyboardInterrupt
@@ -88,21 +93,24 @@ class TestComparing:
             compare(scenario, names=["plain", "coupled"], processes=2, on_progress=interrupt)
         assert not multiprocessing.active_children()
 
+    @pytest.mark.usefixtures("forked")
     def test_an_error_of_one_variant_ends_all(self, tmp_path: Path) -> None:
         path = write_scenario(tmp_path, SMALL + "  long: [workload.max_tokens=200000]\n")
         with pytest.raises(ConfigError, match=r"workload\.max_tokens: .* 200,032 tokens, .* its context 100,000"):
             compare(path, names=["long", "plain"], processes=2)
 
+    @pytest.mark.usefixtures("forked")
     def test_a_process_that_dies_is_an_error(self, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(comparison, "simulate_variant", die)
         with pytest.raises(SpecActorError, match=r"a process died .*--processes 1"):
             compare(scenario, names=["plain", "coupled"], processes=2)
 
-    def test_variants_are_compared_at_every_value(self, scenario: Path, results: list[Result], tmp_path: Path) -> None:
-        report, swept = compare(scenario, names=["plain", "decoupled"], sweep=SWEEP, processes=1)
-        assert swept[2:] == [results[0], results[2]]
-        assert swept[0].tokens == results[0].tokens and swept[0].rollout_s > results[0].rollout_s
-        assert [point["value"] for point in report["points"]] == ["2", "4"]
+    def test_variants_are_compared_at_every_value(self, scenario: Path, found: dict[str, Any], tmp_path: Path) -> None:
+        report = compare(scenario, names=["plain", "decoupled"], sweep=SWEEP, processes=1)
+        (plain, _, decoupled), (small, whole) = found["points"][0]["results"], report["points"]
+        assert whole["results"] == [plain, decoupled] and [small["value"], whole["value"]] == ["2", "4"]
+        assert small["results"][0]["tokens"] == plain["tokens"]
+        assert small["results"][0]["rollout_s"] > plain["rollout_s"]
         table = text_of(sweep_table(report))
         assert "tokens/s/GPU over config.target.max_batch" in table and "decoupled" in table
         assert write_plot(tmp_path, report) == ["sweep.png"]
@@ -114,8 +122,8 @@ def die(*arguments: Any) -> None:
 
 
 class TestFigures:
-    def test_tables_have_ratios_per_device(self, found: Any) -> None:
-        (point,) = found[0]["points"]
+    def test_tables_have_ratios_per_device(self, found: dict[str, Any]) -> None:
+        (point,) = found["points"]
         speeds = {one["variant"]: one["tokens"] / one["rollout_s"] / one["devices"] for one in point["results"]}
         assert point["ratios"] == pytest.approx({name: speeds[name] / speeds["plain"] for name in NAMES})
         speed, work = text_of(speed_table(point)), text_of(work_table(point))
@@ -123,57 +131,19 @@ class TestFigures:
         rows = {words[0]: words[1] for words in map(str.split, work.splitlines()) if words and words[0] in NAMES}
         assert rows == {one["variant"]: f"{one['acceptance_length']:.2f}" for one in point["results"]}
 
-    def test_plots_are_optional(self, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_plots_are_optional(self, found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert write_plot(tmp_path, found[0]) == []
+        assert write_plot(tmp_path, found) == []
         assert list(tmp_path.iterdir()) == []
 
 
-class TestTimelines:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_a_timeline_has_a_row_per_actor_and_no_overlap(self, results: list[Result], name: str) -> None:
-        result = results[NAMES.index(name)]
-        found = timeline(name, result.spans)
-        check_timeline(found)
-        spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
-        assert len(spans) == len(result.spans)
-        assert {event["name"] for event in spans} == ({"verify"} if name == "plain" else {"verify", "draft"})
-        groups = {event["args"]["name"] for event in found["traceEvents"] if event["name"] == "process_name"}
-        assert groups == ({"verifiers", "drafters"} if name == "decoupled" else {"verifiers"})
-
-    def test_spans_that_touch_do_not_overlap(self) -> None:
-        ends = ((0.0, 1.0000000004), (1.0000000004, 2.0))
-        check_timeline(timeline("v", [Span("verifier-10", "verify", begin, end, 1, 2) for begin, end in ends]))
-        assert timeline_file("a/b c-1.5") == "trace-a_b_c-1.5.json"
-
-
-def check_timeline(found: Mapping[str, Any]) -> None:
-    """Complete events of known rows; those of one row do not overlap."""
-    assert found == json.loads(json.dumps(found))
-    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
-    rows = {(event["pid"], event["tid"]) for event in found["traceEvents"] if event["name"] == "thread_name"}
-    assert all(event["dur"] >= 0.0 and event["args"]["positions"] >= 0 for event in spans)
-    assert {(event["pid"], event["tid"]) for event in spans} == rows
-    for row in rows:
-        for before, after in pairwise(event for event in spans if (event["pid"], event["tid"]) == row):
-            assert round(1e3 * (before["ts"] + before["dur"])) <= round(1e3 * after["ts"])
-
-
 class TestCommand:
-    def test_same_seed_same_table_and_report(self, scenario: Path, tmp_path: Path) -> None:
-        arguments = ["--config", scenario, "--output"]
-        first, second = (simulate(*arguments, tmp_path / name) for name in ("a", "b"))
-        assert first.exit_code == second.exit_code == 0, first.output
-        assert first.stdout.replace(f"{tmp_path}/a", f"{tmp_path}/b") == second.stdout
-        reports = [(tmp_path / name / "report.json").read_bytes() for name in ("a", "b")]
-        assert reports[0] == reports[1]
-
-    def test_report_plot_and_timelines_are_written_and_named(self, scenario: Path, tmp_path: Path) -> None:
+    def test_report_and_plot_are_written_and_named(self, scenario: Path, tmp_path: Path) -> None:
         folder, overrides = tmp_path / "new" / "out", ["seed=5", "part=4", "workload.requests=8"]
         done = simulate("-c", scenario, "--compare", "plain, decoupled", "--output", folder, *overrides)
         assert done.exit_code == 0, done.output
         files = {path.name for path in folder.iterdir()}
-        assert files == {"report.json", "running.png", "trace-plain.json", "trace-decoupled.json"}
+        assert files == {"report.json", "running.png"}
         assert all(str(folder / name) in done.stdout for name in files)
         assert (folder / "running.png").read_bytes().startswith(b"\x89PNG")
         assert "of 1/4 of the cluster" in done.stdout and "Two verifiers and a drafter" in done.stdout
@@ -182,7 +152,6 @@ class TestCommand:
         (point,) = report["points"]
         assert (point["seed"], point["part"]) == (5, 4)
         assert [one["variant"] for one in point["results"]] == ["plain", "decoupled"]
-        check_timeline(json.loads((folder / "trace-decoupled.json").read_text()))
 
     def test_ctrl_c_writes_nothing(self, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(job: VariantJob) -> Result:
@@ -217,24 +186,3 @@ class TestCommand:
         done = simulate("--config", scenario, *given)
         assert isinstance(done.exception, ConfigError | InputError)
         assert expected in str(done.exception)
-
-
-CLAIRVOYANT = ["workload.requests=24", "workload.median_tokens=150", "workload.max_tokens=400"]
-
-
-@pytest.mark.parametrize(
-    ("variant", "overrides"),
-    [
-        ("decoupled", []),
-        ("decoupled", ["python.verify_row_us=0", "skills.0.forward_ms=4"]),
-        ("coupled", ["skills.0.mean=0.1"]),
-    ],
-)
-def test_no_policy_is_much_faster_than_the_clairvoyant(scenario: Path, variant: str, overrides: list[str]) -> None:
-    items = [*CLAIRVOYANT, "config.target.max_batch=8", *overrides]
-    mine = simulate_variant(VariantJob(scenario, items, variant))
-    limit = simulate_variant(VariantJob(scenario, items, variant, clairvoyant=True))
-    plain = simulate_variant(VariantJob(scenario, [*items, "config.target.replicas=2"], "plain"))
-    assert limit.tokens == mine.tokens == plain.tokens and limit.digest != mine.digest
-    assert mine.rollout_s >= 0.98 * limit.rollout_s
-    assert limit.rollout_s <= 1.03 * plain.rollout_s

@@ -24,7 +24,7 @@ class Broken(SimulatedProposer):
 
 def test_a_proposer_that_stays_broken_ends_its_loop() -> None:
     bench = Bench()
-    loop = DraftLoop("ngram-0", Broken("ngram-0", "ngram", bench.clock, World(HashedText()), lambda: 0.0), bench.clock)
+    loop = DraftLoop("ngram-0", Broken("ngram", bench.clock, World(HashedText())), bench.clock)
 
     def open_again_and_again() -> bool:
         thread = bench.clock.spawn(loop.run, "draft")

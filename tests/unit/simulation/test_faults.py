@@ -45,9 +45,9 @@ def test_actors_that_stand_still_for_less_than_the_timeout_are_not_given_up(monk
         self._for(3.0, lambda: self._kernel.thaw(actor.process))  # half of `health_timeout_s`
 
     monkeypatch.setattr(Injector, "_freeze", freeze)
-    simulation = Simulation(FaultScenario(4, requests=24, faults=FaultPlan(("freeze actor",), 12, 4.0)))
+    simulation = Simulation(FaultScenario(4, requests=24, faults=FaultPlan(("freeze actor",), 8, 1.0)))
     report = simulation.run()
-    assert report.violations == [] and report.faults["freeze actor"] == 12
+    assert report.violations == [] and report.faults["freeze actor"] == 8
     assert [client.dispatcher.reissues for client in simulation.clients] == [0]
 
 

@@ -175,13 +175,13 @@ RUN = """
 import logging
 logging.disable(logging.CRITICAL)
 from tests.faults.run import FaultScenario, simulate
-report = simulate(FaultScenario.draw(24, 20, requests=8))
+report = simulate(FaultScenario.draw(401, 20, requests=8))
 print(report.digest, report.events, sorted(report.faults.items()))
 """
 
 
 def test_the_same_seed_is_the_same_run_in_every_process_whatever_its_hash_seed() -> None:
-    report = simulate(FaultScenario.draw(24, 20, requests=8))
+    report = simulate(FaultScenario.draw(401, 20, requests=8))
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"{report.digest} {report.events} {sorted(report.faults.items())}\n"

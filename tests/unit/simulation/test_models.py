@@ -95,14 +95,6 @@ class TestText:
         for right, share in ((2, 0.18), (3, 0.12), (4, 0.1)):
             assert np.mean(rank[rank >= right] == right) == pytest.approx(share, abs=0.02)
 
-    def test_the_clairvoyant_knows_probabilities_and_not_outcomes(self) -> None:
-        text = generated(skill(0.6, spread=0.5, burst=0.5))
-        known = [text.probability("m", seed, position) for seed in range(REQUESTS) for position in range(LENGTH)]
-        right = [one for seed in range(REQUESTS) for one in rights(text, "m", seed)]
-        for low, high in ((0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 0.95)):
-            bucket = [(p, hit) for p, hit in zip(known, right, strict=True) if low <= p < high]
-            assert fmean(hit for _, hit in bucket) == pytest.approx(fmean(p for p, _ in bucket), abs=0.03)
-
 
 class Engine:
     """An engine on a kernel of its own."""
@@ -111,15 +103,13 @@ class Engine:
         self.kernel = Kernel(0)
         self.process = Process("verifier-0", slowness=settings.pop("slowness", 1.0))
         self.clock = VirtualClock(self.kernel, self.process)
-        network = Network(self.kernel, random.Random(0))
-        actor = VirtualActor("verifier-0", Node("n", 1.0), self.process)
         world = World(
             GeneratedText(lengths, []),
             LinearTime(1.0, 0.001),
             python=PythonConfig(*settings.pop("python", (0.0, 0.0, 0.0))),
         )
         limits = {"max_batch": 8, "max_step_tokens": 1000, "cache_tokens": float("inf"), **settings}
-        self.engine = Driver(SimulatedEngine(actor, self.clock, network, world, **limits))
+        self.engine = Driver(SimulatedEngine(self.clock, world, **limits))
 
     def add(self, seed: int, prompt: int = 10, most: int = 1000) -> None:
         sampling = SamplingParams(max_tokens=most, seed=seed)
@@ -229,7 +219,7 @@ class Drafting:
         self.truth = text.output(sampling, 0).astype(np.int32)
         self.clock = VirtualClock(Kernel(0), Process("d"))
         world = World(text, drafting={"m": time})
-        self.proposer = SimulatedProposer("d", "m", self.clock, world, lambda: 0.0, branches=branches)
+        self.proposer = SimulatedProposer("m", self.clock, world, branches=branches)
         self.proposer.open(0, "1", tuple(range(prompt)), (), sampling, window=4)
 
     def run(self, script: Callable[[], Any]) -> float:

@@ -1,0 +1,95 @@
+"""Engines that break down, and drafters that draft nonsense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specactor_ray.actors.specs import ActorSpec
+from specactor_ray.draft.proposer import Proposer, Tails
+from specactor_ray.simulation import _kernels
+from specactor_ray.simulation.cluster import SimulatedHost
+from specactor_ray.simulation.engine import SimulatedEngine
+from specactor_ray.simulation.network import Network, VirtualActor
+from specactor_ray.simulation.world import World
+from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult
+from specactor_ray.transport.messages import NO_BRANCHES, Branches
+
+_NONSENSE_BRANCHES = 4
+"""Branches of a nonsense tail."""
+
+
+@dataclass
+class ModelFaults:
+    """What is wrong now."""
+
+    poison: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Seed of a request → its fault (`crash` or `wedge` of the engine), and the output position of the fault."""
+    wedged: set[str] = field(default_factory=set)
+    """Verifiers whose engine does not return from its next step."""
+    busy: set[str] = field(default_factory=set)
+    """Verifiers that are in a step."""
+    corrupt: set[str] = field(default_factory=set)
+    """Draft actors with wrong drafts."""
+
+
+class FaultyHost(SimulatedHost):
+    """Builds engines and proposers with faults."""
+
+    def __init__(self, network: Network, actor: VirtualActor, world: World, faults: ModelFaults) -> None:
+        super().__init__(network, actor, world)
+        self._network, self._actor, self._faults = network, actor, faults
+
+    def build_engine(self, spec: ActorSpec) -> SimulatedEngine:
+        engine = super().build_engine(spec)
+        step, busy, name = engine.step, self._faults.busy, self._actor.name
+
+        def faulty_step(drafts: Drafts = NO_DRAFTS) -> StepResult:
+            self._break_down(engine)
+            busy.add(name)
+            result = step(drafts)
+            busy.discard(name)
+            return result
+
+        engine.step = faulty_step  # type: ignore[method-assign]
+        return engine
+
+    def build_proposer(self, *arguments: Any) -> Proposer:
+        proposer: Any = super().build_proposer(*arguments)
+        tails: Callable[[np.ndarray], Tails] = proposer.tails
+
+        def faulty_tails(slots: np.ndarray) -> Tails:
+            found = tails(slots)
+            if self._actor.name not in self._faults.corrupt:
+                return found
+            tokens, branches = self._nonsense(len(found.tokens)), NO_BRANCHES
+            if proposer.branches.most:
+                branches = self._branches(len(slots))
+            return found._replace(tokens=tokens, branches=branches)
+
+        proposer.tails = faulty_tails
+        return proposer
+
+    def _break_down(self, engine: SimulatedEngine) -> None:
+        """End or block the process because of a poison request or a fault."""
+        if self._actor.name in self._faults.wedged:
+            self._clock.sleep(float("inf"))
+        engine.decoding()  # admits requests
+        for row in engine._admitted if self._faults.poison else ():
+            kind, position = self._faults.poison.get(engine._requests[row].sampling.seed, ("", -1))
+            if kind and engine._numbers[_kernels.OUTPUT, row] >= position:
+                if kind == "crash":
+                    self._network.kill(self._actor)
+                self._clock.sleep(float("inf"))
+
+    def _branches(self, tails: int) -> Branches:
+        """Branches at arbitrary places."""
+        owners = np.repeat(np.arange(tails, dtype=np.int32), _NONSENSE_BRANCHES)
+        ats = np.array([int(self._network.rng.random() * 12) - 2 for _ in owners], np.int32)
+        return Branches(owners, ats, np.ones_like(owners), self._nonsense(len(owners)))
+
+    def _nonsense(self, count: int) -> np.ndarray:
+        return np.array([int(self._network.rng.random() * 2e9) - 10**9 for _ in range(count)], np.int32)
