@@ -82,7 +82,6 @@ class ActorHost:
     def build_drafting(self, spec: ActorSpec, engine: TargetEngine, *figures: Any) -> Drafting:
         """The drafts' side of a verifier. `figures`: acceptance and step cost, where they are not to be learned."""
         from specactor_ray.verify.drafting import Drafting
-        from specactor_ray.verify.table import Acceptance
 
         return Drafting(
             spec.actor_id,
@@ -92,7 +91,7 @@ class ActorHost:
             spec.config.target.max_batch,
             spec.window,
             spec.branches,
-            *(figures or (Acceptance(spec.priors),)),
+            *figures,
         )
 
     @collected_once()

@@ -51,8 +51,6 @@ class ActorSpec:
     """CPU core ids it may use; empty: do not bind."""
     inline: tuple[str, ...] = ()
     """Draft methods that run in the verifiers' processes."""
-    priors: Mapping[str, float] = field(default_factory=dict)
-    """Draft method → chance that a draft token is right, from a profile."""
 
     @property
     def window(self) -> int:

@@ -110,10 +110,9 @@ class Fleet:
         backend: Backend,
         limits: ReplacementLimits,
         classes: ActorClasses | None,
-        priors: Mapping[str, float],
     ) -> None:
         self._config, self._run, self._backend, self._limits = config, run, backend, limits
-        self._classes, self._priors = classes, priors
+        self._classes = classes
         self._calls, self._clock = backend.calls, backend.calls.clock
         self._drafters = drafter_specs(config)
         self._inline = tuple(drafter.method for drafter in inline_drafters(config))
@@ -235,9 +234,7 @@ class Fleet:
         seat = member.seat
         self._classes = self._classes or default_classes()  # may take seconds, so it is after the first status
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
-        spec = ActorSpec(
-            member.actor_id, member.key, self._config, self._drafters, seat.cores, self._inline, self._priors
-        )
+        spec = ActorSpec(member.actor_id, member.key, self._config, self._drafters, seat.cores, self._inline)
         name = actor_name(self._run, member.actor_id)
         handle = self._backend.launch(cls, spec, name, seat.group, seat.demand)
         member.launched(handle, self._limits.start_timeout_s, now)

@@ -15,7 +15,7 @@ from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPol
 from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.profile import Profile, load_profile
-from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan, share_right
+from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan
 
 _GPU_CORES = 4
 """Cores of a verifier on GPUs besides one per rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
@@ -252,19 +252,6 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], section: str
         for name in names
         if there[section].get(name) != here[section].get(name)
     ]
-
-
-def ladder_priors(config: Config) -> dict[str, float]:
-    """Draft method → probability that a draft token is right if all those before it are, from the configured profile;
-    empty without a profile. Errors as in `usable_profile`."""
-    if config.profile is None or config.mode is ModeName.plain:
-        return {}
-    measured = usable_profile(config).methods
-    return {
-        method: share_right(measured[method].survival[: drafter.window + 1])
-        for method, drafter in drafter_specs(config).items()
-        if method in measured
-    }
 
 
 def make_plan(config: Config, profile: Profile, modes: Sequence[ModeName] = ALL_MODES) -> Plan:

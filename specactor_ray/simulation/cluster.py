@@ -17,7 +17,7 @@ from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.actors.specs import ActorSpec
 from specactor_ray.cluster.backend import Demand, NodeSupply, ProcessFacts
 from specactor_ray.config.methods import DrafterSpec
-from specactor_ray.config.schema import Config, TargetConfig
+from specactor_ray.config.schema import MAX_METHODS, Config, TargetConfig
 from specactor_ray.controller.controller import Controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.draft.proposer import Proposer
@@ -185,7 +185,7 @@ class KnownAcceptance(Acceptance):
         self._world = world
 
     def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
-        known = np.zeros((len(self.prior), len(rows)))
+        known = np.zeros((MAX_METHODS, len(rows)))
         positions = table.committed[rows].tolist()
         for index, (row, position) in enumerate(zip(rows.tolist(), positions, strict=True)):
             seed = table.requests[row].sampling.seed

@@ -148,7 +148,7 @@ class DrafterSeat(Drafter):
 class Drafting:
     """Drafting for the requests of one verifier: drafters answer to its incarnation id, and if `coupled` they take
     turns with it on its cores. `window`: most draft tokens of a request, if a drafter has a larger window than that of
-    `config`. `acceptance`, `cost`: estimates; default: learned, without a prior."""
+    `config`. `acceptance`, `cost`: estimates; default: learned."""
 
     def __init__(
         self,

@@ -112,7 +112,8 @@ class Bench:
         **speculation: Any,
     ) -> None:
         self.table = RequestTable(WINDOW)
-        self.acceptance = Acceptance(dict.fromkeys(("eagle", "draft_model", "ngram"), prior))
+        self.acceptance = Acceptance()
+        self.acceptance.evidence[:] = np.array([prior, 1.0])[:, None, None] * 1e6
         config = SpeculationConfig(window=WINDOW, **speculation)
         self.drafters = dict(enumerate(map(replace, drafters)))
         self.policy = DraftPolicy(config, self.table, self.acceptance, cost or step_cost(), self.drafters)
@@ -254,6 +255,7 @@ def test_verify_all_takes_all_that_is_there(prior: float) -> None:
 
 def test_the_ladder_is_shown_as_plain_data() -> None:
     bench = Bench(replace(MODEL, token_s=0.003), replace(MODEL, spec=DrafterSpec("ngram")))
+    bench.acceptance.evidence[:] = 0.0
     assert bench.policy.standings() == []
     bench.acceptance.evidence[1, 0, 1], bench.acceptance.evidence[0, 0, 1] = 50.0, 40.0
     [shown] = bench.policy.standings()
