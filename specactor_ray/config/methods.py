@@ -142,8 +142,8 @@ def _check(found: Any, method: str, key: str) -> None:
 def is_hosted(drafter: DrafterConfig, mode: ModeName, key: str = "drafters.N") -> bool:
     """Whether the method of this section, at `key`, drafts inside the verifiers; else it has draft actors. `auto` is
     read as `decoupled`. Raises as `class_of`."""
-    if mode is ModeName.coupled or drafter.hosted is not None:
-        return mode is ModeName.coupled or bool(drafter.hosted)
+    if mode is ModeName.coupled or drafter.hosted is False:
+        return mode is ModeName.coupled
     return traits(drafter.method, f"{key}.method").looks_up
 
 

@@ -187,7 +187,7 @@ def _of_drafting(config: Config) -> Iterator[Problem]:
         yield "mode", problem, "use mode=auto or mode=plain, or add one: 'drafters=[{method: ngram}]'."
     for index, drafter in enumerate(config.drafters):
         host, gpus = f"drafters.{index}", drafter.gpus
-        if mode is ModeName.coupled or drafter.hosted:
+        if mode is ModeName.coupled:
             host, gpus = "target", config.target.gpus
         elif mode is ModeName.auto:  # whichever mode it becomes
             gpus += config.target.gpus
@@ -201,6 +201,9 @@ def _of_drafting(config: Config) -> Iterator[Problem]:
     if len(first) > MAX_METHODS:
         yield "drafters", f"{len(first)} methods; at most {MAX_METHODS} are compared.", "take some out."
     for index, drafter in enumerate(config.drafters if mode is not ModeName.plain else ()):
+        if drafter.hosted and not is_hosted(drafter, mode, f"drafters.{index}"):
+            problem = f"true, but verifiers run models only in mode=coupled, and mode is {mode.value!r}."
+            yield f"drafters.{index}.hosted", problem, "leave it out, or use mode=coupled."
         if drafter.max_replicas is not None and is_hosted(drafter, mode, f"drafters.{index}"):
             problem = f"verifiers draft by {drafter.method} themselves, so it has no draft actors to scale."
             fix = f"leave it out, or use mode=decoupled and drafters.{index}.hosted=false."

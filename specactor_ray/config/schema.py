@@ -179,7 +179,7 @@ class TargetConfig:
 
 @dataclass
 class DrafterConfig:
-    """One draft method: inside every verifier (`hosted`), or with its own draft actors."""
+    """One draft method: inside every verifier (hosted), or with its own draft actors."""
 
     method: str = "ngram"
     """`ngram` (copies the tokens after an earlier match of the last tokens in prompt, output and earlier outputs of the
@@ -189,9 +189,8 @@ class DrafterConfig:
     (`docs/api.md`). If a hosted one hangs, its verifier hangs until `cluster.stall_timeout_s` replaces it."""
     hosted: bool | None = None
     """Whether every verifier runs the method itself, without messages and extra cores; else it has draft actors.
-    Default: lookups are hosted, models only in mode `coupled`, which hosts all. A model that is
-    hosted in `decoupled`, such as an EAGLE head, drafts for requests without a better tail of a draft actor, in steps
-    where that pays. `mode: auto` with `false` is `decoupled`."""
+    Default: lookups are hosted, models in mode `coupled` alone, which hosts all. `false` gives a lookup draft actors in
+    `decoupled`, and `mode: auto` is then `decoupled`."""
     replicas: int = at_least(0, default=1)
     """Number of draft actors; `specactor scale` changes it during the run. Hosted: 0 turns the method off."""
     min_replicas: int = at_least(0, default=0)

@@ -52,7 +52,7 @@ def settle(config: Config, devices: Devices | None) -> Config:
     target.dtype = fitting_dtype(target.dtype, target.gpus > 0, target.backend)
     if settled.mode is not ModeName.auto:  # it may still give a draft model a GPU
         for drafter in settled.drafters:
-            on_gpu = (target.gpus if settled.mode is ModeName.coupled or drafter.hosted else drafter.gpus) > 0
+            on_gpu = (target.gpus if settled.mode is ModeName.coupled else drafter.gpus) > 0
             drafter.dtype = fitting_dtype(drafter.dtype, on_gpu)
     return config if settled == config else settled
 
@@ -116,7 +116,7 @@ def _models_on_cores(config: Config) -> list[int]:
         number
         for number, drafter in enumerate(config.drafters if config.target.gpus else ())
         if (drafter.replicas or drafter.max_replicas)
-        and not (drafter.gpus or drafter.hosted)
+        and not drafter.gpus
         and not traits(drafter.method, f"drafters.{number}.method").looks_up
     ]
 
@@ -142,7 +142,7 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
             return ModeName.decoupled, f"drafters.{index}.hosted is false, so {drafter.method} has draft actors"
         if drafter.max_replicas is not None:
             return ModeName.decoupled, f"drafters.{index}.max_replicas is set, so {drafter.method} has draft actors"
-        if drafter.gpus and drafter.replicas and not (drafter.hosted or config.target.gpus):
+        if drafter.gpus and drafter.replicas and not config.target.gpus:
             return ModeName.decoupled, f"{drafter.method} has GPUs of its own, drafters.{index}.gpus"
     if not any(drafter.replicas for drafter in config.drafters) and acting_drafters(config):
         return ModeName.decoupled, "drafters.*.replicas are all 0: draft actors come by `specactor scale` only"

@@ -23,9 +23,7 @@ _CONTEXTS = (1, 1 << 14)
 """Contexts of the grid, in tokens; cost models are linear in the context."""
 _SLICES = 12
 _QUANTILES = 64
-NOT_PLANNED = (
-    "note: coupled layouts are not planned, nor lookups and hosted drafters, whatever config.mode is; simulate them"
-)
+NOT_PLANNED = "note: coupled layouts are not planned, nor lookups, whatever config.mode is; simulate them"
 """Features that `plan_scenario` ignores."""
 
 
@@ -55,7 +53,7 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
     skills = {skill.method: skill for skill in scenario.skills}
     each, methods = config.target.gpus or config.target.cores, {}
     for name, drafter in drafter_specs(config).items():
-        if not traits(name).looks_up and not drafter.hosted:
+        if not traits(name).looks_up:
             row_s, own = scenario.python.draft_row_us / 1e6, drafter.gpus or max(1, round(drafter.cores))
             costs = {own: _grid(world.draft_time(name).forward, (0,), own, row_s)}
             survival = _survival(skills[name], drafter.window, mean - workload.prompt_tokens)

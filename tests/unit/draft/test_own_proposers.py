@@ -38,7 +38,7 @@ def driven(name: str, mode: str = "coupled", temperature: float = 0.0, **section
     (spec,) = drafter_specs(config).values()
     proposer = build_proposer(spec, config.target, "cpu")
     bench, batch = (
-        Bench({"own": proposer}, mode == "coupled", hosts="lookups", draft_wait_s=120.0),
+        Bench({"own": proposer}, mode == "coupled", hosts_lookups=True, draft_wait_s=120.0),
         requests(4, temperature),
     )
     try:
