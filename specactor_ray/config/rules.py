@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
 from specactor_ray.config.methods import ALL_KEYS, BUILT_IN, is_hosted, is_named, reject_keys_against_traits
 from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
-from specactor_ray.config.training_schema import AlgorithmName, OnlineWhere, TrainerBackend
+from specactor_ray.config.training_schema import AlgorithmName, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
 Problem = tuple[str, str, str]
@@ -238,9 +238,6 @@ def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:
     if online.batch_tokens > online.buffer_tokens:
         problem = f"{online.batch_tokens} positions a step, but only {online.buffer_tokens} are kept."
         yield f"{key}.online.batch_tokens", problem, f"raise {key}.online.buffer_tokens, or lower it."
-    if online.where is not OnlineWhere.off and drafter.follow_policy:
-        problem = "true, but the drafter has weights of its own, which are learned online."
-        yield f"{key}.follow_policy", problem, f"use false, or {key}.online.where=off."
 
 
 def _of_training(config: Config) -> Iterator[Problem]:

@@ -219,9 +219,6 @@ class DrafterConfig:
     shared_noise: bool = True
     """For `draft_model` and `eagle`: sample with the target's noise, so that drafts are right far more often
     at temperatures above 0; false draws independently, to measure the difference."""
-    follow_policy: bool = False
-    """For `draft_model`: load every new version of the target's weights in training (its model must be the target's
-    own)."""
     max_batch: Auto[int] = at_least(1, default=_UNRESOLVED)
     """Most requests that one draft actor drafts for at once; those beyond it have no drafts. Default: all that its
     verifiers run at once."""

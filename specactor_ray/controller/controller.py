@@ -127,8 +127,8 @@ class Controller:
         self._post(lambda: self._scale(drafters))
 
     def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
-        """Send these weights to all present and later actors that follow the policy. Returns when all ready verifiers
-        have them; an actor that fails to load them is replaced. Idempotent. InputError for a version that is not above
+        """Send these weights of the policy to all present and later verifiers. Returns when all ready ones have them; a
+        verifier that fails to load them is replaced. Idempotent. InputError for a version that is not above
         all earlier ones; SpecActorError after `timeout_s` seconds, the verifiers get the weights later."""
         self._weights.set_current(weights)
         self._wake.set()

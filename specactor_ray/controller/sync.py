@@ -122,7 +122,6 @@ class WeightSync:
     """
 
     def __init__(self, config: Config, clock: Clock) -> None:
-        self._followers = {VERIFIER, *(drafter.method for drafter in config.drafters if drafter.follow_policy)}
         taught = taught_by_trainer(config)
         self._taught_method = taught.method if taught is not None else ""
         self._is_hosted = taught in inline_drafters(config)
@@ -146,7 +145,7 @@ class WeightSync:
                 raise InputError(f"weights of version {weights.version} come after version {current.version}")
 
     def wait_for(self, version: int, timeout_s: float) -> bool:
-        """Wait until all ready verifiers have this version. Returns whether they have. Draft actors may lag."""
+        """Wait until all ready verifiers have this version. Returns whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: self._in_place >= version, timeout_s)
 
@@ -187,7 +186,7 @@ class WeightSync:
             member.taught.update(taught.version, now, send)
 
     def _wanted(self, member: Member) -> WeightSet | None:
-        if member.key in self._followers:
+        if member.key == VERIFIER:
             return self._current
         return self._taught if member.key == self._taught_method else None
 

@@ -79,8 +79,8 @@ class Health:
             return (
                 f"{name}: none of its last {self._missed} draft tokens was right, with weights of version "
                 f"{self._version} (checksum {self._checksum or 'none'}). Outputs are not affected, their speed is. "
-                "Fix: compare the checksum with those of other drafters (specactor status); check drafters.N.model, "
-                "follow_policy and online of the method, or remove it"
+                "Fix: compare the checksum with those of other drafters (specactor status); check drafters.N.model "
+                "and online of the method, or remove it"
             )
         if was and not self._alarm:
             return f"{name}: its draft tokens are right again, with weights of version {self._version}"

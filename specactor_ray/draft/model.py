@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -234,12 +233,6 @@ class DraftModelProposer(ModelProposer):
         total = None if device == "cpu" else device_bytes(device)
         cache = drafter_cache_bytes(config, model.config.get_text_config(), model.dtype.itemsize, total)
         return cls(RaggedModel(model, cache), config.max_batch, config.shared_noise, config.branches)
-
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        self._model.load_weights(state_dict)
-        self.mirrors.ends[:] = self.mirrors.known
-        self._free(self.branches.release(np.flatnonzero(self._placed)))
-        self._cache.truncate(self._rows[self._placed], 0)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         placed = self._placed[slots]

@@ -224,9 +224,3 @@ class VerifyLoop(Loop):
             return
         self._requests.clear()
         self._engine.load_weights(version, state_dict)
-        for drafter in self._hosted:
-            if drafter.spec.follow_policy:
-                try:
-                    drafter.loop.take_weights(version, state_dict)
-                except Exception:
-                    logger.exception("%s keeps its old weights", drafter.loop.drafter_id)

@@ -262,7 +262,6 @@ class TestRangesAndContradictions:
             ([EAGLE, "drafters.0.online.where=drafter"], "drafters.0.online.where", "one of off, trainer"),
             ([EAGLE, "drafters.0.online.batch_tokens=9999"], "drafters.0.online.batch_tokens", "buffer_tokens"),
             ([EAGLE, "drafters.0.online.depths=17"], "drafters.0.online.depths", "1 to 16"),
-            ([EAGLE, "drafters.0.follow_policy=true"], "drafters.0.follow_policy", "online.where=off"),
             (["drafters=[{method: ngram}, {method: ngram}]"], "drafters.1.method", "drafters.0.replicas"),
         ],
     )

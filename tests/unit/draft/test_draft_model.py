@@ -151,35 +151,29 @@ def test_branches_push_out_no_main_chain(reference: torch.nn.Module) -> None:
     check_empty(drafter)
 
 
-def test_a_larger_window_new_weights_and_the_models_end_leave_branches_right(reference: torch.nn.Module) -> None:
+def test_a_larger_window_and_the_models_end_leave_branches_right(reference: torch.nn.Module) -> None:
     drafter, prompts = proposer(branches=4), tiny_prompt_ids(2)
     sampling = SamplingParams(temperature=1.0, seed=6, max_tokens=200)
 
-    def check(model: torch.nn.Module, windows: Sequence[int]) -> None:
+    def check(i: int, window: int) -> None:
         extend_fully(drafter)
-        for i, window in enumerate(windows):
-            assert drafter.tail(f"r{i}")[1] == expected_tail(model, prompts[i], [], sampling, window)
-            assert check_branches(model, drafter, f"r{i}", prompts[i], sampling) == 4
+        assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompts[i], [], sampling, window)
+        assert check_branches(reference, drafter, f"r{i}", prompts[i], sampling) == 4
 
     for i, prompt in enumerate(prompts):
         drafter.open(f"r{i}", prompt, (), sampling, 3)
-    check(reference, (3, 3))
+    check(0, 3)
+    check(1, 3)
     drafter.open("r1", prompts[1], (), sampling, 9)
     assert not branches_of(drafter, "r0"), "wider tables begin empty"
     extend_fully(drafter)
     assert drafter.commit("r0", 0, ()) and drafter.tail("r0")[1] == expected_tail(
         reference, prompts[0], [], sampling, 3
     )
-    changed = load()
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.mul_(1.2)
-    drafter.load_weights(3, changed.state_dict())
-    assert not branches_of(drafter, "r1")
-    check(changed, (3, 9))
+    check(1, 9)
     drafter.proposer.max_len = len(prompts[1]) + 6
     drafter.open("r1", prompts[1], (), sampling, 9)
-    check(changed, (3, 6))
+    check(1, 6)
     check_empty(drafter)
 
 

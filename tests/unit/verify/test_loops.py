@@ -6,32 +6,28 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from specactor_ray.config.methods import DrafterSpec
-from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
+from specactor_ray.config.schema import RaceName, VerifyPolicy
 from specactor_ray.draft import loop as draft_loop
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.lookup import NgramProposer
-from specactor_ray.draft.loop import DraftLoop, checksum
+from specactor_ray.draft.loop import checksum
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport import inbox
-from specactor_ray.transport.link import Link, direct_sender
 from specactor_ray.transport.messages import Features
 from specactor_ray.verify import racing
-from specactor_ray.verify.drafting import Drafting, HostedDrafter
-from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.policy import DraftPolicy, Suspension
-from tests.fakes.loops import Bench, eagle, engine, proposers, ragged, truth_of
+from tests.fakes.loops import Bench, eagle, proposers, ragged, truth_of
 from tests.fakes.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 from tests.unit.engine_conformance import requests
@@ -190,23 +186,6 @@ def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> Non
     states = torch.ones(1, head._runner.config.feature_size)
     now, before, then = (one._runner.fuse(states) for one in (head, fresh, pupil))
     assert torch.equal(now, then) and not torch.equal(now, before)
-
-
-def test_a_hosted_drafter_that_cannot_take_new_weights_holds_up_no_update() -> None:
-    from transformers import AutoModelForCausalLM
-
-    class Stubborn(DraftModelProposer):
-        def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-            raise RuntimeError("out of memory")
-
-    loop = DraftLoop("twin", Stubborn(ragged(tiny_target())))
-    link = Link(direct_sender(loop.deliver))
-    hosted = HostedDrafter(DrafterSpec("draft_model", follow_policy=True), link, loop)
-    verifier = VerifyLoop(engine(), Drafting("v0", True, SpeculationConfig(), 512), [hosted])
-    loaded = verifier.load_weights(1, AutoModelForCausalLM.from_pretrained(tiny_target()).state_dict())
-    verifier.run_once()
-    assert loaded.result(0) is None and verifier.snapshot()["weight_version"] == 1
-    assert verifier.snapshot()["inline"]["twin"]["health"]["version"] == 0
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
