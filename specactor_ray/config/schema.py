@@ -216,9 +216,6 @@ class DrafterConfig:
     kv_cache_gb: Auto[float] = positive(_UNRESOLVED)
     """For `draft_model` and `eagle`: key/value cache, in 2**30 bytes. Default: the need of max_batch requests, at most
     a tenth of a GPU, or 0.5 on the CPU."""
-    shared_noise: bool = True
-    """For `draft_model` and `eagle`: sample with the target's noise, so that drafts are right far more often
-    at temperatures above 0; false draws independently, to measure the difference."""
     max_batch: Auto[int] = at_least(1, default=_UNRESOLVED)
     """Most requests that one draft actor drafts for at once; those beyond it have no drafts. Default: all that its
     verifiers run at once."""

@@ -54,7 +54,7 @@ class Health:
 
     def __init__(self, drafter_id: str, method: str, traits: Traits) -> None:
         self._drafter_id, self._method = drafter_id, method
-        self._has_weights = traits.checkpoint is not Checkpoint.NONE or (traits.draws_noise and not traits.looks_up)
+        self._has_weights = traits.checkpoint is not Checkpoint.NONE
         self._version, self._checksum = 0, ""
         self._tried = self._right = self._missed = 0
         self._seen = (0, 0)

@@ -249,7 +249,6 @@ class TestRangesAndContradictions:
             (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids", "token ids, each from 0"),
             (["run.log_level=LOUD"], "run.log_level", "DEBUG, INFO, WARNING, ERROR"),
             (["run.name=a/b"], "run.name", "letters"),
-            ([NGRAM, "drafters.0.shared_noise=false"], "drafters.0.shared_noise", "leave it out"),
             ([NGRAM, "drafters.0.method=medusa"], "drafters.0.method", ", ".join(BUILT_IN)),
             ([NGRAM, "drafters.0.cores=0"], "drafters.0.cores", "0.01 up to below 1"),
             ([NGRAM, "drafters.0.cores=1.5"], "drafters.0.cores", "1, 2"),

@@ -14,7 +14,6 @@ from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import build_proposer
 
 LOOKUP = "tests.fakes.own_proposers:Lookup"
-OWN_MODEL = {"method": "tests.fakes.own_proposers:Model"}
 MODEL = {"method": "draft_model", "model": "m"}
 OUTSIDE = "tests.fakes.own_proposers:Noisy"
 

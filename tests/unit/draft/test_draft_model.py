@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from specactor_ray.core.types import SamplingParams
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.sampling.candidates import MOST
-from specactor_ray.sampling.seeds import own_noise
 from tests.by_name import ByName, branches_of, extend_fully
 from tests.fakes.capturer import FakeCapturer
 from tests.tails import sample_rows
@@ -32,8 +30,8 @@ def reference() -> torch.nn.Module:
     return load()
 
 
-def proposer(cache_bytes: int = 16 << 20, shared_noise: bool = True, branches: int = 0, capturer: Any = None) -> ByName:
-    drafter = DraftModelProposer(RaggedModel(load(), cache_bytes), 64, shared_noise, branches, capturer)
+def proposer(cache_bytes: int = 16 << 20, branches: int = 0, capturer: Any = None) -> ByName:
+    drafter = DraftModelProposer(RaggedModel(load(), cache_bytes), 64, branches, capturer)
     drafter.budget = 40
     return ByName(drafter)
 
@@ -213,13 +211,3 @@ def test_logits_of_no_token_are_refused() -> None:
         with pytest.raises(ValueError, match="no token, or asks for more logits"):
             model.forward(rows, np.array(counts), np.array([1, 2, 3]), num_logits)
     assert not model.cache.lengths.any()
-
-
-def test_own_noise_is_another_seed(reference: torch.nn.Module) -> None:
-    sampling, prompt = SamplingParams(temperature=1.0, seed=4, max_tokens=30), tiny_prompt_ids(1)[0]
-    drafter = proposer(shared_noise=False)
-    drafter.open("r", prompt, (), sampling, 6)
-    extend_fully(drafter)
-    own = own_noise(sampling)
-    assert own.seed != sampling.seed and own.max_tokens == 30
-    assert drafter.tail("r")[1] == expected_tail(reference, prompt, [], own, 6)
