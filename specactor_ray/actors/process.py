@@ -109,11 +109,12 @@ class ActorHost:
         return {name: tensor for bucket in buckets for name, tensor in unpack(bucket)}
 
 
-def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Calls) -> WeightSet:
-    """Put weights into the object store, bucket by bucket; they live as long as the result is held."""
+def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Calls, method: str = "") -> WeightSet:
+    """Put weights of the target, or of a draft method, into the object store, bucket by bucket; they live as long as
+    the result is held."""
     references, num_bytes = [], 0
     for bucket in buckets:
         if bucket is not None:  # None: the rank takes part in gathering and exports nothing
             references.append(calls.transport.put(bucket))
             num_bytes += bucket.data.nbytes
-    return WeightSet(version, tuple(references), num_bytes)
+    return WeightSet(version, tuple(references), num_bytes, method)

@@ -135,9 +135,9 @@ class Controller:
         if not self._weights.wait_for(weights.version, timeout_s):
             raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
 
-    def offer_weights(self, method: str, weights: WeightSet) -> None:
+    def offer_weights(self, weights: WeightSet) -> None:
         """Take new weights that a draft method was taught, for its present and later actors."""
-        self._post(lambda: self._weights.offer(method, weights))
+        self._post(lambda: self._weights.offer(weights))
 
     def suspect(self, actor_id: str, reason: str) -> None:
         """Check the health of an unreachable actor at once. Only the controller decides that it is gone."""

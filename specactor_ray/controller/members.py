@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,7 +127,9 @@ class Member(ActorState):
 
     def __post_init__(self) -> None:
         self.peers = Channel(self.actor_id)
-        self.weights, self.taught = (Channel(self.actor_id, _ATTEMPTS) for _ in range(2))
+        self.weights = defaultdict[str, Channel](lambda: Channel(self.actor_id, _ATTEMPTS))
+        """`VERIFIER` for the target's weights, or a draft method → their updates; those of its own key are the ones
+        that it needs."""
         self._open: dict[str, Call] = {}
         """Method → its call in flight."""
         self.has_started = False
@@ -218,7 +221,7 @@ class Member(ActorState):
             "gpus": facts.gpus if facts else (),
             "silent_s": round(self.silent_s(now), 1),
             "note": (self.note or str(self.error or "") or self._doing()).partition("\n")[0],
-            "weight_version": self.weights.acked,
+            "weight_version": self.weights[self.key].acked,
             "counters": self.counters,
         }
 

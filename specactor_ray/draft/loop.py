@@ -25,7 +25,7 @@ from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
-from specactor_ray.transport.messages import CommitBatch, TailBatch
+from specactor_ray.transport.messages import CommitBatch, TailBatch, WeightSet
 
 logger = logging.getLogger(__name__)
 
@@ -127,9 +127,9 @@ class DraftLoop(Loop):
         self._links = dict(links)
         self._wake.set()
 
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
+    def load_weights(self, weights: WeightSet, state_dict: Mapping[str, Any]) -> Future[None]:
         """Replace the proposer's weights between two steps; the future raises its errors."""
-        return self.call(functools.partial(self.take_weights, version, state_dict))
+        return self.call(functools.partial(self.take_weights, weights.version, state_dict))
 
     def forget_history(self) -> Future[None]:
         """Clear the proposer's history between two steps."""

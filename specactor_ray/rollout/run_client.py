@@ -95,10 +95,10 @@ class RunClient:
         self._syncs, self._sync_s = self._syncs + 1, self._sync_s + self._calls.clock.now() - begin
         return weights.version
 
-    def update_drafter(self, method: str, weights: WeightSet) -> None:
+    def update_drafter(self, weights: WeightSet) -> None:
         """Send a newer version of a draft method's weights, which the trainer trains, to its drafters. Returns before
         they arrive: no token depends on the time of arrival."""
-        self.ask("offer_weights", method, weights)
+        self.ask("offer_weights", weights)
 
     def call_verifiers(self, method: str) -> None:
         """Call a method of every verifier that is not lost; a replacement of a lost one starts in a fresh state.

@@ -290,10 +290,11 @@ class Simulation(VirtualRun):
 
     def _update_weights(self, number: int) -> None:
         self.version += 1
-        weights = WeightSet(self.version, (self.calls.transport.put(f"weights {number}"),), 1)
+        buckets = (self.calls.transport.put(f"weights {number}"),)
+        weights, lesson = (WeightSet(self.version, buckets, 1, method) for method in ("", "eagle"))
         for _attempt in range(20):
             try:
-                self.client.update_drafter("eagle", weights)
+                self.client.update_drafter(lesson)
                 self.client.update_weights(weights)
                 return
             except ActorLostError:

@@ -24,7 +24,7 @@ from specactor_ray.draft.proposer import Proposer
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport import inbox
-from specactor_ray.transport.messages import Features
+from specactor_ray.transport.messages import Features, WeightSet
 from specactor_ray.verify import racing
 from specactor_ray.verify.policy import DraftPolicy, Suspension
 from tests.fakes.loops import Bench, eagle, proposers, ragged, truth_of
@@ -178,8 +178,8 @@ def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> Non
         name: tensor + 0.1 for name, tensor in trained_weights(load_head(str(tiny_eagle()), str(tiny_target()))).items()
     }
     pupil.load_weights(5, weights)
-    taught = bench.verifier.teach("eagle", 5, weights)
-    other = bench.verifier.teach("draft_model", 6, weights)  # of a method that it does not host
+    taught = bench.verifier.load_weights(WeightSet(5, (), method="eagle"), weights)
+    other = bench.verifier.load_weights(WeightSet(6, (), method="draft_model"), weights)  # which it does not host
     health = decoded(bench, batch)["inline"]["eagle-0"]["health"]
     assert taught.result(120) is other.result(120) is None
     assert (health["version"], health["checksum"]) == (5, checksum(weights))
