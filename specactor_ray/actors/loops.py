@@ -195,7 +195,3 @@ class DraftActor(LoopActor[DraftLoop]):
 
     def _link(self, verifier: Any) -> Link[TailBatch]:
         return Link(self._host.calls.sender(verifier, "deliver"), clock=self._host.clock)
-
-    def drain(self) -> None:
-        """Drop all open requests. Called before removal, when verifiers already use other draft actors."""
-        self._running().set_verifiers({})

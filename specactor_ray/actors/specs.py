@@ -31,8 +31,6 @@ class Phase(StrEnum):
     STARTING = "starting"
     """Its process is made, and loads the model."""
     READY = "ready"
-    DRAINING = "draining"
-    """It is being removed; verifiers already use other draft actors."""
     DEAD = "dead"
 
 

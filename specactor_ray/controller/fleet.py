@@ -15,7 +15,6 @@ from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import ActorClasses, Member, Seat, default_classes, stop_in_order
 from specactor_ray.controller.reconcile import (
     Create,
-    Drain,
     FailureRecord,
     Remove,
     ReplacementLimits,
@@ -179,8 +178,6 @@ class Fleet:
         for action in decide(desired, list(self.members.values()), self.failures, now, self._limits):
             if isinstance(action, Create):
                 self._create(action.key, now)
-            elif isinstance(action, Drain):
-                self.members[action.actor_id].drain(now)
             else:
                 self._remove(action, now)
         self._seating.trim(desired)

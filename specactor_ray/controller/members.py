@@ -149,11 +149,6 @@ class Member(ActorState):
         """Begin a call of one of its methods."""
         return self.calls.start(self.handle, method, *arguments, deadline_s=deadline_s)
 
-    def drain(self, now: float) -> None:
-        """Stop its taking of requests; afterwards it is `drained`."""
-        self.enter(Phase.DRAINING, now)
-        self._open["drain"] = self.call("drain")
-
     def hurry(self) -> None:
         """Check its health at the next `poll`."""
         self._pinged_at = float("-inf")
@@ -174,7 +169,6 @@ class Member(ActorState):
         if self.has_started and self.error is None and is_due:
             self._ping(now, health_interval_s)
         if self.error is not None:
-            self.drained = self.phase is Phase.DRAINING
             if self.phase in (Phase.STARTING, Phase.READY):
                 self.enter(Phase.DEAD, now)
         elif self.phase is Phase.STARTING and self.has_started and self.facts is not None:
@@ -192,9 +186,7 @@ class Member(ActorState):
 
     def _take(self, method: str, call: Call) -> None:
         error = call.error
-        if method == "drain":
-            self.drained = True
-        elif error is None and method == "ping":
+        if error is None and method == "ping":
             self.counters, self.unanswered_since = call.result() or {}, None
             self.stalled_s = float(self.counters.get("busy_s", 0.0))
         elif error is None and method == "start":

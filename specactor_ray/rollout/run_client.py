@@ -246,7 +246,7 @@ def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str)
 def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | None]) -> bool:
     """Whether the wanted number of draft actors exists or is starting, and pending ones have a note with the reason."""
     for method, wanted in drafters.items():
-        mine = [one for one in rows if one["method"] == method and one["phase"] not in ("draining", "dead")]
+        mine = [one for one in rows if one["method"] == method and one["phase"] != "dead"]
         if wanted is not None and len(mine) != wanted:
             return False
         if any(one["phase"] == "pending" and not one["note"] for one in mine):
