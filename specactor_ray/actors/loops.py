@@ -42,9 +42,9 @@ class LoopActor(Generic[L]):
         self._running()
 
     def load_weights(self, weights: WeightSet) -> None:
-        """Load a version of the weights that the actor follows: the policy's, or those taught to its method. Requests
-        of older versions end. Idempotent."""
-        self._do(self._running().load_weights(weights.version, self._host.fetch_weights(weights)))
+        """Load a version of the target's weights, with which requests of older versions end, or of a drafter's here.
+        Idempotent."""
+        self._do(self._running().load_weights(weights, self._host.fetch_weights(weights)))
 
     def forget_history(self) -> None:
         """Clear the histories of earlier outputs of this process's drafters."""
@@ -144,10 +144,6 @@ class VerifierActor(LoopActor[VerifyLoop]):
         send = self._host.calls.sender(endpoint.handle, "deliver")
         return DrafterLink(endpoint.drafter, Link(send, clock=self._host.clock))
 
-    def teach(self, method: str, weights: WeightSet) -> None:
-        """Load weights that were taught to a drafter of this process. Idempotent."""
-        self._do(self._running().teach(method, weights.version, self._host.fetch_weights(weights)))
-
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
         """Add outputs of other verifiers to the histories of this process's lookups."""
         self._running().learn(outputs)
@@ -199,7 +195,3 @@ class DraftActor(LoopActor[DraftLoop]):
 
     def _link(self, verifier: Any) -> Link[TailBatch]:
         return Link(self._host.calls.sender(verifier, "deliver"), clock=self._host.clock)
-
-    def drain(self) -> None:
-        """Drop all open requests. Called before removal, when verifiers already use other draft actors."""
-        self._running().set_verifiers({})

@@ -91,7 +91,6 @@ class ActorHost:
             spec.config.target.max_batch,
             spec.window,
             spec.branches,
-            spec.priors,
         )
 
     @collected_once()
@@ -109,11 +108,12 @@ class ActorHost:
         return {name: tensor for bucket in buckets for name, tensor in unpack(bucket)}
 
 
-def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Calls) -> WeightSet:
-    """Put weights into the object store, bucket by bucket; they live as long as the result is held."""
+def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Calls, method: str = "") -> WeightSet:
+    """Put weights of the target, or of a draft method, into the object store, bucket by bucket; they live as long as
+    the result is held."""
     references, num_bytes = [], 0
     for bucket in buckets:
         if bucket is not None:  # None: the rank takes part in gathering and exports nothing
             references.append(calls.transport.put(bucket))
             num_bytes += bucket.data.nbytes
-    return WeightSet(version, tuple(references), num_bytes)
+    return WeightSet(version, tuple(references), num_bytes, method)

@@ -31,8 +31,6 @@ class Phase(StrEnum):
     STARTING = "starting"
     """Its process is made, and loads the model."""
     READY = "ready"
-    DRAINING = "draining"
-    """It is being removed; verifiers already use other draft actors."""
     DEAD = "dead"
 
 
@@ -51,8 +49,6 @@ class ActorSpec:
     """CPU core ids it may use; empty: do not bind."""
     inline: tuple[str, ...] = ()
     """Draft methods that run in the verifiers' processes."""
-    priors: Mapping[str, float] = field(default_factory=dict)
-    """Draft method → chance that a draft token is right, from a profile."""
 
     @property
     def window(self) -> int:

@@ -39,7 +39,7 @@ class TaughtDrafter:
         target = config.target
         head = read_head_config(drafter.model, target.model, trust_remote_code=target.trust_remote_code)
         self._online, self._trainer, self._layers = drafter.online, trainer, head.exported_layers
-        self._calls = calls
+        self._method, self._calls = drafter.method, calls
         self._learner: EagleLearner | None = None
         if trainer.rank == 0:
             self._learner = load_learner(drafter, target, "cuda" if config.trainer.gpus else "cpu")
@@ -63,7 +63,7 @@ class TaughtDrafter:
         if self._learner.version == before:
             return None
         bucket = pack(self._learner.weights().items(), torch.float32)
-        return put_weights(self._learner.version, [bucket], self._calls)
+        return put_weights(self._learner.version, [bucket], self._calls, self._method)
 
 
 class TrainerActor:

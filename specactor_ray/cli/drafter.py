@@ -147,14 +147,13 @@ _CAPTION = (
 
 
 def acceptance_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Acceptance per draft position on held-out rollouts, a row per temperature and kind of noise."""
+    """Acceptance per draft position on held-out rollouts, a row per temperature."""
     window = max((row["window"] for row in rows), default=0)
     positions = (f"p{position}" for position in range(1, window + 1))
-    columns = ("T", "noise", "steps", "supply", "acc. rate", "acc. length", *positions)
+    columns = ("T", "steps", "supply", "acc. rate", "acc. length", *positions)
     cells = (
         (
             f"{row['temperature']:g}",
-            row["noise"],
             f"{row['steps']:,}",
             f"{row['supply']:.2f}",
             f"{row['acceptance_rate']:.1%}",
@@ -163,4 +162,4 @@ def acceptance_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         )
         for row in rows
     )
-    return make_table(columns, cells, title, text=("noise",), caption=_CAPTION)
+    return make_table(columns, cells, title, caption=_CAPTION)

@@ -42,8 +42,6 @@ class Traits:
     `learn`, and implements `forget_history`."""
     reads_features: bool = False
     """Whether it receives the target's hidden states of committed positions and implements `add_features`."""
-    draws_noise: bool = False
-    """Whether it samples, so that `drafters.N.shared_noise` changes its drafts."""
     branches: bool = False
     """Whether it drafts branches beside its tails, up to `speculation.branches` per request."""
     checkpoint: Checkpoint = Checkpoint.NONE
@@ -66,12 +64,10 @@ _MATCHES = ("min_match", "max_match", "history_tokens")
 BUILT_IN = {
     "ngram": BuiltIn("lookup:NgramProposer", Traits(looks_up=True, keeps_history=True), _MATCHES),
     "suffix": BuiltIn("lookup:SuffixProposer", Traits(looks_up=True, keeps_history=True), _MATCHES),
-    "draft_model": BuiltIn(
-        "model:DraftModelProposer", Traits(draws_noise=True, branches=True, checkpoint=Checkpoint.MODEL)
-    ),
+    "draft_model": BuiltIn("model:DraftModelProposer", Traits(branches=True, checkpoint=Checkpoint.MODEL)),
     "eagle": BuiltIn(
         "eagle.proposer:EagleProposer",
-        Traits(reads_features=True, draws_noise=True, branches=True, checkpoint=Checkpoint.HEAD),
+        Traits(reads_features=True, branches=True, checkpoint=Checkpoint.HEAD),
     ),
 }
 
@@ -142,8 +138,8 @@ def _check(found: Any, method: str, key: str) -> None:
 def is_hosted(drafter: DrafterConfig, mode: ModeName, key: str = "drafters.N") -> bool:
     """Whether the method of this section, at `key`, drafts inside the verifiers; else it has draft actors. `auto` is
     read as `decoupled`. Raises as `class_of`."""
-    if mode is ModeName.coupled or drafter.hosted is not None:
-        return mode is ModeName.coupled or bool(drafter.hosted)
+    if mode is ModeName.coupled or drafter.hosted is False:
+        return mode is ModeName.coupled
     return traits(drafter.method, f"{key}.method").looks_up
 
 
@@ -236,9 +232,6 @@ def reject_keys_against_traits(drafter: DrafterConfig, key: str, traits: Traits)
     if traits.looks_up and checkpoint is Checkpoint.NONE and drafter.model is not None:
         problem = f"{method} uses no model, but {clipped(drafter.model)} is given."
         raise ConfigError(f"{key}.model", problem, f"leave it out, or set {key}.method=draft_model.")
-    if not traits.draws_noise and not drafter.shared_noise:
-        problem = f"{method} draws no noise, so there is none to share or not."
-        raise ConfigError(f"{key}.shared_noise", problem, "leave it out.")
     if traits.looks_up and drafter.gpus:
         raise ConfigError(f"{key}.gpus", f"{method} runs on the CPU and would leave the GPU idle.", "use 0.")
     if drafter.online.where is not OnlineWhere.off and checkpoint is not Checkpoint.HEAD:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from specactor_ray.config.fields import reject_unlisted, reject_values_not_allowed
 from specactor_ray.config.methods import ALL_KEYS, BUILT_IN, is_hosted, is_named, reject_keys_against_traits
 from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, RaceName
-from specactor_ray.config.training_schema import AlgorithmName, OnlineWhere, TrainerBackend
+from specactor_ray.config.training_schema import AlgorithmName, TrainerBackend
 from specactor_ray.core.errors import ConfigError, clipped, clipped_text
 
 Problem = tuple[str, str, str]
@@ -181,7 +181,7 @@ def _of_drafting(config: Config) -> Iterator[Problem]:
         yield "mode", problem, "use mode=auto or mode=plain, or add one: 'drafters=[{method: ngram}]'."
     for index, drafter in enumerate(config.drafters):
         host, gpus = f"drafters.{index}", drafter.gpus
-        if mode is ModeName.coupled or drafter.hosted:
+        if mode is ModeName.coupled:
             host, gpus = "target", config.target.gpus
         elif mode is ModeName.auto:  # whichever mode it becomes
             gpus += config.target.gpus
@@ -195,6 +195,9 @@ def _of_drafting(config: Config) -> Iterator[Problem]:
     if len(first) > MAX_METHODS:
         yield "drafters", f"{len(first)} methods; at most {MAX_METHODS} are compared.", "take some out."
     for index, drafter in enumerate(config.drafters if mode is not ModeName.plain else ()):
+        if drafter.hosted and not is_hosted(drafter, mode, f"drafters.{index}"):
+            problem = f"true, but verifiers run models only in mode=coupled, and mode is {mode.value!r}."
+            yield f"drafters.{index}.hosted", problem, "leave it out, or use mode=coupled."
         if drafter.max_replicas is not None and is_hosted(drafter, mode, f"drafters.{index}"):
             problem = f"verifiers draft by {drafter.method} themselves, so it has no draft actors to scale."
             fix = f"leave it out, or use mode=decoupled and drafters.{index}.hosted=false."
@@ -229,9 +232,6 @@ def _of_drafter(drafter: DrafterConfig, key: str) -> Iterator[Problem]:
     if online.batch_tokens > online.buffer_tokens:
         problem = f"{online.batch_tokens} positions a step, but only {online.buffer_tokens} are kept."
         yield f"{key}.online.batch_tokens", problem, f"raise {key}.online.buffer_tokens, or lower it."
-    if online.where is not OnlineWhere.off and drafter.follow_policy:
-        problem = "true, but the drafter has weights of its own, which are learned online."
-        yield f"{key}.follow_policy", problem, f"use false, or {key}.online.where=off."
 
 
 def _of_training(config: Config) -> Iterator[Problem]:

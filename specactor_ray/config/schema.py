@@ -170,7 +170,7 @@ class TargetConfig:
 
 @dataclass
 class DrafterConfig:
-    """One draft method: inside every verifier (`hosted`), or with its own draft actors."""
+    """One draft method: inside every verifier (hosted), or with its own draft actors."""
 
     method: str = "ngram"
     """`ngram` (copies the tokens after an earlier match of the last tokens in prompt, output and earlier outputs of the
@@ -180,9 +180,8 @@ class DrafterConfig:
     (`docs/api.md`). If a hosted one hangs, its verifier hangs until `cluster.stall_timeout_s` replaces it."""
     hosted: bool | None = None
     """Whether every verifier runs the method itself, without messages and extra cores; else it has draft actors.
-    Default: lookups are hosted, models only in mode `coupled`, which hosts all. A model that is
-    hosted in `decoupled`, such as an EAGLE head, drafts for requests without a better tail of a draft actor, in steps
-    where that pays. `mode: auto` with `false` is `decoupled`."""
+    Default: lookups are hosted, models in mode `coupled` alone, which hosts all. `false` gives a lookup draft actors in
+    `decoupled`, and `mode: auto` is then `decoupled`."""
     replicas: int = at_least(0, default=1)
     """Number of draft actors; `specactor scale` changes it during the run. Hosted: 0 turns the method off."""
     min_replicas: int = at_least(0, default=0)
@@ -208,12 +207,6 @@ class DrafterConfig:
     kv_cache_gb: Auto[float] = positive(_UNRESOLVED)
     """For `draft_model` and `eagle`: key/value cache, in 2**30 bytes. Default: the need of max_batch requests, at most
     a tenth of a GPU, or 0.5 on the CPU."""
-    shared_noise: bool = True
-    """For `draft_model` and `eagle`: sample with the target's noise, so that drafts are right far more often
-    at temperatures above 0; false draws independently, to measure the difference."""
-    follow_policy: bool = False
-    """For `draft_model`: load every new version of the target's weights in training (its model must be the target's
-    own)."""
     max_batch: Auto[int] = at_least(1, default=_UNRESOLVED)
     """Most requests that one draft actor drafts for at once; those beyond it have no drafts. Default: all that its
     verifiers run at once."""

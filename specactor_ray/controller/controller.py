@@ -71,7 +71,6 @@ class Controller:
         config, run: The whole configuration, and the name of the run.
         classes: Classes of verifiers and draft actors; default: those of `specactor_ray.actors`.
         limits: Limits of replacements; default: from `config.cluster`.
-        priors: Draft method → chance that a draft token is right, from a profile; for the verifiers' ladders.
         backend: The cluster; default: the Ray cluster this process is connected to.
     """
 
@@ -81,7 +80,6 @@ class Controller:
         run: str,
         classes: ActorClasses | None = None,
         limits: ReplacementLimits | None = None,
-        priors: Mapping[str, float] | None = None,
         backend: Backend | None = None,
     ) -> None:
         logging.basicConfig(level=config.run.log_level, format=f"%(asctime)s %(levelname)s {run} %(name)s: %(message)s")
@@ -91,8 +89,8 @@ class Controller:
         self._drafters = drafter_specs(config)
         self._desired = {VERIFIER: config.target.replicas, **draft_actors(config)}
         limits = limits or ReplacementLimits.from_config(config.cluster)
-        self._fleet = Fleet(config, run, self._backend, limits, classes, priors or {})
-        self._elastic = Elastic(config, priors or {})
+        self._fleet = Fleet(config, run, self._backend, limits, classes)
+        self._elastic = Elastic(config)
         self._peers, self._weights = PeerSync(config), WeightSync(config, self._clock)
         self._requests: deque[Callable[[], None]] = deque()
         """Changes that other threads request; carried out at the beginning of a round, once the run has started."""
@@ -129,17 +127,17 @@ class Controller:
         self._post(lambda: self._scale(drafters))
 
     def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
-        """Send these weights to all present and later actors that follow the policy. Returns when all ready verifiers
-        have them; an actor that fails to load them is replaced. Idempotent. InputError for a version that is not above
+        """Send these weights of the policy to all present and later verifiers. Returns when all ready ones have them; a
+        verifier that fails to load them is replaced. Idempotent. InputError for a version that is not above
         all earlier ones; SpecActorError after `timeout_s` seconds, the verifiers get the weights later."""
         self._weights.set_current(weights)
         self._wake.set()
         if not self._weights.wait_for(weights.version, timeout_s):
             raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
 
-    def offer_weights(self, method: str, weights: WeightSet) -> None:
+    def offer_weights(self, weights: WeightSet) -> None:
         """Take new weights that a draft method was taught, for its present and later actors."""
-        self._post(lambda: self._weights.offer(method, weights))
+        self._post(lambda: self._weights.offer(weights))
 
     def suspect(self, actor_id: str, reason: str) -> None:
         """Check the health of an unreachable actor at once. Only the controller decides that it is gone."""
@@ -258,14 +256,13 @@ def start_controller(
     config: Config,
     classes: ActorClasses | None = None,
     limits: ReplacementLimits | None = None,
-    priors: Mapping[str, float] | None = None,
 ) -> tuple[Any, str]:
     """Make the controller of a new run, a named actor that ends with this process, and start the run. Returns the
     controller and the name of the run. Errors are those of `Controller.start`."""
     run = config.run.name or new_run_name()
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
-    handle = start_here(run, CONTROLLER, Controller, config, run, classes, limits, priors)
+    handle = start_here(run, CONTROLLER, Controller, config, run, classes, limits)
     attempts = (limits or ReplacementLimits()).max_start_failures
     # The controller ends a start long before this, unless it hangs.
     limit_s = attempts * (config.cluster.placement_timeout_s + config.cluster.start_timeout_s)

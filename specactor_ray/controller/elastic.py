@@ -16,7 +16,7 @@ from specactor_ray.controller.members import Member
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.costs import range_number
 from specactor_ray.plan.search import best_ahead, geometric
-from specactor_ray.verify.table import DEFAULT_PRIOR
+from specactor_ray.verify.table import PRIOR
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Scaling:
     """V: seconds of a verify step."""
     draft: LearnedCost = field(default_factory=LearnedCost)
     """D: seconds of a draft step, by rows and branches."""
-    probability: float = DEFAULT_PRIOR
+    probability: float = PRIOR
     """Chance that a draft token is right, where those before it are."""
     aim: int = 0
     """The number of draft actors that is better than the present one, if there is one."""
@@ -146,19 +146,15 @@ class Scaling:
 
 
 class Elastic:
-    """Changes the numbers of draft actors of methods with `max_replicas`.
+    """Changes the numbers of draft actors of methods with `max_replicas`."""
 
-    Args:
-        priors: Draft method → chance that a draft token is right, from a profile.
-    """
-
-    def __init__(self, config: Config, priors: Mapping[str, float]) -> None:
+    def __init__(self, config: Config) -> None:
         elastic, specs = config.elastic, drafter_specs(config)
         self._up_s, self._down_s = elastic.up_s, elastic.down_s
         self._interval_s = max(config.cluster.health_interval_s, min(elastic.up_s, elastic.down_s) / _LOOKS)
         self._verify = LearnedCost()
         self._methods = {
-            one.method: self._scaling(config, one, specs[one.method], priors)
+            one.method: self._scaling(config, one, specs[one.method])
             for one in acting_drafters(config)
             if one.max_replicas is not None
         }
@@ -197,9 +193,7 @@ class Elastic:
                 logger.info("%s: %d draft actors in place of %d: %s", method, number, present, load)
         return changed
 
-    def _scaling(
-        self, config: Config, drafter: DrafterConfig, spec: DrafterSpec, priors: Mapping[str, float]
-    ) -> Scaling:
+    def _scaling(self, config: Config, drafter: DrafterConfig, spec: DrafterSpec) -> Scaling:
         target = config.target
         assert drafter.max_replicas is not None
         return Scaling(
@@ -211,7 +205,6 @@ class Elastic:
             spec.window,
             spec.branches,
             self._verify,
-            probability=priors.get(drafter.method, DEFAULT_PRIOR),
         )
 
     def _look(self, ready: list[Member]) -> VerifierLoad | None:

@@ -15,7 +15,6 @@ from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import ActorClasses, Member, Seat, default_classes, stop_in_order
 from specactor_ray.controller.reconcile import (
     Create,
-    Drain,
     FailureRecord,
     Remove,
     ReplacementLimits,
@@ -110,10 +109,9 @@ class Fleet:
         backend: Backend,
         limits: ReplacementLimits,
         classes: ActorClasses | None,
-        priors: Mapping[str, float],
     ) -> None:
         self._config, self._run, self._backend, self._limits = config, run, backend, limits
-        self._classes, self._priors = classes, priors
+        self._classes = classes
         self._calls, self._clock = backend.calls, backend.calls.clock
         self._drafters = drafter_specs(config)
         self._inline = tuple(drafter.method for drafter in inline_drafters(config))
@@ -180,8 +178,6 @@ class Fleet:
         for action in decide(desired, list(self.members.values()), self.failures, now, self._limits):
             if isinstance(action, Create):
                 self._create(action.key, now)
-            elif isinstance(action, Drain):
-                self.members[action.actor_id].drain(now)
             else:
                 self._remove(action, now)
         self._seating.trim(desired)
@@ -235,9 +231,7 @@ class Fleet:
         seat = member.seat
         self._classes = self._classes or default_classes()  # may take seconds, so it is after the first status
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
-        spec = ActorSpec(
-            member.actor_id, member.key, self._config, self._drafters, seat.cores, self._inline, self._priors
-        )
+        spec = ActorSpec(member.actor_id, member.key, self._config, self._drafters, seat.cores, self._inline)
         name = actor_name(self._run, member.actor_id)
         handle = self._backend.launch(cls, spec, name, seat.group, seat.demand)
         member.launched(handle, self._limits.start_timeout_s, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,7 +127,9 @@ class Member(ActorState):
 
     def __post_init__(self) -> None:
         self.peers = Channel(self.actor_id)
-        self.weights, self.taught = (Channel(self.actor_id, _ATTEMPTS) for _ in range(2))
+        self.weights = defaultdict[str, Channel](lambda: Channel(self.actor_id, _ATTEMPTS))
+        """`VERIFIER` for the target's weights, or a draft method → their updates; those of its own key are the ones
+        that it needs."""
         self._open: dict[str, Call] = {}
         """Method → its call in flight."""
         self.has_started = False
@@ -145,11 +148,6 @@ class Member(ActorState):
     def call(self, method: str, *arguments: Any, deadline_s: float = _UPDATE_TIMEOUT_S) -> Call:
         """Begin a call of one of its methods."""
         return self.calls.start(self.handle, method, *arguments, deadline_s=deadline_s)
-
-    def drain(self, now: float) -> None:
-        """Stop its taking of requests; afterwards it is `drained`."""
-        self.enter(Phase.DRAINING, now)
-        self._open["drain"] = self.call("drain")
 
     def hurry(self) -> None:
         """Check its health at the next `poll`."""
@@ -171,7 +169,6 @@ class Member(ActorState):
         if self.has_started and self.error is None and is_due:
             self._ping(now, health_interval_s)
         if self.error is not None:
-            self.drained = self.phase is Phase.DRAINING
             if self.phase in (Phase.STARTING, Phase.READY):
                 self.enter(Phase.DEAD, now)
         elif self.phase is Phase.STARTING and self.has_started and self.facts is not None:
@@ -189,9 +186,7 @@ class Member(ActorState):
 
     def _take(self, method: str, call: Call) -> None:
         error = call.error
-        if method == "drain":
-            self.drained = True
-        elif error is None and method == "ping":
+        if error is None and method == "ping":
             self.counters, self.unanswered_since = call.result() or {}, None
             self.stalled_s = float(self.counters.get("busy_s", 0.0))
         elif error is None and method == "start":
@@ -218,7 +213,7 @@ class Member(ActorState):
             "gpus": facts.gpus if facts else (),
             "silent_s": round(self.silent_s(now), 1),
             "note": (self.note or str(self.error or "") or self._doing()).partition("\n")[0],
-            "weight_version": self.weights.acked,
+            "weight_version": self.weights[self.key].acked,
             "counters": self.counters,
         }
 

@@ -32,8 +32,6 @@ class ActorState:
     """Time of the oldest health check without an answer."""
     stalled_s: float = 0.0
     """Seconds for which its loop had been in one step at its last answer."""
-    drained: bool = False
-    """While draining: whether it holds no requests any more."""
     error: SpecActorError | None = None
     """Why it is dead."""
 
@@ -58,13 +56,11 @@ class ReplacementLimits:
     """Limits of `decide`; times in seconds."""
 
     health_timeout_s: float = 15.0
-    """Longest silence of a ready or draining actor before it is replaced."""
+    """Longest silence of a ready actor before it is replaced."""
     stall_timeout_s: float = 300.0
     """Longest step of an actor that answers before it is replaced."""
     start_timeout_s: float = 300.0
     """Longest start of an actor before it counts as failed."""
-    drain_timeout_s: float = 10.0
-    """Longest draining of an actor before it is removed."""
     stable_s: float = 30.0
     """Time for which an actor must be ready to clear the failures of its key."""
     backoff_s: float = 1.0
@@ -90,13 +86,6 @@ class Create:
 
 
 @dataclass(frozen=True)
-class Drain:
-    """Remove this draft actor from all lists, and stop its taking of requests."""
-
-    actor_id: str
-
-
-@dataclass(frozen=True)
 class Remove:
     """End this actor's process."""
 
@@ -106,7 +95,7 @@ class Remove:
     """Whether it failed, which is recorded, rather than being surplus."""
 
 
-Action = Create | Drain | Remove
+Action = Create | Remove
 
 
 def decide(
@@ -164,9 +153,6 @@ def has_lasted(actor: ActorState, now: float, limits: ReplacementLimits) -> bool
 
 def _removal(actor: ActorState, now: float, limits: ReplacementLimits) -> Remove | None:
     age_s, silent_s = now - actor.since, actor.silent_s(now)
-    if actor.phase is Phase.DRAINING:
-        is_over = actor.drained or age_s >= limits.drain_timeout_s or silent_s >= limits.health_timeout_s
-        return Remove(actor.actor_id, "drained") if is_over else None
     reason = ""
     if actor.phase is Phase.DEAD:
         reason = str(actor.error or "it died")
@@ -187,10 +173,9 @@ def _balance(
     now: float,
     limits: ReplacementLimits,
 ) -> list[Action]:
-    staying = [actor for actor in actors if actor.phase is not Phase.DRAINING]
-    surplus = len(staying) - wanted
-    if surplus > 0 and key != VERIFIER:
-        return [_spare(actor) for actor in sorted(staying, key=_removal_rank)[:surplus]]
+    surplus = len(actors) - wanted
+    if surplus > 0 and key != VERIFIER:  # verifiers use the drafters that are left, as after a failure
+        return [Remove(actor.actor_id, "surplus") for actor in sorted(actors, key=_removal_rank)[:surplus]]
     if surplus >= 0 or is_given_up(key, record, limits):
         return []
     if record is not None and key == VERIFIER:
@@ -204,8 +189,3 @@ def _balance(
 def _removal_rank(actor: ActorState) -> tuple[int, float, str]:
     """Order of removal: actors that never served first, then the newest; the oldest have learned the most."""
     return _EASIEST_TO_SPARE.index(actor.phase), -actor.created_at, actor.actor_id
-
-
-def _spare(actor: ActorState) -> Action:
-    """The end of a surplus draft actor: in order if it serves, at once if it does not serve yet."""
-    return Drain(actor.actor_id) if actor.phase is Phase.READY else Remove(actor.actor_id, "surplus")

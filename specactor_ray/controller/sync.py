@@ -115,52 +115,52 @@ class PeerSync:
 
 
 class WeightSync:
-    """Sends the current weights to members that lack them. One that repeatedly fails to load them is marked dead.
+    """Sends the newest weights to members that lack them. One that repeatedly fails to load its own is marked dead.
 
     A method that the trainer teaches has its own weights and versions; no call waits for them. Verifiers that host the
     method get them, too.
     """
 
     def __init__(self, config: Config, clock: Clock) -> None:
-        self._followers = {VERIFIER, *(drafter.method for drafter in config.drafters if drafter.follow_policy)}
-        taught = taught_by_trainer(config)
-        self._taught_method = taught.method if taught is not None else ""
-        self._is_hosted = taught in inline_drafters(config)
-        self._taught: WeightSet | None = None
-        """Newest weights of the taught method; None: it has those of the configuration."""
-        self._current: WeightSet | None = None
-        """Current weights of the policy; None until the first update: all actors have those of the configuration."""
+        self._receivers = {VERIFIER: VERIFIER}
+        """`VERIFIER` for the target's weights, or the taught method → key of the members that load them."""
+        if (taught := taught_by_trainer(config)) is not None:
+            self._receivers[taught.method] = VERIFIER if taught in inline_drafters(config) else taught.method
+        self._newest: dict[str, WeightSet] = {}
+        """The newest weights, by the same keys; where there are none, all actors have those of the configuration."""
         self._in_place = 0
         """Version of the policy that all verifiers have."""
         self._changed = clock.condition()
-        """Guards all weights; notified when every verifier has the policy's current ones."""
+        """Guards all weights; notified when every verifier has the policy's newest ones."""
 
     def set_current(self, weights: WeightSet) -> None:
         """Set new weights of the policy. InputError if they are not newer than the current ones: a version is never
         used for two sets of weights."""
         with self._changed:
-            current = self._current
+            current = self._newest.get(VERIFIER)
             if current is None or weights.version > current.version:
-                self._current = weights
+                self._newest[VERIFIER] = weights
             elif weights.version < current.version or weights.buckets != current.buckets:
                 raise InputError(f"weights of version {weights.version} come after version {current.version}")
 
     def wait_for(self, version: int, timeout_s: float) -> bool:
-        """Wait until all ready verifiers have this version. Returns whether they have. Draft actors may lag."""
+        """Wait until all ready verifiers have this version. Returns whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: self._in_place >= version, timeout_s)
 
-    def offer(self, method: str, weights: WeightSet) -> None:
-        """Take new weights of a method. They count if it is taught and the version is newer."""
+    def offer(self, weights: WeightSet) -> None:
+        """Take new weights of a draft method. They count if it is taught and the version is newer."""
         with self._changed:
-            if method == self._taught_method and (self._taught is None or weights.version > self._taught.version):
-                self._taught = weights
+            newest = self._newest.get(weights.method)
+            if weights.method in self._receivers and (newest is None or weights.version > newest.version):
+                self._newest[weights.method] = weights
             else:
-                logger.info("weights %d of %s are not needed", weights.version, method)
+                logger.info("weights %d of %s are not needed", weights.version, weights.method)
 
     def is_settled(self) -> bool:
         """Whether no policy weights are in flight to verifiers."""
-        return self._current is None or self._in_place >= self._current.version
+        current = self._newest.get(VERIFIER)
+        return current is None or self._in_place >= current.version
 
     def update(self, members: Iterable[Member], now: float) -> None:
         """Send missing weights and take the answers that have arrived. Never blocks."""
@@ -168,29 +168,23 @@ class WeightSync:
             ready = [member for member in members if member.phase is Phase.READY and member.error is None]
             for member in ready:
                 self._update_one(member, now)
-            verifiers = [member for member in ready if member.key == VERIFIER]
-            if self._current is not None and all(self._is_current(member) for member in verifiers):
-                self._in_place = self._current.version
+            current, verifiers = self._newest.get(VERIFIER), (one for one in ready if one.key == VERIFIER)
+            if current is not None and all(self._is_current(member) for member in verifiers):
+                self._in_place = current.version
                 self._changed.notify_all()
 
     def _update_one(self, member: Member, now: float) -> None:
-        wanted, taught, channel = self._wanted(member), self._taught, member.weights
-        if wanted is not None:
-            channel.update(wanted.version, now, functools.partial(member.call, "load_weights", wanted))
-        if isinstance(channel.error, ActorLostError):
-            member.error = channel.error
-        elif channel.has_failed:
-            member.error = SpecActorError(f"weights: {channel.error}")
+        for key, weights in self._newest.items():
+            if self._receivers[key] == member.key:
+                send = functools.partial(member.call, "load_weights", weights)
+                member.weights[key].update(weights.version, now, send)
+        own = member.weights[member.key]
+        if isinstance(own.error, ActorLostError):
+            member.error = own.error
+        elif own.has_failed:
+            member.error = SpecActorError(f"weights: {own.error}")
         member.serves = self._is_current(member) or (member.serves and member.key != VERIFIER)
-        if self._is_hosted and member.key == VERIFIER and taught is not None:
-            send = functools.partial(member.call, "teach", self._taught_method, taught)
-            member.taught.update(taught.version, now, send)
-
-    def _wanted(self, member: Member) -> WeightSet | None:
-        if member.key in self._followers:
-            return self._current
-        return self._taught if member.key == self._taught_method else None
 
     def _is_current(self, member: Member) -> bool:
-        wanted = self._wanted(member)
-        return wanted is None or member.weights.acked == wanted.version
+        newest = self._newest.get(member.key)
+        return newest is None or member.weights[member.key].acked == newest.version

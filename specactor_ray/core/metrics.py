@@ -66,7 +66,7 @@ METRICS: Mapping[str, Metric] = {
     "specactor_step_age_seconds": Metric("Seconds since the step under way began; 0 between two steps.", _ACTOR),
     # the controller
     "specactor_actors": Metric(
-        "Actors by kind, draft method and phase: pending, starting, ready, draining, dead.", ("kind", "method", "phase")
+        "Actors by kind, draft method and phase: pending, starting, ready, dead.", ("kind", "method", "phase")
     ),
     "specactor_drafters_wanted": Metric("Draft actors that the controller works towards.", ("method",)),
     # the driver

@@ -227,21 +227,16 @@ def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
 
 
 def measure(drafter: DrafterConfig, corpus: Corpus, console: Console) -> list[dict[str, Any]]:
-    """Replay every held-out part, whose recorded states begin with those that the drafter reads: with the target's
-    noise, and with its own if that makes a difference."""
+    """Replay every held-out part, whose recorded states begin with those that the drafter reads."""
     recipe, window = corpus.recipe, corpus.recipe.window
     rows, head = [], head_config(drafter, recipe.target)
     width = None if head is None else head.feature_size
     section = drafter_spec("drafter", replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH), window, _REPLAY_BATCH)
     for part, records in corpus.held_out().items():
         temperature = records[0].sampling.temperature
-        noisy = temperature > 0.0 and traits(drafter.method).draws_noise
-        for shared in (True, False) if noisy else (True,):
-            proposer = build_proposer(replace(section, shared_noise=shared), target_config(recipe), recipe.device)
-            noise = ("shared" if shared else "own") if noisy else "-"
-            total = sum(len(record.output_token_ids) for record in records)
-            title = f"replay, T={temperature:g}" + (f", {noise} noise" if noisy else "")
-            with PhaseProgress(console, title, total) as progress:
-                counts = replay(proposer, records, window, _REPLAY_BATCH, show_tokens(progress), width)
-            rows.append({"part": part, "temperature": temperature, "noise": noise, **counts.facts()})
+        proposer = build_proposer(section, target_config(recipe), recipe.device)
+        total = sum(len(record.output_token_ids) for record in records)
+        with PhaseProgress(console, f"replay, T={temperature:g}", total) as progress:
+            counts = replay(proposer, records, window, _REPLAY_BATCH, show_tokens(progress), width)
+        rows.append({"part": part, "temperature": temperature, **counts.facts()})
     return rows

@@ -25,7 +25,7 @@ from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.plan.costs import StepCost
 from specactor_ray.transport import inbox
 from specactor_ray.transport.link import Link
-from specactor_ray.transport.messages import CommitBatch, TailBatch
+from specactor_ray.transport.messages import CommitBatch, TailBatch, WeightSet
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Health:
 
     def __init__(self, drafter_id: str, method: str, traits: Traits) -> None:
         self._drafter_id, self._method = drafter_id, method
-        self._has_weights = traits.checkpoint is not Checkpoint.NONE or (traits.draws_noise and not traits.looks_up)
+        self._has_weights = traits.checkpoint is not Checkpoint.NONE
         self._version, self._checksum = 0, ""
         self._tried = self._right = self._missed = 0
         self._seen = (0, 0)
@@ -79,8 +79,8 @@ class Health:
             return (
                 f"{name}: none of its last {self._missed} draft tokens was right, with weights of version "
                 f"{self._version} (checksum {self._checksum or 'none'}). Outputs are not affected, their speed is. "
-                "Fix: compare the checksum with those of other drafters (specactor status); check drafters.N.model, "
-                "follow_policy and online of the method, or remove it"
+                "Fix: compare the checksum with those of other drafters (specactor status); check drafters.N.model "
+                "and online of the method, or remove it"
             )
         if was and not self._alarm:
             return f"{name}: its draft tokens are right again, with weights of version {self._version}"
@@ -127,9 +127,9 @@ class DraftLoop(Loop):
         self._links = dict(links)
         self._wake.set()
 
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
+    def load_weights(self, weights: WeightSet, state_dict: Mapping[str, Any]) -> Future[None]:
         """Replace the proposer's weights between two steps; the future raises its errors."""
-        return self.call(functools.partial(self.take_weights, version, state_dict))
+        return self.call(functools.partial(self.take_weights, weights.version, state_dict))
 
     def forget_history(self) -> Future[None]:
         """Clear the proposer's history between two steps."""

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -26,7 +25,6 @@ from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import warm_up
 from specactor_ray.sampling.rules import Rules
-from specactor_ray.sampling.seeds import own_noise
 
 _MAX_STEP_TOKENS = 512
 """Most positions of one forward; a long prompt is read in chunks of this size."""
@@ -36,8 +34,7 @@ _FIRST_RESERVATION = 128
 class ModelProposer(SlotProposer):
     """Drafts by forwards of several requests: cache rows of the requests, the loop over forwards, sampling.
 
-    It owns the `runner`. `shared_noise`: sample with the target's noise, else with independent noise. `capturer`: of
-    bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
+    It owns the `runner`. `capturer`: of bursts; None: CUDA graphs on GPUs, and no capture on CPUs.
     """
 
     _by_slot = (*SlotProposer._by_slot, "_origins")
@@ -46,13 +43,12 @@ class ModelProposer(SlotProposer):
         self,
         runner: Runner,
         max_batch: int = 64,
-        shared_noise: bool = True,
         branches: int = 0,
         capturer: CudaCapturer | None = None,
     ) -> None:
         super().__init__(max_batch, branches)
         cache = runner.cache
-        self._cache, self._shared_noise, self._ids = cache, shared_noise, runner.ids
+        self._cache, self._ids = cache, runner.ids
         self.vocab_size: int | None = runner.vocab_size
         self.max_len = min(runner.max_positions, cache.slots)
         self._rules = Rules(0, cache.device)
@@ -151,8 +147,7 @@ class ModelProposer(SlotProposer):
         if row is None:
             return False
         self._rows[slot] = row
-        sampling = self.samplings[slot] if self._shared_noise else own_noise(self.samplings[slot])
-        self._rules.write([slot], [sampling], [-int(self.mirrors.prompts[slot])])
+        self._rules.write([slot], [self.samplings[slot]], [-int(self.mirrors.prompts[slot])])
         return True
 
     def _leave(self, slot: int) -> None:
@@ -233,13 +228,7 @@ class DraftModelProposer(ModelProposer):
         model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
         total = None if device == "cpu" else device_bytes(device)
         cache = drafter_cache_bytes(config, model.config.get_text_config(), model.dtype.itemsize, total)
-        return cls(RaggedModel(model, cache), config.max_batch, config.shared_noise, config.branches)
-
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        self._model.load_weights(state_dict)
-        self.mirrors.ends[:] = self.mirrors.known
-        self._free(self.branches.release(np.flatnonzero(self._placed)))
-        self._cache.truncate(self._rows[self._placed], 0)
+        return cls(RaggedModel(model, cache), config.max_batch, config.branches)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         placed = self._placed[slots]

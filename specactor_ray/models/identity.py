@@ -22,7 +22,6 @@ _NOT_THE_METHOD = (
     "window",
     "max_batch",
     "kv_cache_gb",
-    "follow_policy",
     "online",
     "model",
 )

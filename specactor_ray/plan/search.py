@@ -257,11 +257,6 @@ def geometric(probability: np.ndarray, window: int) -> np.ndarray:
     return powers
 
 
-def share_right(survival: np.ndarray) -> float:
-    """p from `(window + 1,)` S_i: the share of right draft tokens among those with only right tokens before."""
-    return float(survival[1:].sum() / survival[:-1].sum())
-
-
 def iterations(
     survival: np.ndarray, draft_s: float, verify_s: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:

@@ -16,7 +16,7 @@ from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.core.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.plan.profile import Profile, load_profile
-from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan, share_right
+from specactor_ray.plan.search import ALL_MODES, Method, Plan, search_plan
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def settle(config: Config, devices: Devices | None) -> Config:
     target.dtype = fitting_dtype(target.dtype, target.gpus > 0, target.backend)
     if settled.mode is not ModeName.auto:  # it may still give a draft model a GPU
         for drafter in settled.drafters:
-            on_gpu = (target.gpus if settled.mode is ModeName.coupled or drafter.hosted else drafter.gpus) > 0
+            on_gpu = (target.gpus if settled.mode is ModeName.coupled else drafter.gpus) > 0
             drafter.dtype = fitting_dtype(drafter.dtype, on_gpu)
     return config if settled == config else settled
 
@@ -124,7 +124,7 @@ def _models_on_cores(config: Config) -> list[int]:
         number
         for number, drafter in enumerate(config.drafters if config.target.gpus else ())
         if (drafter.replicas or drafter.max_replicas)
-        and not (drafter.gpus or drafter.hosted)
+        and not drafter.gpus
         and not traits(drafter.method, f"drafters.{number}.method").looks_up
     ]
 
@@ -150,7 +150,7 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
             return ModeName.decoupled, f"drafters.{index}.hosted is false, so {drafter.method} has draft actors"
         if drafter.max_replicas is not None:
             return ModeName.decoupled, f"drafters.{index}.max_replicas is set, so {drafter.method} has draft actors"
-        if drafter.gpus and drafter.replicas and not (drafter.hosted or config.target.gpus):
+        if drafter.gpus and drafter.replicas and not config.target.gpus:
             return ModeName.decoupled, f"{drafter.method} has GPUs of its own, drafters.{index}.gpus"
     if not any(drafter.replicas for drafter in config.drafters) and acting_drafters(config):
         return ModeName.decoupled, "drafters.*.replicas are all 0: draft actors come by `specactor scale` only"
@@ -267,19 +267,6 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], section: str
         for name in names
         if there[section].get(name) != here[section].get(name)
     ]
-
-
-def ladder_priors(config: Config) -> dict[str, float]:
-    """Draft method → probability that a draft token is right if all those before it are, from the configured profile;
-    empty without a profile. Errors as in `usable_profile`."""
-    if config.profile is None or config.mode is ModeName.plain:
-        return {}
-    measured = usable_profile(config).methods
-    return {
-        method: share_right(measured[method].survival[: drafter.window + 1])
-        for method, drafter in drafter_specs(config).items()
-        if method in measured
-    }
 
 
 def make_plan(config: Config, profile: Profile, modes: Sequence[ModeName] = ALL_MODES) -> Plan:

@@ -29,7 +29,6 @@ from specactor_ray.models.cache_size import (
 )
 from specactor_ray.models.checkpoint_files import describes_head, read_config, require_head
 from specactor_ray.models.loading import load_model_config, load_tokenizer, require_model
-from specactor_ray.plan.profile import load_profile
 from specactor_ray.rollout.memory import require_memory, with_cache
 from specactor_ray.rollout.planning import devices_of, existing_devices, resolve, trainer_cores
 from specactor_ray.target.vllm_settings import require_engine_arguments, require_vllm
@@ -41,8 +40,6 @@ def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str
     """Make all checks that need neither Ray nor torch, and resolve `mode: auto` (see `resolve`). A UserError has the
     key and the fix."""
     require_named(config)
-    if config.profile is not None and config.mode is not ModeName.plain:
-        load_profile(config.profile)
     config, lines = resolve(config)
     require_devices(config, trains)
     return config, lines

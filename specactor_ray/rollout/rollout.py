@@ -30,7 +30,6 @@ from specactor_ray.models.weight_buckets import WeightLayout, Weights
 from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.door import ENGINE, Doorman, EngineActor
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.planning import ladder_priors
 from specactor_ray.rollout.preflight import prepare
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
 from specactor_ray.rollout.run_client import RunClient
@@ -68,14 +67,13 @@ class Rollout(RunClient):
         """Number of ended trajectories of the newest stream, and its total."""
         config, self._tokenizer = prepare(config)
         self.config = config
-        priors = ladder_priors(config)
         if unused := unused_branches(config):
             logger.warning("%s", unused)
         self._connection: Connection = connect(config.cluster)
         compiling = "the first start on a machine compiles kernels, for up to a minute"
         with start_phase(f"starting {config.mode.value} actors", compiling):
             try:
-                controller, self.run_name = start_controller(config, priors=priors)
+                controller, self.run_name = start_controller(config)
                 super().__init__(config, controller, Calls())
                 self.engine.tokenizer, self.engine.chat = self._tokenizer, config.data.chat
                 self.engine.sampling = config.sampling

@@ -95,10 +95,10 @@ class RunClient:
         self._syncs, self._sync_s = self._syncs + 1, self._sync_s + self._calls.clock.now() - begin
         return weights.version
 
-    def update_drafter(self, method: str, weights: WeightSet) -> None:
+    def update_drafter(self, weights: WeightSet) -> None:
         """Send a newer version of a draft method's weights, which the trainer trains, to its drafters. Returns before
         they arrive: no token depends on the time of arrival."""
-        self.ask("offer_weights", method, weights)
+        self.ask("offer_weights", weights)
 
     def call_verifiers(self, method: str) -> None:
         """Call a method of every verifier that is not lost; a replacement of a lost one starts in a fresh state.
@@ -246,7 +246,7 @@ def scale_run(run: str | None, drafters: Mapping[str, int | None], address: str)
 def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int | None]) -> bool:
     """Whether the wanted number of draft actors exists or is starting, and pending ones have a note with the reason."""
     for method, wanted in drafters.items():
-        mine = [one for one in rows if one["method"] == method and one["phase"] not in ("draining", "dead")]
+        mine = [one for one in rows if one["method"] == method and one["phase"] != "dead"]
         if wanted is not None and len(mine) != wanted:
             return False
         if any(one["phase"] == "pending" and not one["note"] for one in mine):

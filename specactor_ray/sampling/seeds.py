@@ -28,10 +28,3 @@ def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
 def sample_of(sampling: SamplingParams, prompt_index: int, sample_index: int) -> SamplingParams:
     """The parameters of one sample of one prompt: those of the run with the sample's own seed (`derive_seed`)."""
     return replace(sampling, seed=derive_seed(sampling.seed, prompt_index, sample_index))
-
-
-def own_noise(sampling: SamplingParams) -> SamplingParams:
-    """The same request with the drafter's own noise: another seed, derived from the request's (BLAKE2b under the
-    personalisation `specactor-draft`), so that draws are independent of the target's and still reproducible."""
-    digest = hashlib.blake2b(struct.pack("<Q", sampling.seed), digest_size=8, person=b"specactor-draft").digest()
-    return replace(sampling, seed=int.from_bytes(digest, "little"))

@@ -71,8 +71,6 @@ class SimulatedProposer(SlotProposer):
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._clock.work(self._world.sync_s)
-        self.mirrors.ends[:], self._rows[:] = self.mirrors.known, 0
-        self.branches.release(np.flatnonzero(self._placed))
 
     # ---- guesses ----
 

@@ -88,7 +88,7 @@ def _train(
         from specactor_ray.trainer.experience import AheadMaker, ExperienceMaker
         from specactor_ray.trainer.trainer_ranks import TrainerGroup
 
-    taught, show = taught_by_trainer(config), partial(say, console)
+    show = partial(say, console)
     with contextlib.ExitStack() as parts:
         work = PresentWork(config.trainer.steps, run.state.step)
         parts.enter_context(PhaseProgress(console, "training", config.trainer.steps, poll=work.show))
@@ -113,7 +113,7 @@ def _train(
                 maker=ahead or maker,
                 record=record,
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved),
-                taught=None if taught is None else taught.method,
+                teaches=taught_by_trainer(config) is not None,
                 say=show,
                 enough=enough,
             )

@@ -95,8 +95,8 @@ class TrainingParts:
     record: StepRecorder
     saver: Saver
     """Holds the initial state of the training, and later the present one."""
-    taught: str | None
-    """Method of the drafter that the trainer trains; None if it trains none."""
+    teaches: bool
+    """Whether the trainer trains a drafter."""
     say: Callable[[str], None]
     """Shows a line to the user."""
     enough: Callable[[], bool] = lambda: False
@@ -154,7 +154,7 @@ def _hand_over(parts: TrainingParts, experience: Experience) -> int:
     """Send new weights to the verifiers, and those of a trained drafter to its actors. Returns the former's bytes."""
     rollout, trainer, record, done = parts.rollout, parts.trainer, parts.record, parts.saver.state.step
     drafter_weights = None
-    if parts.taught is not None:
+    if parts.teaches:
         with record.timed("update"):
             drafter_weights = trainer.teach_drafter(experience.samples, done - 1)
     with record.timed("sync"):
@@ -163,8 +163,8 @@ def _hand_over(parts: TrainingParts, experience: Experience) -> int:
             trainer.offload()
             rollout.wake()
         rollout.update_weights(weights, KEEP if parts.config.trainer.max_staleness else None)
-        if parts.taught is not None and drafter_weights is not None:
-            rollout.update_drafter(parts.taught, drafter_weights)
+        if drafter_weights is not None:
+            rollout.update_drafter(drafter_weights)
     return weights.num_bytes
 
 

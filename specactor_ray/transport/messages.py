@@ -189,11 +189,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """One version of the policy's weights, from 1 (0 is the configured model): references of `WeightBucket`s."""
+    """One version of the target's weights, or of those taught to a draft method, from 1 (0 is the configured model):
+    references of `WeightBucket`s."""
 
     version: int
     buckets: tuple[Any, ...]
     num_bytes: int = 0
+    method: str = ""
+    """The draft method; empty: the target."""
 
 
 ToRollout = Progress | Finished | Refused

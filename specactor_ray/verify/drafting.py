@@ -148,7 +148,7 @@ class DrafterSeat(Drafter):
 class Drafting:
     """Drafting for the requests of one verifier: drafters answer to its incarnation id, and if `coupled` they take
     turns with it on its cores. `window`: most draft tokens of a request, if a drafter has a larger window than that of
-    `config`. `priors`: see `Acceptance`."""
+    `config`."""
 
     def __init__(
         self,
@@ -159,7 +159,6 @@ class Drafting:
         max_batch: int = 16,
         window: int = 0,
         branches: int = 0,
-        priors: Mapping[str, float] | None = None,
     ) -> None:
         warm_up()
         self.verifier_id = verifier_id
@@ -167,7 +166,7 @@ class Drafting:
         self.table = RequestTable(max(config.window or WINDOW, window), branches)
         self._seats: dict[int, DrafterSeat] = {}
         self._sessions = itertools.count(1)
-        self.policy = DraftPolicy(config, self.table, Acceptance(priors), StepCost(), self._seats)
+        self.policy = DraftPolicy(config, self.table, Acceptance(), StepCost(), self._seats)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
         self.features = FeatureLog()
         self._standings: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ from specactor_ray.core.clock import IDLE_WAIT_S, SYSTEM, Clock, Loop
 from specactor_ray.core.environment import fallbacks
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
-from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout
+from specactor_ray.transport.messages import FinishedOutput, TailBatch, ToRollout, WeightSet
 from specactor_ray.verify.drafting import DrafterLink, Drafting, HostedDrafter
 from specactor_ray.verify.metrics import StepMetrics
 from specactor_ray.verify.policy import Seconds
@@ -80,20 +80,11 @@ class VerifyLoop(Loop):
         """Set all counters to zero."""
         self.put(self._requests.reset_metrics)
 
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
-        """Replace the weights between two steps, if they are newer than the loaded ones. Running requests are dropped
-        without a `Finished`: an output never mixes two versions."""
-        return self.call(functools.partial(self._load_weights, version, state_dict))
-
-    def teach(self, method: str, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
-        """Replace the weights of a drafter of this process between two steps."""
-
-        def load() -> None:
-            for drafter in self._hosted:
-                if drafter.spec.method == method:
-                    drafter.loop.take_weights(version, state_dict)
-
-        return self.call(load)
+    def load_weights(self, weights: WeightSet, state_dict: Mapping[str, Any]) -> Future[None]:
+        """Replace the weights of a drafter of this process, or those of the target, between two steps. Those of the
+        target must be newer than the loaded ones, else nothing is done. With them running requests are dropped without
+        a `Finished`: an output never mixes two versions."""
+        return self.call(functools.partial(self._load_weights, weights, state_dict))
 
     def forget_history(self) -> Future[None]:
         """Clear the histories of the drafters of this process, and the engine's prefix cache."""
@@ -219,14 +210,10 @@ class VerifyLoop(Loop):
             self._wake.clear()
             self._drafting.take_messages()
 
-    def _load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        if version <= self._engine.weight_version:
-            return
-        self._requests.clear()
-        self._engine.load_weights(version, state_dict)
+    def _load_weights(self, weights: WeightSet, state_dict: Mapping[str, Any]) -> None:
         for drafter in self._hosted:
-            if drafter.spec.follow_policy:
-                try:
-                    drafter.loop.take_weights(version, state_dict)
-                except Exception:
-                    logger.exception("%s keeps its old weights", drafter.loop.drafter_id)
+            if drafter.spec.method == weights.method:
+                drafter.loop.take_weights(weights.version, state_dict)
+        if not weights.method and weights.version > self._engine.weight_version:
+            self._requests.clear()
+            self._engine.load_weights(weights.version, state_dict)

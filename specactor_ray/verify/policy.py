@@ -27,8 +27,6 @@ _FIRST_ROUNDS = 3
 """Rounds of drafting while the seconds of a round are unknown."""
 _RETURN_GAIN = 0.05
 """Least predicted gain of rounds if models must first read more than a window of commits."""
-_UNRESCUED = 0.5
-"""Share of refuted tails that no branch replaces."""
 PROBE_STEPS = 8
 """Steps with drafts before their speed is compared."""
 TELL_EVERY = 16
@@ -171,7 +169,7 @@ class DraftPolicy:
         supply, curve = self._supply(rows), self.cost.curve(len(rows), len(rows) * table.window)
         behind = table.committed[rows] - table.told.take(rows, axis=1) > table.window
         hurdle = 1.0 + _RETURN_GAIN * float(behind[longest > 0].mean())
-        tails = (self._net_probability(rows), supply, np.maximum(longest, supply), self._room(rows))
+        tails = (self._probability(rows), supply, np.maximum(longest, supply), self._room(rows))
         rounds: int = _kernels.best_rounds(*tails, curve, token_s, most, hurdle)
         return rounds
 
@@ -232,21 +230,6 @@ class DraftPolicy:
     def _probability(self, rows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`: chance that a draft token is right."""
         return self.acceptance.probability(self.table, rows)[self.table.method]
-
-    def _net_probability(self, rows: np.ndarray) -> np.ndarray:
-        """`_probability`, reduced for models that take turns by the cost of a right token: the tail that a draft actor
-        makes meanwhile begins before that token, and is lost if the actor is wrong there."""
-        probability, drafters, assigned = self._probability(rows), self.drafters.items(), self.table.assigned
-        kept = np.ones(len(rows))
-        for seat, one in drafters:
-            if one.able and not (one.hosted or one.spec.traits.looks_up):
-                p, window = probability[seat], one.spec.window
-                lost = p * (1.0 - p**window) * (_UNRESCUED if one.spec.branches else 1.0)  # (1 - p) times its tail
-                kept = np.minimum(kept, np.where(assigned[seat, rows], 1.0 - lost, 1.0))
-        for seat, one in drafters:
-            if one.takes_turns:
-                probability[seat] *= kept
-        return probability
 
     def _supply(self, rows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`: usable draft tokens, in C order, which kernels require."""

@@ -1,7 +1,7 @@
 """Assignment of drafters to requests: the draft ladder, and the race for stragglers.
 
 A request has at most one *base* drafter, a model of the method with the best prediction and with room. Further drafters
-join by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups and hosted models for every request, other models in a
+join by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups for every request, other models in a
 race. A drafter that already has the request is preferred, since another one must first read it.
 """
 
@@ -101,8 +101,7 @@ class Assigner:
         (seat, row) pairs."""
         table, places = self._table, Places(self._policy, level)
         rows, ones = np.flatnonzero(table.begun), places.drafters.values()
-        models = [one for one in ones if not one.spec.traits.looks_up and (self._coupled or not one.hosted)]
-        bases = list(dict.fromkeys(one.spec.method for one in models))
+        bases = list(dict.fromkeys(one.spec.method for one in ones if not one.spec.traits.looks_up))
         followers = list(dict.fromkeys(one.spec.method for one in ones if one.spec.method not in bases))
         chances = self._policy.acceptance.probability(table, rows)
         self._settle(places, bases, rows, chances)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,8 @@ BUCKET_NAMES = ("0-63", "64-127", "128-255", "256-511", "512-1023", "1024-2047",
 """Names of the ranges of output positions."""
 BUCKETS = len(BUCKET_NAMES)
 _BUCKET_BEGINS = 64 << np.arange(BUCKETS - 1)
-DEFAULT_PRIOR = 0.6
+PRIOR = 0.6
+"""Chance that a draft token is right where nothing is known."""
 PRIOR_TRIES = 8.0
 """Tries for which a prior counts, such as that of a method for its requests: about one window."""
 HALF_LIFE_STEPS = 128.0
@@ -36,13 +37,10 @@ def bucket_of(positions: np.ndarray) -> np.ndarray:
 
 
 class Acceptance:
-    """Estimates for the rows of a table, shrunk to those of their method, and these to a prior: `priors`, the chance
-    that a draft token of a method is right as measured offline, or `DEFAULT_PRIOR`."""
+    """Estimates for the rows of a table, shrunk to those of their method, and these to `PRIOR`."""
 
-    def __init__(self, priors: Mapping[str, float] | None = None) -> None:
-        self._given = dict(priors or {})
+    def __init__(self) -> None:
         self.methods: list[str] = []
-        self.prior = np.full(MAX_METHODS, DEFAULT_PRIOR)
         self.evidence = np.zeros((2, MAX_METHODS, BUCKETS))
         """`(2, methods, BUCKETS)`: as `RequestTable.evidence`, by range of output positions."""
 
@@ -50,7 +48,6 @@ class Acceptance:
         """Index of a method in the arrays, assigned at the first call for the method."""
         if method not in self.methods:
             self.methods.append(method)
-            self.prior[len(self.methods) - 1] = self._given.get(method, DEFAULT_PRIOR)
         return self.methods.index(method)
 
     def fade(self, table: RequestTable) -> None:
@@ -60,7 +57,7 @@ class Acceptance:
 
     def of_method(self) -> np.ndarray:
         """`(methods, BUCKETS)`: chance that a token is right given that those before it are."""
-        return _draw(self.evidence, _draw(self.evidence.sum(axis=2), self.prior)[:, None])
+        return _draw(self.evidence, _draw(self.evidence.sum(axis=2), PRIOR)[:, None])
 
     def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
         """`(methods, rows)`: the same chance for single requests at their output positions."""
@@ -68,7 +65,7 @@ class Acceptance:
         return _draw(table.evidence.take(rows, axis=2), at_positions)
 
 
-def _draw(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:
+def _draw(evidence: np.ndarray, prior: np.ndarray | float) -> np.ndarray:
     chances: np.ndarray = (evidence[0] + PRIOR_TRIES * prior) / (evidence[1] + PRIOR_TRIES)
     return chances
 

@@ -42,5 +42,3 @@ class FakeVerifier(FakeActor):
 class FakeDrafter(FakeActor):
     def set_verifiers(self, _version: int, handles: dict[str, Any]) -> None:
         self._told = list(handles)
-
-    def drain(self) -> None: ...

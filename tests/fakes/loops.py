@@ -88,8 +88,8 @@ def spec_of(proposer: Proposer, window: int) -> DrafterSpec:
 
 
 class Bench:
-    """One verifier and some drafters, connected; runs until all requests have ended. `inline`: the verifier hosts all;
-    `hosts`: `lookups`, or `heads`: these and EAGLE heads."""
+    """One verifier and some drafters, connected; runs until all requests have ended. The verifier hosts all drafters
+    (`inline`), or the lookups (`hosts_lookups`)."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Bench:
         window: int = 6,
         narrow: int | None = None,
         branches: int = 0,
-        hosts: str = "",
+        hosts_lookups: bool = False,
         **speculation: Any,
     ) -> None:
         config = SpeculationConfig(window=narrow or window, **{"verify": VerifyPolicy.all, **speculation})
@@ -112,9 +112,7 @@ class Bench:
         hosted = [
             HostedDrafter(spec_of(loop.proposer, window), Link(direct_sender(loop.deliver)), loop)
             for loop in self.drafts.values()
-            if inline
-            or (hosts in ("lookups", "heads") and loop.proposer.traits.looks_up)
-            or (hosts == "heads" and loop.proposer.traits.reads_features)
+            if inline or (hosts_lookups and loop.proposer.traits.looks_up)
         ]
         self.verifier = VerifyLoop(target, drafts, hosted)
         apart = self.drafts.keys() - {drafter.loop.drafter_id for drafter in hosted}

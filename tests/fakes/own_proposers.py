@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -66,14 +66,6 @@ class Reader(Model):
 
 class Noisy(DraftModelProposer):
     """The package's own, under another name."""
-
-
-class Brittle(DraftModelProposer):
-    """The package's own, whose second version of the weights is broken: it takes each token for the one after it."""
-
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        shifted = {"lm_head.weight": state_dict["lm_head.weight"].roll(1, 0)} if version == 2 else {}
-        super().load_weights(version, {**state_dict, **shifted})
 
 
 class Deaf(Model):

@@ -113,10 +113,10 @@ def make_config(scenario: FaultScenario) -> Config:
             "drafters": [
                 {"method": "ngram", "replicas": ngrams, "hosted": scenario.hosted},
                 {
-                    "method": "draft_model",
+                    "method": "eagle",
                     "model": "m",
                     "replicas": scenario.drafters - ngrams,
-                    "follow_policy": True,
+                    "online": {"where": "trainer"},
                 },
             ],
         }
@@ -129,7 +129,7 @@ class Simulation(VirtualRun):
     def __init__(self, scenario: FaultScenario) -> None:
         self.scenario, self.report = scenario, Report(scenario)
         self.rng = random.Random(f"scenario {scenario.seed}")
-        skill = {method: self.rng.uniform(0.1, 0.9) for method in ("ngram", "draft_model")}
+        skill = {method: self.rng.uniform(0.1, 0.9) for method in ("ngram", "eagle")}
         nodes = [Node(f"node-{index}", cpus=8.0) for index in range(scenario.nodes)]
         super().__init__(make_config(scenario), World(HashedText(skill)), nodes, scenario.seed, FaultyNetwork)
         self.models = ModelFaults()
@@ -296,9 +296,11 @@ class Simulation(VirtualRun):
 
     def _update_weights(self, number: int) -> None:
         self.version += 1
-        weights = WeightSet(self.version, (self.calls.transport.put(f"weights {number}"),), 1)
+        buckets = (self.calls.transport.put(f"weights {number}"),)
+        weights, lesson = (WeightSet(self.version, buckets, 1, method) for method in ("", "eagle"))
         for _attempt in range(20):
             try:
+                self.client.update_drafter(lesson)
                 self.client.update_weights(weights)
                 return
             except ActorLostError:

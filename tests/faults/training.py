@@ -119,7 +119,7 @@ class _Rollout:
         self._world.version = weights.version
         self._client.update_weights(weights)
 
-    def update_drafter(self, method: str, weights: WeightSet) -> None:
+    def update_drafter(self, weights: WeightSet) -> None:
         raise AssertionError("no drafter is taught here")
 
     def sleep(self) -> None:
@@ -177,7 +177,7 @@ class Training:
             maker=SimpleNamespace(collect=self._collect),
             record=self._record,
             saver=Saver(store, ranks.save, state, saved=True),
-            taught=None,
+            teaches=False,
             say=lambda line: None,
         )
 

@@ -99,7 +99,10 @@ ROLLOUT: dict[str, tuple[list[str], str]] = {
         [f"target.model={tiny_target()}", "sampling.max_tokens=512"],
         "sampling.max_tokens: 512 leaves no room for a prompt: prompt and output share one context",
     ),
-    "no profile": (["profile=good.jsonl"], "profile: good.jsonl is no profile of specactor. Fix: measure it again"),
+    "no profile": (
+        ["plan=auto", "profile=good.jsonl"],
+        "profile: good.jsonl is no profile of specactor. Fix: measure it again",
+    ),
     "no address": (["cluster.address=nonsense"], "cluster.address: 'nonsense' is not the address of a Ray cluster"),
     "nothing at the address": (["cluster.address=127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),
 }

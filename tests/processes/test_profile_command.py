@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from specactor_ray.config.load import from_mapping, load_config
+from specactor_ray.config.load import load_config
 from specactor_ray.plan.profile import load_profile
-from specactor_ray.rollout.planning import as_decoupled, ladder_priors, make_plan
+from specactor_ray.rollout.planning import as_decoupled, make_plan
 from tests import tiny
 from tests.fakes.forked_command import specactor
 
@@ -34,6 +34,3 @@ def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp
     config = as_decoupled(load_config(None, [*known, "cluster.num_cpus=2", f"profile={tmp_path / 'profile.json'}"]))
     chosen = json.loads(planned.stdout)["chosen"]
     assert chosen["tokens_per_s"] == make_plan(config, profile).chosen.tokens_per_s
-    priors = ladder_priors(config)
-    assert priors.keys() == {"ngram", "draft_model"} and all(0.0 <= prior <= 1.0 for prior in priors.values())
-    assert ladder_priors(from_mapping({"mode": "plain"})) == {}

@@ -1,4 +1,4 @@
-"""The controller with real Ray actors: what dies is replaced, what is surplus is drained, nothing is left behind."""
+"""The controller with real Ray actors: what dies is replaced, what is surplus is removed, nothing is left behind."""
 
 from __future__ import annotations
 

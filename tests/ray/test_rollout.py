@@ -14,18 +14,13 @@ from typing import Any
 import psutil
 import pytest
 import ray
-import torch
 
 from specactor_ray import Rollout, SamplingParams
-from specactor_ray.actors.process import put_weights
 from specactor_ray.cli.report import alarm_lines
-from specactor_ray.cluster.calls import Calls
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import RaceName
 from specactor_ray.core.errors import ConfigError, InputError, ModelLoadError
-from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
-from specactor_ray.models.weight_buckets import pack
 from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
 from tests.plain_decoding import cut_at_stops
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
@@ -206,27 +201,6 @@ def test_drafters_are_asked_for_their_health() -> None:
         rollout.generate(tiny_prompts(4), SAMPLING)
         (line,) = alarm_lines(rollout.drafters())
         assert "drafts failed, the log has the first of each kind" in line
-
-
-@pytest.mark.parametrize("mode", ["decoupled", "coupled"])
-def test_weights_that_a_head_was_taught_reach_whoever_drafts_with_it(mode: str, plain: Any) -> None:
-    """One whose weights are no numbers has no guesses, which is how its arrival shows."""
-    head = {"method": "eagle", "model": str(tiny_eagle()), "kv_cache_gb": 0.02, "online": {"where": "trainer"}}
-    taught = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))
-    broken = {name: torch.full_like(weight, float("nan")) for name, weight in taught.items()}
-
-    def drafted(rollout: Rollout) -> int:
-        rollout.reset_metrics()
-        assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
-        return rollout.metrics().drafted_tokens
-
-    with running(config(mode, [head], verifiers=1)) as rollout:
-        end = time.monotonic() + 200.0
-        while not drafted(rollout):  # a draft actor may join after the first outputs
-            assert time.monotonic() < end
-        rollout.update_drafter("eagle", put_weights(1, [pack(broken.items(), torch.float32)], Calls()))
-        while drafted(rollout):  # nobody waits for it
-            assert time.monotonic() < end
 
 
 @pytest.fixture(scope="class")

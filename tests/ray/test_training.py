@@ -187,8 +187,8 @@ def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt
     always = (f"mode={mode}", "speculation.verify=all", "speculation.draft_wait_s=0.5")
     versions, update_drafter = list[int](), Rollout.update_drafter
 
-    def update(rollout: Rollout, method: str, weights: WeightSet) -> None:
-        update_drafter(rollout, method, weights)
+    def update(rollout: Rollout, weights: WeightSet) -> None:
+        update_drafter(rollout, weights)
         versions.append(weights.version)
         end = time.monotonic() + 200.0
         while mode == "decoupled" and weights.version not in versions_in_use(rollout):

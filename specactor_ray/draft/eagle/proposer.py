@@ -160,7 +160,7 @@ class EagleProposer(ModelProposer):
         head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
         total = None if device == "cpu" else device_bytes(device)
         cache = drafter_cache_bytes(config, head.config.text, head.fc.weight.itemsize, total)
-        return cls(EagleRunner(head, cache), config.max_batch, config.shared_noise, config.branches)
+        return cls(EagleRunner(head, cache), config.max_batch, config.branches)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         good = super().commit(slots, starts, lengths, tokens)

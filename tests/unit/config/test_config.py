@@ -248,7 +248,6 @@ class TestRangesAndContradictions:
             (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids", "token ids, each from 0"),
             (["run.log_level=LOUD"], "run.log_level", "DEBUG, INFO, WARNING, ERROR"),
             (["run.name=a/b"], "run.name", "letters"),
-            ([NGRAM, "drafters.0.shared_noise=false"], "drafters.0.shared_noise", "leave it out"),
             ([NGRAM, "drafters.0.method=medusa"], "drafters.0.method", ", ".join(BUILT_IN)),
             ([NGRAM, "drafters.0.cores=0"], "drafters.0.cores", "0.01 up to below 1"),
             ([NGRAM, "drafters.0.cores=1.5"], "drafters.0.cores", "1, 2"),
@@ -261,7 +260,6 @@ class TestRangesAndContradictions:
             ([EAGLE, "drafters.0.online.where=drafter"], "drafters.0.online.where", "one of off, trainer"),
             ([EAGLE, "drafters.0.online.batch_tokens=9999"], "drafters.0.online.batch_tokens", "buffer_tokens"),
             ([EAGLE, "drafters.0.online.depths=17"], "drafters.0.online.depths", "1 to 16"),
-            ([EAGLE, "drafters.0.follow_policy=true"], "drafters.0.follow_policy", "online.where=off"),
             (["drafters=[{method: ngram}, {method: ngram}]"], "drafters.1.method", "drafters.0.replicas"),
         ],
     )

@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.methods import draft_actors, drafter_specs, inline_drafters
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
+from specactor_ray.config.methods import draft_actors, inline_drafters
+from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
 from specactor_ray.controller.elastic import scale_refusal
 from specactor_ray.core.errors import ConfigError
 from specactor_ray.draft.proposer import build_proposer
-from specactor_ray.rollout.planning import Devices, resolve_mode, settle
 
 LOOKUP = "tests.fakes.own_proposers:Lookup"
-OWN_MODEL = {"method": "tests.fakes.own_proposers:Model"}
 MODEL = {"method": "draft_model", "model": "m"}
 OUTSIDE = "tests.fakes.own_proposers:Noisy"
 
@@ -57,35 +55,13 @@ def test_hosted_lookups_are_not_scaled() -> None:
     assert scale_refusal(settings, "suffix", 3) is scale_refusal(settings, "draft_model", 0) is None
 
 
-@pytest.mark.parametrize("method", [MODEL, {"method": "eagle", "model": "m"}, OWN_MODEL])
-def test_decoupled_verifiers_host_models_that_are_to_be_hosted(method: dict[str, Any]) -> None:
-    """Such a model serves one verifier and drafts one chain."""
-    settings = config("decoupled", {**MODEL, "method": OUTSIDE}, {**method, "hosted": True})
-    assert [one.method for one in inline_drafters(settings)] == [method["method"]]
-    assert draft_actors(settings) == {OUTSIDE: 1}
-    settings.target.replicas, settings.target.max_batch = 3, 5
-    specs = drafter_specs(settings)
-    assert [(one.max_batch, one.branches) for one in specs.values()] == [(15, 16), (5, 0)]
-    assert isinstance(scale_refusal(settings, method["method"], 2), ConfigError)
-
-
-def test_a_hosted_head_beside_draft_actors() -> None:
-    head = {"method": "eagle", "model": "h", "hosted": True}
-    settings = config("decoupled", MODEL, head)
-    assert {method: spec.branches for method, spec in drafter_specs(settings).items()} == {
-        "draft_model": 16,
-        "eagle": 0,
-    }
-    on_gpu = {"mode": "decoupled", "target": {"gpus": 1}, "drafters": [{**MODEL, "gpus": 1}, head]}
-    assert [one.dtype for one in settle(from_mapping(on_gpu), None).drafters] == ["bfloat16"] * 2, "its verifier's GPU"
-    half = [{**MODEL, "gpus": 1}, {**head, "dtype": "float16"}]
-    from_mapping({**on_gpu, "drafters": half})
-    with pytest.raises(ConfigError) as error:
-        from_mapping({"mode": "decoupled", "drafters": half})
-    assert error.value.key == "drafters.1.dtype" and error.value.fix == "use float32, or target.gpus=1."
-    auto, lines = resolve_mode(from_mapping({**on_gpu, "mode": "auto"}), Devices(16, 2))
-    assert auto.mode is ModeName.decoupled, lines
-    assert resolve_mode(from_mapping({**on_gpu, "mode": "auto"}), Devices(16, 1))[0].mode is ModeName.coupled
+@pytest.mark.parametrize("method", [MODEL, {"method": "eagle", "model": "m"}, {"method": OUTSIDE}])
+@pytest.mark.parametrize("mode", ["auto", "decoupled"])
+def test_models_are_hosted_in_mode_coupled_alone(mode: str, method: dict[str, Any]) -> None:
+    drafters = {"method": "ngram", "hosted": True}, {**method, "hosted": True}
+    with pytest.raises(ConfigError, match=rf"drafters\.1\.hosted: true, but .*only in mode=coupled.* '{mode}'"):
+        config(mode, *drafters)
+    assert [one.method for one in inline_drafters(config("coupled", *drafters))] == ["ngram", method["method"]]
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def verifier(steps: int, rows: int) -> Any:
 def elastic(**drafter: Any) -> Elastic:
     model = {"method": "draft_model", "model": "m", "replicas": 0, "max_replicas": 4, **drafter}
     settings = {"mode": "decoupled", "target": {"model": "m", "cores": 1}, "drafters": [model]}
-    return Elastic(from_mapping({**settings, "elastic": {"up_s": 0.0, "down_s": 0.0}}), {})
+    return Elastic(from_mapping({**settings, "elastic": {"up_s": 0.0, "down_s": 0.0}}))
 
 
 def test_what_is_reported_is_turned_into_numbers() -> None:

@@ -159,17 +159,6 @@ def test_a_version_is_sent_until_it_was_taken() -> None:
     assert channel.acked == 1 and channel.error is None and not watch.transport.open("v", "set_drafters")
 
 
-@pytest.mark.parametrize("error", [None, RemoteError("a bug")])
-def test_draining(error: SpecActorError | None) -> None:
-    watch = Watch()
-    watch.actor.drain(watch.clock.seconds)
-    watch.look()
-    assert watch.actor.phase is Phase.DRAINING and not watch.actor.drained
-    watch.one("drain").answer(error=error)
-    watch.look()
-    assert watch.actor.drained
-
-
 class Stops:
     """An actor that takes a while to end its loop."""
 

@@ -15,7 +15,6 @@ from specactor_ray.controller.reconcile import (
     Action,
     ActorState,
     Create,
-    Drain,
     FailureRecord,
     Remove,
     ReplacementLimits,
@@ -25,16 +24,14 @@ from specactor_ray.controller.reconcile import (
 )
 from specactor_ray.core.errors import SpecActorError
 
-POLICY = ReplacementLimits(
-    health_timeout_s=10.0, start_timeout_s=50.0, drain_timeout_s=5.0, stable_s=30.0, backoff_s=1.0
-)
+POLICY = ReplacementLimits(health_timeout_s=10.0, start_timeout_s=50.0, stable_s=30.0, backoff_s=1.0)
 Desired = dict[str, int]
 KEYS = (VERIFIER, "ngram", "draft_model")
 TICK_S = 1.0
 
 
 class World:
-    """A cluster in which every action takes effect and time passes: starting takes 3 s, draining 2 s."""
+    """A cluster in which every action takes effect and time passes: starting takes 3 s."""
 
     def __init__(self, actors: list[ActorState], failing: frozenset[str] = frozenset()) -> None:
         self.now = 1000.0
@@ -61,8 +58,6 @@ class World:
             if action.failed:
                 earlier = self.failures.get(actor.key)
                 self.failures[actor.key] = record_failure(earlier, self.now, actor)
-        elif isinstance(action, Drain):
-            self.enter(self.actors[action.actor_id], Phase.DRAINING)
         else:
             assert isinstance(action, Create)
             name = f"{action.key}-new{next(self._numbers)}"
@@ -80,8 +75,6 @@ class World:
         elif actor.phase is Phase.STARTING and age_s >= 3.0:
             self.enter(actor, Phase.READY)
             actor.was_ready = True
-        elif actor.phase is Phase.DRAINING and age_s >= 2.0:
-            actor.drained = True
 
     def count(self, key: str, *phases: Phase) -> int:
         return sum(actor.key == key and (not phases or actor.phase in phases) for actor in self.actors.values())
@@ -96,14 +89,13 @@ def any_actors(draw: st.DrawFn) -> list[ActorState]:
     actors = []
     for number in range(draw(st.integers(0, 10))):
         key = draw(st.sampled_from((*KEYS, "forgotten")))
-        phases = [phase for phase in Phase if key != VERIFIER or phase is not Phase.DRAINING]
-        phase = draw(st.sampled_from(phases))
+        phase = draw(st.sampled_from(list(Phase)))
         actors.append(
             ActorState(
                 f"{key}-{number}",
                 key,
                 phase,
-                was_ready=phase in (Phase.READY, Phase.DRAINING),
+                was_ready=phase is Phase.READY,
                 since=draw(st.floats(900.0, 1000.0)),
                 created_at=draw(st.floats(0.0, 900.0)),
                 unanswered_since=draw(st.sampled_from((None, None, 997.0, 900.0))),
@@ -122,7 +114,7 @@ def test_converges_from_anywhere_and_then_rests(actors: list[ActorState], desire
     world = World(actors)
     verifiers = [actor for actor in actors if actor.key == VERIFIER and actor.phase is Phase.READY]
     healthy = {actor.actor_id for actor in verifiers if actor.silent_s(world.now) < POLICY.health_timeout_s}
-    touched = {action.actor_id for action in world.decide(desired) if isinstance(action, Remove | Drain)}
+    touched = {action.actor_id for action in world.decide(desired) if isinstance(action, Remove)}
     assert not healthy & touched, "healthy verifiers are never removed"
     for _ in range(80):
         world.step(desired)
@@ -140,8 +132,7 @@ def test_never_more_than_wanted(actors: list[ActorState], wishes: list[Desired])
             before = {key: world.count(key) for key in KEYS}
             world.step(desired)
             for key in KEYS:
-                staying = world.count(key) - world.count(key, Phase.DRAINING)
-                assert staying <= max(before[key], desired[key])
+                assert world.count(key) <= max(before[key], desired[key])
 
 
 @pytest.mark.parametrize(("quick", "never_started", "created"), [(9, 0, 1), (9, 1, 1), (9, 4, 0)])
@@ -159,7 +150,7 @@ def test_the_newest_go_first_and_those_that_never_served_before_them() -> None:
         ActorState("waiting", "ngram", Phase.PENDING, created_at=3.0),
     )
     actions = decide({VERIFIER: 0, "ngram": 1}, actors, {}, 10.0, POLICY)
-    assert actions == [Remove("waiting", "surplus"), Drain("young")]
+    assert actions == [Remove("waiting", "surplus"), Remove("young", "surplus")]
 
 
 def test_silent_stuck_and_dead_actors_are_replaced_in_the_same_step() -> None:

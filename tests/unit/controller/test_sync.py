@@ -77,9 +77,9 @@ class HandMember(Member):
         return [weights.version for (weights,) in self.sent("load_weights")]
 
     @property
-    def lessons(self) -> list[tuple[str, int]]:
-        """Methods and versions of the weights that its own drafters were to take."""
-        return [(method, weights.version) for method, weights in self.sent("teach")]
+    def acked(self) -> int:
+        """Version that it has of its own weights."""
+        return self.weights[self.key].acked
 
     def answer(self, method: str, error: str | SpecActorError = "") -> None:
         """Answer the open call of this method, if there is one."""
@@ -153,6 +153,10 @@ def settle(sync: WeightSync, *members: HandMember) -> None:
             one.answer("load_weights")
 
 
+def lesson(version: int, method: str = "eagle") -> WeightSet:
+    return WeightSet(version, (), method=method)
+
+
 def in_place(sync: WeightSync, version: int) -> bool:
     return sync.wait_for(version, 0.0)
 
@@ -164,44 +168,44 @@ class TestWeights:
         settle(sync, *members)
         assert all(one.serves for one in members)
         for method, version in (("eagle", 1), ("ngram", 3)):  # ngram is not taught
-            sync.offer(method, WeightSet(version, ()))
+            sync.offer(lesson(version, method))
         settle(sync, *members)
         for version in (3, 2):
-            sync.offer("eagle", WeightSet(version, ()))
+            sync.offer(lesson(version))
         settle(sync, *members)
-        sync.offer("eagle", WeightSet(3, ()))
+        sync.offer(lesson(3))
         settle(sync, *members)
         assert [one.versions for one in members] == [[1, 3], [1, 3], [], []], "only the newest is sent"
         late = HandMember("eagle", 2)
         send(sync, late, *members)
         assert not late.serves and late.versions == [3]
         settle(sync, late, *members)
-        assert late.serves and [one.weights.acked for one in (late, *members)] == [3, 3, 3, 0, 0]
+        assert late.serves and [one.acked for one in (late, *members)] == [3, 3, 3, 0, 0]
 
     def test_verifiers_that_draft_themselves_are_taught_and_the_policy_does_not_wait_for_it(self) -> None:
         sync, verifiers = make_sync(mode="coupled"), [HandMember(VERIFIER, index) for index in (0, 1)]
-        sync.offer("eagle", WeightSet(2, ()))
+        sync.offer(lesson(2))
         send(sync, *verifiers)
         for version in (3, 4):
-            sync.offer("eagle", WeightSet(version, ()))
+            sync.offer(lesson(version))
         send(sync, *verifiers)
-        assert all(one.serves and one.weights.acked == 0 for one in verifiers) and sync.is_settled()
-        verifiers[0].answer("teach")
-        verifiers[1].answer("teach", "the object is lost")  # the next version replaces it
+        assert all(one.serves and one.acked == 0 for one in verifiers) and sync.is_settled()
+        verifiers[0].answer("load_weights")
+        verifiers[1].answer("load_weights", "the object is lost")  # the next version replaces it
         send(sync, *verifiers)
-        assert [one.lessons for one in verifiers] == [[("eagle", 2), ("eagle", 4)]] * 2
+        assert [one.versions for one in verifiers] == [[2, 4]] * 2
         for _ in range(6):
-            verifiers[1].answer("teach", "shapes differ")
+            verifiers[1].answer("load_weights", "shapes differ")
             send(sync, *verifiers)
-        assert verifiers[1].lessons.count(("eagle", 4)) == 3 and verifiers[1].error is None
+        assert verifiers[1].versions.count(4) == 3 and verifiers[1].error is None
         late = HandMember(VERIFIER, 2)
         send(sync, late)
-        assert late.serves and late.lessons == [("eagle", 4)] and late.versions == []
+        assert late.serves and late.versions == [4]
 
     def test_the_policy_does_not_wait_for_heads(self) -> None:
         sync, head, verifier = make_sync(), HandMember("eagle"), HandMember(VERIFIER)
         settle(sync, head, verifier)
-        sync.offer("eagle", WeightSet(1, ()))
+        sync.offer(lesson(1))
         send(sync, head, verifier)
         assert head.transport.open(head.actor_id, "load_weights")
         sync.set_current(WeightSet(7, ()))
@@ -209,12 +213,12 @@ class TestWeights:
         send(sync, verifier)
         verifier.answer("load_weights")
         send(sync, head, verifier)
-        assert in_place(sync, 7) and sync.is_settled() and head.weights.acked == 0 and head.serves
+        assert in_place(sync, 7) and sync.is_settled() and head.acked == 0 and head.serves
 
     def test_one_that_cannot_take_weights_is_marked_dead(self) -> None:
         sync, first, second, lost = make_sync(), *(HandMember("eagle", index) for index in range(3))
         settle(sync, first, second, lost)
-        sync.offer("eagle", WeightSet(1, ()))
+        sync.offer(lesson(1))
         send(sync, first, second, lost)
         first.answer("load_weights")
         lost.answer("load_weights", ActorLostError("killed", node_lost=True))
@@ -223,7 +227,7 @@ class TestWeights:
             second.answer("load_weights", "shapes differ")
             send(sync, first, second, lost)
             send(sync, first, second, lost)
-        assert "shapes differ" in str(second.error) and first.weights.acked == 1 and first.error is None
+        assert "shapes differ" in str(second.error) and first.acked == 1 and first.error is None
         assert isinstance(lost.error, ActorLostError) and lost.error.node_lost
 
     def test_a_verifier_serves_only_with_the_current_weights(self) -> None:

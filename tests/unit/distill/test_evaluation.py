@@ -27,14 +27,13 @@ def model() -> RaggedModel:
     return RaggedModel(load_model(str(tiny_draft())), 32 << 20)
 
 
-def draft_model(shared: bool) -> Proposer:
-    return DraftModelProposer(model(), shared_noise=shared)
+def draft_model() -> Proposer:
+    return DraftModelProposer(model())
 
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "ngram": lambda: NgramProposer(history_tokens=0),
-    "shared noise": lambda: draft_model(True),
-    "own noise": lambda: draft_model(False),
+    "draft_model": draft_model,
 }
 
 
@@ -88,18 +87,10 @@ def test_replay_counts_what_coupled_decoding_does(engine: HfEngine, method: str,
 
 def test_records_under_way_together_do_not_disturb_each_other() -> None:
     records = recorded("heldout")[:5]
-    alone = [replay(draft_model(True), [record], 5) for record in records]
-    together = replay(draft_model(True), records, 5, batch=3)
+    alone = [replay(draft_model(), [record], 5) for record in records]
+    together = replay(draft_model(), records, 5, batch=3)
     for name in (field.name for field in fields(AcceptanceCounts) if field.name != "window"):
         values = [getattr(one, name) for one in alone]
         total = [sum(column) for column in zip(*values, strict=True)] if isinstance(values[0], list) else sum(values)
         assert getattr(together, name) == total, name
     assert together.committed == sum(len(record.output_token_ids) - 1 for record in records)
-
-
-def test_the_targets_noise_is_worth_having_at_temperature_1() -> None:
-    records = recorded("heldout")[:12]
-    shared, own = (replay(draft_model(noise), records, 4) for noise in (True, False))
-    assert shared.acceptance_length > 1.15 * own.acceptance_length
-    greedy = recorded("greedy")[:2]
-    assert replay(draft_model(True), greedy, 4) == replay(draft_model(False), greedy, 4)

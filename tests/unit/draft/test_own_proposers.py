@@ -38,7 +38,7 @@ def driven(name: str, mode: str = "coupled", temperature: float = 0.0, **section
     (spec,) = drafter_specs(config).values()
     proposer = build_proposer(spec, config.target, "cpu")
     bench, batch = (
-        Bench({"own": proposer}, mode == "coupled", hosts="lookups", draft_wait_s=120.0),
+        Bench({"own": proposer}, mode == "coupled", hosts_lookups=True, draft_wait_s=120.0),
         requests(4, temperature),
     )
     try:
@@ -77,9 +77,8 @@ def test_a_reader_of_ones_own_is_sent_the_states_of_all_committed_positions(mode
             assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])]
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_noisy_model_of_ones_own_is_made_with_its_checkpoint_and_its_noise(shared: bool) -> None:
-    with driven("Noisy", temperature=1.0, model=str(tiny_draft()), shared_noise=shared) as (_, bench):
+def test_a_model_of_ones_own_is_made_with_its_checkpoint() -> None:
+    with driven("Noisy", temperature=1.0, model=str(tiny_draft())) as (_, bench):
         assert bench.verifier.metrics.accepted_tokens
 
 
@@ -101,7 +100,6 @@ def test_a_reader_of_ones_own_needs_layers_to_read() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"method": own("Lookup"), "shared_noise": False}, r"drafters\.0\.shared_noise: .*draws no noise"),
         ({"method": own("Lookup"), "gpus": 1}, r"drafters\.0\.gpus: .*runs on the CPU"),
         ({"method": own("Noisy")}, r"drafters\.0\.model: .*needs a model.*a local directory"),
         ({"method": own("Noisy"), "model": "x", "online": {"where": "trainer"}}, r"drafters\.0\.online\.where: "),

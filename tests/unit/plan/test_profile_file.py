@@ -227,15 +227,6 @@ class TestResolve:
         drafter = resolved.drafters[0]
         assert (resolved.target.cores, drafter.cores, drafter.replicas, drafter.hosted) == (1, 1, 1, False)
 
-    def test_a_hosted_head_that_is_planned_with_devices_of_its_own_gets_draft_actors(
-        self, file: Path, tiny_model_dir: Path
-    ) -> None:
-        plan = make_plan(auto(file, tiny_model_dir), load_profile(file), [ModeName.decoupled])
-        plan = replace(plan, predictions=(replace(plan.chosen, method="eagle"),))
-        head = {"method": "eagle", "model": "h", "gpus": 1, "hosted": True}
-        config = from_mapping({"mode": "decoupled", "target": {"gpus": 1}, "drafters": [head]})
-        assert [one.hosted for one in apply_plan(config, plan).drafters] == [False]
-
     def test_the_trainer_keeps_its_cores(self, file: Path, tiny_model_dir: Path) -> None:
         resolved, _ = resolve_by_profile(auto(file, tiny_model_dir, "trainer.cores=1"))
         assert planning.devices_of(resolved, trains=True).cores == 2

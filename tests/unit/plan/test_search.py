@@ -21,7 +21,6 @@ from specactor_ray.plan.search import (
     iterations,
     run_ahead,
     search_plan,
-    share_right,
     window_rates,
 )
 
@@ -56,11 +55,6 @@ def test_tau_is_the_sum_of_the_paper(p: float, window: int) -> None:
     exact = Fraction(p)
     expected = [float(coupled_sum(exact, window)), float(decoupled_sum(exact, window))]
     assert both(p, window) == pytest.approx(expected, rel=1e-12)
-
-
-@given(st.floats(1e-3, 1.0), st.integers(1, 12))
-def test_p_of_a_geometric_survival_is_its_p_at_every_window(p: float, window: int) -> None:
-    assert share_right(geometric(np.array([p]), window)[0]) == pytest.approx(p, rel=1e-9)
 
 
 @given(PROBABILITIES, SECONDS | st.just(0.0), COSTS, st.integers(1, 12))

@@ -59,7 +59,6 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
         (None, ["target.gpus=1", ON_A_CORE], "coupled", "no GPU for drafters.0"),
         (Devices(8, 0), [ON_A_CORE], "coupled", "on CPUs"),
         (Devices(64, 8), ["target.gpus=1"], "coupled", "verifiers host all drafters"),
-        (Devices(8, 2), ["target.gpus=1", ON_A_CORE, "drafters.0.hosted=true"], "coupled", "verifiers host all"),
         (Devices(2, 2), ["target.gpus=1", f"drafters=[{{method: ngram}}, {MODEL}]"], "decoupled", "there is room"),
         (Devices(2, 2), ["target.gpus=1", "trainer.gpus=1", f"drafters=[{MODEL}]"], "coupled", "3 GPU(s)"),
         (Devices(3, 3), ["target.gpus=1", "trainer.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "there is room"),

@@ -126,16 +126,6 @@ def test_the_smallest_one_runs() -> None:
     assert (plain.devices, coupled.devices, decoupled.devices) == (2, 2, 2)
 
 
-def test_a_hosted_head_drafts_between_the_steps_of_decoupled_verifiers(tmp_path: Path) -> None:
-    text = SMALL.replace("skills:\n", "skills:\n  - {method: eagle, mean: 0.8}\n") + (
-        "  head: [config.mode=decoupled, 'config.drafters=[{method: draft_model, model: qwen2.5-0.5b, gpus: 1},"
-        " {method: eagle, model: qwen3-8b-eagle3, hosted: true}]']\n"
-    )
-    apart, head = results_of(write_scenario(tmp_path, text), names=["decoupled", "head"])
-    assert (apart.tokens, apart.devices, apart.draft_devices) == (head.tokens, head.devices, head.draft_devices)
-    assert head.metrics.acceptance_length > apart.metrics.acceptance_length
-
-
 DAYS = """
 description: A day, drafters by load
 hardware: h100

@@ -98,7 +98,7 @@ class World:
         saver = Saver(self.store, self.save, self.resumed, self.is_saved)
         world: Any = self
         return run_steps(
-            TrainingParts(self.config, world, world, world, world, saver, "eagle", self.said.append, self.enough)
+            TrainingParts(self.config, world, world, world, world, saver, True, self.said.append, self.enough)
         )
 
     @property

@@ -207,24 +207,12 @@ def test_the_ladder_ranks_by_promised_speed_at_each_place() -> None:
     assert bench.seats(new) == [0, 2], "dear drafts are slow"
 
 
-@pytest.mark.parametrize("race", list(RaceName))
-def test_hosted_models_follow_all_beside_draft_actors(race: RaceName) -> None:
-    """They are bases only where there are no draft actors: in a coupled layout."""
-    bench = Bench(drafter("draft_model"), drafter("eagle", 5, hosted=True), requests=6, race=race)
+def test_coupled_models_are_bases() -> None:
+    bench = Bench(drafter("draft_model", hosted=True), drafter("eagle", 5, hosted=True), requests=6, coupled=True)
     bench.good("eagle", 0.9)
     bench.good("draft_model", 0.5)
     bench.step()
-    assert bench.loads == [6, 5]
-    bench.drafters[0].able = False
-    bench.step(REVISE_EVERY)
-    assert bench.loads == [0, 5]
-    bench.leave(0)
-    assert bench.loads == [0, 5]
-    coupled = Bench(drafter("draft_model", hosted=True), drafter("eagle", 5, hosted=True), requests=6, coupled=True)
-    coupled.good("eagle", 0.9)
-    coupled.good("draft_model", 0.5)
-    coupled.step()
-    assert coupled.loads == [1, 5]
+    assert bench.loads == [1, 5]
 
 
 def test_requests_change_to_a_method_that_promises_more_a_few_at_a_time() -> None:

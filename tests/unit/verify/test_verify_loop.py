@@ -18,7 +18,7 @@ from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.transport.link import Link, direct_sender
-from specactor_ray.transport.messages import CommitBatch, Finished, Progress, Refused, ToRollout
+from specactor_ray.transport.messages import CommitBatch, Finished, Progress, Refused, ToRollout, WeightSet
 from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from tests.fakes import virtual
@@ -134,7 +134,8 @@ def test_a_request_for_other_weights_is_refused_once_and_makes_no_token(verifier
     (refused,) = verifier.events
     assert isinstance(refused, Refused) and (refused.request_id, refused.attempt) == ("r0", 0)
     assert "version 1" in refused.reason and "version 0" in refused.reason
-    loaded = verifier.loop.load_weights(1, AutoModelForCausalLM.from_pretrained(tiny_target()).state_dict())
+    changed = AutoModelForCausalLM.from_pretrained(tiny_target()).state_dict()
+    loaded = verifier.loop.load_weights(WeightSet(1, ()), changed)
     verifier.loop.submit([one(1), replace(one(2), weight_version=1)])
     verifier.finish()
     loaded.result(0)
