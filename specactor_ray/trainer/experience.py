@@ -24,8 +24,8 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.seeds import derive_seed
 from specactor_ray.trainer.conversations import Conversations
 from specactor_ray.trainer.data import Task, TaskStream
-from specactor_ray.trainer.rewards import RewardRunner, reward_sample
-from specactor_ray.trainer.workers import Outcome
+from specactor_ray.trainer.rewards import reward_sample
+from specactor_ray.trainer.workers import Outcome, WorkerPool
 
 Group = list[tuple[Trajectory, float]]
 """The samples of one prompt that have a reward."""
@@ -70,14 +70,15 @@ class Experience:
 
 class ExperienceMaker:
     """Makes the samples of a step; a function of the weights, the data's position, the step and the seed. `timed` is
-    the context of a phase (`rollout`, `reward`), for its time; `conversations` roll out with an environment."""
+    the context of a phase (`rollout`, `reward`), for its time; `rewards` score; `conversations` roll out with an
+    environment."""
 
     def __init__(
         self,
         config: Config,
         recipe: AlgorithmConfig,
         stream: TaskStream,
-        rewards: RewardRunner,
+        rewards: WorkerPool,
         timed: Callable,
         conversations: Conversations | None = None,
     ) -> None:
@@ -125,15 +126,19 @@ class ExperienceMaker:
     def _single_outputs(
         self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
     ) -> Iterable[tuple[Trajectory, Outcome]]:
-        """Outputs and their rewards; without those of failed requests."""
+        """Outputs and their rewards; without those of failed requests. An output is scored while others are rolled
+        out."""
+        most, ended = self._config.sampling.max_tokens, list[tuple[Trajectory, Future[Outcome]]]()
         with self._timed("rollout"):
-            trajectories = rollout.generate([task.prompt for task in tasks], sampling, self._config.data.n)
-        sound = [trajectory for trajectory in trajectories if not trajectory.error and trajectory.token_ids]
-        experience.failures["rollout"].update(trajectory.error for trajectory in trajectories if trajectory.error)
-        most = self._config.sampling.max_tokens
+            for one in rollout.stream([task.prompt for task in tasks], sampling, self._config.data.n):
+                if one.error:
+                    experience.failures["rollout"][one.error] += 1
+                elif one.token_ids:
+                    sample = reward_sample(tasks[one.prompt_index], one, one.token_ids, most)
+                    ended.append((one, self._rewards.submit(sample)))
+        ended.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
         with self._timed("reward"):
-            rewards = self._rewards.score([reward_sample(tasks[t.prompt_index], t, t.token_ids, most) for t in sound])
-        return zip(sound, rewards, strict=True)
+            return [(one, SYSTEM.result(future, math.inf)) for one, future in ended]
 
     def _episodes(
         self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience

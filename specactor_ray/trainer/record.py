@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections import Counter
@@ -17,11 +16,11 @@ import yaml
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.core.environment import hardware, versions
 from specactor_ray.core.errors import InputError
-from specactor_ray.core.files import write_json
+from specactor_ray.core.files import append_json, write_json
 from specactor_ray.core.progress import PhaseProgress
 from specactor_ray.rollout.trajectory import drafted_by_method
+from specactor_ray.runs.folder import RunOutcome
 from specactor_ray.runs.training import TrainingRun, read_metrics
-from specactor_ray.trainer.steps import TrainOutcome
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -85,15 +84,10 @@ class MetricsFile:
     def append(self, *records: dict[str, Any]) -> None:
         """Write the pending records and these."""
         self.pending += records
-        data = "".join(json.dumps(record) + "\n" for record in self.pending).encode()
         try:
-            with open(self.path, "ab", buffering=0) as file:
-                begin = file.tell()
-                if (written := file.write(data)) < len(data):
-                    file.truncate(begin)
-                    raise OSError(f"only {written} of {len(data)} bytes could be written; the disk is full")
+            append_json(self.path, *self.pending)
         except OSError as error:
-            logger.error("%d records wait for room in %s: %s", len(self.pending), self.path, error)
+            logger.error("%d records wait for room: %s", len(self.pending), error)
         else:
             self.pending.clear()
 
@@ -165,7 +159,7 @@ class StepRecorder:
             except OSError as error:
                 logger.error("step %d was not tracked: %s", step, error)
 
-    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
+    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
         """Write the summary, if the disk accepts it."""
         if self._metrics.pending:
             self._metrics.append()
@@ -194,7 +188,7 @@ class StepRecorder:
             write_json(self._run.summary_file, summary)
         except OSError as problem:
             logger.error("the summary could not be written: %s", problem)
-        return TrainOutcome(status, self._run.folder, summary)
+        return RunOutcome(self._run.folder, summary)
 
     def _tensorboard(self) -> Callable[[Mapping[str, Any]], None] | None:
         if not self._config.tracking.tensorboard:

@@ -28,7 +28,8 @@ from specactor_ray.trainer import workers
 from specactor_ray.trainer.conversations import Conversations, Episode
 from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import ExperienceMaker
-from specactor_ray.trainer.rewards import RewardRunner
+from specactor_ray.trainer.rewards import reward_work
+from specactor_ray.trainer.workers import WorkerPool
 from specactor_ray.transport.messages import RequestStats
 from tests import tiny
 from tests.fakes.trajectories import trajectory
@@ -109,8 +110,9 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
     config = settings(data={"n": 4}, trainer={"prompts_per_step": 1}, reward={"failure_value": failure_value})
     tasks: Any = [Task(index, "Hi") for index in range(9)]
     stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)
-    with Conversations(config, rollout.tokenizer, 512) as conversations, RewardRunner(config.reward) as rewards:
-        arguments = (config, make_recipe(config), stream, rewards, lambda _: contextlib.nullcontext(), conversations)
+    rewards, no_time = WorkerPool(reward_work(config.reward), 1), lambda _: contextlib.nullcontext()
+    with rewards, Conversations(config, rollout.tokenizer, 512) as conversations:
+        arguments = (config, make_recipe(config), stream, rewards, no_time, conversations)
         maker = ExperienceMaker(*arguments)
         mixed = maker.collect(rollout, config.sampling, 0)
         failed = maker.collect(rollout, replace(config.sampling, seed=1), 1)

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -31,13 +32,13 @@ class Scripted:
     def __init__(self, *outputs: str) -> None:
         self._outputs = iter(outputs)
 
-    def generate(self, prompts: Sequence[Any], sampling: SamplingParams, n: int) -> list[Trajectory]:
+    def stream(self, prompts: Sequence[Any], sampling: SamplingParams, n: int) -> list[Trajectory]:
         found = []
         for index in range(len(prompts)):
             for number, text in enumerate(next(self._outputs).split()):
                 error = "lost" if text == "!" else ""
                 found.append(trajectory(range(number + 1), (index, number), text=text, error=error))
-        return found
+        return found[::-1]  # in the order in which they ended
 
 
 class InProcess:
@@ -46,9 +47,10 @@ class InProcess:
     def __init__(self, config: Config) -> None:
         self._config = config.reward
 
-    def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
-        work = reward_work(self._config)
-        return [answer(work.open(), sample, work) for sample in samples]
+    def submit(self, sample: RewardSample) -> Future[Outcome]:
+        work, future = reward_work(self._config), Future[Outcome]()
+        future.set_result(answer(work.open(), sample, work))
+        return future
 
 
 def collect(outputs: Sequence[str], **settings: Any) -> Experience:
