@@ -26,6 +26,7 @@ from specactor_ray.models.identity import model_identity
 from specactor_ray.models.loading import load_model, load_model_config, load_tokenizer
 from specactor_ray.rollout.preflight import require_named_model
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
+from specactor_ray.runs.folder import RunLease
 
 METHOD = "eagle"
 WORK_FOLDER, CORPUS_FOLDER, RECIPE_FILE = "training", "corpus", "recipe.json"
@@ -70,6 +71,7 @@ def train_drafter(
     done = read_card(output)
     if done is not None:
         return DrafterOutcome("finished", done["acceptance"], f"{output} was finished before; nothing was done")
+    lease = RunLease(work, "--output")
     with sigterm_interrupts():
         try:
             model = load_model(recipe.target, trust_remote_code=recipe.trust_remote_code)
@@ -82,6 +84,8 @@ def train_drafter(
         except KeyboardInterrupt:
             note = f"interrupted; what was done is kept in {work}. Go on with the same command"
             return DrafterOutcome("interrupted", note=note)
+        finally:
+            lease.release()
 
 
 def eval_drafter(

@@ -28,6 +28,7 @@ from specactor_ray.draft.eagle.checkpoint import load_head, save_head
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.proposer import build_proposer
 from specactor_ray.models.loading import load_tokenizer
+from specactor_ray.runs.folder import RunInUseError
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 
 RECIPE = DrafterRecipe(
@@ -120,13 +121,15 @@ def test_eval_of_a_folder_and_of_a_method(
 def test_a_killed_training_goes_on_to_the_same_drafter(
     point: str, drafter: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed at the fourth recorded rollout, or at the fourth step."""
+    """Killed at the fourth recorded rollout, or at the fourth step; until then no other process trains there."""
     output, calls = tmp_path / "out", itertools.count(1)
     owner, name = {"corpus": (RecordStore, "add"), "training": (HeadTrainer, "step")}[point]
     method = getattr(owner, name)
 
     def killed(*arguments: Any) -> Any:
         if next(calls) == 4:
+            with pytest.raises(RunInUseError, match=r"--output: process .* uses .*training now"):
+                train(data, output)
             os.kill(os.getpid(), signal.SIGTERM)
         return method(*arguments)
 
