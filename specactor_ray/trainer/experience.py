@@ -49,9 +49,7 @@ class Experience:
     dull_groups: int = 0
     """Number of groups whose rewards are all equal."""
     rounds: int = 1
-    failures: dict[str, Counter[str]] = field(
-        default_factory=lambda: {"reward": Counter(), "rollout": Counter(), "environment": Counter()}
-    )
+    failures: dict[str, Counter[str]] = field(default_factory=lambda: {"reward": Counter(), "rollout": Counter()})
     """Part that failed → reason → number of samples."""
     scored: int = 0
     """Number of trajectories with a reward of their own."""
@@ -65,25 +63,23 @@ class Experience:
     @property
     def unscored(self) -> bool:
         """Whether there were outputs, but none of them could be scored."""
-        return self.scored == 0 and bool(self.failures["reward"] or self.failures["environment"])
+        return self.scored == 0 and bool(self.failures["reward"])
 
 
 class ExperienceMaker:
     """Makes the samples of a step; a function of the weights, the data's position, the step and the seed. `timed` is
-    the context of a phase (`rollout`, `reward`), for its time; `rewards` score; `conversations` roll out with an
-    environment."""
+    the context of a phase (`rollout`, `reward`), for its time; `workers` are `Conversations`, or do `reward_work`."""
 
     def __init__(
         self,
         config: Config,
         recipe: AlgorithmConfig,
         stream: TaskStream,
-        rewards: WorkerPool,
+        workers: WorkerPool,
         timed: Callable,
-        conversations: Conversations | None = None,
     ) -> None:
         self._config, self._recipe, self._stream = config, recipe, stream
-        self._rewards, self._timed, self._conversations = rewards, timed, conversations
+        self._workers, self._timed = workers, timed
 
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience:
         """Roll out and score the prompts of one step. Under dynamic sampling, dull groups are replaced by further
@@ -106,13 +102,12 @@ class ExperienceMaker:
 
     def _roll_out(self, rollout: Any, sampling: SamplingParams, count: int, experience: Experience) -> list[Group]:
         tasks = self._stream.take(count)
-        outputs = self._single_outputs if self._conversations is None else self._episodes
-        failing = "reward" if self._conversations is None else "environment"
+        outputs = self._episodes if isinstance(self._workers, Conversations) else self._single_outputs
         groups: list[Group] = [[] for _ in tasks]
         for trajectory, (reward, problem) in outputs(rollout, sampling, tasks, experience):
             experience.scored += not problem
             if problem:
-                experience.failures[failing][problem] += 1
+                experience.failures["reward"][problem] += 1
                 reward = self._config.reward.failure_value
             if not trajectory.token_ids:  # it failed before its first turn
                 continue
@@ -135,7 +130,7 @@ class ExperienceMaker:
                     experience.failures["rollout"][one.error] += 1
                 elif one.token_ids:
                     sample = reward_sample(tasks[one.prompt_index], one, one.token_ids, most)
-                    ended.append((one, self._rewards.submit(sample)))
+                    ended.append((one, self._workers.submit(sample)))
         ended.sort(key=lambda pair: (pair[0].prompt_index, pair[0].sample_index))
         with self._timed("reward"):
             return [(one, SYSTEM.result(future, math.inf)) for one, future in ended]
@@ -144,16 +139,16 @@ class ExperienceMaker:
         self, rollout: Any, sampling: SamplingParams, tasks: Sequence[Task], experience: Experience
     ) -> Iterable[tuple[Trajectory, Outcome]]:
         """Conversations and their rewards; without those of failed turns."""
-        assert self._conversations is not None
+        assert isinstance(self._workers, Conversations)
         with self._timed("rollout"):
-            episodes = self._conversations.run(rollout, tasks, sampling, self._config.data.n)
+            episodes = self._workers.run(rollout, tasks, sampling, self._config.data.n)
         for episode in episodes:
             experience.environment_s += episode.environment_s
             if episode.error:
                 experience.failures["rollout"][episode.error] += 1
             else:
                 experience.turns += len(episode.turns)
-                yield self._conversations.trajectory(episode), (episode.reward, episode.failure)
+                yield self._workers.trajectory(episode), (episode.reward, episode.failure)
 
     def _samples(self, group: Group) -> Iterable[Sample]:
         lengths = [trajectory.num_own_tokens for trajectory, _ in group]

@@ -267,9 +267,8 @@ class StepRecorder:
                 record["step"],
                 gap,
             )
-        for what in ("reward", "environment"):
-            for reason, count in record["failures"][what].items():
-                logger.warning("step %d: %d %ss failed: %s", record["step"], count, what, reason)
+        for reason, count in record["failures"]["reward"].items():
+            logger.warning("step %d: %d rewards failed: %s", record["step"], count, reason)
 
 
 def _drafters(by_method: Mapping[str, Any]) -> str:

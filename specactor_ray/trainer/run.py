@@ -96,12 +96,13 @@ def _train(
         rollout = parts.enter_context(Rollout(config))
         trainer = parts.enter_context(TrainerGroup(config, rollout.run_name, run.checkpoint))
         record = parts.enter_context(StepRecorder(config, run, rollout, work, show))
-        rewards = parts.enter_context(WorkerPool(reward_work(config.reward), config.reward.workers))
-        conversations = None
-        if config.environment.name is not None:
+        if config.environment.name is None:
+            workers = WorkerPool(reward_work(config.reward), config.reward.workers)
+        else:
             context = max_prompt_tokens(config) + config.sampling.max_tokens
-            conversations = parts.enter_context(Conversations(config, _tokenizer(config), context))
-        maker = ExperienceMaker(config, make_recipe(config), stream, rewards, record.timed, conversations)
+            workers = Conversations(config, _tokenizer(config), context)
+        parts.enter_context(workers)
+        maker = ExperienceMaker(config, make_recipe(config), stream, workers, record.timed)
         ahead = None
         if config.trainer.max_staleness:
             ahead = AheadMaker(maker, config.trainer.max_staleness, config.trainer.steps)

@@ -28,8 +28,6 @@ from specactor_ray.trainer import workers
 from specactor_ray.trainer.conversations import Conversations, Episode
 from specactor_ray.trainer.data import Task, TaskStream
 from specactor_ray.trainer.experience import ExperienceMaker
-from specactor_ray.trainer.rewards import reward_work
-from specactor_ray.trainer.workers import WorkerPool
 from specactor_ray.transport.messages import RequestStats
 from tests import tiny
 from tests.fakes.trajectories import trajectory
@@ -110,10 +108,8 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
     config = settings(data={"n": 4}, trainer={"prompts_per_step": 1}, reward={"failure_value": failure_value})
     tasks: Any = [Task(index, "Hi") for index in range(9)]
     stream = TaskStream(tasks, 0, lambda prompt: 1, 100, shuffle=False)
-    rewards, no_time = WorkerPool(reward_work(config.reward), 1), lambda _: contextlib.nullcontext()
-    with rewards, Conversations(config, rollout.tokenizer, 512) as conversations:
-        arguments = (config, make_recipe(config), stream, rewards, no_time, conversations)
-        maker = ExperienceMaker(*arguments)
+    with Conversations(config, rollout.tokenizer, 512) as conversations:
+        maker = ExperienceMaker(config, make_recipe(config), stream, conversations, lambda _: contextlib.nullcontext())
         mixed = maker.collect(rollout, config.sampling, 0)
         failed = maker.collect(rollout, replace(config.sampling, seed=1), 1)
     reason = "tests.fakes.environments:Echo: RuntimeError: no such move"
@@ -121,9 +117,9 @@ def test_samples_of_a_step(failure_value: float | None) -> None:
     own = [int(one.loss_mask.sum()) for one in mixed.samples if one.reward == 1.0]
     words = len(rollout.tokenizer("the red fox bye")["input_ids"])
     assert own[0] >= words and any(not one.loss_mask.all() for one in mixed.samples)
-    assert dict(mixed.failures["environment"]) == {reason: 1} and mixed.scored == 3 and not mixed.unscored
+    assert dict(mixed.failures["reward"]) == {reason: 1} and mixed.scored == 3 and not mixed.unscored
     assert mixed.turns == 5 and not mixed.failures["rollout"]
-    assert dict(failed.failures["rollout"]) == {"no room": 1} and dict(failed.failures["environment"]) == {reason: 3}
+    assert dict(failed.failures["rollout"]) == {"no room": 1} and dict(failed.failures["reward"]) == {reason: 3}
     assert failed.unscored and len(failed.samples) == (0 if failure_value is None else 3)
 
 
