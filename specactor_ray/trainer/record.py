@@ -7,7 +7,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
@@ -73,25 +72,6 @@ class PresentWork:
         progress.update(self.done, f"{step}{self._phase}{count}")
 
 
-class MetricsFile:
-    """Appends records as whole lines of JSON. Records that cannot be written are kept and written with the next one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.pending: list[dict[str, Any]] = []
-        """Records that are not in the file yet, oldest first."""
-
-    def append(self, *records: dict[str, Any]) -> None:
-        """Write the pending records and these."""
-        self.pending += records
-        try:
-            append_json(self.path, *self.pending)
-        except OSError as error:
-            logger.error("%d records wait for room: %s", len(self.pending), error)
-        else:
-            self.pending.clear()
-
-
 class StepRecorder:
     """Records one step after the other.
 
@@ -103,7 +83,8 @@ class StepRecorder:
         self, config: Config, run: TrainingRun, rollout: Rollout, work: PresentWork, show: Callable[[str], None]
     ) -> None:
         self._config, self._run, self._rollout = config, run, rollout
-        self._metrics = MetricsFile(run.metrics_file)
+        self._pending: list[dict[str, Any]] = []
+        """Records that are not in the file yet, oldest first."""
         self._work, self._show = work, show
         work.rollout_progress = lambda: rollout.progress
         self._parts = contextlib.ExitStack()
@@ -149,7 +130,7 @@ class StepRecorder:
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
             "failures": {part: dict(reasons) for part, reasons in experience.failures.items()},
         }
-        self._metrics.append(record)
+        self._write(record)
         self._work.done, figures = step, ", ".join(f"{name} {text(record)}" for name, text in _FIGURES)
         self._show(f"step {step}/{self._config.trainer.steps}: {figures}")
         self._warn(record)
@@ -161,14 +142,13 @@ class StepRecorder:
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> RunOutcome:
         """Write the summary, if the disk accepts it."""
-        if self._metrics.pending:
-            self._metrics.append()
+        self._write()
         records: list[dict[str, Any]] = []
         try:
             records += read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
         except InputError as problem:  # the summary is written nevertheless
             logger.error("%s", problem)
-        records += self._metrics.pending
+        records += self._pending
         summary = {
             "run": self._config.run.name,
             "status": status,
@@ -176,7 +156,7 @@ class StepRecorder:
             "steps": records[-1]["step"] if records else 0,
             "checkpoints": [str(path) for path in self._run.store.all()],
             "checkpoint_failures": checkpoint_failures,
-            "metrics_pending": len(self._metrics.pending),
+            "metrics_pending": len(self._pending),
             "totals": totals_of(records),
             "fallbacks": self._rollout.fallbacks(),
             "drafters": self._rollout.drafters(),
@@ -189,6 +169,16 @@ class StepRecorder:
         except OSError as problem:
             logger.error("the summary could not be written: %s", problem)
         return RunOutcome(self._run.folder, summary)
+
+    def _write(self, *records: dict[str, Any]) -> None:
+        """Append these records and the pending ones to the file."""
+        self._pending += records
+        try:
+            if self._pending:
+                append_json(self._run.metrics_file, *self._pending)
+            self._pending.clear()
+        except OSError as error:
+            logger.error("%d records wait for room: %s", len(self._pending), error)
 
     def _tensorboard(self) -> Callable[[Mapping[str, Any]], None] | None:
         if not self._config.tracking.tensorboard:
